@@ -1,0 +1,62 @@
+# Every target makes .venv with what it needs; a second run installs nothing.
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip install --disable-pip-version-check --quiet -c constraints-dev.txt
+INPUTS := pyproject.toml constraints-dev.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-long check bench docs clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed-demo  ## train, be killed, resume, compare bit by bit
+	$(PY) examples/demo.py
+
+test: $(VENV)/.installed-dev  ## run the tests
+	$(PY) -m pytest
+
+test-long: $(VENV)/.installed-dev  ## run the long tests: the whole first bar of RELIABILITY
+	$(PY) -m pytest -m long -s --timeout=7200 -o faulthandler_timeout=7100
+
+check: $(VENV)/.installed-dev  ## lint, format, types, layers
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+bench: $(VENV)/.installed-bench  ## run the short form of the benchmarks
+	$(PY) -m benchmarks
+
+docs: $(VENV)/.installed-docs  ## build the documentation into site/
+	$(VENV)/bin/mkdocs build --strict
+
+clean:  ## remove caches and built files; .venv and checkpoints stay
+	rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find asyncckpt benchmarks examples tests -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# The demo's packages are a part of the development ones: one environment serves both.
+$(VENV)/.installed-demo: $(INPUTS) | $(PY)
+	$(PIP) -e '.[demo]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(INPUTS) | $(PY)
+	$(PIP) -e '.[dev]'
+	@touch $(VENV)/.installed-demo $@
+
+$(VENV)/.installed-bench: $(INPUTS) | $(PY)
+	$(PIP) -e '.[bench,jax,torch]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(INPUTS) | $(PY)
+	$(PIP) -e '.[docs]'
+	@touch $@
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "asyncckpt needs Python 3.11 or newer, and '$(PYTHON)' is not; name one that is: make PYTHON=/path/to/python3.11" >&2; \
+	  exit 2; }
+	$(PYTHON) -m venv $(VENV)

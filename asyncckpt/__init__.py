@@ -1,0 +1,115 @@
+"""Async-first checkpoints for JAX, PyTorch and NumPy training state.
+
+``await save(location, tree)`` and ``tree = await restore(location)`` handle one checkpoint; a
+`Checkpointer` handles those of a training run and saves in the background; `asyncckpt.blocking`
+has the same names for ordinary loops. Importing this package imports no framework.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "Checkpointer": "checkpointer",
+    "PendingSave": "checkpointer",
+    "inspect": "checkpointer",
+    "restore": "checkpointer",
+    "restore_into": "checkpointer",
+    "save": "checkpointer",
+    "verify": "checkpointer",
+    "AsyncCheckpointError": "errors",
+    "CheckpointExistsError": "errors",
+    "CheckpointNotFoundError": "errors",
+    "ClosedError": "errors",
+    "CorruptCheckpointError": "errors",
+    "DeadlineExceededError": "errors",
+    "DtypeMismatchError": "errors",
+    "EngineDiedError": "errors",
+    "MismatchError": "errors",
+    "RestoreError": "errors",
+    "SaveAbortedError": "errors",
+    "SaveError": "errors",
+    "ShapeMismatchError": "errors",
+    "StagingError": "errors",
+    "StoreError": "errors",
+    "TreeMismatchError": "errors",
+    "UnsupportedFormatError": "errors",
+    "UnsupportedLeafError": "errors",
+    "UsageError": "errors",
+    "LeafOptions": "options",
+    "RestoreOptions": "options",
+    "SaveOptions": "options",
+    "CheckpointInfo": "reports",
+    "Damage": "reports",
+    "FileInfo": "reports",
+    "LeafInfo": "reports",
+    "Progress": "reports",
+    "RestoreReport": "reports",
+    "SaveReport": "reports",
+    "VerifyReport": "reports",
+    "KeepLast": "retention",
+    "Retention": "retention",
+    "ArraySpec": "spec",
+}
+
+__all__ = [*_EXPORTS, "__version__", "blocking"]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from asyncckpt import blocking as blocking
+    from asyncckpt.checkpointer import Checkpointer as Checkpointer
+    from asyncckpt.checkpointer import PendingSave as PendingSave
+    from asyncckpt.checkpointer import inspect as inspect
+    from asyncckpt.checkpointer import restore as restore
+    from asyncckpt.checkpointer import restore_into as restore_into
+    from asyncckpt.checkpointer import save as save
+    from asyncckpt.checkpointer import verify as verify
+    from asyncckpt.errors import AsyncCheckpointError as AsyncCheckpointError
+    from asyncckpt.errors import CheckpointExistsError as CheckpointExistsError
+    from asyncckpt.errors import CheckpointNotFoundError as CheckpointNotFoundError
+    from asyncckpt.errors import ClosedError as ClosedError
+    from asyncckpt.errors import CorruptCheckpointError as CorruptCheckpointError
+    from asyncckpt.errors import DeadlineExceededError as DeadlineExceededError
+    from asyncckpt.errors import DtypeMismatchError as DtypeMismatchError
+    from asyncckpt.errors import EngineDiedError as EngineDiedError
+    from asyncckpt.errors import MismatchError as MismatchError
+    from asyncckpt.errors import RestoreError as RestoreError
+    from asyncckpt.errors import SaveAbortedError as SaveAbortedError
+    from asyncckpt.errors import SaveError as SaveError
+    from asyncckpt.errors import ShapeMismatchError as ShapeMismatchError
+    from asyncckpt.errors import StagingError as StagingError
+    from asyncckpt.errors import StoreError as StoreError
+    from asyncckpt.errors import TreeMismatchError as TreeMismatchError
+    from asyncckpt.errors import UnsupportedFormatError as UnsupportedFormatError
+    from asyncckpt.errors import UnsupportedLeafError as UnsupportedLeafError
+    from asyncckpt.errors import UsageError as UsageError
+    from asyncckpt.options import LeafOptions as LeafOptions
+    from asyncckpt.options import RestoreOptions as RestoreOptions
+    from asyncckpt.options import SaveOptions as SaveOptions
+    from asyncckpt.reports import CheckpointInfo as CheckpointInfo
+    from asyncckpt.reports import Damage as Damage
+    from asyncckpt.reports import FileInfo as FileInfo
+    from asyncckpt.reports import LeafInfo as LeafInfo
+    from asyncckpt.reports import Progress as Progress
+    from asyncckpt.reports import RestoreReport as RestoreReport
+    from asyncckpt.reports import SaveReport as SaveReport
+    from asyncckpt.reports import VerifyReport as VerifyReport
+    from asyncckpt.retention import KeepLast as KeepLast
+    from asyncckpt.retention import Retention as Retention
+    from asyncckpt.spec import ArraySpec as ArraySpec
+
+
+def __getattr__(name: str) -> Any:
+    if name == "blocking":
+        return importlib.import_module("asyncckpt.blocking")
+    if name in _EXPORTS:
+        value = getattr(importlib.import_module(f"asyncckpt.{_EXPORTS[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'asyncckpt' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,221 @@
+"""Every error of the library, grouped by what a handler would do.
+
+::
+
+    AsyncCheckpointError
+    ├── UsageError                  the call is wrong: fix the arguments
+    │   ├── UnsupportedLeafError    a leaf or key that cannot be saved
+    │   └── ClosedError             used after close(), or in a forked child
+    ├── CheckpointNotFoundError     nothing (valid) is there
+    ├── CheckpointExistsError       something is there already
+    ├── CorruptCheckpointError      bytes are damaged: use an older step
+    ├── UnsupportedFormatError      intact, but not readable by this version
+    ├── MismatchError               checkpoint and target differ
+    │   ├── TreeMismatchError       other leaves
+    │   ├── ShapeMismatchError      another shape
+    │   └── DtypeMismatchError      another dtype, or a value that does not fit
+    ├── StoreError                  the file system or object store failed (`retryable`)
+    ├── SaveError                   a save failed (`visible`, `durable`)
+    │   ├── StagingError            copying a leaf to host memory failed
+    │   ├── SaveAbortedError        the save was cancelled by `PendingSave.cancel()`
+    │   └── DeadlineExceededError   the save or restore ran past its deadline
+    ├── RestoreError                a restore failed midway (`written` lists filled targets)
+    └── EngineDiedError             the engine's thread ended unexpectedly
+
+Each carries, where known, the leaf's `path`, the pipeline `stage`, the `location` of the
+checkpoint, and what was `expected` and `found`; the message states all of them and the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class AsyncCheckpointError(Exception):
+    """Base of every error raised by this library.
+
+    Attributes:
+        path: path of the leaf concerned, parts joined by ``/``, or None.
+        stage: pipeline stage (``plan``, ``stage``, ``serialize``, ``upload``, ``commit``,
+            ``fetch``, ``decode``, ``place``), or None.
+        location: path or URL of the checkpoint or file concerned, or None.
+        expected: what was expected, or None.
+        found: what was found instead, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        stage: str | None = None,
+        location: str | None = None,
+        expected: object = None,
+        found: object = None,
+    ) -> None:
+        super().__init__(message)
+        self.path = path
+        self.stage = stage
+        self.location = location
+        self.expected = expected
+        self.found = found
+
+
+class UsageError(AsyncCheckpointError):
+    """The call itself is wrong; nothing was read or written."""
+
+
+class UnsupportedLeafError(UsageError):
+    """A leaf or a key of the tree cannot be stored; the message names its path and a cast that can."""
+
+
+class ClosedError(UsageError):
+    """A `Checkpointer` was used after `close()`, or in a forked child."""
+
+
+class CheckpointNotFoundError(AsyncCheckpointError):
+    """There is no (complete) checkpoint at the location."""
+
+
+class CheckpointExistsError(AsyncCheckpointError):
+    """A checkpoint stands at the location already and `overwrite` was not given."""
+
+
+class CorruptCheckpointError(AsyncCheckpointError):
+    """Stored bytes are damaged, missing or hostile.
+
+    Attributes:
+        file: path of the damaged file, relative to the checkpoint, or None.
+        offset: byte offset of the damage in `file`, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: str | None = None,
+        offset: int | None = None,
+        path: str | None = None,
+        stage: str | None = None,
+        location: str | None = None,
+        expected: object = None,
+        found: object = None,
+    ) -> None:
+        super().__init__(
+            message, path=path, stage=stage, location=location, expected=expected, found=found
+        )
+        self.file = file
+        self.offset = offset
+
+
+class UnsupportedFormatError(AsyncCheckpointError):
+    """The checkpoint is of a kind or version that this release does not read."""
+
+
+class MismatchError(AsyncCheckpointError):
+    """The checkpoint does not fit the target; no payload was read."""
+
+
+class TreeMismatchError(MismatchError):
+    """Leaves are missing from the checkpoint or from the target."""
+
+
+class ShapeMismatchError(MismatchError):
+    """A leaf has another shape in the checkpoint than in the target."""
+
+
+class DtypeMismatchError(MismatchError):
+    """A leaf has another dtype in the checkpoint than in the target, or its values do not fit."""
+
+
+class StoreError(AsyncCheckpointError):
+    """The file system or object store failed.
+
+    Attributes:
+        retryable: whether the same operation may succeed later without a change.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        retryable: bool = False,
+        path: str | None = None,
+        stage: str | None = None,
+        location: str | None = None,
+        expected: object = None,
+        found: object = None,
+    ) -> None:
+        super().__init__(
+            message, path=path, stage=stage, location=location, expected=expected, found=found
+        )
+        self.retryable = retryable
+
+
+class SaveError(AsyncCheckpointError):
+    """A save failed.
+
+    Attributes:
+        visible: whether the step is listed nevertheless (its publication succeeded, a later
+            flush did not).
+        durable: whether it is known to survive power loss.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        visible: bool = False,
+        durable: bool = False,
+        path: str | None = None,
+        stage: str | None = None,
+        location: str | None = None,
+        expected: object = None,
+        found: object = None,
+    ) -> None:
+        super().__init__(
+            message, path=path, stage=stage, location=location, expected=expected, found=found
+        )
+        self.visible = visible
+        self.durable = durable
+
+
+class StagingError(SaveError):
+    """Copying a leaf to host memory failed."""
+
+
+class SaveAbortedError(SaveError):
+    """The save was aborted by `PendingSave.cancel()` or by the end of the process."""
+
+
+class DeadlineExceededError(SaveError):
+    """A save or restore ran past its deadline; it was aborted and cleaned up."""
+
+
+class RestoreError(AsyncCheckpointError):
+    """A restore failed after it began to fill targets.
+
+    Attributes:
+        written: paths of the targets that were written, in whole or in part; their contents are
+            undefined.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        written: Sequence[str] = (),
+        path: str | None = None,
+        stage: str | None = None,
+        location: str | None = None,
+        expected: object = None,
+        found: object = None,
+    ) -> None:
+        super().__init__(
+            message, path=path, stage=stage, location=location, expected=expected, found=found
+        )
+        self.written = tuple(written)
+
+
+class EngineDiedError(AsyncCheckpointError):
+    """The engine's thread ended while work was outstanding; create a new `Checkpointer`."""

@@ -1,0 +1,97 @@
+"""The one place of backpressure: a first-in, first-out budget counted in slots."""
+
+# Rule 1: acquire may wait; release never does and is synchronous, so that it can stand in a
+#   `finally` that a second cancellation cannot interrupt.
+# Rule 2: nobody waits for units while holding units that cannot drain by themselves. What needs
+#   several takes them in one acquire.
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+
+class ByteBudget:
+    """A number of slots, of which at most `capacity` are in use at any time.
+
+    It belongs to one event loop. Attributes: `capacity`, `in_use` and `peak`, in slots.
+    """
+
+    __slots__ = ("_waiters", "capacity", "in_use", "peak")
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity={capacity}: a budget holds at least one slot")
+        self.capacity = capacity
+        self.in_use = 0
+        self.peak = 0
+        self._waiters: deque[tuple[int, int, asyncio.Future[None]]] = deque()
+
+    def __repr__(self) -> str:
+        return (
+            f"ByteBudget({self.in_use} of {self.capacity} slots in use, "
+            f"{len(self._waiters)} waiting)"
+        )
+
+    def try_acquire(self, count: int = 1, *, limit: int | None = None) -> bool:
+        """Whether `count` slots were taken, which they are only if nobody waits for them already."""
+        if self._waiters or not self._fits(count, limit):
+            return False
+        self._take(count)
+        return True
+
+    async def acquire(self, count: int = 1, *, limit: int | None = None) -> None:
+        """`count` slots belong to the caller, who waits in line for them.
+
+        Args:
+            count: slots; more than `capacity` takes all of it, so that a request as large as
+                the budget, or larger, is served alone instead of refused.
+            limit: wait until this many slots, or fewer, would be in use in all.
+
+        Cancellation: leaves the line; slots that were granted in the meantime go to the next.
+        """
+        count = min(count, self.capacity)
+        if self.try_acquire(count, limit=limit):
+            return
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (count, self.capacity if limit is None else max(limit, count), waiter)
+        self._waiters.append(entry)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                self.release(count)
+            else:
+                self._waiters.remove(entry)
+                self._grant()
+            raise
+
+    def release(self, count: int = 1) -> None:
+        """`count` slots are free again, and go to those who wait, in their order."""
+        count = min(count, self.capacity)
+        if count > self.in_use:
+            raise RuntimeError(f"released {count} slots, only {self.in_use} are in use")
+        self.in_use -= count
+        self._grant()
+
+    @property
+    def waiting(self) -> int:
+        """Number of callers in line."""
+        return len(self._waiters)
+
+    def _fits(self, count: int, limit: int | None) -> bool:
+        bound = self.capacity if limit is None else min(self.capacity, max(limit, count))
+        return self.in_use + count <= bound
+
+    def _take(self, count: int) -> None:
+        self.in_use += count
+        self.peak = max(self.peak, self.in_use)
+
+    def _grant(self) -> None:
+        while self._waiters:
+            count, limit, waiter = self._waiters[0]
+            if not self._fits(count, limit):
+                return
+            self._waiters.popleft()
+            self._take(count)
+            waiter.set_result(None)

@@ -1,0 +1,201 @@
+"""Staging buffers: page-aligned, touched, kept for the life of a `Checkpointer`."""
+
+# Rule 1: a slot goes back to the pool only when nothing reads or writes it any more.
+# Rule 2: memory is touched in worker threads: the first touch costs as much as a disk write.
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import sys
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from asyncckpt.flow.budget import ByteBudget
+from asyncckpt.flow.threads import Workers
+from asyncckpt.options import SLOT_NBYTES
+from asyncckpt.ports import Bytes, HostMemory
+
+HUGE_PAGE_NBYTES = 2 << 20
+"""Mappings start at a multiple of this, else the kernel cannot back their ends by huge pages."""
+
+PIPELINE_SLOTS = 24
+"""Slots that keep copying, checksumming and writing busy at once. A save that its caller waits for
+anyway does not touch new memory beyond these: a fresh page costs more than waiting for a used one."""
+
+
+class AnonymousMemory:
+    """Private anonymous mappings with huge pages, left out of forked children."""
+
+    name = "anonymous"
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """A zeroed, page-aligned buffer whose every page has been touched. Blocking."""
+        mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_NBYTES, flags=_PRIVATE_ANONYMOUS)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            if hasattr(mmap, advice):
+                try:
+                    mapping.madvise(getattr(mmap, advice))
+                except OSError:
+                    pass  # a kernel without it: slower, not wrong
+        whole = np.frombuffer(mapping, np.uint8)
+        start = -whole.ctypes.data % HUGE_PAGE_NBYTES
+        buffer = whole[start : start + nbytes]
+        buffer.fill(0)  # numpy releases the interpreter lock here; mmap's populate would not
+        return buffer
+
+    def free(self, buffer: Bytes) -> None:
+        """The mapping goes with its last view."""
+
+
+if sys.platform == "win32":  # refused at the surface; kept importable for tools that only inspect
+    _PRIVATE_ANONYMOUS = 0
+else:
+    _PRIVATE_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+
+
+class Slot:
+    """One staging buffer of `SLOT_NBYTES` bytes, in use by one holder."""
+
+    __slots__ = ("__weakref__", "buffer", "users")
+
+    def __init__(self, buffer: Bytes) -> None:
+        self.buffer = buffer
+        self.users: list[Future[Any]] = []
+
+
+class SlotPool:
+    """Slots of a `ByteBudget`, allocated at first use and kept.
+
+    It belongs to one event loop; `memory` is used from worker threads.
+    """
+
+    def __init__(
+        self,
+        budget: ByteBudget,
+        workers: Workers,
+        memory: HostMemory,
+        *,
+        slot_nbytes: int = SLOT_NBYTES,
+    ) -> None:
+        self.budget = budget
+        self.slot_nbytes = slot_nbytes
+        self._workers = workers
+        self._memory = memory
+        self._free: list[Slot] = []
+        self._allocated = 0
+        self._quarantined: set[Slot] = set()
+
+    def __repr__(self) -> str:
+        return f"SlotPool({self._allocated} allocated, {len(self._free)} free, {self.budget!r})"
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """Bytes of host memory that the pool holds."""
+        return self._allocated * self.slot_nbytes
+
+    async def take(self, count: int = 1, *, grow: bool = True, extra: int = 0) -> list[Slot]:
+        """`count` slots belong to the caller, until each goes to `give`.
+
+        Args:
+            count: slots with a buffer.
+            grow: allocate up to the whole budget; without it, new memory beyond
+                `PIPELINE_SLOTS` is not touched as long as used slots come back.
+            extra: further units of the budget, for memory that is allocated elsewhere; they go
+                back through `budget.release`.
+
+        Cancellation: nothing is held.
+        """
+        limit = None if grow else max(self._allocated, PIPELINE_SLOTS)
+        await self.budget.acquire(count + extra, limit=limit)
+        count = min(count, self.budget.capacity)
+        extra = min(extra, self.budget.capacity - count)
+        slots = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        try:
+            if len(slots) < count:
+                missing = count - len(slots)
+                self._allocated += missing
+                try:
+                    slots.extend(await self._workers.run(self._allocate, missing))
+                except BaseException:
+                    self._allocated -= missing
+                    raise
+        except BaseException:
+            self._free.extend(slots)
+            self.budget.release(count + extra)
+            raise
+        return slots
+
+    def take_ready(self, most: int) -> list[Slot]:
+        """Up to `most` slots that are touched and free at once; none if anybody waits in line."""
+        slots: list[Slot] = []
+        while len(slots) < most and self._free and self.budget.try_acquire():
+            slots.append(self._free.pop())
+        return slots
+
+    def give(self, slots: Iterable[Slot]) -> None:
+        """The slots are free, each as soon as the last call that uses it has ended."""
+        for slot in slots:
+            busy = [user for user in slot.users if not user.done()]
+            slot.users.clear()
+            if busy:
+                self._quarantine(slot, busy)
+            else:
+                self._free.append(slot)
+                self.budget.release()
+
+    async def prepare(self, count: int) -> None:
+        """At least `count` slots (or the whole budget) are allocated and touched."""
+        missing = min(count, self.budget.capacity) - self._allocated
+        if missing <= 0:
+            return
+        async with asyncio.TaskGroup() as group:
+            step = max(1, -(-missing // self._workers.count))
+            for start in range(0, missing, step):
+                group.create_task(self._add(min(step, missing - start)))
+
+    def close(self) -> None:
+        """The pool's memory is returned. Quarantined slots keep theirs until their users end."""
+        for slot in self._free:
+            self._memory.free(slot.buffer)
+        self._allocated -= len(self._free)
+        self._free.clear()
+
+    def _allocate(self, count: int) -> list[Slot]:
+        return [Slot(self._memory.allocate(self.slot_nbytes)) for _ in range(count)]
+
+    async def _add(self, count: int) -> None:
+        self._allocated += count
+        try:
+            self._free.extend(await self._workers.run(self._allocate, count))
+        except BaseException:
+            self._allocated -= count
+            raise
+
+    def _quarantine(self, slot: Slot, users: list[Future[Any]]) -> None:
+        # The budget shrinks with it: memory that somebody may still write to is in use.
+        loop = asyncio.get_running_loop()
+        self._quarantined.add(slot)
+        left = len(users)
+
+        def ended() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0 and slot in self._quarantined:
+                self._quarantined.discard(slot)
+                self._free.append(slot)
+                self.budget.release()
+
+        for user in users:
+            user.add_done_callback(_on(loop, ended))
+
+
+def _on(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> Callable[[Any], None]:
+    def done(_: Any) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(call)
+
+    return done

@@ -1,0 +1,117 @@
+"""The data-file table that opens every manifest and node: which files the entries point into.
+
+A file's path relative to the database is transitive path + base path + relative path. The children
+of a node that was reached through a file inherit that file's transitive and base path.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncckpt.format.ocdbt.wire import Reader, encode_varint, encode_varints
+from asyncckpt.format.paths import MAX_PATH_NBYTES, path_fault
+
+# Paths share prefixes, so a small table can stand for a large one.
+_MAX_TABLE_NBYTES = 1 << 26
+
+MISSING = (1 << 64) - 1
+"""Offset and length that stand for "there is no root"."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """One row of a table. `base_path` includes the transitive path; paths may be empty."""
+
+    base_path: str
+    relative_path: str
+
+    @property
+    def path(self) -> str:
+        """Path relative to the database."""
+        return self.base_path + self.relative_path
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A byte range of a file of the database.
+
+    `base_path` is the path that the files named inside a node found there are relative to.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    base_path: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.offset}+{self.nbytes}"
+
+
+def encode_data_files(paths: Sequence[str]) -> bytes:
+    """The table of these paths, in this order, without base paths."""
+    raw = [path.encode() for path in paths]
+    shared = [len(os.path.commonprefix(pair)) for pair in itertools.pairwise(raw)]
+    suffixes = [path[n:] for path, n in zip(raw, [0, *shared], strict=False)]
+    return b"".join(
+        (
+            encode_varint(len(raw)),
+            encode_varints(np.array(shared, np.int64)),
+            encode_varints(np.array([len(s) for s in suffixes], np.int64)),
+            bytes(len(raw)),
+            *suffixes,
+        )
+    )
+
+
+def data_file_nbytes(path: str) -> int:
+    """An upper bound of what one path adds to a table."""
+    nbytes = len(path.encode())
+    return nbytes + 2 * len(encode_varint(nbytes)) + 1
+
+
+def decode_data_files(reader: Reader, *, base_path: str = "") -> tuple[DataFile, ...]:
+    """The table at the reader's cursor; `base_path` is the transitive path of its node."""
+    count = reader.count("data files", nbytes_each=2)
+    if not count:
+        return ()
+    below = MAX_PATH_NBYTES + 1
+    shared = [0, *reader.varints(count - 1, below=below).tolist()]
+    suffix_nbytes = reader.varints(count, below=below).tolist()
+    base_nbytes = reader.varints(count, below=below).tolist()
+    if sum(shared) + sum(suffix_nbytes) > _MAX_TABLE_NBYTES:
+        raise reader.fault(f"its data-file paths pass {_MAX_TABLE_NBYTES} bytes")
+    files = []
+    path, base = b"", b""
+    for prefix, suffix, length in zip(shared, suffix_nbytes, base_nbytes, strict=True):
+        if prefix > len(path):
+            raise reader.fault(f"a path shares {prefix} bytes with one of {len(path)}")
+        new = path[:prefix] + reader.take(suffix)
+        if length > len(new):
+            raise reader.fault(f"a base path of {length} bytes is longer than its path")
+        if prefix > min(length, len(base)) and new[:length] != base:
+            raise reader.fault("a path shares more than its base path with the one before")
+        path, base = new, new[:length]
+        try:
+            row = DataFile(base_path + base.decode(), path[length:].decode())
+        except UnicodeDecodeError:
+            raise reader.fault(f"the data-file path {path!r} is not UTF-8") from None
+        # The table of a manifest without a root holds one empty path.
+        fault = path_fault(row.path) if path else None
+        if fault is not None:
+            raise reader.fault(f"the data-file path {row.path!r} {fault}")
+        files.append(row)
+    return tuple(files)
+
+
+def used_file(reader: Reader, files: Sequence[DataFile], index: int) -> DataFile:
+    """The row that an entry points to; it must exist and have a path."""
+    if index >= len(files):
+        raise reader.fault(f"data file {index} is not in a table of {len(files)}")
+    if not files[index].relative_path and not files[index].base_path:
+        raise reader.fault(f"data file {index} has an empty path")
+    return files[index]

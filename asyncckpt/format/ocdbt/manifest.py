@@ -1,0 +1,239 @@
+"""The manifest: configuration of a database and where the root of its newest version is.
+
+Body: uuid (16 bytes), manifest kind varint, max inline value bytes varint, max decoded node bytes
+varint, version-tree arity log2 `uint8`, compression varint (1: followed by the level as `int32`),
+data-file table, inline versions by column, older version-tree nodes by column.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from asyncckpt.errors import UnsupportedFormatError
+from asyncckpt.format.ocdbt.datafiles import (
+    MISSING,
+    DataFile,
+    Location,
+    decode_data_files,
+    encode_data_files,
+    used_file,
+)
+from asyncckpt.format.ocdbt.wire import (
+    MANIFEST_MAGIC,
+    Reader,
+    encode_varint,
+    frame,
+    unframe,
+)
+
+MAX_MANIFEST_NBYTES = 1 << 26
+"""A manifest holds at most 2^arity_log2 versions; 64 MiB is far beyond any."""
+
+MAX_INLINE_VALUE_NBYTES = 1024
+"""What TensorStore would keep inline; Orbax writes the same number."""
+
+MAX_DECODED_NODE_NBYTES = 100_000_000
+"""What Orbax writes into its manifests; a bound for writers, larger than any node of ours."""
+
+VERSION_TREE_ARITY_LOG2 = 4
+"""Default of TensorStore."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The configuration a database was created with; `zstd_level` None writes no compression."""
+
+    max_inline_value_bytes: int = MAX_INLINE_VALUE_NBYTES
+    max_decoded_node_bytes: int = MAX_DECODED_NODE_NBYTES
+    version_tree_arity_log2: int = VERSION_TREE_ARITY_LOG2
+    zstd_level: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One version of the database. `root` is None when it holds no key."""
+
+    generation: int
+    root: Location | None
+    root_height: int
+    num_keys: int
+    tree_nbytes: int
+    indirect_value_nbytes: int
+    commit_time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionNode:
+    """Where older versions are listed; kept, never followed."""
+
+    generation: int
+    location: Location
+    num_generations: int
+    commit_time_ns: int
+    height: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A decoded manifest; the last of `versions` is the newest."""
+
+    uuid: bytes
+    config: Config = field(default_factory=Config)
+    versions: tuple[Version, ...] = ()
+    version_nodes: tuple[VersionNode, ...] = ()
+
+    @property
+    def latest(self) -> Version | None:
+        """The newest version, or None in a database that was never written to."""
+        return self.versions[-1] if self.versions else None
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of `manifest.ocdbt`, uncompressed and without base paths."""
+    if len(manifest.uuid) != 16:
+        raise ValueError("the uuid of a database has 16 bytes")
+    config = manifest.config
+    paths: dict[str, int] = {}
+
+    def place(location: Location | None) -> tuple[bytes, bytes, bytes]:
+        path, offset, nbytes = (
+            ("", MISSING, MISSING)
+            if location is None
+            else (location.file, location.offset, location.nbytes)
+        )
+        index = paths.setdefault(path, len(paths))
+        return encode_varint(index), encode_varint(offset), encode_varint(nbytes)
+
+    versions, nodes = manifest.versions, manifest.version_nodes
+    roots = [place(version.root) for version in versions]
+    places = [place(node.location) for node in nodes]
+    out = [
+        manifest.uuid,
+        b"\0",
+        encode_varint(config.max_inline_value_bytes),
+        encode_varint(config.max_decoded_node_bytes),
+        bytes([config.version_tree_arity_log2]),
+        b"\0" if config.zstd_level is None else b"\1" + struct.pack("<i", config.zstd_level),
+        encode_data_files(list(paths)),
+        encode_varint(len(versions)),
+        *(encode_varint(v.generation) for v in versions),
+        bytes(v.root_height for v in versions),
+        *(column[i] for i in range(3) for column in roots),
+        *(encode_varint(v.num_keys) for v in versions),
+        *(encode_varint(v.tree_nbytes) for v in versions),
+        *(encode_varint(v.indirect_value_nbytes) for v in versions),
+        *(v.commit_time_ns.to_bytes(8, "little") for v in versions),
+        encode_varint(len(nodes)),
+        *(encode_varint(n.generation) for n in nodes),
+        *(column[i] for i in range(3) for column in places),
+        *(encode_varint(n.num_generations) for n in nodes),
+        *(n.commit_time_ns.to_bytes(8, "little") for n in nodes),
+        bytes(n.height for n in nodes),
+    ]
+    return frame(MANIFEST_MAGIC, b"".join(out))
+
+
+def decode_manifest(data: bytes, *, file: str) -> Manifest:
+    """The manifest whose bytes are `data`; `file` is named in errors.
+
+    Raises:
+        CorruptCheckpointError: the bytes are damaged.
+        UnsupportedFormatError: they are intact, of a kind or version that is not read.
+    """
+    reader, _ = unframe(
+        data,
+        MANIFEST_MAGIC,
+        what="the OCDBT manifest",
+        file=file,
+        offset=0,
+        max_nbytes=MAX_MANIFEST_NBYTES,
+    )
+    uuid = reader.take(16)
+    kind = reader.varint()
+    inline = reader.varint(below=1 << 32)
+    node_nbytes = reader.varint(below=1 << 63)
+    arity = reader.uint8()
+    if not 1 <= arity <= 16:
+        raise reader.fault(f"the version tree's arity 2^{arity} is not between 2 and 2^16")
+    method = reader.varint()
+    if method > 1:
+        raise reader.fault(f"compression method {method} is unknown")
+    level = struct.unpack("<i", reader.take(4))[0] if method else None
+    if kind == 1:
+        raise UnsupportedFormatError(
+            f"{file}: the OCDBT database has numbered manifests, this release reads a single one; "
+            "copy it with TensorStore to a database with manifest_kind 'single'",
+            location=file,
+            expected="single",
+            found="numbered",
+        )
+    if kind:
+        raise reader.fault(f"manifest kind {kind} is unknown")
+    files = decode_data_files(reader)
+    manifest = Manifest(
+        uuid,
+        Config(inline, node_nbytes, arity, level),
+        _decode_versions(reader, files),
+        _decode_version_nodes(reader, files),
+    )
+    reader.end()
+    return manifest
+
+
+def _increasing(reader: Reader, generations: list[int]) -> None:
+    if generations and (
+        generations[0] < 1 or any(b <= a for a, b in zip(generations, generations[1:], strict=False))
+    ):
+        raise reader.fault(f"the generations {generations[:4]} … do not increase from 1")
+
+
+def _decode_versions(reader: Reader, files: tuple[DataFile, ...]) -> tuple[Version, ...]:
+    count = reader.count("versions", nbytes_each=16)
+    generations = reader.varints(count).tolist()
+    _increasing(reader, generations)
+    heights = list(reader.take(count))
+    file_indices = reader.varints(count).tolist()
+    offsets = [reader.varint() for _ in range(count)]
+    lengths = [reader.varint() for _ in range(count)]
+    statistics = [reader.varints(count).tolist() for _ in range(3)]
+    times = np.frombuffer(reader.take(8 * count), "<u8").tolist()
+    versions = []
+    for i in range(count):
+        root = None
+        if offsets[i] != MISSING or lengths[i] != MISSING:
+            row = used_file(reader, files, file_indices[i])
+            root = _location(reader, row, offsets[i], lengths[i])
+        elif heights[i] or any(column[i] for column in statistics):
+            raise reader.fault(f"version {generations[i]} has no root, but a height or keys")
+        keys, tree, indirect = (column[i] for column in statistics)
+        versions.append(Version(generations[i], root, heights[i], keys, tree, indirect, times[i]))
+    return tuple(versions)
+
+
+def _decode_version_nodes(reader: Reader, files: tuple[DataFile, ...]) -> tuple[VersionNode, ...]:
+    count = reader.count("version nodes", nbytes_each=14)
+    generations = reader.varints(count).tolist()
+    _increasing(reader, generations)
+    file_indices = reader.varints(count).tolist()
+    offsets = reader.varints(count).tolist()
+    lengths = reader.varints(count).tolist()
+    num_generations = reader.varints(count).tolist()
+    times = np.frombuffer(reader.take(8 * count), "<u8").tolist()
+    heights = list(reader.take(count))
+    nodes = []
+    for i in range(count):
+        row = used_file(reader, files, file_indices[i])
+        location = _location(reader, row, offsets[i], lengths[i])
+        nodes.append(
+            VersionNode(generations[i], location, num_generations[i], times[i], heights[i])
+        )
+    return tuple(nodes)
+
+
+def _location(reader: Reader, row: DataFile, offset: int, nbytes: int) -> Location:
+    if offset + nbytes >= 1 << 63:
+        raise reader.fault(f"the range {offset}+{nbytes} of {row.path} ends past 2^63")
+    return Location(row.path, offset, nbytes, row.base_path)

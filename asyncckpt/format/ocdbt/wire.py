@@ -1,0 +1,284 @@
+"""Varints, columns of varints, and the frame around manifests and nodes.
+
+A frame is: magic `uint32` big endian; length of the whole frame `uint64` little endian; format
+version varint 0; compression varint (0 none, 1 zstd); body; CRC-32C `uint32` little endian of all
+bytes before it.
+"""
+
+# Rule: a count read from a file is compared with the bytes that remain before anything is
+# allocated for it.
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.format.crc import crc32c
+from asyncckpt.format.faults import corrupt
+
+I64 = npt.NDArray[np.int64]
+U64 = npt.NDArray[np.uint64]
+
+MANIFEST_MAGIC = 0x0CDB3A2A
+NODE_MAGIC = 0x0CDB20DE
+FRAME_OVERHEAD = 4 + 8 + 1 + 1 + 4
+"""Bytes that an uncompressed frame adds to its body."""
+FRAME_HEADER = 4 + 8 + 1 + 1
+"""Bytes before the body of an uncompressed frame."""
+
+MAX_BODY_NBYTES = 1 << 28
+"""Largest body that is decompressed; Orbax asks for nodes of up to 100 MB."""
+
+# A zstd window beyond this is refused (the largest that level 22 uses).
+_MAX_WINDOW_NBYTES = 1 << 27
+# Fed at a time when the frame does not declare its size: four bytes can stand for 128 KiB, so what
+# one step adds stays below 32 MiB.
+_ZSTD_STEP_NBYTES = 1 << 10
+
+_VARINT_NBYTES = 10  # 64 bits in groups of 7
+_INT64_MAX = (1 << 63) - 1
+
+
+def encode_varint(value: int) -> bytes:
+    """Unsigned LEB128 of one integer below 2^64."""
+    out = bytearray()
+    while value >= 128:
+        out.append((value & 127) | 128)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def varint_sizes(values: I64) -> I64:
+    """Bytes that the varint of each (non-negative) value takes."""
+    sizes = np.ones(values.shape, np.int64)
+    largest = int(values.max()) if values.size else 0
+    bound = 1 << 7
+    while bound <= largest:
+        sizes += values >= bound
+        bound <<= 7
+    return sizes
+
+
+def encode_varints(values: I64) -> bytes:
+    """Unsigned LEB128 of every (non-negative) value, one after the other."""
+    if not values.size:
+        return b""
+    if int(values.max()) < 128:
+        return values.astype(np.uint8).tobytes()
+    sizes = varint_sizes(values)
+    ends = np.cumsum(sizes)
+    out = np.empty(int(ends[-1]), np.uint8)
+    starts = ends - sizes
+    rest = values
+    while starts.size:
+        last = sizes == 1
+        out[starts] = (rest & 127) | np.where(last, 0, 128)
+        more = ~last
+        rest, starts, sizes = rest[more] >> 7, starts[more] + 1, sizes[more] - 1
+    return out.tobytes()
+
+
+class Reader:
+    """A cursor over the body of a frame whose every failure is a `CorruptCheckpointError`.
+
+    `offset` is where the body starts in `file`, or, for a decompressed body, where its frame does
+    (`moves` False).
+    """
+
+    __slots__ = ("_data", "_file", "_moves", "_offset", "_what", "pos")
+
+    def __init__(self, data: bytes, *, what: str, file: str, offset: int, moves: bool) -> None:
+        self._data = data
+        self._what = what
+        self._file = file
+        self._offset = offset
+        self._moves = moves
+        self.pos = 0
+
+    @property
+    def remaining(self) -> int:
+        return len(self._data) - self.pos
+
+    def fault(self, reason: str) -> CorruptCheckpointError:
+        """The error for damage at the cursor."""
+        offset = self._offset + self.pos if self._moves else self._offset
+        return corrupt(self._what, reason, file=self._file, offset=offset)
+
+    def need(self, count: int, what: str) -> None:
+        """At least `count` bytes remain."""
+        if count > self.remaining:
+            raise self.fault(f"{count} {what} need more than the {self.remaining} bytes that remain")
+
+    def take(self, count: int) -> bytes:
+        self.need(count, "bytes")
+        start = self.pos
+        self.pos += count
+        return self._data[start : self.pos]
+
+    def uint8(self) -> int:
+        self.need(1, "bytes")
+        self.pos += 1
+        return self._data[self.pos - 1]
+
+    def uint64(self) -> int:
+        return int.from_bytes(self.take(8), "little")
+
+    def varint(self, *, below: int = 1 << 64) -> int:
+        value = 0
+        for shift in range(0, 7 * _VARINT_NBYTES, 7):
+            byte = self.uint8()
+            value |= (byte & 127) << shift
+            if byte < 128:
+                if value >= below:
+                    raise self.fault(f"the number {value} is not below {below}")
+                return value
+        raise self.fault("a varint is longer than 64 bits")
+
+    def count(self, what: str, *, nbytes_each: int) -> int:
+        """A number of things of which each takes at least `nbytes_each` of what remains."""
+        count = self.varint()
+        if count * nbytes_each > self.remaining:
+            raise self.fault(f"{count} {what} need more than the {self.remaining} bytes that remain")
+        return count
+
+    def varints(self, count: int, *, below: int = _INT64_MAX) -> I64:
+        """The next `count` varints, each below `below`."""
+        self.need(count, "numbers")
+        if not count:
+            return np.empty(0, np.int64)
+        window = np.frombuffer(
+            self._data, np.uint8, min(self.remaining, count * _VARINT_NBYTES), self.pos
+        )
+        head = window[:count]
+        if int(head.max()) < 128:
+            values = head.astype(np.uint64)
+            used = count
+        else:
+            ends = np.flatnonzero(window < 128)[:count]
+            if ends.size < count:
+                raise self.fault(f"the last of {count} numbers is cut off or longer than 64 bits")
+            used = int(ends[-1]) + 1
+            values = self._long_varints(window, ends)
+        if int(values.max()) >= below:
+            raise self.fault(f"the number {int(values.max())} is not below {below}")
+        self.pos += used
+        return values.astype(np.int64)
+
+    def _long_varints(self, window: npt.NDArray[np.uint8], ends: npt.NDArray[np.intp]) -> U64:
+        starts = np.empty_like(ends)
+        starts[0] = 0
+        starts[1:] = ends[:-1] + 1
+        sizes = ends - starts + 1
+        longest = int(sizes.max())
+        if longest > _VARINT_NBYTES or (
+            longest == _VARINT_NBYTES and int(window[ends[sizes == _VARINT_NBYTES]].max()) > 1
+        ):
+            raise self.fault("a varint is longer than 64 bits")
+        values = (window[starts] & 127).astype(np.uint64)
+        rows = np.flatnonzero(sizes > 1)
+        for place in range(1, longest):
+            rows = rows[sizes[rows] > place]
+            byte = (window[starts[rows] + place] & 127).astype(np.uint64)
+            values[rows] |= byte << np.uint64(7 * place)
+        return values
+
+    def end(self) -> None:
+        """Nothing remains."""
+        if self.remaining:
+            raise self.fault(f"{self.remaining} bytes follow the end of the structure")
+
+
+def frame(magic: int, body: bytes) -> bytes:
+    """The uncompressed frame around a body."""
+    head = magic.to_bytes(4, "big") + (len(body) + FRAME_OVERHEAD).to_bytes(8, "little") + b"\0\0"
+    crc = crc32c(body, crc32c(head))
+    return b"".join((head, body, crc.to_bytes(4, "little")))
+
+
+def unframe(
+    data: bytes, magic: int, *, what: str, file: str, offset: int, max_nbytes: int
+) -> tuple[Reader, bool]:
+    """A reader of the body of a checked frame, and whether the body was compressed.
+
+    `data` is the whole frame, found at `offset` in `file`; `max_nbytes` bounds the body.
+
+    Raises:
+        CorruptCheckpointError: any byte of the frame is wrong.
+        UnsupportedFormatError: the frame is intact, of a newer format version.
+    """
+    size = len(data)
+
+    def fault(reason: str, at: int) -> CorruptCheckpointError:
+        return corrupt(what, reason, file=file, offset=offset + at)
+
+    if size < FRAME_OVERHEAD:
+        raise fault(f"{size} bytes are fewer than the {FRAME_OVERHEAD} of an empty frame", 0)
+    if data[:4] != magic.to_bytes(4, "big"):
+        raise fault(f"it starts with {data[:4].hex()} instead of {magic:08x}", 0)
+    length = int.from_bytes(data[4:12], "little")
+    if length != size:
+        raise fault(f"its header says {length} bytes, there are {size}", 4)
+    stored = int.from_bytes(data[-4:], "little")
+    crc = crc32c(memoryview(data)[:-4])
+    if stored != crc:
+        raise fault(f"its CRC-32C is {crc:08x}, the stored one {stored:08x}", size - 4)
+    head = Reader(data[:-4], what=what, file=file, offset=offset, moves=True)
+    head.pos = 12
+    version = head.varint()
+    if version:
+        raise UnsupportedFormatError(
+            f"{file}, byte {offset}: {what} has OCDBT format version {version}, this release reads "
+            "version 0; read it with a newer release",
+            location=file,
+            expected=0,
+            found=version,
+        )
+    compression = head.varint()
+    start = head.pos
+    if compression == 0:
+        if head.remaining > max_nbytes:
+            raise fault(f"its body of {head.remaining} bytes passes the limit {max_nbytes}", start)
+        body = head.take(head.remaining)
+        return Reader(body, what=what, file=file, offset=offset + start, moves=True), False
+    if compression != 1:
+        raise fault(f"compression method {compression} is unknown", start - 1)
+    try:
+        body = decompress(data[start:-4], max_nbytes=max_nbytes)
+    except ValueError as error:
+        raise fault(str(error), start) from None
+    return Reader(body, what=what, file=file, offset=offset, moves=False), True
+
+
+def decompress(data: bytes, *, max_nbytes: int) -> bytes:
+    """The content of one zstd frame, at most `max_nbytes` long; memory stays bounded by that.
+
+    Raises:
+        ValueError: the frame is damaged, larger, not alone, or asks for a huge window.
+    """
+    try:
+        parameters = zstandard.get_frame_parameters(data)
+        if parameters.content_size != zstandard.CONTENTSIZE_UNKNOWN:
+            if parameters.content_size > max_nbytes:
+                raise ValueError(
+                    f"it decompresses to {parameters.content_size} bytes, the limit is {max_nbytes}"
+                )
+            return zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
+        decoder = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_NBYTES).decompressobj()
+        pieces = []
+        total = 0
+        for start in range(0, len(data), _ZSTD_STEP_NBYTES):
+            piece = decoder.decompress(data[start : start + _ZSTD_STEP_NBYTES])
+            pieces.append(piece)
+            total += len(piece)
+            if total > max_nbytes:
+                raise ValueError(f"it decompresses to more than {max_nbytes} bytes")
+            if decoder.eof:
+                if decoder.unused_data or start + _ZSTD_STEP_NBYTES < len(data):
+                    raise ValueError("bytes follow the end of its zstd frame")
+                return b"".join(pieces)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"its zstd frame cannot be decompressed ({error})") from None
+    raise ValueError("its zstd frame is cut off")

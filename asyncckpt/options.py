@@ -1,0 +1,275 @@
+"""Every number of the library, with its unit, its check and its reason.
+
+Options are immutable and checked when they are made, so that a bad value fails where it was
+written and not in the middle of a save.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from asyncckpt.errors import UsageError
+from asyncckpt.spec import ArraySpec
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+SLOT_NBYTES = 8 * MIB
+"""Unit of the byte budget and of local writes. Large enough for O_DIRECT to reach its top speed
+(4 MiB is within noise of it), small enough that a 64 MiB budget still pipelines."""
+
+PAGE_NBYTES = 4096
+"""Alignment of large chunks in data files: the strictest logical block size in common use."""
+
+ALIGNED_CHUNK_NBYTES = 1 * MIB
+"""Chunks from this size on start on a page of the data file; below, packing matters more."""
+
+INLINE_NBYTES = 1 * KIB
+"""Stored values up to this size stand in the B+tree itself: one read serves thousands of them."""
+
+DEFAULT_CHUNK_NBYTES = 16 * MIB
+"""The unit of reading, checking and decoding. 16 MiB reaches 80 % of a stream on object stores
+and 16 in flight stay within a small budget."""
+
+DEFAULT_DATA_FILE_NBYTES = 1 * GIB
+"""Local disk does not care about the size of a data file; one flush per GiB is cheap, and a file
+that is kept open long lets writeback overlap."""
+
+NODE_NBYTES = 1 * MIB
+"""Largest decoded B+tree node we write: one ranged read, decoded in a millisecond."""
+
+MAX_RECORD_NBYTES = 1 * GIB
+"""A commit record beyond this is refused before it is read (100,000 leaves take about 10 MiB)."""
+
+MIN_BUDGET_NBYTES = 64 * MIB
+"""Eight slots: below, copying, checksumming and writing could no longer overlap."""
+
+MAX_DEFAULT_BUDGET_NBYTES = 8 * GIB
+"""Staging more than this ahead of the disk buys nothing on the machines measured."""
+
+STEP_MAX = 10**19 - 1
+"""Steps are names of at most 19 digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeafOptions:
+    """How one leaf is stored; None means as the `SaveOptions` say.
+
+    Attributes:
+        chunk_nbytes: target size of a chunk in bytes.
+        chunk_shape: exact chunk shape in elements; wins over `chunk_nbytes`.
+        dtype: zarr v3 dtype name to cast to before storing, for example ``"bfloat16"``.
+        compression: ``None`` as the save says, ``"zstd"``, or ``"none"``.
+        compression_level: zstd level, 1 to 22.
+    """
+
+    chunk_nbytes: int | None = None
+    chunk_shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+    compression: Literal["zstd", "none"] | None = None
+    compression_level: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        if self.chunk_nbytes is not None:
+            _integer("chunk_nbytes", self.chunk_nbytes, 1, 16 * GIB, "bytes")
+        if self.chunk_shape is not None and not all(
+            isinstance(n, int) and n > 0 for n in self.chunk_shape
+        ):
+            raise UsageError(
+                f"chunk_shape={self.chunk_shape!r}: pass positive ints, one per dimension"
+            )
+        _choice("compression", self.compression, (None, "zstd", "none"))
+        if self.compression_level is not None:
+            _integer("compression_level", self.compression_level, 1, 22, "a zstd level")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How a checkpoint is saved.
+
+    Attributes:
+        host_memory_nbytes: budget of staging memory in bytes, shared by all saves and restores of
+            one `Checkpointer`; None: a quarter of the memory the process may use, at most 8 GiB.
+        chunk_nbytes: target size of a chunk in bytes: the unit of reading, checking and decoding.
+        target_data_file_nbytes: size at which a data file is sealed, in bytes, or ``"auto"``.
+        concurrency: writes in flight, or ``"auto"``.
+        compression: ``None`` or ``"zstd"``.
+        compression_level: zstd level, 1 to 22.
+        direct_io: ``"auto"`` writes past the page cache where the file system offers it, ``True``
+            insists on it, ``False`` never does.
+        deadline_s: seconds after which a save is aborted; None waits without end.
+        exit_deadline_s: seconds that a process which ends without `close()` waits for its saves.
+        snapshot: ``"copy"`` copies every leaf before `start_save` returns; ``"reference"`` holds
+            immutable `jax.Array`s instead (for trainers that do not donate them).
+        on_overlap: what `start_save` does while another save is in flight: ``"wait"`` for it,
+            ``"skip"`` this one, or raise an ``"error"``.
+        on_failed_save: whether the next save raises the unseen failure of an earlier one
+            (``"raise"``) or only logs it (``"log"``).
+        private: create files readable by their owner only, instead of following the umask.
+        layout: ``"auto"``, or ``"regular"`` to insist on one array per leaf.
+        leaf_options: called with path and `ArraySpec` of each array leaf; returns `LeafOptions`
+            or None.
+    """
+
+    host_memory_nbytes: int | None = None
+    chunk_nbytes: int = DEFAULT_CHUNK_NBYTES
+    target_data_file_nbytes: int | Literal["auto"] = "auto"
+    concurrency: int | Literal["auto"] = "auto"
+    compression: Literal["zstd"] | None = None
+    compression_level: int = 3
+    direct_io: bool | Literal["auto"] = "auto"
+    deadline_s: float | None = None
+    exit_deadline_s: float = 60.0
+    snapshot: Literal["copy", "reference"] = "copy"
+    on_overlap: Literal["wait", "skip", "error"] = "wait"
+    on_failed_save: Literal["raise", "log"] = "raise"
+    private: bool = False
+    layout: Literal["auto", "regular"] = "auto"
+    tree: Literal["auto", "same", "union"] = "auto"
+    leaf_options: Callable[[str, ArraySpec], LeafOptions | None] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        if self.host_memory_nbytes is not None:
+            _integer(
+                "host_memory_nbytes", self.host_memory_nbytes, MIN_BUDGET_NBYTES, 1 << 50, "bytes"
+            )
+        _integer("chunk_nbytes", self.chunk_nbytes, 4 * KIB, 16 * GIB, "bytes")
+        if self.target_data_file_nbytes != "auto":
+            _integer(
+                "target_data_file_nbytes",
+                self.target_data_file_nbytes,
+                SLOT_NBYTES,
+                1 << 42,
+                "bytes",
+            )
+        if self.concurrency != "auto":
+            _integer("concurrency", self.concurrency, 1, 1024, "operations")
+        _choice("compression", self.compression, (None, "zstd"))
+        _integer("compression_level", self.compression_level, 1, 22, "a zstd level")
+        _choice("direct_io", self.direct_io, ("auto", True, False))
+        _seconds("deadline_s", self.deadline_s)
+        _seconds("exit_deadline_s", self.exit_deadline_s)
+        _choice("snapshot", self.snapshot, ("copy", "reference"))
+        _choice("on_overlap", self.on_overlap, ("wait", "skip", "error"))
+        _choice("on_failed_save", self.on_failed_save, ("raise", "log"))
+        _choice("private", self.private, (True, False))
+        _choice("layout", self.layout, ("auto", "regular"))
+        _choice("tree", self.tree, ("auto", "same", "union"))
+        if self.leaf_options is not None and not callable(self.leaf_options):
+            raise UsageError(
+                f"leaf_options={self.leaf_options!r}: pass a function (path, ArraySpec) -> LeafOptions"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreOptions:
+    """How a checkpoint is restored.
+
+    Attributes:
+        concurrency: reads in flight, or ``"auto"``.
+        atomic: stage everything before the first target is touched, so that a failed
+            `restore_into` leaves its targets as they were (costs memory for the whole state).
+        broadcast: read once and exchange between processes (``"auto"``, True, False).
+        deadline_s: seconds after which a restore is aborted; None waits without end.
+        host_memory_nbytes: budget in bytes for the one-shot functions; a `Checkpointer` uses its own.
+    """
+
+    concurrency: int | Literal["auto"] = "auto"
+    atomic: bool = False
+    broadcast: bool | Literal["auto"] = "auto"
+    deadline_s: float | None = None
+    host_memory_nbytes: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        if self.concurrency != "auto":
+            _integer("concurrency", self.concurrency, 1, 1024, "operations")
+        _choice("atomic", self.atomic, (True, False))
+        _choice("broadcast", self.broadcast, ("auto", True, False))
+        _seconds("deadline_s", self.deadline_s)
+        if self.host_memory_nbytes is not None:
+            _integer(
+                "host_memory_nbytes", self.host_memory_nbytes, MIN_BUDGET_NBYTES, 1 << 50, "bytes"
+            )
+
+
+def default_budget_nbytes() -> int:
+    """A quarter of the memory that the process may use (cgroup or machine), at most 8 GiB."""
+    return max(MIN_BUDGET_NBYTES, min(MAX_DEFAULT_BUDGET_NBYTES, memory_limit_nbytes() // 4))
+
+
+def memory_limit_nbytes() -> int:
+    """Bytes of memory this process may use: the cgroup's limit, or the machine's memory."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            limits.append(int(text))
+    return min(limits)
+
+
+def step_number(step: object) -> int:
+    """The step as an int.
+
+    Raises:
+        UsageError: it is not a non-negative integer of at most 19 digits.
+    """
+    try:
+        if isinstance(step, bool):
+            raise TypeError
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(
+            f"step={step!r}: a step is a non-negative integer, not {type(step).__name__}",
+            expected="a non-negative integer",
+            found=step,
+        ) from None
+    if not 0 <= number <= STEP_MAX:
+        raise UsageError(
+            f"step={number}: a step is a non-negative integer of at most 19 digits",
+            expected=f"0 <= step <= {STEP_MAX}",
+            found=number,
+        )
+    return number
+
+
+def replace(options: Any, **changes: Any) -> Any:
+    """A copy of the options with some values changed, checked again."""
+    return dataclasses.replace(options, **changes)
+
+
+def _integer(name: str, value: object, low: int, high: int, unit: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise UsageError(
+            f"{name}={value!r}: pass an int from {low} to {high} ({unit})",
+            expected=(low, high),
+            found=value,
+        )
+
+
+def _seconds(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise UsageError(f"{name}={value!r}: pass a positive number of seconds", found=value)
+
+
+def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if not any(value is a or (type(value) is type(a) and value == a) for a in allowed):
+        raise UsageError(
+            f"{name}={value!r}: pass one of {', '.join(map(repr, allowed))}",
+            expected=allowed,
+            found=value,
+        )

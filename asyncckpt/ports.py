@@ -1,0 +1,351 @@
+"""The four seams of the library: where bytes live, whose arrays they are, who else saves, and host memory.
+
+A protocol here says what the pipeline relies on and nothing else. Implementations are in
+`stores/`, `adapters/` and `coordinators/`; `asyncckpt.testing` holds the conformance suite that
+every `Store` must pass.
+"""
+
+# Rule 1: stores see opaque bytes and relative paths; they know no arrays, chunks or records.
+# Rule 2: adapters see arrays and host buffers; they know no files.
+# Rule 3: whoever gets a buffer may use it until the awaited call has returned or raised, not after.
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncckpt.spec import ArraySpec, Box, Shard
+
+Bytes = npt.NDArray[np.uint8]
+"""A contiguous one-dimensional buffer of bytes."""
+
+
+# --------------------------------------------------------------------------------------- stores
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCapabilities:
+    """What a store can do and what it asks for.
+
+    Attributes:
+        buffer: what `DataFile.write` takes: `aligned` (address, offset and length multiples of
+            `alignment_nbytes` are written fastest; others work), `bytes` (only `bytes`), `any`.
+        alignment_nbytes: alignment that makes writes direct; 1 where it does not matter.
+        client_copies: copies of a buffer that the client makes while sending it.
+        positional_writes: parts of a data file may be written in any order and concurrently.
+        conditional_create: two attempts at one name: exactly one publishes.
+    """
+
+    buffer: Literal["aligned", "bytes", "any"]
+    alignment_nbytes: int = 1
+    client_copies: int = 0
+    positional_writes: bool = True
+    conditional_create: bool = True
+
+
+class DataFile(Protocol):
+    """One open data file of a save attempt."""
+
+    path: str
+
+    async def write(self, offset: int, data: Bytes) -> None:
+        """All of `data` is written at `offset` (not yet durable).
+
+        Cancellation: waits until the store no longer reads `data`, then raises.
+
+        Raises:
+            StoreError: names the file and offset; the attempt cannot be continued.
+        """
+        ...
+
+    async def seal(self, nbytes: int) -> None:
+        """The file is exactly `nbytes` long, durable and closed."""
+        ...
+
+
+class Attempt(Protocol):
+    """One attempt to publish one checkpoint. Nothing of it is visible before `publish`.
+
+    An attempt ends with exactly one of `publish` and `abort`.
+    """
+
+    location: str
+
+    async def create(self, path: str, *, nbytes: int) -> DataFile:
+        """A new data file is open for writing; `nbytes` is its expected size."""
+        ...
+
+    async def put(self, path: str, data: bytes | memoryview) -> None:
+        """A small file with this content exists and is durable; `path` may have directories."""
+        ...
+
+    async def publish(self, record: bytes) -> None:
+        """The checkpoint is visible and durable, with `record` as its commit record, written last.
+
+        Cancellation: shielded; the outcome is awaited.
+
+        Raises:
+            CheckpointExistsError: the name is taken and the attempt was not begun with
+                `overwrite`; nothing of the other checkpoint was touched.
+            SaveError: with `visible` and `durable` saying what holds.
+        """
+        ...
+
+    async def abort(self) -> None:
+        """Nothing of the attempt is left. Never raises for things that are gone already."""
+        ...
+
+
+class CheckpointFiles(Protocol):
+    """Read access to the files of one checkpoint."""
+
+    location: str
+
+    async def read(self, path: str, *, max_nbytes: int) -> bytes:
+        """The whole content of a small file.
+
+        Raises:
+            CheckpointNotFoundError: the file does not exist.
+            CorruptCheckpointError: it is larger than `max_nbytes`, no regular file, or reached
+                through a symbolic link.
+        """
+        ...
+
+    async def read_into(self, path: str, offset: int, buffers: Sequence[Bytes]) -> None:
+        """The buffers are filled, one after the other, from a run of the file at `offset`.
+
+        Cancellation: waits until nobody writes to the buffers, then raises.
+
+        Raises:
+            CheckpointNotFoundError: the file does not exist.
+            CorruptCheckpointError: the file ends before the last buffer is full.
+            StoreError: reading failed.
+        """
+        ...
+
+    async def close(self) -> None:
+        """File descriptors are closed. Idempotent."""
+        ...
+
+
+class Store(Protocol):
+    """A directory or prefix that holds checkpoints by name.
+
+    Step numbers are names in canonical decimal (`0|[1-9][0-9]{0,18}`); one-shot checkpoints have
+    any other single path part. All methods may be called concurrently, on the engine's loop only.
+    """
+
+    url: str
+    capabilities: StoreCapabilities
+
+    async def begin(
+        self,
+        name: str,
+        save_id: str,
+        *,
+        epoch: int = 0,
+        overwrite: bool = False,
+        private: bool = False,
+    ) -> Attempt:
+        """An attempt to publish `name` is open; its files are where no other attempt writes.
+
+        Args:
+            name: one path part.
+            save_id: unique identity of the attempt, which its record carries.
+            epoch: the claim under which it writes.
+            overwrite: replace a checkpoint of this name atomically at `publish`.
+            private: create files 0600 and directories 0700 instead of following the umask.
+        """
+        ...
+
+    async def names(self) -> list[str]:
+        """Names of all entries that may be checkpoints, valid or not, in no order."""
+        ...
+
+    def files(self, name: str) -> CheckpointFiles:
+        """Read access to one checkpoint; nothing is opened yet."""
+        ...
+
+    async def delete(self, name: str) -> None:
+        """The checkpoint is gone: first its visibility, durably, then its bytes.
+
+        Raises:
+            CheckpointNotFoundError: there was none.
+        """
+        ...
+
+    async def sweep(self) -> Sequence[str]:
+        """Leftovers of attempts and deletions that can be proven dead are removed; returns their names."""
+        ...
+
+    async def close(self) -> None:
+        """Connections and descriptors are closed. Idempotent."""
+        ...
+
+
+# ------------------------------------------------------------------------------------- adapters
+
+
+@dataclass(slots=True, eq=False)
+class Source:
+    """One array leaf, opened for saving.
+
+    Attributes:
+        spec: global shape and dtype as they are stored.
+        leaf: the caller's object; kept alive until staging has ended.
+        view: the values in host memory, in the NumPy dtype of `spec.dtype`, without a copy and
+            with any strides; None when they must be fetched (device memory, lazy conjugates).
+        identity: leaves with equal identity share all bytes and are stored once; None for never.
+        framework: `numpy`, `jax` or `torch`; what `leaves=` calls it.
+        extra: facts to keep beside the bytes (PRNG implementation, requires_grad, …), JSON.
+        shards: the boxes that this process can read; None stands for one that covers the array.
+        stream: whatever the adapter captured in the caller's thread to read the leaf later.
+    """
+
+    spec: ArraySpec
+    leaf: Any
+    view: npt.NDArray[Any] | None
+    identity: Hashable | None = None
+    framework: str = "numpy"
+    extra: Mapping[str, Any] | None = None
+    shards: tuple[Shard, ...] | None = None
+    stream: Any = None
+
+
+@dataclass(slots=True, eq=False)
+class Target:
+    """What one array leaf is restored to.
+
+    Attributes:
+        spec: wanted shape and dtype.
+        leaf: the caller's `like` leaf or the array to fill.
+        buffer: host memory to fill in place, in the NumPy dtype of `spec.dtype`, any strides;
+            None when the pipeline allocates and `place` makes the leaf.
+        boxes: the parts of the array that are wanted; None stands for all of it.
+        identity: targets with equal identity are the same memory; None when unknown or immutable.
+        span: first and one-past-last byte address of `buffer`, for overlap checks; None without.
+        extra: facts that the saved leaf must agree with (PRNG implementation).
+    """
+
+    spec: ArraySpec
+    leaf: Any
+    buffer: npt.NDArray[Any] | None = None
+    boxes: tuple[Box, ...] | None = None
+    identity: Hashable | None = None
+    span: tuple[int, int] | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ArrayAdapter(Protocol):
+    """Everything the pipeline needs to know about one framework's arrays.
+
+    `source` and `target` run in the caller's thread and are cheap; `fetch` and `place` run in
+    worker threads, so thread-local framework state (x64 mode, grad mode, CUDA device and stream)
+    is captured by the former and replayed by the latter.
+    """
+
+    name: str
+
+    def owns(self, kind: type) -> bool:
+        """Whether leaves of this type (arrays, and abstract arrays for `like`) are handled here."""
+        ...
+
+    def source(self, path: str, leaf: Any) -> Source:
+        """The leaf is open for saving.
+
+        Raises:
+            UnsupportedLeafError: names the path, what is unsupported, and a cast that is not.
+        """
+        ...
+
+    def fetch(self, source: Source, box: Box, out: npt.NDArray[Any]) -> None:
+        """`out` (contiguous, `box.shape`, dtype of the spec) holds the values of `box`. Blocking."""
+        ...
+
+    def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
+        """What must be restored for this leaf; with `in_place`, into its memory where it is mutable.
+
+        Raises:
+            UnsupportedLeafError: names the path; also a 64-bit leaf that JAX would truncate.
+        """
+        ...
+
+    def allocate(self, target: Target, spec: ArraySpec) -> npt.NDArray[Any]:
+        """Uninitialised host memory of shape and dtype `spec`, page-aligned when 1 MiB or more."""
+        ...
+
+    def place(self, target: Target, values: npt.NDArray[Any]) -> Any:
+        """The finished leaf for `target`; dtype and shape are checked to be as asked. Blocking.
+
+        `values` belongs to the leaf from here on and never returns to a pool.
+        """
+        ...
+
+    def leaf(self, path: str, values: npt.NDArray[Any], extra: Mapping[str, Any]) -> Any:
+        """The leaf for restoring without `like` (`leaves=` this framework), on the default device.
+
+        Raises:
+            DtypeMismatchError: the framework cannot hold the dtype as it is; names the path.
+        """
+        ...
+
+
+class NodeAdapter(Protocol):
+    """Containers that a framework has registered (`jax.tree_util` nodes such as optax states)."""
+
+    def flatten(self, node: Any) -> tuple[Sequence[str | int], Sequence[Any]] | None:
+        """Keys and children of a registered node, or None when the type is not registered."""
+        ...
+
+    def unflatten(self, node: Any, children: Sequence[Any]) -> Any:
+        """A node like `node` with these children."""
+        ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object that is saved as its state dict (modules, optimizers, schedulers, data loaders)."""
+
+    def state_dict(self) -> Any:
+        """The state as a tree."""
+        ...
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """The state is that of `state_dict`."""
+        ...
+
+
+# -------------------------------------------------------------------- host memory and processes
+
+
+class HostMemory(Protocol):
+    """Where staging buffers come from. CUDA staging plugs page-locked memory in here."""
+
+    name: str
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """A page-aligned buffer, every page of it touched. Blocking; runs in a worker thread."""
+        ...
+
+    def free(self, buffer: Bytes) -> None:
+        """The buffer's memory is returned; nobody holds a view of it."""
+        ...
+
+
+class Coordinator(Protocol):
+    """The processes that save and restore together. Messages are small (64 KiB at most)."""
+
+    process_index: int
+    process_count: int
+
+    async def put(self, key: str, value: bytes, *, once: bool = False) -> bytes:
+        """The value of `key`; with `once`, the value of whoever set it first."""
+        ...
+
+    async def get(self, key: str, *, deadline_s: float) -> bytes:
+        """The value of `key`, waiting for it in slices short enough to be cancelled."""
+        ...

@@ -1,0 +1,298 @@
+"""What a finished save, restore, inspection or verification tells its caller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A snapshot of work under way, handed to `progress=` callbacks and shown by `PendingSave`.
+
+    Attributes:
+        stage: the stage that moves at present: plan, stage, upload, commit; fetch, place; verify.
+        done_nbytes: bytes that have passed the last stage.
+        total_nbytes: bytes in all.
+    """
+
+    stage: str
+    done_nbytes: int
+    total_nbytes: int
+
+    @property
+    def fraction(self) -> float:
+        """From 0.0 to 1.0."""
+        return self.done_nbytes / self.total_nbytes if self.total_nbytes else 1.0
+
+    def __str__(self) -> str:
+        return f"{self.stage} {self.fraction:.0%} of {nbytes_text(self.total_nbytes)}"
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """A committed checkpoint.
+
+    Attributes:
+        location: path or URL of the checkpoint.
+        step: its step, None for one-shot saves.
+        save_id: identity that its record carries.
+        leaf_count: leaves in the tree, scalars included.
+        array_count: arrays stored (tied leaves count once).
+        nbytes: bytes of array data, before compression and without padding.
+        stored_nbytes: bytes of all files.
+        file_count: files of the checkpoint.
+        blocked_s: seconds until the state might be mutated again (`start_save`'s part).
+        total_s: seconds from the call to the durable commit.
+        stage_s: seconds during which each stage was busy (they overlap).
+        plan_cached: whether the plan of an earlier save was used again.
+        referenced_nbytes: bytes held by reference instead of copied (`snapshot="reference"`).
+        peak_staged_nbytes: largest amount of the byte budget in use at one time.
+        deleted_steps: steps that retention removed after the commit.
+        orbax: whether Orbax can restore this checkpoint.
+        notes: anything a person should know.
+    """
+
+    location: str
+    step: int | None
+    save_id: str
+    leaf_count: int
+    array_count: int
+    nbytes: int
+    stored_nbytes: int
+    file_count: int
+    blocked_s: float
+    total_s: float
+    stage_s: Mapping[str, float] = field(default_factory=dict)
+    plan_cached: bool = False
+    referenced_nbytes: int = 0
+    peak_staged_nbytes: int = 0
+    deleted_steps: tuple[int, ...] = ()
+    orbax: bool = True
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return (
+            f"saved {self.location}: {self.leaf_count} leaves, {nbytes_text(self.nbytes)} in "
+            f"{self.total_s:.2f} s ({rate_text(self.nbytes, self.total_s)}), "
+            f"blocked {self.blocked_s * 1e3:.1f} ms"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """A finished restore.
+
+    Attributes:
+        location: path or URL of the checkpoint.
+        step: its step, None for one-shot checkpoints.
+        leaf_count: leaves restored.
+        nbytes: bytes of array data restored.
+        read_nbytes: bytes read from the store.
+        total_s: seconds from the call to the return.
+        changed: paths of immutable leaves of the target that differ from the checkpoint and could
+            not be filled (`strict=False` only; an error otherwise).
+        missing: paths that the target has and the checkpoint lacks (`strict=False` only).
+        unexpected: paths that the checkpoint has and the target lacks (`strict=False` only).
+        unverified: paths whose bytes had no checksum to check (foreign checkpoints only).
+        metadata: the user's metadata of the checkpoint.
+    """
+
+    location: str
+    step: int | None
+    leaf_count: int
+    nbytes: int
+    read_nbytes: int
+    total_s: float
+    changed: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    unverified: tuple[str, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return (
+            f"restored {self.location}: {self.leaf_count} leaves, {nbytes_text(self.nbytes)} in "
+            f"{self.total_s:.2f} s ({rate_text(self.nbytes, self.total_s)})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """One file of a checkpoint: path relative to it, size in bytes, CRC-32C."""
+
+    path: str
+    nbytes: int
+    crc32c: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeafInfo:
+    """One leaf of a checkpoint.
+
+    Attributes:
+        path: parts joined by ``/``, percent-escaped.
+        kind: ``array``, or the Python type of a scalar (``int``, ``str``, …).
+        framework: what saved an array: ``numpy``, ``jax`` or ``torch``; empty for scalars.
+        shape: shape of an array, ``()`` for scalars.
+        dtype: zarr v3 dtype name, empty for scalars.
+        chunk_shape: elements per chunk and dimension.
+        chunk_count: number of chunks.
+        nbytes: bytes of array data.
+        stored_nbytes: bytes in the files, padding and checksums included.
+        compression: ``"zstd"`` or None.
+        array: name of its array in the OCDBT database, None for scalars.
+        value: value of a scalar, None for arrays.
+        tied_to: path of the leaf whose bytes it shares, or None.
+        location: path or URL of the OCDBT database that holds it.
+    """
+
+    path: str
+    kind: str
+    framework: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    chunk_shape: tuple[int, ...] = ()
+    chunk_count: int = 0
+    nbytes: int = 0
+    stored_nbytes: int = 0
+    compression: str | None = None
+    array: str | None = None
+    value: Any = None
+    tied_to: str | None = None
+    location: str = ""
+
+    def tensorstore_spec(self) -> dict[str, Any]:
+        """A TensorStore spec that opens this array for slicing: ``await ts.open(info.tensorstore_spec())``.
+
+        Raises:
+            TypeError: the leaf is no array.
+        """
+        if self.array is None:
+            raise TypeError(f"{self.path}: a {self.kind} has no array; its value is in .value")
+        return {
+            "driver": "zarr3",
+            "kvstore": {
+                "driver": "ocdbt",
+                "base": f"file://{self.location}/",
+                "path": f"{self.array}/",
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """What a checkpoint holds, from its metadata alone; `info[path]` is one leaf.
+
+    Attributes:
+        location: path or URL.
+        step: step, None for one-shot checkpoints.
+        save_id: identity of the save.
+        created_ns: wall-clock time of the commit, nanoseconds since 1970.
+        library: what wrote it.
+        leaves: every leaf, in tree order.
+        files: every file except the commit record.
+        metadata: the user's metadata.
+        metrics: metrics given to `save`.
+        tree: nested containers of `LeafInfo`, as saved.
+    """
+
+    location: str
+    step: int | None
+    save_id: str
+    created_ns: int
+    library: str
+    leaves: tuple[LeafInfo, ...]
+    files: tuple[FileInfo, ...]
+    metadata: Mapping[str, Any]
+    metrics: Mapping[str, float]
+    tree: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of array data; tied leaves count once."""
+        return sum(leaf.nbytes for leaf in self.leaves if leaf.tied_to is None)
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.nbytes for file in self.files)
+
+    def __getitem__(self, path: str) -> LeafInfo:
+        for leaf in self.leaves:
+            if leaf.path == path:
+                return leaf
+        raise KeyError(f"{self.location} has no leaf {path!r}")
+
+    def __repr__(self) -> str:
+        return (
+            f"CheckpointInfo({self.location!r}, step={self.step}, {len(self.leaves)} leaves, "
+            f"{nbytes_text(self.nbytes)})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One damaged place: leaf (or None for metadata), file, byte offset (or None), reason."""
+
+    leaf: str | None
+    file: str
+    offset: int | None
+    reason: str
+
+    def __str__(self) -> str:
+        where = self.file if self.offset is None else f"{self.file} at byte {self.offset}"
+        return f"{self.leaf or 'metadata'}: {where}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """The outcome of reading and checking every byte of a checkpoint.
+
+    Attributes:
+        location: path or URL.
+        step: step, None for one-shot checkpoints.
+        damages: everything found damaged; empty when the checkpoint is whole.
+        leaf_count: leaves checked.
+        read_nbytes: bytes read.
+        total_s: seconds taken.
+    """
+
+    location: str
+    step: int | None
+    damages: tuple[Damage, ...]
+    leaf_count: int
+    read_nbytes: int
+    total_s: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is as it was saved."""
+        return not self.damages
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        if self.ok:
+            return (
+                f"{self.location}: {self.leaf_count} leaves, {nbytes_text(self.read_nbytes)} intact"
+            )
+        return f"{self.location}: {len(self.damages)} damaged\n" + "\n".join(
+            f"  {damage}" for damage in self.damages
+        )
+
+
+def nbytes_text(nbytes: float) -> str:
+    """A size for people: `1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(nbytes) < 1024 or unit == "TiB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    raise AssertionError("unreachable")
+
+
+def rate_text(nbytes: float, seconds: float) -> str:
+    """A rate for people: `2.1 GiB/s`."""
+    return f"{nbytes_text(nbytes / seconds)}/s" if seconds > 0 else "-"

@@ -1,0 +1,170 @@
+"""The vocabulary of the planner: boxes, dtypes, chunk grids, shards and extents.
+
+Everything here is an immutable value without I/O. Shapes, offsets and lengths count elements
+unless their name ends in `nbytes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+# zarr v3 data type name -> NumPy dtype that holds it in memory, little endian.
+# These are what TensorStore's zarr3 driver stores; one element takes `itemsize` bytes in a chunk,
+# also for int4 (TensorStore does not pack it). Names missing here (uint4, float6, float8_e4m3, …)
+# are refused by the adapters with a suggested cast.
+DTYPES: dict[str, np.dtype[np.generic]] = {
+    name: np.dtype(kind).newbyteorder("<")
+    for name, kind in {
+        "bool": np.bool_,
+        "int4": ml_dtypes.int4,
+        "int8": np.int8,
+        "int16": np.int16,
+        "int32": np.int32,
+        "int64": np.int64,
+        "uint8": np.uint8,
+        "uint16": np.uint16,
+        "uint32": np.uint32,
+        "uint64": np.uint64,
+        "float8_e3m4": ml_dtypes.float8_e3m4,
+        "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+        "float8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
+        "float8_e4m3b11fnuz": ml_dtypes.float8_e4m3b11fnuz,
+        "float8_e5m2": ml_dtypes.float8_e5m2,
+        "float8_e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
+        "bfloat16": ml_dtypes.bfloat16,
+        "float16": np.float16,
+        "float32": np.float32,
+        "float64": np.float64,
+        "complex64": np.complex64,
+        "complex128": np.complex128,
+    }.items()
+}
+
+DTYPE_NAMES: dict[np.dtype[np.generic], str] = {dtype: name for name, dtype in DTYPES.items()}
+
+ITEMSIZES: dict[str, int] = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular part of an array: `offset[i] <= index[i] < offset[i] + shape[i]`."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """The box that covers all of an array of this shape."""
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        """One past the last index, per dimension."""
+        return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def slices(self) -> tuple[slice, ...]:
+        """Index expression that selects this box from an array."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The part common to both boxes, or None when they share no element."""
+        offset = tuple(map(max, self.offset, other.offset))
+        shape = tuple(min(a, b) - o for a, b, o in zip(self.stop, other.stop, offset, strict=True))
+        return None if any(n <= 0 for n in shape) else Box(offset, shape)
+
+    def relative_to(self, origin: tuple[int, ...]) -> Box:
+        """The same box in coordinates whose zero is `origin`."""
+        return Box(tuple(o - p for o, p in zip(self.offset, origin, strict=True)), self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """Shape and zarr v3 dtype name of an array."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return ITEMSIZES[self.dtype]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * ITEMSIZES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkGrid:
+    """A regular zarr chunk grid. Cells on the far edge reach past the array and are stored full size.
+
+    `chunk_shape` has the rank of `shape` and positive entries, also where `shape` has zeros.
+    """
+
+    shape: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of chunks per dimension; zero where the array is empty."""
+        return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk_shape, strict=True))
+
+    @property
+    def chunk_count(self) -> int:
+        """Number of chunks in all; one for rank 0."""
+        return math.prod(self.counts)
+
+    @property
+    def chunk_size(self) -> int:
+        """Elements in one stored chunk."""
+        return math.prod(self.chunk_shape)
+
+    def cells(self) -> Iterator[tuple[int, ...]]:
+        """Grid coordinates of every chunk in C order."""
+        return np.ndindex(*self.counts)
+
+    def box(self, cell: tuple[int, ...]) -> Box:
+        """The part of the array that chunk `cell` holds, clipped to the array."""
+        offset = tuple(i * c for i, c in zip(cell, self.chunk_shape, strict=True))
+        return Box(
+            offset,
+            tuple(
+                min(c, n - o) for o, c, n in zip(offset, self.chunk_shape, self.shape, strict=True)
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One box of a leaf and the processes that hold a replica of it."""
+
+    box: Box
+    holders: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A byte range of one file of a checkpoint."""
+
+    file: int
+    offset: int
+    nbytes: int
