@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import mmap
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
 from asyncckpt.flow.budget import ByteBudget
-from asyncckpt.flow.threads import Workers
+from asyncckpt.flow.threads import ThreadAbandonedError, Workers
 from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.ports import Bytes, HostMemory
 
@@ -60,11 +60,10 @@ else:
 class Slot:
     """One staging buffer of `SLOT_NBYTES` bytes, in use by one holder."""
 
-    __slots__ = ("__weakref__", "buffer", "users")
+    __slots__ = ("buffer",)
 
     def __init__(self, buffer: Bytes) -> None:
         self.buffer = buffer
-        self.users: list[Future[Any]] = []
 
 
 class SlotPool:
@@ -88,6 +87,7 @@ class SlotPool:
         self._free: list[Slot] = []
         self._allocated = 0
         self._quarantined: set[Slot] = set()
+        self._arrivals: list[asyncio.Future[None]] = []
 
     def __repr__(self) -> str:
         return f"SlotPool({self._allocated} allocated, {len(self._free)} free, {self.budget!r})"
@@ -113,16 +113,15 @@ class SlotPool:
         await self.budget.acquire(count + extra, limit=limit)
         count = min(count, self.budget.capacity)
         extra = min(extra, self.budget.capacity - count)
-        slots = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        slots: list[Slot] = []
         try:
-            if len(slots) < count:
-                missing = count - len(slots)
-                self._allocated += missing
-                try:
-                    slots.extend(await self._workers.run(self._allocate, missing))
-                except BaseException:
-                    self._allocated -= missing
-                    raise
+            while len(slots) < count:
+                if self._free:
+                    slots.append(self._free.pop())
+                elif self._allocated < self.budget.capacity:
+                    await self._add(1)
+                else:
+                    await self._arrival()
         except BaseException:
             self._free.extend(slots)
             self.budget.release(count + extra)
@@ -136,26 +135,25 @@ class SlotPool:
             slots.append(self._free.pop())
         return slots
 
-    def give(self, slots: Iterable[Slot]) -> None:
-        """The slots are free, each as soon as the last call that uses it has ended."""
+    def give(self, slots: Iterable[Slot], error: BaseException | None = None) -> None:
+        """The slots are free.
+
+        Where their last use ended with `ThreadAbandonedError`, they are quarantined until the
+        abandoned thread has ended after all: it may still read or write them.
+        """
+        stuck = error.future if isinstance(error, ThreadAbandonedError) else None
         for slot in slots:
-            busy = [user for user in slot.users if not user.done()]
-            slot.users.clear()
-            if busy:
-                self._quarantine(slot, busy)
+            if stuck is not None and not stuck.done():
+                self._quarantine(slot, stuck)
             else:
                 self._free.append(slot)
                 self.budget.release()
 
     async def prepare(self, count: int) -> None:
         """At least `count` slots (or the whole budget) are allocated and touched."""
-        missing = min(count, self.budget.capacity) - self._allocated
-        if missing <= 0:
-            return
         async with asyncio.TaskGroup() as group:
-            step = max(1, -(-missing // self._workers.count))
-            for start in range(0, missing, step):
-                group.create_task(self._add(min(step, missing - start)))
+            for _ in range(self._workers.count):
+                group.create_task(self._grow_to(min(count, self.budget.capacity)))
 
     def close(self) -> None:
         """The pool's memory is returned. Quarantined slots keep theirs until their users end."""
@@ -164,38 +162,47 @@ class SlotPool:
         self._allocated -= len(self._free)
         self._free.clear()
 
-    def _allocate(self, count: int) -> list[Slot]:
-        return [Slot(self._memory.allocate(self.slot_nbytes)) for _ in range(count)]
+    async def _grow_to(self, count: int) -> None:
+        while self._allocated < count:
+            await self._add(1)
 
     async def _add(self, count: int) -> None:
         self._allocated += count
         try:
-            self._free.extend(await self._workers.run(self._allocate, count))
+            buffers = await self._workers.run(self._allocate, count)
         except BaseException:
             self._allocated -= count
             raise
+        else:
+            self._free.extend(map(Slot, buffers))
+        finally:
+            # Those who wait for a slot that somebody else allocates look again, also after a
+            # failure: then the memory is theirs to allocate.
+            for waiter in self._arrivals:
+                if not waiter.done():
+                    waiter.set_result(None)
+            self._arrivals.clear()
 
-    def _quarantine(self, slot: Slot, users: list[Future[Any]]) -> None:
-        # The budget shrinks with it: memory that somebody may still write to is in use.
+    async def _arrival(self) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._arrivals.append(waiter)
+        await waiter
+
+    def _allocate(self, count: int) -> list[Bytes]:
+        return [self._memory.allocate(self.slot_nbytes) for _ in range(count)]
+
+    def _quarantine(self, slot: Slot, user: Future[Any]) -> None:
+        # Its unit of the budget stays taken: memory that somebody may still write to is in use.
         loop = asyncio.get_running_loop()
         self._quarantined.add(slot)
-        left = len(users)
 
         def ended() -> None:
-            nonlocal left
-            left -= 1
-            if left == 0 and slot in self._quarantined:
-                self._quarantined.discard(slot)
-                self._free.append(slot)
-                self.budget.release()
+            self._quarantined.discard(slot)
+            self._free.append(slot)
+            self.budget.release()
 
-        for user in users:
-            user.add_done_callback(_on(loop, ended))
+        def from_thread(_: Future[Any]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(ended)
 
-
-def _on(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> Callable[[Any], None]:
-    def done(_: Any) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(call)
-
-    return done
+        user.add_done_callback(from_thread)

@@ -214,7 +214,9 @@ class Engine:
             return
         loop = _new_loop()
         self._loop = loop
-        self._thread = threading.Thread(target=self._run, args=(loop,), name=self._name, daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(loop,), name=self._name, daemon=True
+        )
         _live.add(self)
         _register_exit_hook()
         self._thread.start()

@@ -11,6 +11,7 @@ zarr stores the cells on the far edge full size, and every chunk costs an index 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,8 @@ def choose_grid(
     if len(boxes) > 1 and spec.nbytes <= WHOLE_NBYTES:
         return ((origin, ChunkGrid(spec.shape, filled)),)
     if len(boxes) <= 1:
+        if math.prod(filled) * spec.itemsize <= chunk_nbytes:
+            return ((origin, ChunkGrid(spec.shape, filled)),)
         limits = _Limits(filled, spec.itemsize, chunk_nbytes, 1, strict)
         return ((origin, ChunkGrid(spec.shape, _cut_freely(limits))),)
     return _follow_shards(spec, boxes, chunk_nbytes, strict)
@@ -92,6 +95,8 @@ def contiguous_runs(
         rows: chunk numbers in the array, in C order.
         box: a part of the array.
     """
+    if len(rows) == 1 and grid.chunk_shape == grid.shape == box.shape:
+        return np.zeros(1, np.int64), np.array([math.prod(grid.shape) * itemsize], np.int64)
     if not len(rows) or not grid.shape:
         return np.zeros(len(rows), np.int64), np.full(len(rows), itemsize, np.int64)
     cells = np.unravel_index(rows, grid.counts)
@@ -156,11 +161,11 @@ def _first_allowed(
     limits: _Limits, cell: tuple[int, ...], lengths: Lengths, excess: Lengths
 ) -> tuple[int, ...] | None:
     """The best chunk shape within the limits that subdivides `cell`."""
-    if limits.itemsize * math.prod(cell) <= limits.target:
-        if limits.tight(cell) and limits.few(cell):
-            return cell
-        if not cell:
-            return None
+    if not cell:
+        return cell
+    fits = limits.itemsize * math.prod(cell) <= limits.target
+    if fits and limits.tight(cell) and limits.few(cell):
+        return cell
     axis, rows = _cut_axis(cell, limits.itemsize, limits.target, 0)
     lead, tail = (1,) * axis, cell[axis + 1 :]
     for length in lengths(cell[axis], rows):
@@ -242,7 +247,9 @@ def _follow_shards(
         sorted({0, n, *(b.offset[i] for b in boxes), *(b.stop[i] for b in boxes)})
         for i, n in enumerate(spec.shape)
     ]
-    whole = [[(0, n, math.gcd(*edges[1:-1]) or n)] for n, edges in zip(spec.shape, cuts, strict=True)]
+    whole = [
+        [(0, n, math.gcd(*edges[1:-1]) or n)] for n, edges in zip(spec.shape, cuts, strict=True)
+    ]
     attempts = [whole]
     if math.prod(len(edges) - 1 for edges in cuts) <= CHUNKS_PER_TARGET * len(boxes):
         attempts.append([_segments(edges, short=True) for edges in cuts])
@@ -255,9 +262,7 @@ def _follow_shards(
     return tuple(
         (
             box.offset,
-            ChunkGrid(
-                box.shape, _cut_freely(_Limits(box.shape, spec.itemsize, target, 1, strict))
-            ),
+            ChunkGrid(box.shape, _cut_freely(_Limits(box.shape, spec.itemsize, target, 1, strict))),
         )
         for box in boxes
     )
@@ -304,7 +309,7 @@ def _dense_cell(shape: tuple[int, ...], cell: tuple[int, ...]) -> tuple[int, ...
 
 
 def _segments(edges: Sequence[int], *, short: bool) -> list[tuple[int, int, int]]:
-    """Maximal runs (offset, length, cell) of equal intervals; with `short`, the last may be less."""
+    """Maximal runs (offset, length, cell) of equal intervals; with `short`, one less may end it."""
     segments = []
     i = 0
     while i + 1 < len(edges):
@@ -323,10 +328,29 @@ def _distinct_boxes(spec: ArraySpec, shards: tuple[Shard, ...] | None) -> list[B
     if shards is None:
         return []
     boxes = sorted({s.box for s in shards if s.box.size}, key=lambda b: (b.offset, b.shape))
-    whole = Box.whole(spec.shape)
-    if sum(b.size for b in boxes) != spec.size or any(b.intersect(whole) != b for b in boxes):
+    if spec.size and not _tile(boxes, Box.whole(spec.shape)):
         raise ValueError(f"the shards of {spec} do not tile it: {boxes}")
     return boxes
+
+
+def _tile(boxes: Sequence[Box], whole: Box) -> bool:
+    """Whether each element of `whole` is in exactly one box, and no other element is in any.
+
+    Boxes tile a box if and only if their corners, with alternating signs, add up to its corners.
+    """
+    cut = [
+        axis
+        for axis, (o, n) in enumerate(zip(whole.offset, whole.shape, strict=True))
+        if any(b.offset[axis] != o or b.shape[axis] != n for b in boxes)
+    ]
+    corners: dict[tuple[int, ...], int] = {}
+    for box, sign in [*((b, 1) for b in boxes), (whole, -1)]:
+        for ends in itertools.product((0, 1), repeat=len(cut)):
+            corner = tuple(
+                box.offset[i] + end * box.shape[i] for i, end in zip(cut, ends, strict=True)
+            )
+            corners[corner] = corners.get(corner, 0) + sign * (-1) ** sum(ends)
+    return not any(corners.values())
 
 
 def _check_chunk_shape(

@@ -7,7 +7,6 @@ of a node that was reached through a file inherit that file's transitive and bas
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,7 +54,7 @@ class Location:
 def encode_data_files(paths: Sequence[str]) -> bytes:
     """The table of these paths, in this order, without base paths."""
     raw = [path.encode() for path in paths]
-    shared = [len(os.path.commonprefix(pair)) for pair in itertools.pairwise(raw)]
+    shared = [_shared(*pair) for pair in itertools.pairwise(raw)]
     suffixes = [path[n:] for path, n in zip(raw, [0, *shared], strict=False)]
     return b"".join(
         (
@@ -66,6 +65,13 @@ def encode_data_files(paths: Sequence[str]) -> bytes:
             *suffixes,
         )
     )
+
+
+def _shared(first: bytes, second: bytes) -> int:
+    for place, (a, b) in enumerate(zip(first, second, strict=False)):
+        if a != b:
+            return place
+    return min(len(first), len(second))
 
 
 def data_file_nbytes(path: str) -> int:

@@ -7,6 +7,7 @@ data-file table, inline versions by column, older version-tree nodes by column.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from dataclasses import dataclass, field
 
@@ -185,7 +186,7 @@ def decode_manifest(data: bytes, *, file: str) -> Manifest:
 
 def _increasing(reader: Reader, generations: list[int]) -> None:
     if generations and (
-        generations[0] < 1 or any(b <= a for a, b in zip(generations, generations[1:], strict=False))
+        generations[0] < 1 or any(b <= a for a, b in itertools.pairwise(generations))
     ):
         raise reader.fault(f"the generations {generations[:4]} … do not increase from 1")
 

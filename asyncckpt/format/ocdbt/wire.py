@@ -110,7 +110,9 @@ class Reader:
     def need(self, count: int, what: str) -> None:
         """At least `count` bytes remain."""
         if count > self.remaining:
-            raise self.fault(f"{count} {what} need more than the {self.remaining} bytes that remain")
+            raise self.fault(
+                f"{count} {what} need more than the {self.remaining} bytes that remain"
+            )
 
     def take(self, count: int) -> bytes:
         self.need(count, "bytes")
@@ -141,7 +143,9 @@ class Reader:
         """A number of things of which each takes at least `nbytes_each` of what remains."""
         count = self.varint()
         if count * nbytes_each > self.remaining:
-            raise self.fault(f"{count} {what} need more than the {self.remaining} bytes that remain")
+            raise self.fault(
+                f"{count} {what} need more than the {self.remaining} bytes that remain"
+            )
         return count
 
     def varints(self, count: int, *, below: int = _INT64_MAX) -> I64:

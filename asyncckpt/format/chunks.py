@@ -1,0 +1,147 @@
+"""The chunk index: where every chunk is and what its CRC-32C must be, one row per chunk.
+
+Rows stand in canonical order: arrays in the order of the commit record, the cells of each in C
+order. An array that shares the chunks of another (tied) has no rows. The CRC of every chunk is kept
+here, apart from the chunk, so that exchanged and stale chunks are found too.
+
+Layout, all little endian: magic ``ACKI`` and version `uint32`; row count `uint64`; then by column
+data file `uint32`, offset `uint64`, length `uint64`, CRC `uint32`; then the CRC-32C `uint32` of all
+bytes before it. The length counts the whole stored chunk: the encoded payload and its trailer of
+4 bytes, as the extent in the B+tree does. The CRC is of the payload without the trailer, and so
+equal to what the trailer holds.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.format.crc import crc32c
+from asyncckpt.format.faults import corrupt
+from asyncckpt.format.zarr3 import CRC_NBYTES
+
+MAGIC = b"ACKI"
+VERSION = 1
+ROW_NBYTES = 4 + 8 + 8 + 4
+_HEAD = struct.Struct("<4sIQ")
+_COLUMNS = ("<u4", "<u8", "<u8", "<u4")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkIndex:
+    """One row per chunk.
+
+    Attributes:
+        file: index into the files of the commit record, `int64`.
+        offset: start of the stored chunk in its file, `int64`.
+        nbytes: length of the stored chunk with its 4-byte trailer, `int64`.
+        crc32c: CRC-32C of the stored chunk without its trailer, `uint32`.
+    """
+
+    file: npt.NDArray[np.int64]
+    offset: npt.NDArray[np.int64]
+    nbytes: npt.NDArray[np.int64]
+    crc32c: npt.NDArray[np.uint32]
+
+    def __len__(self) -> int:
+        return self.file.size
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ChunkIndex):
+            return NotImplemented
+        return all(
+            np.array_equal(getattr(self, name), getattr(other, name)) for name in self.__slots__
+        )
+
+    def validate(self, file_nbytes: Sequence[int], *, file: str = "chunk index") -> None:
+        """Every row is a range inside its file, long enough for a trailer.
+
+        Args:
+            file_nbytes: sizes of the files of the commit record.
+            file: path of the index for errors.
+
+        Raises:
+            CorruptCheckpointError: names the first row that is not.
+        """
+        if not len(self):
+            return
+        count = len(file_nbytes)
+        inside = (self.file >= 0) & (self.file < count)
+        sizes = np.array([*file_nbytes, 0], np.int64)[np.where(inside, self.file, count)]
+        good = inside & (self.offset >= 0) & (self.nbytes >= CRC_NBYTES)
+        good &= (self.offset <= sizes) & (self.nbytes <= sizes - np.minimum(self.offset, sizes))
+        if good.all():
+            return
+        row = int(np.argmin(good))
+        where = f"{self.offset[row]}+{self.nbytes[row]} of file {self.file[row]}"
+        size = f"which has {sizes[row]} bytes" if inside[row] else f"but there are {count} files"
+        raise corrupt("the chunk index", f"row {row} is {where}, {size}", file=file)
+
+
+def index_nbytes(rows: int) -> int:
+    """Size of an encoded index."""
+    return _HEAD.size + rows * ROW_NBYTES + CRC_NBYTES
+
+
+def encode_chunk_index(index: ChunkIndex) -> bytes:
+    """The bytes of the index."""
+    columns: tuple[npt.NDArray[Any], ...] = (
+        index.file,
+        index.offset,
+        index.nbytes,
+        index.crc32c,
+    )
+    body = _HEAD.pack(MAGIC, VERSION, len(index)) + b"".join(
+        column.astype(kind).tobytes() for column, kind in zip(columns, _COLUMNS, strict=True)
+    )
+    return body + crc32c(body).to_bytes(CRC_NBYTES, "little")
+
+
+def decode_chunk_index(data: bytes, *, file: str) -> ChunkIndex:
+    """The index whose bytes are `data`; `file` is named in errors. Extents are not yet validated.
+
+    Raises:
+        CorruptCheckpointError: the bytes are damaged.
+        UnsupportedFormatError: they are intact, of a newer version.
+    """
+
+    def fault(reason: str, offset: int = 0) -> CorruptCheckpointError:
+        return corrupt("the chunk index", reason, file=file, offset=offset)
+
+    if len(data) < index_nbytes(0):
+        raise fault(f"{len(data)} bytes are fewer than the {index_nbytes(0)} of an empty index")
+    magic, version, rows = _HEAD.unpack_from(data)
+    if magic != MAGIC:
+        raise fault(f"it starts with {magic.hex()} instead of {MAGIC.hex()}")
+    stored = int.from_bytes(data[-CRC_NBYTES:], "little")
+    crc = crc32c(memoryview(data)[:-CRC_NBYTES])
+    if stored != crc:
+        raise fault(
+            f"its CRC-32C is {crc:08x}, the stored one {stored:08x}", len(data) - CRC_NBYTES
+        )
+    if version != VERSION:
+        raise UnsupportedFormatError(
+            f"{file}: the chunk index has version {version}, this release reads {VERSION}; "
+            "restore with a newer release",
+            location=file,
+            expected=VERSION,
+            found=version,
+        )
+    if len(data) != index_nbytes(rows):
+        raise fault(f"{rows} rows take {index_nbytes(rows)} bytes, there are {len(data)}", 8)
+    columns = []
+    offset = _HEAD.size
+    for kind in _COLUMNS:
+        columns.append(np.frombuffer(data, kind, rows, offset))
+        offset += columns[-1].nbytes
+    for column in columns[1:3]:
+        if rows and int(column.max()) >= 1 << 62:
+            raise fault("an offset or length passes 2^62")
+    file_index, starts, sizes = (column.astype(np.int64) for column in columns[:3])
+    return ChunkIndex(file_index, starts, sizes, columns[3].astype(np.uint32))

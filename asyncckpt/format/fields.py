@@ -1,0 +1,138 @@
+"""Typed access to the members of a JSON document; every mismatch is a `CorruptCheckpointError`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.format.faults import corrupt
+from asyncckpt.format.scalars import JsonValue
+
+MAX_DEPTH = 256
+"""Deepest nesting of containers in a stored document."""
+
+_CRC = re.compile(r"[0-9a-f]{8}")
+_INDEX = re.compile(r"0|[1-9][0-9]{0,17}")
+
+
+def depth_fault(value: object) -> str | None:
+    """Why `value` is not JSON of bounded depth, or None when it is. Never recurses."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inner: list[object] = []
+        for item in level:
+            if isinstance(item, dict):
+                for key in item:
+                    if type(key) is not str:
+                        return f"has the key {key!r}, which is no string"
+                inner += item.values()
+            elif isinstance(item, list | tuple):
+                inner += item
+            elif item is not None and not isinstance(item, str | int | float):
+                return f"holds a {type(item).__name__}, which is not JSON"
+        if not inner:
+            return None
+        level = inner
+    return f"is nested deeper than {MAX_DEPTH}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """The members of one JSON object. `where` is its place in the document, for errors."""
+
+    members: dict[str, Any]
+    what: str
+    file: str
+    where: str = ""
+
+    def fault(self, name: str, reason: str) -> CorruptCheckpointError:
+        """The error for member `name`."""
+        return corrupt(self.what, f"{self.where}{name} {reason}", file=self.file)
+
+    def only(self, names: Sequence[str]) -> None:
+        """The object has these members and no others."""
+        for name in names:
+            if name not in self.members:
+                raise self.fault(name, "is missing")
+        for name in self.members:
+            if name not in names:
+                raise self.fault(repr(name)[:80], "is not a member of this version")
+
+    def integer(self, name: str, *, most: int = (1 << 63) - 1) -> int:
+        value = self.members[name]
+        if type(value) is not int or not 0 <= value <= most:
+            raise self.fault(name, f"is {repr(value)[:40]}, not an integer from 0 to {most}")
+        return value
+
+    def text(self, name: str, pattern: re.Pattern[str]) -> str:
+        value = self.members[name]
+        if not isinstance(value, str) or not pattern.fullmatch(value):
+            raise self.fault(name, f"is {repr(value)[:80]}, not of the form {pattern.pattern}")
+        return value
+
+    def crc(self, name: str) -> int:
+        return int(self.text(name, _CRC), 16)
+
+    def items(self, name: str) -> list[Any]:
+        value = self.members[name]
+        if not isinstance(value, list):
+            raise self.fault(name, "is not a list")
+        return value
+
+    def object(self, name: str) -> dict[str, Any]:
+        value = self.members[name]
+        if not isinstance(value, dict):
+            raise self.fault(name, "is not an object")
+        return value
+
+    def json(self, name: str) -> JsonValue:
+        """Any JSON of bounded depth."""
+        value: JsonValue = self.members[name]
+        reason = depth_fault(value)
+        if reason is not None:
+            raise self.fault(name, reason)
+        return value
+
+    def inner(self, name: str, names: Sequence[str]) -> Fields:
+        """The members of an object inside this one."""
+        fields = Fields(self.object(name), self.what, self.file, f"{self.where}{name}.")
+        fields.only(names)
+        return fields
+
+    def each(self, name: str, names: Sequence[str]) -> list[Fields]:
+        """The members of every object in a list."""
+        rows = []
+        for row, value in enumerate(self.items(name)):
+            if not isinstance(value, dict):
+                raise self.fault(f"{name}[{row}]", "is not an object")
+            fields = Fields(value, self.what, self.file, f"{self.where}{name}[{row}].")
+            fields.only(names)
+            rows.append(fields)
+        return rows
+
+    def strings(self, name: str) -> list[str]:
+        value = self.items(name)
+        if not set(map(type, value)) <= {str}:
+            raise self.fault(name, "has an entry that is no string")
+        return value
+
+    def integers(self, name: str, *, below: int) -> list[int]:
+        """A list of integers from 0, each smaller than `below`."""
+        value = self.items(name)
+        if not set(map(type, value)) <= {int}:
+            raise self.fault(name, "has an entry that is no integer")
+        if value and not 0 <= min(value) <= max(value) < below:
+            raise self.fault(name, f"has an entry that is not between 0 and {below - 1}")
+        return value
+
+    def by_index(self, name: str, *, below: int) -> dict[int, Any]:
+        """An object whose keys are indices below `below`, in canonical decimal."""
+        result = {}
+        for key, value in self.object(name).items():
+            if not _INDEX.fullmatch(key) or int(key) >= below:
+                raise self.fault(name, f"has the key {key[:40]!r}, not an index below {below}")
+            result[int(key)] = value
+        return result

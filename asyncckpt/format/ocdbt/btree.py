@@ -1,0 +1,349 @@
+"""Writing a B+tree: nodes filled from sorted columns, leaves first, the root last.
+
+Leaf body: height 0 `uint8`; data-file table; entry count; key columns (shared prefix lengths of all
+but the first, suffix lengths, suffixes); value lengths; value kinds (0 inline, 1 indirect); data
+file and offset of the indirect ones; inline values. Interior body: the same with the length of the
+prefix common to each subtree before the suffixes, and for every child its data file, offset,
+length, number of keys, tree bytes and indirect value bytes.
+"""
+
+# Keys inside a node leave out the prefix that its parent says is common to it; the root leaves
+# out nothing. All numbers of a node are columns: there is no Python step per key.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncckpt.format.ocdbt.datafiles import Location, data_file_nbytes, encode_data_files
+from asyncckpt.format.ocdbt.keys import KeyColumns
+from asyncckpt.format.ocdbt.wire import (
+    FRAME_HEADER,
+    I64,
+    NODE_MAGIC,
+    encode_varint,
+    encode_varints,
+    frame,
+    varint_sizes,
+)
+
+Mask = npt.NDArray[np.bool_]
+
+MAX_ARITY = 1 << 20
+"""Entries per node; the limit of TensorStore."""
+
+MAX_HEIGHT = 255
+"""Heights are one byte."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ValueColumns:
+    """One value per key, in key order.
+
+    Attributes:
+        inline: the value itself, or None where it stands in a data file.
+        file: index into the data files, -1 for inline values.
+        offset: where it starts in that file; ignored for inline values.
+        nbytes: its length; ignored for inline values.
+    """
+
+    inline: Sequence[bytes | None]
+    file: I64
+    offset: I64
+    nbytes: I64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedTree:
+    """Nodes to write, and what the manifest says about them.
+
+    Attributes:
+        blocks: to be written one after the other, starting at the node offset that was given.
+        root: where the root will be, or None for a tree without keys.
+        inline_offset: for every key the offset in the node file of its inline value, -1 if
+            indirect. Nodes are not compressed, so a reader may go there directly.
+    """
+
+    blocks: list[bytes]
+    root: Location | None
+    root_height: int
+    num_keys: int
+    tree_nbytes: int
+    indirect_value_nbytes: int
+    inline_offset: I64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Children:
+    """One level of finished nodes: first key, common prefix, place and statistics of each."""
+
+    key: I64
+    prefix: I64
+    offset: I64
+    nbytes: I64
+    num_keys: I64
+    tree_nbytes: I64
+    indirect_nbytes: I64
+
+
+def encode_tree(
+    columns: KeyColumns,
+    values: ValueColumns,
+    *,
+    data_files: Sequence[str],
+    node_file: str,
+    node_offset: int,
+    max_decoded_node_nbytes: int,
+) -> EncodedTree:
+    """The nodes of the tree that maps the keys to the values.
+
+    Node bodies are at most `max_decoded_node_nbytes` long, except a leaf of one entry and an
+    interior node of two, which cannot be split.
+
+    Raises:
+        ValueError: the columns do not fit together.
+    """
+    count = len(columns.keys)
+    indirect = _check(count, values, len(data_files))
+    if not count:
+        return EncodedTree([], None, 0, 0, 0, 0, np.empty(0, np.int64))
+    inline_nbytes = np.fromiter(
+        (0 if value is None else len(value) for value in values.inline), np.int64, count
+    )
+    nbytes = np.where(indirect, values.nbytes, inline_nbytes)
+    groups = _split_leaves(columns, values, indirect, nbytes, data_files, max_decoded_node_nbytes)
+    blocks: list[bytes] = []
+    inline_offset = np.full(count, -1, np.int64)
+    offset = node_offset
+    is_root = len(groups) == 2
+    prefixes = np.zeros(1, np.int64) if is_root else _common_prefixes(columns, groups)
+    for start, stop, prefix in zip(groups, groups[1:], prefixes.tolist(), strict=False):
+        body, inline_start = _encode_leaf(
+            columns, values, indirect, nbytes, data_files, start, stop, prefix
+        )
+        rows = start + np.flatnonzero(~indirect[start:stop])
+        sizes = nbytes[rows]
+        inline_offset[rows] = offset + FRAME_HEADER + inline_start + np.cumsum(sizes) - sizes
+        blocks.append(frame(NODE_MAGIC, body))
+        offset += len(blocks[-1])
+    starts = np.array(groups[:-1], np.int64)
+    block_nbytes = np.array([len(block) for block in blocks], np.int64)
+    level = _Children(
+        key=starts,
+        prefix=prefixes,
+        offset=node_offset + np.cumsum(block_nbytes) - block_nbytes,
+        nbytes=block_nbytes,
+        num_keys=np.array(groups[1:], np.int64) - starts,
+        tree_nbytes=block_nbytes,
+        indirect_nbytes=np.add.reduceat(np.where(indirect, nbytes, 0), starts),
+    )
+    height = 0
+    while level.key.size > 1:
+        height += 1
+        if height > MAX_HEIGHT:
+            raise ValueError(f"the tree is higher than {MAX_HEIGHT}")
+        level, offset = _encode_level(
+            columns, level, height, blocks, node_file, offset, max_decoded_node_nbytes
+        )
+    return EncodedTree(
+        blocks,
+        Location(node_file, int(level.offset[0]), int(level.nbytes[0])),
+        height,
+        count,
+        int(level.tree_nbytes[0]),
+        int(level.indirect_nbytes[0]),
+        inline_offset,
+    )
+
+
+def _check(count: int, values: ValueColumns, file_count: int) -> Mask:
+    if {len(values.inline), len(values.file), len(values.offset), len(values.nbytes)} != {count}:
+        raise ValueError(f"every value column needs {count} rows, one per key")
+    indirect = values.file >= 0
+    if count:
+        if int(values.file.max()) >= file_count or int(values.file.min()) < -1:
+            raise ValueError(f"a value names a file that is not among the {file_count} data files")
+        if int(np.where(indirect, values.offset, 0).min()) < 0 or (
+            int(np.where(indirect, values.nbytes, 0).min()) < 0
+        ):
+            raise ValueError("offsets and lengths of values are not negative")
+        absent = np.fromiter((value is None for value in values.inline), np.bool_, count)
+        if not np.array_equal(absent, indirect):
+            raise ValueError("a value is either inline (file -1) or in a data file")
+    return indirect
+
+
+def _split_leaves(
+    columns: KeyColumns,
+    values: ValueColumns,
+    indirect: Mask,
+    nbytes: I64,
+    data_files: Sequence[str],
+    max_nbytes: int,
+) -> list[int]:
+    count = len(columns.keys)
+    suffix = columns.lengths - columns.shared
+    cost = varint_sizes(columns.shared) + varint_sizes(suffix) + suffix + varint_sizes(nbytes) + 1
+    place = varint_sizes(np.maximum(values.file, 0)) + varint_sizes(np.maximum(values.offset, 0))
+    cost += np.where(indirect, place, nbytes)
+    # A node lists the files it uses. Charge a file wherever the entries change to it, but never
+    # more than for all files.
+    file_cost = np.array([data_file_nbytes(path) for path in data_files] or [0], np.int64)
+    rows = np.flatnonzero(indirect)
+    files = values.file[rows]
+    change = np.ones(rows.size, np.bool_)
+    change[1:] = files[1:] != files[:-1]
+    runs = np.zeros(count, np.int64)
+    runs[rows[change]] = file_cost[files[change]]
+    all_files = int(file_cost[np.unique(files)].sum()) if rows.size else 0
+    first_file = int(file_cost.max())  # the run that a node begins within
+    head = 1 + len(encode_varint(len(data_files))) + len(encode_varint(count))
+    first = head + columns.shared + varint_sizes(columns.lengths)
+    return _split(cost, runs, first, first_file, all_files, max_nbytes, least=1)
+
+
+def _split(
+    cost: I64,
+    runs: I64,
+    first: I64,
+    first_run: int,
+    all_runs: int,
+    max_nbytes: int,
+    *,
+    least: int,
+) -> list[int]:
+    """Boundaries of runs of entries that fit in `max_nbytes`, of at least `least` entries."""
+    count = cost.size
+    sums = np.zeros(count + 1, np.int64)
+    np.cumsum(cost, out=sums[1:])
+    with_runs = np.zeros(count + 1, np.int64)
+    np.cumsum(cost + runs, out=with_runs[1:])
+    bounds = [0]
+    start = 0
+    while start < count:
+        room = max_nbytes - int(first[start])
+        stop = max(
+            int(np.searchsorted(sums, sums[start] + room - all_runs, "right")) - 1,
+            int(np.searchsorted(with_runs, with_runs[start] + room - first_run, "right")) - 1,
+            start + least,
+        )
+        start = min(stop, count, start + MAX_ARITY)
+        bounds.append(start)
+    return bounds
+
+
+def _common_prefixes(columns: KeyColumns, groups: Sequence[int]) -> I64:
+    """Bytes common to all keys of each group; the whole key where a group has one."""
+    starts = np.array(groups[:-1], np.int64)
+    shared = columns.shared.copy()
+    shared[starts] = columns.lengths[starts]
+    return np.minimum.reduceat(shared, starts)
+
+
+def _encode_leaf(
+    columns: KeyColumns,
+    values: ValueColumns,
+    indirect: Mask,
+    nbytes: I64,
+    data_files: Sequence[str],
+    start: int,
+    stop: int,
+    prefix: int,
+) -> tuple[bytes, int]:
+    """The body of a leaf, and where its inline values start in it."""
+    rows = slice(start, stop)
+    lengths = columns.lengths[rows] - columns.shared[rows]
+    lengths[0] = columns.lengths[start] - prefix
+    in_file = indirect[rows]
+    used, local = np.unique(values.file[rows][in_file], return_inverse=True)
+    suffixes = columns.suffixes[columns.suffix_ends[start + 1] : columns.suffix_ends[stop]]
+    head = b"".join(
+        (
+            b"\0",
+            encode_data_files([data_files[i] for i in used.tolist()]),
+            encode_varint(stop - start),
+            encode_varints(columns.shared[start + 1 : stop] - prefix),
+            encode_varints(lengths),
+            columns.keys[start][prefix:],
+            suffixes,
+            encode_varints(nbytes[rows]),
+            in_file.astype(np.uint8).tobytes(),
+            encode_varints(local.reshape(-1).astype(np.int64)),
+            encode_varints(values.offset[rows][in_file]),
+        )
+    )
+    inline = b"".join([value for value in values.inline[start:stop] if value is not None])
+    return head + inline, len(head)
+
+
+def _encode_level(
+    columns: KeyColumns,
+    children: _Children,
+    height: int,
+    blocks: list[bytes],
+    node_file: str,
+    offset: int,
+    max_nbytes: int,
+) -> tuple[_Children, int]:
+    """The interior nodes above `children`, appended to `blocks`, and the offset behind them."""
+    lengths = columns.lengths[children.key]
+    shared = np.zeros(children.key.size, np.int64)
+    # Two keys of a sorted list share what all neighbours between them share.
+    shared[1:] = np.minimum.reduceat(np.append(columns.shared, 0), children.key + 1)[:-1]
+    suffix = lengths - shared
+    table = encode_data_files([node_file])
+    fields = (
+        children.offset,
+        children.nbytes,
+        children.num_keys,
+        children.tree_nbytes,
+        children.indirect_nbytes,
+    )
+    cost = suffix + 1
+    for column in (shared, suffix, children.prefix, *fields):
+        cost += varint_sizes(column)
+    first = 1 + len(table) + len(encode_varint(lengths.size)) + shared + varint_sizes(lengths)
+    bounds = _split(cost, np.zeros_like(cost), first, 0, 0, max_nbytes, least=2)
+    starts = np.array(bounds[:-1], np.int64)
+    is_root = starts.size == 1
+    prefixes = np.zeros(1, np.int64)
+    if not is_root:
+        common = shared.copy()
+        common[starts] = children.prefix[starts]
+        prefixes = np.minimum.reduceat(np.minimum(common, children.prefix), starts)
+    sizes = []
+    for start, stop, prefix in zip(bounds, bounds[1:], prefixes.tolist(), strict=False):
+        rows = slice(start, stop)
+        own = suffix[rows].copy()
+        own[0] = lengths[start] - prefix
+        keys = [columns.keys[k] for k in children.key[rows].tolist()]
+        cuts = [prefix, *shared[start + 1 : stop].tolist()]
+        body = b"".join(
+            (
+                bytes([height]),
+                table,
+                encode_varint(stop - start),
+                encode_varints(shared[start + 1 : stop] - prefix),
+                encode_varints(own),
+                encode_varints(children.prefix[rows] - prefix),
+                *(key[cut:] for key, cut in zip(keys, cuts, strict=True)),
+                bytes(stop - start),
+                *(encode_varints(column[rows]) for column in fields),
+            )
+        )
+        blocks.append(frame(NODE_MAGIC, body))
+        sizes.append(len(blocks[-1]))
+    nbytes = np.array(sizes, np.int64)
+    above = _Children(
+        key=children.key[starts],
+        prefix=prefixes,
+        offset=offset + np.cumsum(nbytes) - nbytes,
+        nbytes=nbytes,
+        num_keys=np.add.reduceat(children.num_keys, starts),
+        tree_nbytes=np.add.reduceat(children.tree_nbytes, starts) + nbytes,
+        indirect_nbytes=np.add.reduceat(children.indirect_nbytes, starts),
+    )
+    return above, offset + int(nbytes.sum())

@@ -1,0 +1,91 @@
+"""What the encoding of a tree needs to know about its keys alone, computed once per set of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncckpt.format.ocdbt.wire import I64
+
+MAX_KEY_NBYTES = 1 << 16
+"""Longest key; the limit of the OCDBT format."""
+
+_WORD = 8  # bytes compared at a time
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyColumns:
+    """Sorted keys and what follows from them. Depends on no value: reusable across saves.
+
+    Attributes:
+        keys: strictly increasing.
+        lengths: bytes of each key.
+        shared: bytes that each key shares with the one before it; 0 for the first.
+        suffixes: every key without its shared bytes, one after the other.
+        suffix_ends: where each suffix ends in `suffixes`, with a leading 0.
+    """
+
+    keys: Sequence[bytes]
+    lengths: I64
+    shared: I64
+    suffixes: bytes
+    suffix_ends: I64
+
+
+def sort_keys(keys: Sequence[bytes]) -> npt.NDArray[np.intp]:
+    """The permutation that sorts the keys bytewise."""
+    return np.array(sorted(range(len(keys)), key=keys.__getitem__), np.intp)
+
+
+def prepare_keys(keys: Sequence[bytes]) -> KeyColumns:
+    """The columns of strictly increasing keys.
+
+    Raises:
+        ValueError: keys are out of order, equal, or longer than 64 KiB.
+    """
+    count = len(keys)
+    lengths = np.fromiter(map(len, keys), np.int64, count)
+    if count and int(lengths.max()) > MAX_KEY_NBYTES:
+        longest = keys[int(lengths.argmax())]
+        raise ValueError(f"the key {longest[:64]!r}… is longer than {MAX_KEY_NBYTES} bytes")
+    shared = np.zeros(count, np.int64)
+    if count > 1:
+        shared[1:] = _shared_with_previous(keys, lengths)
+    suffixes = [key[n:] for key, n in zip(keys, shared.tolist(), strict=True)]
+    ends = np.zeros(count + 1, np.int64)
+    np.cumsum(lengths - shared, out=ends[1:])
+    return KeyColumns(keys, lengths, shared, b"".join(suffixes), ends)
+
+
+def _shared_with_previous(keys: Sequence[bytes], lengths: I64) -> I64:
+    text = b"".join(keys) + bytes(_WORD)
+    # Every run of eight bytes as a little-endian number, overlapping, without a copy.
+    words = np.ndarray((len(text) - _WORD + 1,), "<u8", text, 0, (1,))
+    starts = np.cumsum(lengths) - lengths
+    first, second = starts[:-1], starts[1:]
+    limit = np.minimum(lengths[:-1], lengths[1:])
+    shared = limit.copy()
+    rows = np.flatnonzero(limit > 0)
+    done = 0
+    while rows.size:
+        difference = words[first[rows] + done] ^ words[second[rows] + done]
+        differs = difference != 0
+        hits = difference[differs]
+        lowest = (hits & (~hits + np.uint64(1))).astype(np.float64)
+        equal = (np.frexp(lowest)[1] - 1) // 8
+        found = rows[differs]
+        shared[found] = np.minimum(done + equal, limit[found])
+        done += _WORD
+        rows = rows[~differs]
+        rows = rows[limit[rows] > done]
+    letters = np.frombuffer(text, np.uint8)
+    rises = (shared < lengths[1:]) & (
+        (shared == lengths[:-1]) | (letters[first + shared] < letters[second + shared])
+    )
+    if not rises.all():
+        row = int(np.argmin(rises))
+        raise ValueError(f"the key {keys[row + 1]!r} does not sort behind {keys[row]!r}")
+    return shared

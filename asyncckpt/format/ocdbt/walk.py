@@ -1,0 +1,214 @@
+"""Reading a whole tree, level by level, without knowing how bytes are fetched."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.format.faults import corrupt
+from asyncckpt.format.ocdbt.datafiles import Location
+from asyncckpt.format.ocdbt.manifest import Version
+from asyncckpt.format.ocdbt.nodes import MAX_KEYS_NBYTES, InteriorNode, LeafNode, decode_node
+from asyncckpt.format.ocdbt.wire import I64, MAX_BODY_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLimits:
+    """Bounds of what reading one tree may take.
+
+    Attributes:
+        max_nodes: nodes in all.
+        max_keys: keys in all.
+        max_keys_nbytes: bytes of all keys, prefixes counted every time.
+        max_node_nbytes: body of one node, decompressed.
+        max_nodes_nbytes: all nodes as they are stored.
+    """
+
+    max_nodes: int = 1 << 20
+    max_keys: int = 1 << 24
+    max_keys_nbytes: int = MAX_KEYS_NBYTES
+    max_node_nbytes: int = MAX_BODY_NBYTES
+    max_nodes_nbytes: int = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class InlineValue:
+    """A value that stands in the tree itself."""
+
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeColumns:
+    """All keys of a tree in order, and their values by column.
+
+    Attributes:
+        keys: strictly increasing.
+        files: paths relative to the database.
+        file: index into `files`, -1 for inline values.
+        offset: start of the value in its file; of inline values, start in the node's file, or -1
+            when the node is compressed.
+        nbytes: length of the value.
+        inline: the value, or None where it is in a data file.
+    """
+
+    keys: list[bytes]
+    files: tuple[str, ...]
+    file: I64
+    offset: I64
+    nbytes: I64
+    inline: list[bytes | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A node to be read, and what its parent says about it."""
+
+    location: Location
+    prefix: bytes
+    first_key: bytes
+    num_keys: int
+
+
+class TreeDecoder:
+    """Turns the nodes of one version into columns.
+
+    While `wanted` is not empty, fetch those ranges and give their bytes to `feed` in the same
+    order; then take `columns()`.
+    """
+
+    def __init__(self, version: Version, limits: TreeLimits | None = None) -> None:
+        self._limits = limits or TreeLimits()
+        self._height = version.root_height
+        self._level: list[_Wanted] = []
+        self._leaves: list[LeafNode] = []
+        self._nodes = 0
+        self._nbytes = 0
+        self._keys = 0
+        self._keys_nbytes = 0
+        if version.root is not None:
+            self._want([_Wanted(version.root, b"", b"", version.num_keys)])
+
+    @property
+    def wanted(self) -> list[Location]:
+        """The ranges to fetch next: all nodes of one level, in key order."""
+        return [want.location for want in self._level]
+
+    def feed(self, blocks: Sequence[bytes]) -> None:
+        """The nodes of one level are decoded, and `wanted` names those of the next.
+
+        Raises:
+            CorruptCheckpointError: a node is damaged, out of place, or the tree passes a limit.
+        """
+        children: list[_Wanted] = []
+        for want, data in zip(self._level, blocks, strict=True):
+            children += self._decode(want, data)
+        self._height -= 1
+        self._want(children)
+
+    def columns(self) -> TreeColumns:
+        """The whole tree."""
+        keys = list(itertools.chain.from_iterable(leaf.keys for leaf in self._leaves))
+        inline = list(itertools.chain.from_iterable(leaf.inline for leaf in self._leaves))
+        index: dict[str, int] = {}
+        columns: list[tuple[I64, I64, I64]] = [(np.empty(0, np.int64),) * 3]
+        for leaf in self._leaves:
+            # The last element stands for -1, the index of inline values.
+            global_index = [index.setdefault(f.path, len(index)) for f in leaf.files]
+            columns.append(
+                (np.array([*global_index, -1], np.int64)[leaf.file], leaf.offset, leaf.nbytes)
+            )
+        file, offset, nbytes = (np.concatenate(column) for column in zip(*columns, strict=True))
+        return TreeColumns(keys, tuple(index), file, offset, nbytes, inline)
+
+    def _want(self, children: list[_Wanted]) -> None:
+        limits = self._limits
+        self._nodes += len(children)
+        self._nbytes += sum(want.location.nbytes for want in children)
+        for passed, what in (
+            (self._nodes > limits.max_nodes, f"more than {limits.max_nodes} nodes"),
+            (self._nbytes > limits.max_nodes_nbytes, f"over {limits.max_nodes_nbytes} bytes"),
+        ):
+            if passed:
+                raise _fault(children[-1].location, f"the tree has {what}")
+        self._level = children
+
+    def _decode(self, want: _Wanted, data: bytes) -> list[_Wanted]:
+        where = want.location
+        if len(data) != where.nbytes:
+            raise _fault(where, f"{len(data)} bytes were read instead of {where.nbytes}")
+        node = decode_node(
+            data,
+            file=where.file,
+            offset=where.offset,
+            expected_height=self._height,
+            base_path=where.base_path,
+            key_prefix=want.prefix,
+            max_nbytes=self._limits.max_node_nbytes,
+            max_keys_nbytes=self._limits.max_keys_nbytes - self._keys_nbytes,
+        )
+        if node.num_keys != want.num_keys:
+            raise _fault(where, f"it has {node.num_keys} keys, its parent says {want.num_keys}")
+        if node.keys[0] < want.first_key:
+            raise _fault(where, "its first key sorts before what its parent says")
+        self._keys_nbytes += sum(map(len, node.keys))
+        if isinstance(node, InteriorNode):
+            prefixes = node.prefix_nbytes.tolist()
+            counts = node.child_num_keys.tolist()
+            return [
+                _Wanted(node.child(row), key[:prefix], key, count)
+                for row, (key, prefix, count) in enumerate(
+                    zip(node.keys, prefixes, counts, strict=True)
+                )
+            ]
+        self._keys += len(node.keys)
+        if self._keys > self._limits.max_keys:
+            raise _fault(where, f"the tree has more than {self._limits.max_keys} keys")
+        if self._leaves and self._leaves[-1].keys[-1] >= node.keys[0]:
+            raise _fault(where, "its keys do not sort behind those of the leaf before it")
+        self._leaves.append(node)
+        return []
+
+
+def decode_tree(
+    version: Version,
+    fetch: Callable[[Location], bytes],
+    *,
+    limits: TreeLimits | None = None,
+) -> TreeColumns:
+    """All keys and values of a version; `fetch` returns the bytes of a node."""
+    decoder = TreeDecoder(version, limits)
+    while wanted := decoder.wanted:
+        decoder.feed([fetch(location) for location in wanted])
+    return decoder.columns()
+
+
+def walk(
+    version: Version,
+    fetch: Callable[[Location], bytes],
+    *,
+    limits: TreeLimits | None = None,
+) -> Iterator[tuple[bytes, InlineValue | Location]]:
+    """Every key of a version in order, with its value or where that is."""
+    columns = decode_tree(version, fetch, limits=limits)
+    rows = zip(
+        columns.keys,
+        columns.inline,
+        columns.file.tolist(),
+        columns.offset.tolist(),
+        columns.nbytes.tolist(),
+        strict=True,
+    )
+    for key, value, file, offset, nbytes in rows:
+        if value is None:
+            yield key, Location(columns.files[file], offset, nbytes)
+        else:
+            yield key, InlineValue(value)
+
+
+def _fault(where: Location, reason: str) -> CorruptCheckpointError:
+    return corrupt("the B+tree node", reason, file=where.file, offset=where.offset)

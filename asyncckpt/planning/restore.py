@@ -1,0 +1,282 @@
+"""What is read for a restore, and where each chunk of it goes.
+
+`plan_restore` takes stored arrays with the extents of their chunks, and the boxes that are
+wanted; it gives ranges to read, each with the chunks in it and the requests they serve.
+"""
+
+# Rule 1: every chunk is read once, as a whole: its CRC covers all of it.
+# Rule 2: boxes meet grids by arithmetic; the cost is that of the chunks that overlap.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncckpt.planning.coalesce import coalesce
+from asyncckpt.planning.grid import contiguous_runs
+from asyncckpt.planning.table import Column, Table
+from asyncckpt.spec import Box, ChunkGrid
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """One array of a checkpoint.
+
+    Attributes:
+        grid: its chunk grid.
+        itemsize: bytes per element.
+        compressed: whether chunks must be decompressed.
+        first_row: row of its first chunk; the others follow in C order.
+    """
+
+    grid: ChunkGrid
+    itemsize: int
+    compressed: bool
+    first_row: int
+
+
+class Request(NamedTuple):
+    """One wanted box of one stored array.
+
+    Attributes:
+        array: index of the array.
+        box: the part that is wanted; None for all of it.
+        contiguous: the target's memory for the box is C-contiguous, of the stored dtype, and may
+            be written directly.
+    """
+
+    array: int
+    box: Box | None
+    contiguous: bool
+
+
+class Part(NamedTuple):
+    """One chunk that serves one request.
+
+    Attributes:
+        row: the chunk.
+        request: index of the request.
+        direct: byte offset in the target's memory where the payload goes as it is, or -1: decode
+            in a buffer, then place by `intersection`.
+        nbytes: bytes of the payload that go there (what follows is padding and trailer), or -1.
+    """
+
+    row: int
+    request: int
+    direct: int
+    nbytes: int
+
+
+class ReadBatch(NamedTuple):
+    """One range of one file, and every part in it; a row starts at its own offset in the file."""
+
+    file: int
+    offset: int
+    nbytes: int
+    parts: Sequence[Part]
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan:
+    """What a restore reads.
+
+    Attributes:
+        batches: ranges by file and offset.
+        inline: parts whose rows stand in the index (no file), by row.
+        read_nbytes: bytes of all batches, gaps included.
+        row_count: chunks that are needed, inline ones included.
+    """
+
+    batches: tuple[ReadBatch, ...]
+    inline: Sequence[Part]
+    read_nbytes: int
+    row_count: int
+
+
+def plan_restore(
+    arrays: Sequence[StoredArray],
+    requests: Sequence[Request],
+    *,
+    row_file: npt.ArrayLike,
+    row_offset: npt.ArrayLike,
+    row_nbytes: npt.ArrayLike,
+    slot_nbytes: int,
+    gap_nbytes: int,
+    aligned_chunk_nbytes: int,
+) -> RestorePlan:
+    """The reads that serve all requests.
+
+    A row of `aligned_chunk_nbytes` or more is a batch of its own and goes straight into the target
+    where it can. Smaller rows of one file share batches and always go through a buffer, and so
+    does a row that several requests want.
+
+    Args:
+        arrays: the stored arrays.
+        requests: what is wanted; boxes without elements need nothing.
+        row_file: file of each row; -1 for rows that stand in the index.
+        row_offset: offset of each row's extent.
+        row_nbytes: length of each row's extent, trailer included.
+        slot_nbytes: longest batch of several rows.
+        gap_nbytes: longest run of unwanted bytes that a batch reads along.
+        aligned_chunk_nbytes: length from which on a row is a batch of its own.
+
+    Raises:
+        ValueError: a request is outside its array, or an array's rows are outside the columns.
+    """
+    files = np.asarray(row_file, np.int64)
+    offsets = np.asarray(row_offset, np.int64)
+    lengths = np.asarray(row_nbytes, np.int64)
+    row, request, direct, nbytes = _parts(arrays, requests)
+    if len(row) and (row.min() < 0 or row.max() >= len(files)):
+        raise ValueError(
+            f"requests need rows {row.min()} to {row.max()}, the checkpoint has {len(files)}"
+        )
+
+    order = np.lexsort((request, row, offsets[row], files[row]))
+    row, request, direct, nbytes = row[order], request[order], direct[order], nbytes[order]
+    fresh = np.ones(len(row), bool)
+    fresh[1:] = row[1:] != row[:-1]
+    leads = np.flatnonzero(fresh)
+    wanted = row[leads]
+    large = lengths[wanted] >= aligned_chunk_nbytes
+    stored = files[wanted] >= 0
+
+    shared = np.diff(np.append(leads, len(row))) > 1
+    number = np.cumsum(fresh) - 1
+    direct = np.where((large & stored & ~shared)[number], direct, -1)
+    nbytes = np.where(direct >= 0, nbytes, -1)
+    parts = (row, request, direct, nbytes)
+
+    inline = int(np.count_nonzero(~stored))
+    wanted, large = wanted[inline:], large[inline:]
+    part_edges = np.append(leads, len(row))[inline:]
+    file, offset, length = files[wanted], offsets[wanted], lengths[wanted]
+    starts = large.copy()
+    starts[1:] |= large[:-1] | (file[1:] != file[:-1])
+    groups = coalesce(
+        offset, length, gap_nbytes=gap_nbytes, limit_nbytes=slot_nbytes, starts=starts
+    )
+    begins = offset[groups]
+    sizes = np.maximum.reduceat(offset + length, groups) - begins if len(groups) else begins
+    edges = part_edges[np.append(groups, len(wanted))].tolist()
+    return RestorePlan(
+        batches=tuple(
+            ReadBatch(f, o, n, Table(Part, parts, i, j))
+            for f, o, n, i, j in zip(
+                file[groups].tolist(),
+                begins.tolist(),
+                sizes.tolist(),
+                edges,
+                edges[1:],
+                strict=False,
+            )
+        ),
+        inline=Table(Part, parts, 0, int(part_edges[0])),
+        read_nbytes=int(sizes.sum()),
+        row_count=len(leads),
+    )
+
+
+def cells_overlapping(grid: ChunkGrid, box: Box) -> Column:
+    """The chunks, numbered in C order, that hold elements of `box`."""
+    if not box.size:
+        return np.zeros(0, np.int64)
+    cells = np.zeros((), np.int64)
+    for o, n, c, count in zip(box.offset, box.shape, grid.chunk_shape, grid.counts, strict=True):
+        cells = cells[..., None] * count + np.arange(o // c, -(-(o + n) // c))
+    return cells.reshape(-1)
+
+
+def intersection(
+    grid: ChunkGrid, row_in_array: int, box: Box
+) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """What a chunk and a box share: index of it in the chunk's payload, and in the box's array.
+
+    The payload is an array of `grid.chunk_shape`, the box's array one of `box.shape`.
+
+    Raises:
+        ValueError: they share nothing, or there is no such chunk.
+    """
+    if not 0 <= row_in_array < grid.chunk_count:
+        raise ValueError(f"chunk {row_in_array} of {grid.chunk_count}")
+    in_chunk: list[slice] = []
+    in_box: list[slice] = []
+    rest = row_in_array
+    for n, c, o, length in zip(
+        grid.shape[::-1], grid.chunk_shape[::-1], box.offset[::-1], box.shape[::-1], strict=True
+    ):
+        rest, cell = divmod(rest, -(-n // c))
+        start, stop = max(cell * c, o), min(cell * c + c, n, o + length)
+        if start >= stop:
+            raise ValueError(f"chunk {row_in_array} of {grid} holds nothing of {box}")
+        in_chunk.append(slice(start - cell * c, stop - cell * c))
+        in_box.append(slice(start - o, stop - o))
+    return tuple(in_chunk[::-1]), tuple(in_box[::-1])
+
+
+_Kind = tuple[tuple[int, ...], tuple[int, ...], int, bool]
+
+
+def _parts(
+    arrays: Sequence[StoredArray], requests: Sequence[Request]
+) -> tuple[Column, Column, Column, Column]:
+    """Columns row, request, direct, nbytes: every chunk of every request."""
+    array = np.array([wanted for wanted, _, _ in requests], np.int64)
+    if len(array) and not 0 <= array.min() <= array.max() < len(arrays):
+        raise ValueError(f"requests name arrays {array.min()} to {array.max()} of {len(arrays)}")
+    kinds: dict[_Kind, int] = {}
+    kind_of = [
+        kinds.setdefault(
+            ((grid := a.grid).shape, grid.chunk_shape, a.itemsize, a.compressed), len(kinds)
+        )
+        for a in arrays
+    ]
+    wants: dict[tuple[int, Box | None, bool], int] = {}
+    want_of = np.array(
+        [
+            wants.setdefault((kind_of[wanted], box, contiguous), len(wants))
+            for wanted, box, contiguous in requests
+        ],
+        np.int64,
+    )
+    # One computation per kind of array and wanted box, however many leaves share both.
+    stored = list(kinds)
+    found: list[tuple[Column, Column, Column]] = []
+    for kind, box, contiguous in wants:
+        shape, chunk_shape, itemsize, compressed = stored[kind]
+        grid = ChunkGrid(shape, chunk_shape)
+        found.append(_overlap(grid, itemsize, box, contiguous and not compressed))
+    counts_of = np.array([len(rows) for rows, _, _ in found], np.int64)
+    base_of = np.cumsum(counts_of) - counts_of
+    counts = counts_of[want_of]
+    request = np.repeat(np.arange(len(requests)), counts)
+    at = np.arange(len(request)) - (np.cumsum(counts) - counts)[request]
+    at += base_of[want_of][request]
+    first_row = np.array([a.first_row for a in arrays], np.int64)
+    none = np.zeros(0, np.int64)
+    rows, direct, nbytes = (
+        np.concatenate([none, *(columns[i] for columns in found)])[at] for i in range(3)
+    )
+    return first_row[array][request] + rows, request, direct, nbytes
+
+
+def _overlap(
+    grid: ChunkGrid, itemsize: int, box: Box | None, direct: bool
+) -> tuple[Column, Column, Column]:
+    whole = Box.whole(grid.shape)
+    if box is None or box == whole:
+        box = whole
+        if grid.chunk_shape == grid.shape:
+            size = np.array([grid.chunk_size * itemsize], np.int64)
+            return np.zeros(1, np.int64), np.array([0 if direct else -1], np.int64), size
+    if len(box.shape) != len(whole.shape) or (box.size and box.intersect(whole) != box):
+        raise ValueError(f"{box} is no part of an array of shape {grid.shape}")
+    rows = cells_overlapping(grid, box)
+    starts, nbytes = contiguous_runs(grid, itemsize, rows, box)
+    if not direct:
+        starts = np.full(len(rows), -1, np.int64)
+    return rows, starts, nbytes

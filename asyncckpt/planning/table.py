@@ -1,0 +1,62 @@
+"""Rows of NumPy columns, seen as named tuples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from typing import Any, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+
+Column = npt.NDArray[np.int64]
+"""One integer per row."""
+
+Row = TypeVar("Row", bound=tuple[Any, ...])
+
+
+class Table(Sequence[Row]):
+    """Rows `first` to `stop` of some columns, made into named tuples while they are looked at.
+
+    A plan of 100,000 leaves would otherwise hold as many small objects, which cost more time and
+    memory than all the rest of it.
+    """
+
+    __slots__ = ("_columns", "_first", "_kind", "_stop")
+
+    def __init__(
+        self, kind: type[Row], columns: Sequence[npt.NDArray[Any]], first: int, stop: int
+    ) -> None:
+        self._kind = kind
+        self._columns = columns
+        self._first = first
+        self._stop = stop
+
+    def __len__(self) -> int:
+        return self._stop - self._first
+
+    def __iter__(self) -> Iterator[Row]:
+        values = [column[self._first : self._stop].tolist() for column in self._columns]
+        # tuple.__new__ directly: a named tuple's own constructor costs four times as much.
+        return map(tuple.__new__, repeat(self._kind), zip(*values, strict=True))
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        at = index + (self._stop if index < 0 else self._first)
+        values = [column[at].item() for column in self._columns]
+        return tuple.__new__(self._kind, values)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))

@@ -1,0 +1,221 @@
+"""Commit: the index of everything written, then the record that makes the checkpoint exist."""
+
+# Rule 1: the record is published last; before it, the checkpoint does not exist.
+# Rule 2: whatever depends on the plan alone (keys, templates, Orbax's files) is made once per plan
+#   and written while data are still on their way; only the index waits for the last checksum.
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncckpt.flow.threads import Workers
+from asyncckpt.format.chunks import ChunkIndex, encode_chunk_index
+from asyncckpt.format.crc import crc32c
+from asyncckpt.format.ocdbt.btree import ValueColumns, encode_tree
+from asyncckpt.format.ocdbt.keys import KeyColumns, prepare_keys, sort_keys
+from asyncckpt.format.ocdbt.manifest import Config, Manifest, Version, encode_manifest
+from asyncckpt.format.zarr3 import chunk_keys, encode_metadata, metadata_key
+from asyncckpt.options import INLINE_NBYTES, NODE_NBYTES
+from asyncckpt.planning.save import SavePlan
+from asyncckpt.ports import Attempt
+from asyncckpt.stages.saving import Payload
+
+MANIFEST = "manifest.ocdbt"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Catalog:
+    """The keys of a database, sorted, and what stands behind each; depends on the plan alone.
+
+    Attributes:
+        columns: the sorted keys, prepared for encoding.
+        row: chunk row per key, -1 for zarr metadata.
+        inline: index into the inline values per key (templates first, then `plan.inline`), or -1.
+        templates: distinct `zarr.json` documents.
+        inline_key: per inline leaf, the key at whose value its row points.
+    """
+
+    columns: KeyColumns
+    row: npt.NDArray[np.int64]
+    inline: npt.NDArray[np.int64]
+    templates: tuple[bytes, ...]
+    inline_key: npt.NDArray[np.int64]
+
+
+def make_catalog(plan: SavePlan) -> Catalog:
+    """The catalog of a plan."""
+    keys: list[bytes] = []
+    rows: list[int] = []
+    inline: list[int] = []
+    templates: dict[bytes, int] = {}
+    kinds: dict[tuple[object, ...], int] = {}
+    first_rows = plan.first_row.tolist()
+    leaf_of_key: list[int] = []
+    for leaf, (layout, grid) in enumerate(zip(plan.leaves, plan.grids, strict=True)):
+        kind = (layout.spec, grid.chunk_shape, layout.zstd_level)
+        template = kinds.get(kind)
+        if template is None:
+            data = encode_metadata(layout.spec, grid.chunk_shape, layout.zstd_level)
+            template = kinds[kind] = templates.setdefault(data, len(templates))
+        keys.append(metadata_key(layout.name))
+        rows.append(-1)
+        inline.append(template)
+        leaf_of_key.append(-1)
+        chunks = chunk_keys(layout.name, grid.counts)
+        keys += chunks
+        rows += range(first_rows[leaf], first_rows[leaf] + len(chunks))
+        inline += [-1] * len(chunks)
+        leaf_of_key += [leaf] * len(chunks)
+    order = sort_keys(keys)
+    row = np.array(rows, np.int64)[order]
+    index = np.array(inline, np.int64)[order]
+    # Rows that stand in the tree, tied ones included, carry their value with every key.
+    value_of_row = np.full(len(plan.row_payload), -1, np.int64)
+    own = plan.first_row[list(plan.inline)] if plan.inline else np.zeros(0, np.int64)
+    value_of_row[own] = np.arange(len(own)) + len(templates)
+    chunk = row >= 0
+    index[chunk] = value_of_row[row[chunk]]
+    key_of_row = np.zeros(len(plan.row_payload), np.int64)
+    key_of_row[row[chunk]] = np.flatnonzero(chunk)
+    return Catalog(
+        columns=prepare_keys([keys[i] for i in order.tolist()]),
+        row=row,
+        inline=index,
+        templates=tuple(templates),
+        inline_key=key_of_row[own],
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Index:
+    """The encoded index of one save.
+
+    Attributes:
+        blocks: contents of the index file: B+tree nodes, then the chunk index.
+        manifest: contents of the manifest.
+        chunks_offset: where the chunk index begins in the file.
+        chunks_crc: its CRC-32C.
+        nbytes: length of the file.
+        crc: its CRC-32C.
+    """
+
+    blocks: list[bytes]
+    manifest: bytes
+    chunks_offset: int
+    chunks_crc: int
+    nbytes: int
+    crc: int
+
+
+def encode_index(
+    catalog: Catalog, plan: SavePlan, payload: Payload, *, path: str, save_id: bytes, now_ns: int
+) -> Index:
+    """B+tree, chunk index and manifest of a save. Blocking.
+
+    Args:
+        catalog: keys of the plan.
+        plan: the plan.
+        payload: places and checksums of all chunks.
+        path: path of the index file relative to the database.
+        save_id: 16 bytes, identity of the database.
+        now_ns: commit time, nanoseconds since 1970.
+    """
+    chunks = payload.chunks
+    values: list[bytes | None] = [*catalog.templates, *payload.inline, None]
+    row = catalog.row
+    file = np.where(catalog.inline < 0, chunks.file[row], -1)
+    tree = encode_tree(
+        catalog.columns,
+        ValueColumns(
+            inline=[values[i] for i in catalog.inline.tolist()],
+            file=file,
+            offset=np.where(file >= 0, chunks.offset[row], 0),
+            nbytes=np.where(file >= 0, chunks.nbytes[row], 0),
+        ),
+        data_files=[name for name, _, _ in payload.files],
+        node_file=path,
+        node_offset=0,
+        max_decoded_node_nbytes=NODE_NBYTES,
+    )
+    own = plan.first_row[list(plan.inline)] if plan.inline else np.zeros(0, np.int64)
+    chunks.file[own] = len(payload.files)
+    chunks.offset[own] = tree.inline_offset[catalog.inline_key]
+    chunk_index = encode_chunk_index(
+        ChunkIndex(chunks.file, chunks.offset, chunks.nbytes, chunks.crc)
+    )
+    manifest = encode_manifest(
+        Manifest(
+            uuid=save_id,
+            config=Config(
+                max_inline_value_bytes=INLINE_NBYTES, max_decoded_node_bytes=NODE_NBYTES
+            ),
+            versions=(
+                Version(
+                    generation=1,
+                    root=tree.root,
+                    root_height=tree.root_height,
+                    num_keys=tree.num_keys,
+                    tree_nbytes=tree.tree_nbytes,
+                    indirect_value_nbytes=tree.indirect_value_nbytes,
+                    commit_time_ns=now_ns,
+                ),
+            ),
+        )
+    )
+    crc = 0
+    for block in tree.blocks:
+        crc = crc32c(block, crc)
+    offset = sum(map(len, tree.blocks))
+    return Index(
+        blocks=[*tree.blocks, chunk_index],
+        manifest=manifest,
+        chunks_offset=offset,
+        chunks_crc=crc32c(chunk_index),
+        nbytes=offset + len(chunk_index),
+        crc=crc32c(chunk_index, crc),
+    )
+
+
+async def put_index(
+    attempt: Attempt, index: Index, *, database: str, path: str, compute: Workers
+) -> None:
+    """Index file and manifest are durable.
+
+    Cancellation: waits for writes that are running.
+    """
+
+    async def tree() -> None:
+        file = await attempt.create(f"{database}/{path}", nbytes=index.nbytes)
+        offset = 0
+        # Nodes are joined up to a slot's worth: thousands of small writes would be slow, and
+        # one join of everything would double the memory of a large index.
+        for start in range(0, len(index.blocks), BLOCKS_PER_WRITE):
+            data = b"".join(index.blocks[start : start + BLOCKS_PER_WRITE])
+            await file.write(offset, np.frombuffer(data, np.uint8))
+            offset += len(data)
+        await file.seal(index.nbytes)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(tree())
+        group.create_task(attempt.put(f"{database}/{MANIFEST}", index.manifest))
+
+
+BLOCKS_PER_WRITE = 8
+"""B+tree nodes of at most 1 MiB each that are written together."""
+
+
+async def put_all(attempt: Attempt, files: Mapping[str, bytes]) -> None:
+    """All of these small files are durable; they are written at the same time."""
+    async with asyncio.TaskGroup() as group:
+        for path, data in files.items():
+            group.create_task(attempt.put(path, data))
+
+
+def file_rows(files: Sequence[tuple[str, bytes]]) -> list[tuple[str, int, int]]:
+    """(path, bytes, CRC-32C) of small files, for the record."""
+    return [(path, len(data), crc32c(data)) for path, data in files]

@@ -1,0 +1,318 @@
+"""Fetch: ranges of data files to host memory, straight into the target where its layout allows."""
+
+# Rule 1: what goes straight into a target needs no budget; everything else holds slots, taken in
+#   one acquire before its task exists.
+# Rule 2: an uncompressed chunk larger than a slot passes through one slot, piece by piece, so that
+#   chunks of any size restore within any budget.
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from asyncckpt.flow.buffers import Slot, SlotPool
+from asyncckpt.flow.threads import Workers
+from asyncckpt.format.chunks import ChunkIndex
+from asyncckpt.format.crc import crc32c
+from asyncckpt.planning.restore import Part, ReadBatch, RestorePlan
+from asyncckpt.ports import Bytes
+from asyncckpt.spec import Box
+from asyncckpt.stages.decode import (
+    ChunkError,
+    check,
+    decompress,
+    flat_target,
+    trailer_matches,
+)
+from asyncckpt.stages.opened import OpenCheckpoint, missing
+from asyncckpt.stages.payload import scatter
+from asyncckpt.stages.serialize import TRAILER_NBYTES
+
+TAIL_NBYTES = 1 << 20
+"""Longest padding that is read along behind a payload that goes straight into its target."""
+
+
+@dataclass(slots=True, eq=False)
+class Destination:
+    """Host memory for one wanted box of one array.
+
+    Attributes:
+        path: path of the leaf, for errors.
+        array: index of the stored array.
+        box: the wanted part.
+        values: memory of the box's shape, in the stored dtype.
+        flat: the same memory as one run of bytes, or None.
+        left: chunks that are still to come.
+    """
+
+    path: str
+    array: int
+    box: Box
+    values: npt.NDArray[Any]
+    flat: Bytes | None = None
+    left: int = 0
+
+    def __post_init__(self) -> None:
+        """Find out whether the memory is one run."""
+        self.flat = flat_target(self.values)
+
+
+class Fetch:
+    """The fetch and decode stages of one restore."""
+
+    def __init__(
+        self,
+        opened: OpenCheckpoint,
+        index: ChunkIndex,
+        plan: RestorePlan,
+        destinations: Sequence[Destination],
+        pool: SlotPool,
+        compute: Workers,
+        *,
+        concurrency: int,
+        arrived: Callable[[int], None],
+        progress: Callable[[int], None],
+    ) -> None:
+        self._opened = opened
+        self._index = index
+        self._plan = plan
+        self._destinations = destinations
+        self._pool = pool
+        self._compute = compute
+        self._streams = asyncio.Semaphore(concurrency)
+        self._arrived = arrived
+        self._progress = progress
+        self._nbytes = index.nbytes.tolist()
+        self._offset = index.offset.tolist()
+        self._crc = index.crc.tolist()
+        self.read_nbytes = 0
+
+    async def run(self) -> None:
+        """Every destination holds its values, checked.
+
+        Cancellation: waits until nobody writes to the destinations any more.
+
+        Raises:
+            CorruptCheckpointError: names leaf, file and offset.
+            StoreError: reading failed.
+        """
+        for batch in self._plan.batches:
+            for part in batch.parts:
+                self._destinations[part.request].left += 1
+        for number, destination in enumerate(self._destinations):
+            if destination.left == 0:
+                self._arrived(number)
+        async with asyncio.TaskGroup() as group:
+            for batch in self._plan.batches:
+                await self._streams.acquire()
+                try:
+                    slots, units = await self._lease(batch)
+                except BaseException:
+                    self._streams.release()
+                    raise
+                task = group.create_task(self._batch(batch, slots))
+                # A task that is cancelled before its first step never runs its `finally`.
+                task.add_done_callback(partial(self._free, slots, units))
+
+    def _free(self, slots: list[Slot], units: int, task: asyncio.Task[None]) -> None:
+        self._streams.release()
+        self._pool.give(slots, None if task.cancelled() else task.exception())
+        if units:
+            self._pool.budget.release(units)
+
+    async def _lease(self, batch: ReadBatch) -> tuple[list[Slot], int]:
+        if self._is_direct(batch):
+            return [], 0
+        slot_nbytes = self._pool.slot_nbytes
+        compressed = [p for p in batch.parts if self._compressed(p)]
+        largest = max((self._payload_nbytes(p) for p in compressed), default=0)
+        count = 1 if not compressed else max(1, -(-batch.nbytes // slot_nbytes))
+        capacity = self._pool.budget.capacity
+        units = min(-(-largest // slot_nbytes), capacity - min(count, capacity))
+        return await self._pool.take(count, grow=False, extra=units), units
+
+    def _is_direct(self, batch: ReadBatch) -> bool:
+        part = batch.parts[0]
+        if len(batch.parts) > 1 or part.direct < 0:
+            return False
+        return batch.nbytes - part.nbytes <= TAIL_NBYTES
+
+    def _compressed(self, part: Part) -> bool:
+        array = self._destinations[part.request].array
+        record = self._opened.record
+        return record.specs[record.arrays.spec[array]].zstd_level is not None
+
+    def _payload_nbytes(self, part: Part) -> int:
+        array = self._destinations[part.request].array
+        opened = self._opened
+        return opened.grids[array].chunk_size * opened.specs[array].itemsize
+
+    async def _batch(self, batch: ReadBatch, slots: list[Slot]) -> None:
+        path = self._opened.record.files[batch.file].path
+        try:
+            if not slots:
+                await self._direct(batch, path)
+            elif batch.nbytes <= self._pool.slot_nbytes:
+                data = slots[0].buffer[: batch.nbytes]
+                await self._opened.files.read_into(path, batch.offset, [data])
+                await self._compute.run(self._small, batch, data)
+            elif self._compressed(batch.parts[0]):
+                await self._large_compressed(batch, path, slots)
+            else:
+                await self._large(batch, path, slots[0])
+        except CheckpointNotFoundError as error:
+            raise missing(self._opened, path) from error
+        except CorruptCheckpointError as error:
+            if error.path is None:
+                # The store knows the file only, not whose bytes stand there.
+                leaf = self._destinations[batch.parts[0].request].path
+                error.path = leaf
+                error.add_note(f"while reading leaf {leaf}")
+            raise
+        self.read_nbytes += batch.nbytes
+        self._progress(batch.nbytes)
+        for part in batch.parts:
+            destination = self._destinations[part.request]
+            destination.left -= 1
+            if destination.left == 0:
+                self._arrived(part.request)
+
+    async def _direct(self, batch: ReadBatch, path: str) -> None:
+        part = batch.parts[0]
+        flat = self._destinations[part.request].flat
+        assert flat is not None
+        data = flat[part.direct : part.direct + part.nbytes]
+        tail = np.empty(batch.nbytes - part.nbytes, np.uint8)
+        await self._opened.files.read_into(path, batch.offset, [data, tail])
+        await self._compute.run(self._check_direct, batch, data, tail)
+
+    async def _large(self, batch: ReadBatch, path: str, slot: Slot) -> None:
+        # Pieces are whole elements: the slot's size is a multiple of every element size.
+        payload = batch.nbytes - TRAILER_NBYTES
+        start, crc = 0, 0
+        while start < payload:
+            stop = min(payload, start + slot.buffer.nbytes)
+            data = slot.buffer[: stop - start]
+            buffers = [data]
+            trailer = np.empty(TRAILER_NBYTES, np.uint8)
+            if stop == payload:
+                buffers.append(trailer)
+            await self._opened.files.read_into(path, batch.offset + start, buffers)
+            crc = await self._compute.run(self._large_piece, batch, data, start, crc)
+            start = stop
+        row = batch.parts[0].row
+        self._expect(batch, row, crc, trailer)
+
+    async def _large_compressed(self, batch: ReadBatch, path: str, slots: list[Slot]) -> None:
+        parts: list[Bytes] = []
+        left = batch.nbytes
+        for slot in slots:
+            parts.append(slot.buffer[: min(left, slot.buffer.nbytes)])
+            left -= parts[-1].nbytes
+        if left:
+            # Beyond the whole budget: restored alone, in memory of its own.
+            parts = [np.empty(batch.nbytes, np.uint8)]
+        await self._opened.files.read_into(path, batch.offset, parts)
+        await self._compute.run(self._decode_compressed, batch, parts)
+
+    # -- in worker threads
+
+    def _check_direct(self, batch: ReadBatch, data: Bytes, tail: Bytes) -> None:
+        crc = crc32c(tail[:-TRAILER_NBYTES], crc32c(data))
+        self._expect(batch, batch.parts[0].row, crc, tail[-TRAILER_NBYTES:])
+
+    def _large_piece(self, batch: ReadBatch, data: Bytes, start: int, crc: int) -> int:
+        for part in batch.parts:
+            self._scatter(part, data, start)
+        return crc32c(data, crc)
+
+    def _decode_compressed(self, batch: ReadBatch, stored: list[Bytes]) -> None:
+        data = b"".join(stored) if len(stored[-1]) < TRAILER_NBYTES else None
+        parts = list(stored) if data is None else [np.frombuffer(data, np.uint8)]
+        trailer = parts[-1][-TRAILER_NBYTES:]
+        parts[-1] = parts[-1][:-TRAILER_NBYTES]
+        crc = 0
+        for stored_part in parts:
+            crc = crc32c(stored_part, crc)
+        row = batch.parts[0].row
+        self._expect(batch, row, crc, trailer)
+        try:
+            payload = decompress(parts, self._payload_nbytes(batch.parts[0]))
+        except ChunkError as error:
+            raise self._damaged(batch, row, str(error)) from None
+        for part in batch.parts:
+            self._scatter(part, payload, 0)
+
+    def _small(self, batch: ReadBatch, data: Bytes) -> None:
+        view = memoryview(data)
+        payload: Bytes | None = None
+        last = -1
+        for part in batch.parts:
+            row = part.row
+            destination = self._destinations[part.request]
+            if row != last:
+                start = self._offset[row] - batch.offset
+                stop = start + self._nbytes[row] - TRAILER_NBYTES
+                try:
+                    check(view[start:stop], self._crc[row])
+                    if not trailer_matches(view[stop : stop + TRAILER_NBYTES], self._crc[row]):
+                        raise ChunkError("the checksum behind the chunk differs from its bytes")
+                    payload = data[start:stop]
+                    if self._compressed(part):
+                        payload = decompress([payload], self._payload_nbytes(part))
+                except ChunkError as error:
+                    raise self._damaged(batch, row, str(error)) from None
+                last = row
+            assert payload is not None
+            flat = destination.flat
+            if flat is not None and flat.nbytes == payload.nbytes:
+                # One chunk that is the whole array, which is wanted whole.
+                flat[:] = payload
+            else:
+                self._scatter(part, payload, 0)
+
+    def _scatter(self, part: Part, payload: Bytes, start: int) -> None:
+        destination = self._destinations[part.request]
+        opened = self._opened
+        array = destination.array
+        grid = opened.grids[array]
+        cell = np.unravel_index(part.row - opened.first_rows[array], grid.counts or (1,))
+        scatter(
+            payload,
+            opened.specs[array],
+            grid,
+            tuple(int(i) for i in cell) if grid.shape else (),
+            start,
+            destination.values,
+            destination.box,
+        )
+
+    def _expect(self, batch: ReadBatch, row: int, crc: int, trailer: Bytes) -> None:
+        if crc != self._crc[row]:
+            raise self._damaged(
+                batch, row, f"CRC-32C is {crc:08x}, the chunk index says {self._crc[row]:08x}"
+            )
+        if not trailer_matches(trailer, crc):
+            raise self._damaged(batch, row, "the checksum behind the chunk differs from its bytes")
+
+    def _damaged(self, batch: ReadBatch, row: int, reason: str) -> AsyncCheckpointError:
+        opened = self._opened
+        path = next(self._destinations[p.request].path for p in batch.parts if p.row == row)
+        file = opened.record.files[batch.file].path
+        offset = self._offset[row]
+        return CorruptCheckpointError(
+            f"{path}: {opened.location}: the chunk at byte {offset} of {file} is damaged: "
+            f"{reason}; restore an older step, or leave this path out with include=",
+            path=path,
+            stage="decode",
+            location=opened.location,
+            file=file,
+            offset=offset,
+        )

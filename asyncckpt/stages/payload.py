@@ -1,0 +1,147 @@
+"""Moving chunk payloads between arrays and byte buffers, a range of bytes at a time.
+
+A payload is a chunk's elements in C order, little endian, padded with zeros to the full chunk
+shape where the chunk reaches past the array. All functions block and run in worker threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncckpt.planning.runs import boxes_of_run
+from asyncckpt.ports import ArrayAdapter, Bytes, Source
+from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
+
+SCRATCH_NBYTES = 256 << 10
+"""Strided copies go through a buffer of this size, which stays in the second-level cache."""
+
+
+class ArrayReader:
+    """Reads payload bytes of one source array, cast to its stored dtype.
+
+    Attributes:
+        flat: the array's bytes in C order where they are one run in host memory, else None.
+    """
+
+    __slots__ = ("_adapter", "_dtype", "_source", "_view", "flat")
+
+    def __init__(self, source: Source, adapter: ArrayAdapter, stored_dtype: str) -> None:
+        self._source = source
+        self._adapter = adapter
+        self._dtype = DTYPES[stored_dtype]
+        self._view = source.view
+        self.flat: Bytes | None = None
+        if self._view is not None and stored_dtype == source.spec.dtype:
+            self.flat = flat_bytes(self._view)
+
+    def whole(self) -> bytes:
+        """All bytes of the array."""
+        if self.flat is not None:
+            return self.flat.tobytes()
+        return self.read(Box.whole(self._source.spec.shape)).tobytes()
+
+    def read(self, box: Box) -> npt.NDArray[Any]:
+        """The values of `box` in the stored dtype; a view where possible."""
+        if self._view is not None:
+            values = self._view[box.slices()]
+        else:
+            values = np.empty(box.shape, DTYPES[self._source.spec.dtype])
+            self._adapter.fetch(self._source, box, values)
+        if values.dtype != self._dtype:
+            with np.errstate(over="ignore", invalid="ignore"):
+                values = values.astype(self._dtype)
+        return values
+
+
+def flat_bytes(array: npt.NDArray[Any]) -> Bytes | None:
+    """The bytes of a C-contiguous array as one run, sharing its memory, or None."""
+    if not array.flags.c_contiguous:
+        return None
+    return array.reshape(-1).view(np.uint8)
+
+
+def gather(
+    read: Callable[[Box], npt.NDArray[Any]],
+    spec: ArraySpec,
+    grid: ChunkGrid,
+    cell: tuple[int, ...],
+    start: int,
+    stop: int,
+    out: Bytes,
+) -> None:
+    """`out` holds bytes `start` to `stop` of the payload of chunk `cell`."""
+    clipped = grid.box(cell)
+    itemsize = spec.itemsize
+    dtype = DTYPES[spec.dtype]
+    step = max(1, SCRATCH_NBYTES // itemsize)
+    scratch = np.empty(step, dtype)
+    first, last = start // itemsize, -(-stop // itemsize)
+    for begin in range(first, last, step):
+        end = min(begin + step, last)
+        filled = 0
+        for box in boxes_of_run(grid.chunk_shape, begin, end):
+            part = scratch[filled : filled + box.size].reshape(box.shape)
+            inside = box.intersect(Box((0,) * len(clipped.shape), clipped.shape))
+            if inside is None or inside.shape != box.shape:
+                part.reshape(-1).view(np.uint8).fill(0)
+            if inside is not None:
+                origin = tuple(o + c for o, c in zip(inside.offset, clipped.offset, strict=True))
+                np.copyto(
+                    part[inside.relative_to(box.offset).slices()],
+                    read(Box(origin, inside.shape)),
+                    casting="no",
+                )
+            filled += box.size
+        # Windows may cut an element in two where its size exceeds their alignment.
+        low, high = max(start, begin * itemsize), min(stop, end * itemsize)
+        raw = scratch.view(np.uint8)[low - begin * itemsize : high - begin * itemsize]
+        np.copyto(out[low - start : high - start], raw)
+
+
+def scatter(
+    payload: Bytes,
+    spec: ArraySpec,
+    grid: ChunkGrid,
+    cell: tuple[int, ...],
+    start: int,
+    target: npt.NDArray[Any],
+    wanted: Box,
+) -> None:
+    """Elements of `payload` (bytes of chunk `cell` from `start` on) that lie in `wanted` are in `target`.
+
+    `target` has the shape of `wanted`; `start` and the length of `payload` are multiples of the
+    element size; the dtype of `target` is that of the chunk.
+    """
+    clipped = grid.box(cell)
+    dtype = DTYPES[spec.dtype]
+    first = start // spec.itemsize
+    last = first + payload.nbytes // spec.itemsize
+    done = 0
+    for box in boxes_of_run(grid.chunk_shape, first, last):
+        nbytes = box.size * spec.itemsize
+        part = payload[done : done + nbytes]
+        done += nbytes
+        placed = Box(
+            tuple(o + c for o, c in zip(box.offset, clipped.offset, strict=True)), box.shape
+        )
+        overlap = placed.intersect(wanted)
+        if overlap is None:
+            continue
+        values = part.view(dtype) if _aligned(part, dtype) else _realign(part, dtype)
+        np.copyto(
+            target[overlap.relative_to(wanted.offset).slices()],
+            values.reshape(box.shape)[overlap.relative_to(placed.offset).slices()],
+            casting="no",
+        )
+
+
+def _aligned(part: Bytes, dtype: np.dtype[Any]) -> bool:
+    return part.ctypes.data % dtype.alignment == 0
+
+
+def _realign(part: Bytes, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    return np.frombuffer(part.tobytes(), dtype)

@@ -1,0 +1,111 @@
+"""Serialize: checksums and compression, turning staged bytes into stored chunks.
+
+A stored chunk is its encoded payload followed by the payload's CRC-32C, little endian: zarr v3's
+`bytes`, optional `zstd`, and `crc32c` codecs.
+"""
+
+# Rule 1: checksums are computed on the staged copy, never on the caller's memory.
+# Rule 2: the CRC of a file is folded from those of its pieces, never by a second pass.
+# Rule 3: windows of a file pass here in order; one thread at 13 GB/s outruns the disks.
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from asyncckpt.flow.buffers import Slot
+from asyncckpt.format.crc import combine, crc32c
+from asyncckpt.planning.save import Window
+from asyncckpt.ports import Bytes
+
+TRAILER_NBYTES = 4
+
+
+@dataclass(slots=True, eq=False)
+class StoredChunks:
+    """Where every chunk row came to stand, and its checksum; filled as the save goes.
+
+    `nbytes` counts payload and trailer, `crc` covers the payload.
+    """
+
+    file: npt.NDArray[np.int64]
+    offset: npt.NDArray[np.int64]
+    nbytes: npt.NDArray[np.int64]
+    crc: npt.NDArray[np.uint32]
+
+
+class WindowChecksums:
+    """Checksums of the planned windows, in order; one per save."""
+
+    def __init__(self, crcs: npt.NDArray[np.uint32], file_count: int) -> None:
+        self._crcs = crcs
+        self._chunk = 0
+        self.file_crcs = [0] * file_count
+
+    def seal(self, window: Window, buffer: Bytes) -> None:
+        """The trailers of the window's finished chunks stand in `buffer`. Blocking.
+
+        `buffer` holds the window's payloads, with zeros in between.
+        """
+        data = memoryview(buffer)
+        file_crc = self.file_crcs[window.file]
+        end = 0
+        for piece in window.pieces:
+            start = piece.position
+            if start > end:
+                file_crc = crc32c(data[end:start], file_crc)
+            nbytes = piece.stop - piece.start
+            end = start + nbytes
+            crc = crc32c(data[start:end])
+            file_crc = combine(file_crc, crc, nbytes)
+            chunk = crc if piece.start == 0 else combine(self._chunk, crc, nbytes)
+            self._chunk = chunk
+            if piece.last:
+                self._crcs[piece.row] = chunk
+                trailer = chunk.to_bytes(TRAILER_NBYTES, "little")
+                data[end : end + TRAILER_NBYTES] = trailer
+                file_crc = crc32c(trailer, file_crc)
+                end += TRAILER_NBYTES
+        if window.nbytes > end:
+            file_crc = crc32c(data[end : window.nbytes], file_crc)
+        self.file_crcs[window.file] = file_crc
+
+
+def trailed(payload: bytes) -> tuple[bytes, int]:
+    """The stored form of a small payload, and its checksum."""
+    crc = crc32c(payload)
+    return payload + crc.to_bytes(TRAILER_NBYTES, "little"), crc
+
+
+class Compressor:
+    """zstd compression of staged chunks; one per save, used from several threads."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def compress(self, slots: list[Slot], nbytes: int, level: int) -> tuple[list[bytes], int, int]:
+        """Blocks of the stored chunk (trailer included), their size, and the payload's CRC. Blocking."""
+        contexts: dict[int, zstandard.ZstdCompressor] = self._local.__dict__
+        context = contexts.get(level)
+        if context is None:
+            # The frame states its content size, so that readers can bound what they allocate.
+            context = zstandard.ZstdCompressor(level=level, write_content_size=True)
+            contexts[level] = context
+        stream = context.compressobj(size=nbytes)
+        blocks: list[bytes] = []
+        left = nbytes
+        for slot in slots:
+            part = min(left, slot.buffer.nbytes)
+            blocks.append(stream.compress(memoryview(slot.buffer)[:part]))
+            left -= part
+        blocks.append(stream.flush())
+        blocks = [block for block in blocks if block]
+        crc = 0
+        for block in blocks:
+            crc = crc32c(block, crc)
+        blocks.append(crc.to_bytes(TRAILER_NBYTES, "little"))
+        return blocks, sum(map(len, blocks)), crc

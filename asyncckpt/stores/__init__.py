@@ -1,0 +1,1 @@
+"""Where checkpoints live: the stores behind the `Store` port."""

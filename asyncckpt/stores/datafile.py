@@ -1,0 +1,212 @@
+"""A data file of an attempt: positional writes, past the page cache where that works."""
+
+# Rule 1: a page of the file is written either directly or through the page cache, never both:
+#   a write goes direct only for the pages that it covers whole.
+# Rule 2: nothing is durable before `seal`, and `seal` flushes once.
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from asyncckpt.errors import AsyncCheckpointError, StoreError, UsageError
+from asyncckpt.flow.threads import Workers
+from asyncckpt.ports import Bytes
+from asyncckpt.stores.failures import reported
+from asyncckpt.stores.posix import (
+    DIRECT_MIN_NBYTES,
+    PAGE_NBYTES,
+    Descriptor,
+    flush_file,
+    preallocate,
+    write_all,
+)
+
+if sys.platform != "win32":
+    import fcntl
+
+_REFUSED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
+
+
+@dataclass(slots=True)
+class DirectWrites:
+    """Whether writes go past the page cache, and which devices have refused it.
+
+    Attributes:
+        mode: as `SaveOptions.direct_io`.
+        refused: device numbers whose file system does not do it; asked once.
+    """
+
+    mode: bool | Literal["auto"]
+    refused: set[int] = field(default_factory=set)
+
+    def refuse(self, device: int, path: str, error: OSError) -> None:
+        """Buffered writes are used on this device from now on.
+
+        Raises:
+            StoreError: the caller insists on direct ones.
+        """
+        self.refused.add(device)
+        if self.mode is True:
+            raise StoreError(
+                f"{path}: this file system refuses direct writes ({error.strerror}), and "
+                "direct_io=True insists on them; pass direct_io='auto'",
+                location=path,
+            )
+
+
+class LocalDataFile:
+    """An open data file. Made by `LocalAttempt.create`."""
+
+    def __init__(
+        self,
+        path: str,
+        location: str,
+        workers: Workers,
+        direct: DirectWrites,
+        poison: Callable[[AsyncCheckpointError], None],
+        check: Callable[[], None],
+    ) -> None:
+        self.path = path
+        self.sealed = False
+        self._location = location
+        self._workers = workers
+        self._direct_writes = direct
+        self._poison = poison
+        self._check = check
+        self._lock = threading.Lock()
+        self._buffered: Descriptor | None = None
+        self._direct: Descriptor | None = None
+        self._device = 0
+
+    def __repr__(self) -> str:
+        return f"LocalDataFile({self._location!r})"
+
+    def open(self, directory: int, mode: int, nbytes: int) -> None:
+        """The file is new and open. Blocking."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        fd = os.open(self.path, flags, mode, dir_fd=directory)
+        self._buffered = Descriptor(fd)
+        self._device = os.fstat(fd).st_dev
+        if self._direct_writes.mode is not False:
+            self._open_direct(directory, fd)
+        preallocate(fd, nbytes)
+
+    def _open_direct(self, directory: int, fd: int) -> None:
+        if self._device in self._direct_writes.refused:
+            return
+        if sys.platform == "darwin":
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
+            return
+        try:
+            flags = os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW
+            direct = os.open(self.path, flags, dir_fd=directory)
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+            self._direct_writes.refuse(self._device, self._location, error)
+        else:
+            self._direct = Descriptor(direct)
+
+    async def write(self, offset: int, data: Bytes) -> None:
+        """All of `data` is written at `offset` (not yet durable).
+
+        Cancellation: waits until the thread no longer reads `data`, then raises.
+
+        Raises:
+            StoreError: names the file and offset; the attempt cannot be continued.
+        """
+        self._check()
+        if self._buffered is None or self.sealed:
+            raise UsageError(f"{self._location}: the data file is sealed", location=self._location)
+        if data.size:
+            await self._workers.run(self._write, offset, data)
+
+    def _write(self, offset: int, data: Bytes) -> None:
+        try:
+            with reported(f"writing {data.size} bytes at offset {offset}", self._location):
+                self._write_parts(offset, data)
+        except AsyncCheckpointError as error:
+            self._poison(error)
+            raise
+
+    def _write_parts(self, offset: int, data: Bytes) -> None:
+        view = memoryview(data)
+        head = -offset % PAGE_NBYTES
+        middle = (len(view) - head) // PAGE_NBYTES * PAGE_NBYTES
+        done = 0
+        address = data.__array_interface__["data"][0]
+        if middle >= DIRECT_MIN_NBYTES and (address + head) % PAGE_NBYTES == 0:
+            direct = self._direct
+            if direct is not None:
+                done = self._write_direct(direct, view[head : head + middle], offset + head)
+        assert self._buffered is not None
+        with self._buffered.use() as fd:
+            if not done:
+                write_all(fd, view, offset)
+                return
+            write_all(fd, view[:head], offset)
+            write_all(fd, view[head + done :], offset + head + done)
+
+    def _write_direct(self, direct: Descriptor, view: memoryview, offset: int) -> int:
+        """Bytes written; the rest, if any, has to go through the page cache."""
+        done = 0
+        try:
+            with direct.use() as fd:
+                while done < len(view):
+                    written = os.pwrite(fd, view[done:], offset + done)
+                    done += written
+                    if written <= 0 or done % PAGE_NBYTES:
+                        break  # a direct write cannot continue in the middle of a page
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+            # Some file systems refuse only the write itself (overlay, FUSE).
+            with self._lock:
+                self._direct = None
+            direct.close()
+            self._direct_writes.refuse(self._device, self._location, error)
+        return done
+
+    async def seal(self, nbytes: int) -> None:
+        """The file is exactly `nbytes` long, durable and closed.
+
+        Cancellation: waits for the thread, then raises.
+
+        Raises:
+            StoreError: the flush failed; it is not repeated, and the attempt cannot be continued.
+        """
+        self._check()
+        await self._workers.run(self._seal, nbytes)
+
+    def _seal(self, nbytes: int) -> None:
+        buffered = self._buffered
+        if buffered is None or self.sealed:
+            raise UsageError(f"{self._location}: sealed twice", location=self._location)
+        try:
+            with reported(f"flushing {nbytes} bytes", self._location), buffered.use() as fd:
+                if os.fstat(fd).st_size != nbytes:
+                    os.ftruncate(fd, nbytes)
+                flush_file(fd)
+        except AsyncCheckpointError as error:
+            self._poison(error)
+            raise
+        finally:
+            self.close()
+        self.sealed = True
+
+    def close(self) -> None:
+        """The descriptors are closed as soon as no thread uses them. Idempotent."""
+        with self._lock:
+            direct, self._direct = self._direct, None
+        if direct is not None:
+            direct.close()
+        if self._buffered is not None:
+            self._buffered.close()

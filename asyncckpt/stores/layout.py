@@ -1,0 +1,112 @@
+"""Where things are below the root of a local store, and which names are legal.
+
+::
+
+    <root>/<name>/                                  a published checkpoint
+    <root>/.asyncckpt/lock                          held while something published is replaced
+    <root>/.asyncckpt/epoch-<e>/<name>-<save id>/   an attempt, and beside it
+    <root>/.asyncckpt/epoch-<e>/<name>-<save id>.owner
+    <root>/.asyncckpt/trash-<name>-<token>/         deleted, being removed; with .owner
+    <root>/.asyncckpt/old-<name>-<save id>/         being replaced, where two directories cannot
+                                                    change places in one step; with .owner
+    <root>/.asyncckpt/aside-<name>-<save id>/       stood in the way of a save without being a
+                                                    checkpoint; kept until a person removes it
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from asyncckpt.errors import UsageError
+
+CONTROL = ".asyncckpt"
+"""Directory below the root for everything that is not a checkpoint."""
+
+RECORD_FILE = "checkpoint.json"
+"""Name of the commit record in a checkpoint's directory."""
+
+OWNER_SUFFIX = ".owner"
+
+# A file name has at most 255 bytes; the prefix, the save id and the suffix need the rest.
+_NAME_NBYTES = 120
+_SAVE_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The paths of one root."""
+
+    root: str
+
+    @property
+    def control(self) -> str:
+        """The directory of attempts and leftovers."""
+        return os.path.join(self.root, CONTROL)
+
+    @property
+    def lock(self) -> str:
+        """The lock file of the root."""
+        return os.path.join(self.control, "lock")
+
+    def target(self, name: str) -> str:
+        """Where the checkpoint of this name is published."""
+        return os.path.join(self.root, name)
+
+    def epoch(self, epoch: int) -> str:
+        """The directory of the attempts of one claim."""
+        return os.path.join(self.control, f"epoch-{epoch}")
+
+    def leftover(self, kind: str, name: str, token: str) -> str:
+        """A place for something that is no checkpoint any more."""
+        return os.path.join(self.control, f"{kind}-{clipped(name)}-{token}")
+
+
+def clipped(name: str) -> str:
+    """The name, or the beginning of a long one, so that a suffix still fits into a file name."""
+    return os.fsencode(name)[:_NAME_NBYTES].decode("utf-8", "ignore")
+
+
+def check_name(name: str) -> str:
+    """The name, which is one part of a path and not ours.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if not name or "/" in name or "\0" in name or name in (".", "..", CONTROL):
+        raise UsageError(
+            f"{name!r} cannot name a checkpoint: pass one path part, not empty, "
+            f"'.', '..' or {CONTROL!r}",
+            found=name,
+        )
+    return name
+
+
+def check_save_id(save_id: str) -> str:
+    """The save id, which is safe in a file name.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if not _SAVE_ID.fullmatch(save_id):
+        raise UsageError(
+            f"save id {save_id!r}: pass 1 to 100 of the characters A-Z a-z 0-9 _ -", found=save_id
+        )
+    return save_id
+
+
+def path_parts(path: str) -> tuple[str, ...] | None:
+    """The parts of a relative path, or None when it could leave its directory."""
+    parts = tuple(path.split("/"))
+    return None if any(part in ("", ".", "..") or "\0" in part for part in parts) else parts
+
+
+def open_local(location: str | os.PathLike[str]) -> tuple[str, str]:
+    """Root and name of a one-shot location: `/a/b/final` is `final` in `/a/b`.
+
+    Raises:
+        UsageError: the location has no last part.
+    """
+    root, name = os.path.split(os.path.abspath(os.fsdecode(location)))
+    return root, check_name(name)

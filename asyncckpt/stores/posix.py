@@ -1,0 +1,328 @@
+"""The system calls of the local store, each with what Python's `os` leaves out.
+
+Everything here blocks and belongs in a worker thread.
+"""
+
+# Rule 1: a failed flush is reported and never repeated: the kernel may have dropped the pages,
+#   and a second call would say that all is well.
+# Rule 2: a descriptor is closed when its last user has finished, never below one: the number
+#   could already mean another file.
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+if sys.platform != "win32":
+    import fcntl
+
+PAGE_NBYTES = max(4096, mmap.PAGESIZE)
+"""Unit of direct I/O here. Never less than a page of the page cache, so that no page is written
+both past the cache and through it."""
+
+DIRECT_MIN_NBYTES = 64 << 10
+"""Below this, one direct write costs more than the copy into the page cache that it saves."""
+
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
+_RENAME_EXCL_MACOS = 4
+_RENAME_SWAP_MACOS = 2
+_UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+
+
+class UnsupportedCallError(Exception):
+    """The system or file system does not offer this call; nothing has happened."""
+
+
+class Descriptor:
+    """A file descriptor that several threads use and that is closed after the last of them."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._users = 1
+        self._open = True
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[int]:
+        """The number, valid inside the block.
+
+        Raises:
+            OSError: EBADF, it was closed.
+        """
+        with self._lock:
+            if not self._open:
+                raise OSError(errno.EBADF, "the file was closed")
+            self._users += 1
+        try:
+            yield self._fd
+        finally:
+            self._release()
+
+    def close(self) -> None:
+        """No new users; the descriptor is closed once the present ones are done. Idempotent."""
+        with self._lock:
+            if not self._open:
+                return
+            self._open = False
+        self._release()
+
+    def _release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0
+        if last:
+            os.close(self._fd)
+
+
+# --------------------------------------------------------------------------------------- rename
+
+
+def rename_noreplace(source: str, target: str) -> None:
+    """`source` has become `target`, which did not exist.
+
+    Raises:
+        FileExistsError: something is at `target`; nothing was changed.
+        UnsupportedCallError: the file system cannot do this in one step.
+        OSError: the rename failed.
+    """
+    _rename(source, target, _RENAME_NOREPLACE, _RENAME_EXCL_MACOS)
+
+
+def rename_exchange(source: str, target: str) -> None:
+    """`source` and `target` have changed places in one step.
+
+    Raises:
+        UnsupportedCallError: the file system cannot do this.
+        OSError: the rename failed.
+    """
+    _rename(source, target, _RENAME_EXCHANGE, _RENAME_SWAP_MACOS)
+
+
+def _rename(source: str, target: str, linux_flags: int, macos_flags: int) -> None:
+    old, new = os.fsencode(source), os.fsencode(target)
+    while True:
+        if sys.platform == "darwin":
+            function = _c_function("renamex_np")
+            arguments: tuple[Any, ...] = (old, new, ctypes.c_uint(macos_flags))
+        else:
+            function = _c_function("renameat2")
+            arguments = (_AT_FDCWD, old, _AT_FDCWD, new, ctypes.c_uint(linux_flags))
+        if function is None:
+            raise UnsupportedCallError("renameat2")
+        if function(*arguments) == 0:
+            return
+        number = ctypes.get_errno()
+        if number in _UNSUPPORTED:
+            raise UnsupportedCallError("renameat2")
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number), source, None, target)
+
+
+@functools.cache
+def _c_function(name: str) -> Any:
+    return getattr(ctypes.CDLL(None, use_errno=True), name, None)
+
+
+# -------------------------------------------------------------------------------- flush and write
+
+
+def flush_file(fd: int) -> None:
+    """The data and length of the file survive power loss."""
+    full = getattr(fcntl, "F_FULLFSYNC", None)
+    if full is not None:  # macOS: fsync stops at the drive's cache
+        try:
+            fcntl.fcntl(fd, full)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+        else:
+            return
+    if sys.platform == "darwin":
+        os.fsync(fd)
+    else:
+        os.fdatasync(fd)
+
+
+def flush_directory(path: str | int, *, dir_fd: int | None = None) -> None:
+    """The names in the directory survive power loss."""
+    if isinstance(path, int):
+        _flush_directory(path)
+        return
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=dir_fd)
+    try:
+        _flush_directory(fd)
+    finally:
+        os.close(fd)
+
+
+def _flush_directory(fd: int) -> None:
+    if sys.platform == "darwin":
+        flush_file(fd)
+    else:
+        os.fsync(fd)
+
+
+def make_directories(path: str, mode: int) -> None:
+    """The directory and its parents exist, and the names of those created here are durable."""
+    missing = []
+    at = path
+    while not os.path.isdir(at):
+        missing.append(at)
+        if (parent := os.path.dirname(at)) == at:
+            break
+        at = parent
+    for new in reversed(missing):
+        try:
+            os.mkdir(new, mode)
+        except FileExistsError:
+            if not os.path.isdir(new):
+                raise NotADirectoryError(errno.ENOTDIR, "Not a directory", new) from None
+        # Also when another process was faster: its flush may not have happened yet.
+        flush_directory(os.path.dirname(new))
+
+
+def preallocate(fd: int, nbytes: int) -> None:
+    """The file is `nbytes` long and its blocks are reserved, if the file system offers that.
+
+    Parallel direct writes then need neither block allocation nor a growing length, which ext4 and
+    xfs serialise. libc's own `posix_fallocate` is not used: where there is no support it writes
+    every block. A full disk is left to the writes to report, as `nbytes` is an expectation.
+    """
+    function = None if sys.platform == "darwin" else _c_function("fallocate")
+    if function is None or nbytes <= 0:
+        return
+    if function(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) != 0:
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, 0)  # gives back what was reserved before it failed
+
+
+def write_all(fd: int, data: memoryview, offset: int) -> None:
+    """All of `data` is in the file at `offset`, however often the system writes only a part."""
+    while len(data):
+        written = os.pwrite(fd, data, offset)
+        if written <= 0:
+            raise OSError(errno.EIO, "the system wrote nothing")
+        data = data[written:]
+        offset += written
+
+
+# -------------------------------------------------------------------------------- read and remove
+
+
+def open_regular(directory: int, parts: tuple[str, ...], flags: int = 0) -> int:
+    """A descriptor of the regular file below `directory`, reached without following any link.
+
+    Raises:
+        FileNotFoundError: a part does not exist.
+        OSError: ELOOP or ENOTDIR, a part is a link or no directory; EINVAL, no regular file.
+    """
+    at = directory
+    try:
+        for part in parts[:-1]:
+            child = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
+            if at != directory:
+                os.close(at)
+            at = child
+        # O_NONBLOCK: opening a FIFO would wait for a writer.
+        fd = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | flags, dir_fd=at)
+    finally:
+        if at != directory:
+            os.close(at)
+    if not _is_regular(fd):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return fd
+
+
+def _is_regular(fd: int) -> bool:
+    return (os.fstat(fd).st_mode & 0o170000) == 0o100000
+
+
+def read_all(fd: int, max_nbytes: int) -> bytes:
+    """The content of the file, or its first `max_nbytes` + 1 bytes when it is longer."""
+    parts = []
+    left = max_nbytes + 1
+    while left > 0 and (part := os.read(fd, min(left, 64 << 20))):
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+def cached(fd: int, offset: int, nbytes: int) -> bool:
+    """Whether at least half of a page-aligned run of the file is in the page cache.
+
+    True where the kernel does not say (another user's file, another system).
+    """
+    mincore = None if sys.platform == "darwin" else _c_function("mincore")
+    if mincore is None:
+        return True
+    try:
+        region = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=offset)
+    except (OSError, ValueError):
+        return True
+    pages = -(-nbytes // mmap.PAGESIZE)
+    state = (ctypes.c_ubyte * pages)()
+    # The array is gone at the end of the line: a mapping with exported views cannot be closed.
+    address = int(np.frombuffer(region, dtype=np.uint8).ctypes.data)
+    try:
+        if mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), state) != 0:
+            return True
+    finally:
+        region.close()
+    return sum(page & 1 for page in bytes(state)) * 2 >= pages
+
+
+def remove_tree(path: str, *, first: str | None = None) -> None:
+    """Nothing is at `path`; links are removed, not followed. Others may be removing it too.
+
+    Args:
+        path: a file, link or directory.
+        first: name of a file directly in it that goes before everything else.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        return
+    try:
+        if first is not None:
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError, PermissionError):
+                os.unlink(first, dir_fd=fd)
+        _remove_content(fd)
+    finally:
+        os.close(fd)
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(path)
+
+
+def _remove_content(fd: int) -> None:
+    with os.scandir(fd) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_directory in found:
+        with contextlib.suppress(FileNotFoundError):
+            if not is_directory:
+                os.unlink(name, dir_fd=fd)
+                continue
+            child = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
+            try:
+                _remove_content(child)
+            finally:
+                os.close(child)
+            os.rmdir(name, dir_fd=fd)

@@ -1,0 +1,47 @@
+"""Trees of containers taken apart into leaves with paths, and put together again.
+
+Plain containers are flattened by the rules of this module alone, so that a tree has the same
+paths with and without JAX:
+
+* ``dict`` and its subclasses in insertion order, keys exactly ``str`` or ``int``; ``list`` and
+  ``tuple`` with their subclasses; namedtuples; ``None`` (a node without leaves);
+* dataclasses by their fields. Fields marked ``pytree_node=False`` or ``static=True`` in their
+  metadata (flax, equinox, JAX), and those that the class's own registration with JAX leaves out,
+  are configuration: they are not saved, and come from `like` on restore;
+* objects with `state_dict` and `load_state_dict` as their state dict;
+* every other type that a `NodeAdapter` knows, by that adapter's keys.
+
+Everything else is a leaf. A path joins its parts with ``/``. An int (dict key or index) stands in
+decimal; a str stands for itself with control characters, ``/``, ``%`` and lone surrogates
+percent-escaped, the empty part as ``%``, ``.`` and ``..`` as ``%2E`` and ``%2E%2E``. Where one
+dict has both, the str that reads like an int has its first character escaped (``{1: …, "1": …}``
+has paths ``1`` and ``%31``), so that no two leaves share a path. The path of a tree that is one
+leaf is empty.
+"""
+
+from __future__ import annotations
+
+from asyncckpt.tree.flatten import Flat, flatten
+from asyncckpt.tree.names import Key, array_names, escape, match_glob, unescape, where
+from asyncckpt.tree.rebuild import state_dicts_like, unflatten, unflatten_like
+from asyncckpt.tree.structure import MAX_DEPTH, Kind, Node, Structure
+from asyncckpt.tree.types import NodeRegistry
+
+__all__ = [
+    "MAX_DEPTH",
+    "Flat",
+    "Key",
+    "Kind",
+    "Node",
+    "NodeRegistry",
+    "Structure",
+    "array_names",
+    "escape",
+    "flatten",
+    "match_glob",
+    "state_dicts_like",
+    "unescape",
+    "unflatten",
+    "unflatten_like",
+    "where",
+]

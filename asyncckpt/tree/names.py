@@ -1,0 +1,131 @@
+"""What leaves are called: escaped path parts, globs on paths, names of stored arrays."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+Key = str | int
+
+MAX_ARRAY_NAME_NBYTES = 1024
+"""Longer array names are cut and hashed; OCDBT keys may have 64 KiB, other tools stop earlier."""
+
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f/%\ud800-\udfff]")
+_DOTS = frozenset(("", ".", ".."))
+_INT = re.compile(r"-?(?:0|[1-9][0-9]*)", re.ASCII)
+_ESCAPES = re.compile(r"(?:%[0-9A-F]{2})+")
+
+
+def where(path: str) -> str:
+    """The path as error messages name it."""
+    return path or "the tree itself"
+
+
+def escape(part: Key) -> str:
+    """The part as it stands in a path (see the module's docstring)."""
+    if isinstance(part, int):
+        return str(part)
+    if part in _DOTS:
+        return part.replace(".", "%2E") or "%"
+    if _UNSAFE.search(part) is None:
+        return part
+    return _UNSAFE.sub(lambda match: _percent(match[0]), part)
+
+
+def unescape(part: str) -> str:
+    """The key whose escaped form this is; an int comes back as its decimal.
+
+    Raises:
+        ValueError: a ``%`` is not followed by two upper-case hexadecimal digits of valid UTF-8.
+    """
+    if part == "%":
+        return ""
+    rest = _ESCAPES.sub("", part)
+    if "%" in rest:
+        raise ValueError(f"{part!r} is no escaped path part")
+    return _ESCAPES.sub(
+        lambda match: bytes.fromhex(match[0].replace("%", "")).decode("utf-8", "surrogatepass"),
+        part,
+    )
+
+
+def match_glob(paths: Sequence[str], patterns: str | Iterable[str]) -> tuple[set[int], list[str]]:
+    """Indices of the paths that a pattern selects, and the patterns that select none.
+
+    In a pattern, ``*`` stands for any characters within a part, ``**`` for any across parts
+    (``a/**/b`` includes ``a/b``), and ``%2A`` for a ``*`` of a key. A pattern selects what it
+    matches and everything below.
+    """
+    selected: set[int] = set()
+    unmatched = []
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        matches = re.compile(_glob(pattern.removesuffix("/")), re.DOTALL).fullmatch
+        found = [index for index, path in enumerate(paths) if matches(path)]
+        selected.update(found)
+        if not found:
+            unmatched.append(pattern)
+    return selected, unmatched
+
+
+def _glob(pattern: str) -> str:
+    regex = []
+    for token in re.split(r"((?:^|(?<=/))\*\*/|\*\*+|\*)", pattern):
+        if token == "**/":
+            regex.append("(?:.*/)?")
+        elif token == "*":
+            regex.append("[^/]*")
+        elif token.startswith("**"):
+            regex.append(".*")
+        else:
+            regex.append(re.escape(token.replace("%2A", "*")))
+    return "".join(regex) + "(?:/.*)?"
+
+
+def array_names(parts: Sequence[tuple[Key, ...]]) -> list[str]:
+    """One array name per leaf, all different, depending only on the set of parts.
+
+    Names are what Orbax uses, the parts joined by ``.``. Where two leaves would share that name,
+    or it is empty, starts with ``.`` or has characters that are escaped in paths, the parts are
+    escaped first (``.`` as ``%2E``, a str that reads like an int by its first character). Names
+    beyond 1,024 bytes are cut and end in a hash. A tree that is one leaf has the array ``root``.
+    """
+    names = [".".join(map(str, leaf)) for leaf in parts]
+    repeated = {name for name, count in Counter(names).items() if count > 1}
+    for index, name in enumerate(names):
+        if not name or name[0] == "." or name in repeated or _UNSAFE.search(name):
+            name = names[index] = ".".join(map(_array_part, parts[index])) or "root"
+        if len(name) > MAX_ARRAY_NAME_NBYTES // 4 and len(name.encode()) > MAX_ARRAY_NAME_NBYTES:
+            whole = ".".join(map(_array_part, parts[index])).encode()
+            digest = hashlib.sha256(whole).hexdigest()[:32]
+            start = name.encode()[: MAX_ARRAY_NAME_NBYTES - 64].decode("utf-8", "ignore")
+            names[index] = f"{start.rstrip('%')}%~{digest}"
+    return names
+
+
+def _array_part(part: Key) -> str:
+    if isinstance(part, str) and _INT.fullmatch(part):
+        return _percent(part[0]) + part[1:]
+    return escape(part).replace(".", "%2E")
+
+
+def _percent(text: str) -> str:
+    return "".join(f"%{byte:02X}" for byte in text.encode("utf-8", "surrogatepass"))
+
+
+def escape_keys(keys: Sequence[Key], kinds: set[type]) -> list[str]:
+    """The path parts that the keys of one node give, all different; `kinds` are their types."""
+    if kinds == {str}:
+        texts = cast(Sequence[str], keys)
+        if _UNSAFE.search("".join(texts)) is None and _DOTS.isdisjoint(texts):
+            return list(texts)
+        return list(map(escape, texts))
+    if len(kinds) < 2:
+        return list(map(str, keys))
+    taken = {str(key) for key in keys if type(key) is int}
+    return [
+        _percent(key[0]) + key[1:] if isinstance(key, str) and key in taken else escape(key)
+        for key in keys
+    ]

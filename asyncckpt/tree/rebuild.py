@@ -1,0 +1,163 @@
+"""Putting a tree together again."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from asyncckpt.errors import UsageError
+from asyncckpt.tree.flatten import Flat
+from asyncckpt.tree.names import Key, where
+from asyncckpt.tree.structure import KEYED, Node, Structure
+from asyncckpt.tree.types import NodeRegistry, Types
+
+
+def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
+    """The tree of plain containers with these leaves.
+
+    Dicts, lists and tuples are as they were; namedtuples, dataclasses, registered nodes and state
+    dicts are dicts of their fields.
+    """
+    _check_count(structure, leaves)
+    if not structure.nodes:
+        return leaves[0]
+    built: list[Any] = [None] * len(structure.nodes)
+    for index in range(len(built) - 1, -1, -1):
+        node = structure.nodes[index]
+        children = [leaves[c] if c >= 0 else built[-c] for c in node.children]
+        if node.kind in KEYED:
+            built[index] = dict(zip(node.keys, children, strict=True))
+        elif node.kind == "list":
+            built[index] = children
+        elif node.kind == "tuple":
+            built[index] = tuple(children)
+        elif node.kind == "stateful":
+            built[index] = children[0]
+    return built[0]
+
+
+def unflatten_like(flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeRegistry] = ()) -> Any:
+    """A tree like the one that was flattened, its types included, with these leaves.
+
+    The containers of the other tree are not changed. A stateful object gives its state dict. A
+    dataclass is made by its `__init__` where that takes exactly its fields (fields with
+    ``init=False`` are set afterwards), else copied without running code of the class.
+
+    Raises:
+        UsageError: a container refused its new children; names its path.
+    """
+    _check_count(flat.structure, leaves)
+    return _rebuild(flat, leaves, nodes)[0] if flat.objects else leaves[0]
+
+
+def state_dicts_like(
+    flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeRegistry] = ()
+) -> list[tuple[str, Any, Any]]:
+    """Path, object and new state dict of every entry of `flat.stateful`."""
+    _check_count(flat.structure, leaves)
+    if not flat.stateful:
+        return []
+    built = _rebuild(flat, leaves, nodes)
+    outer = iter(flat.stateful)
+    path, wanted = next(outer)
+    result = []
+    for index, (node, node_path) in enumerate(
+        zip(flat.structure.nodes, flat.structure.node_paths(), strict=True)
+    ):
+        if node.kind == "stateful" and node_path == path and flat.objects[index] is wanted:
+            result.append((path, wanted, built[index]))
+            path, wanted = next(outer, ("", None))
+    return result
+
+
+def _check_count(structure: Structure, leaves: Sequence[Any]) -> None:
+    if len(leaves) != structure.leaf_count:
+        raise ValueError(f"{len(leaves)} leaves for a tree of {structure.leaf_count}")
+
+
+def _rebuild(flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeRegistry]) -> list[Any]:
+    types = Types(nodes)
+    built: list[Any] = [None] * len(flat.objects)
+    for index in range(len(built) - 1, -1, -1):
+        node, old = flat.structure.nodes[index], flat.objects[index]
+        children = [leaves[c] if c >= 0 else built[-c] for c in node.children]
+        try:
+            built[index] = _like(node, old, children, types)
+        except Exception as error:
+            path = flat.structure.node_paths()[index]
+            raise UsageError(
+                f"{where(path)}: making a {type(old).__name__} with the restored children failed: "
+                f"{type(error).__name__}: {error}; restore without like=, or pass a dict of its "
+                "fields",
+                path=path,
+            ) from error
+    return built
+
+
+def _like(node: Node, old: Any, children: list[Any], types: Types) -> Any:
+    cls = type(old)
+    if node.kind == "dict":
+        if cls is dict:
+            return dict(zip(node.keys, children, strict=True))
+        new = copy.copy(old)  # keeps default factories, and `_metadata` of torch's state dicts
+        for key, child in zip(node.keys, children, strict=True):
+            new[key] = child
+        return new
+    if node.kind == "list":
+        if cls is list:
+            return children
+        new = copy.copy(old)
+        new[:] = children
+        return new
+    if node.kind == "tuple":
+        return tuple(children) if cls is tuple else cls(children)
+    if node.kind == "namedtuple":
+        return cls._make(children)
+    if node.kind == "dataclass":
+        return _dataclass_like(old, dict(zip(node.keys, children, strict=True)), types)
+    if node.kind == "registered":
+        registered = types.registered(old)
+        if registered is None:
+            raise TypeError("the type is not registered any more")
+        return registered[0].unflatten(old, children)
+    return children[0] if node.kind == "stateful" else None
+
+
+def _dataclass_like(old: Any, values: Mapping[Key, Any], types: Types) -> Any:
+    registered = types.registered(old)
+    if registered is not None and set(registered[1]) == values.keys():
+        return registered[0].unflatten(old, [values[key] for key in registered[1]])
+    state = cast(dict[str, Any], values)
+    by_init = {field.name for field in dataclasses.fields(old) if field.init}
+    if _init_takes(type(old), by_init):
+        new = dataclasses.replace(old, **{k: v for k, v in state.items() if k in by_init})
+        late = {
+            field.name: getattr(old, field.name)
+            for field in dataclasses.fields(old)
+            if not field.init and field.name not in state and hasattr(old, field.name)
+        }
+        late |= {k: v for k, v in state.items() if k not in by_init}
+    else:
+        new, late = copy.copy(old), state
+        for cls in type(old).__mro__:
+            for name, member in vars(cls).items():
+                if isinstance(member, functools.cached_property) and name in vars(new):
+                    del vars(new)[name]
+    for name, value in late.items():
+        object.__setattr__(new, name, value)
+    return new
+
+
+def _init_takes(cls: type, names: set[str]) -> bool:
+    """Whether `cls(**fields)` is how the class is made: no init of its own, no `InitVar`."""
+    try:
+        parameters = inspect.signature(cls).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return {p.name for p in parameters} == names and all(
+        p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters
+    )

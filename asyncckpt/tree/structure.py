@@ -1,0 +1,223 @@
+"""The containers of a tree as an immutable value, and as JSON."""
+
+# Rule 1: nodes and leaves are numbered in the order of their first visit (preorder), so that a
+#   parent stands before its children, a subtree is one run of both, and no walk needs recursion.
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, cast, get_args
+
+from asyncckpt.tree.names import Key, escape_keys
+
+Kind = Literal["dict", "list", "tuple", "namedtuple", "dataclass", "registered", "stateful", "none"]
+
+MAX_DEPTH = 256
+"""Containers inside each other. Real states have about 20; JSON and C parsers stop at 1,000."""
+
+MAX_KEY_BITS = 1024
+"""Int keys are stored in decimal, and Python refuses to parse more than 4,300 digits."""
+
+KINDS: Final = frozenset(get_args(Kind))
+KEYED: Final = frozenset(("dict", "namedtuple", "dataclass", "registered"))
+"""Kinds whose nodes have keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One container.
+
+    Attributes:
+        kind: what it is.
+        keys: one per child for dicts, namedtuples, dataclasses and registered nodes; else empty.
+        children: ordinal of a leaf (0 or more), or minus the index of a node in
+            `Structure.nodes`. A stateful node has one child, its state dict, at its own path.
+        type_name: qualified name of the type where it is not the builtin one; for people only.
+    """
+
+    kind: Kind
+    keys: tuple[Key, ...] = ()
+    children: tuple[int, ...] = ()
+    type_name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """The containers of a tree, without its leaves.
+
+    Attributes:
+        nodes: in preorder, the root first; empty when the tree is one leaf.
+        leaf_count: number of leaves.
+    """
+
+    nodes: tuple[Node, ...]
+    leaf_count: int
+
+    def parts(self) -> list[tuple[Key, ...]]:
+        """Keys and indices from the root to every leaf."""
+        return _walk(self, (), _plain_parts, lambda base, part: (*base, part))[0]
+
+    def paths(self) -> list[str]:
+        """The path of every leaf."""
+        return _walk(self, "", _escaped_parts, _join)[0]
+
+    def node_paths(self) -> list[str]:
+        """The path of every node; a stateful node and its state dict have the same."""
+        return _walk(self, "", _escaped_parts, _join)[1]
+
+    def subtree(self, path: str) -> tuple[Structure, range]:
+        """The part of the tree at `path`, and which leaves of the whole it holds.
+
+        Raises:
+            KeyError: there is neither a node nor a leaf at `path`.
+        """
+        leaf_paths, node_paths = _walk(self, "", _escaped_parts, _join)
+        if path not in node_paths:
+            ordinal = leaf_paths.index(path) if path in leaf_paths else -1
+            if ordinal < 0:
+                raise KeyError(path)
+            return Structure((), 1), range(ordinal, ordinal + 1)
+        first = stop = node_paths.index(path)
+        inside = {first}
+        ordinals: list[int] = []
+        while stop in inside:
+            for child in self.nodes[stop].children:
+                if child < 0:
+                    inside.add(-child)
+                else:
+                    ordinals.append(child)
+            stop += 1
+        start = min(ordinals, default=0)
+        nodes = tuple(
+            dataclasses.replace(
+                node, children=tuple(c - start if c >= 0 else c + first for c in node.children)
+            )
+            for node in self.nodes[first:stop]
+        )
+        return Structure(nodes, len(ordinals)), range(start, start + len(ordinals))
+
+    def to_json(self) -> dict[str, Any]:
+        """The structure as JSON values; keys of dicts are JSON numbers or strings as they were."""
+        nodes = []
+        for node in self.nodes:
+            item: dict[str, Any] = {"kind": node.kind}
+            if node.type_name:
+                item["type"] = node.type_name
+            if node.keys:
+                item["keys"] = list(node.keys)
+            if node.children:
+                item["children"] = list(node.children)
+            nodes.append(item)
+        return {"leaves": self.leaf_count, "nodes": nodes}
+
+    @classmethod
+    def from_json(cls, obj: object) -> Structure:
+        """The structure that `to_json` described.
+
+        Raises:
+            ValueError: it is malformed or more than `MAX_DEPTH` deep; says where.
+        """
+        if not isinstance(obj, dict) or obj.keys() != {"leaves", "nodes"}:
+            raise ValueError("tree structure: expected an object with 'leaves' and 'nodes'")
+        count, items = obj["leaves"], obj["nodes"]
+        if type(count) is not int or count < 0:
+            raise ValueError(f"tree structure: 'leaves' is {count!r:.40}, not a count")
+        if not isinstance(items, list):
+            raise ValueError("tree structure: 'nodes' is not a list")
+        structure = cls(tuple(_node(i, item) for i, item in enumerate(items)), count)
+        _check_order(structure)
+        return structure
+
+
+def _node(index: int, item: object) -> Node:
+    where = f"tree structure: node {index}"
+    if not isinstance(item, dict) or not item.keys() <= {"kind", "type", "keys", "children"}:
+        raise ValueError(f"{where} is not an object of 'kind', 'type', 'keys' and 'children'")
+    kind, type_name = item.get("kind"), item.get("type", "")
+    keys, children = item.get("keys", []), item.get("children", [])
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"{where} has the unknown kind {kind!r:.40}")
+    if not isinstance(type_name, str):
+        raise ValueError(f"{where} has a type name that is no string")
+    if not isinstance(keys, list) or not set(map(type, keys)) <= {str, int}:
+        raise ValueError(f"{where} has keys that are not strings and integers")
+    if not isinstance(children, list) or not set(map(type, children)) <= {int}:
+        raise ValueError(f"{where} has children that are not integers")
+    if any(type(key) is int and key.bit_length() > MAX_KEY_BITS for key in keys):
+        raise ValueError(f"{where} has an integer key of more than {MAX_KEY_BITS} bits")
+    if len(keys) != (len(children) if kind in KEYED else 0):
+        raise ValueError(f"{where} ({kind}) has {len(keys)} keys and {len(children)} children")
+    if len(set(keys)) != len(keys):
+        raise ValueError(f"{where} has a key twice")
+    if (kind == "none" and children) or (kind == "stateful" and len(children) != 1):
+        raise ValueError(f"{where} ({kind}) has {len(children)} children")
+    return Node(cast(Kind, kind), tuple(keys), tuple(children), type_name)
+
+
+def _check_order(structure: Structure) -> None:
+    nodes, leaf_count = structure.nodes, structure.leaf_count
+    if not nodes:
+        if leaf_count != 1:
+            raise ValueError(f"tree structure: no nodes, but {leaf_count} leaves")
+        return
+    next_node, next_leaf = 1, 0
+    stack: list[Iterator[int]] = [iter(nodes[0].children)]
+    while stack:
+        for child in stack[-1]:
+            if child >= 0:
+                if child != next_leaf:
+                    raise ValueError(f"tree structure: leaf {child} where {next_leaf} is due")
+                next_leaf += 1
+                continue
+            if -child != next_node or next_node >= len(nodes):
+                raise ValueError(f"tree structure: node {-child} where {next_node} is due")
+            if len(stack) >= MAX_DEPTH:
+                raise ValueError(f"tree structure: more than {MAX_DEPTH} containers deep")
+            stack.append(iter(nodes[next_node].children))
+            next_node += 1
+            break
+        else:
+            stack.pop()
+    if next_node != len(nodes) or next_leaf != leaf_count:
+        raise ValueError(
+            f"tree structure: {len(nodes)} nodes and {leaf_count} leaves are declared, "
+            f"{next_node} and {next_leaf} can be reached"
+        )
+
+
+def _walk(
+    structure: Structure,
+    root: Any,
+    parts_of: Callable[[Node], Iterable[Any]],
+    join: Callable[[Any, Any], Any],
+) -> tuple[list[Any], list[Any]]:
+    at_leaf = [root] * structure.leaf_count
+    at_node = [root] * len(structure.nodes)
+    for index, node in enumerate(structure.nodes):
+        base = at_node[index]
+        if node.kind == "stateful":
+            (child,) = node.children
+            (at_leaf if child >= 0 else at_node)[abs(child)] = base
+            continue
+        for part, child in zip(parts_of(node), node.children, strict=True):
+            if child >= 0:
+                at_leaf[child] = join(base, part)
+            else:
+                at_node[-child] = join(base, part)
+    return at_leaf, at_node
+
+
+def _plain_parts(node: Node) -> Sequence[Key]:
+    return node.keys if node.kind in KEYED else range(len(node.children))
+
+
+def _escaped_parts(node: Node) -> list[str]:
+    if node.kind not in KEYED:
+        return list(map(str, range(len(node.children))))
+    return escape_keys(node.keys, set(map(type, node.keys)))
+
+
+def _join(base: str, part: str) -> str:
+    return f"{base}/{part}" if base else part

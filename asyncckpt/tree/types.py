@@ -1,0 +1,102 @@
+"""Which types are containers, and of which kind."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from asyncckpt.tree.names import Key
+
+LEAF: Final = "leaf"
+_BUILTIN = frozenset((dict, list, tuple))
+
+
+class NodeRegistry(Protocol):
+    """What is needed of a `asyncckpt.ports.NodeAdapter`, which stands in a layer above this one."""
+
+    def flatten(self, node: Any) -> tuple[Sequence[Key], Sequence[Any]] | None:
+        """Keys and children of a registered node, or None when the type is not registered."""
+        ...
+
+    def unflatten(self, node: Any, children: Sequence[Any]) -> Any:
+        """A node like `node` with these children."""
+        ...
+
+
+class Types:
+    """What the types met by one flatten or unflatten are."""
+
+    def __init__(self, nodes: Sequence[NodeRegistry]) -> None:
+        self._registries = nodes
+        self._fields: dict[type, tuple[str, ...]] = {}
+        self._leaf_types: set[type] = {int, float, bool, complex, str, bytes}
+        self.kinds: dict[type, str] = dict.fromkeys(self._leaf_types, LEAF)
+        self.kinds |= {dict: "dict", list: "list", tuple: "tuple", type(None): "none"}
+
+    def all_leaves(self, values: Sequence[Any]) -> bool:
+        """Whether none of these is a container."""
+        found = set(map(type, values))
+        if found <= self._leaf_types:
+            return True
+        if found <= self.kinds.keys():
+            return False
+        for value in {type(value): value for value in values}.values():
+            self.kind(value)
+        return found <= self._leaf_types
+
+    def kind(self, value: Any) -> str:
+        """Kind of container that values of this type are, or `LEAF`."""
+        found = self.kinds.get(type(value))
+        if found is None:
+            found = self.kinds[type(value)] = self._classify(value)
+            if found == LEAF:
+                self._leaf_types.add(type(value))
+        return found
+
+    def _classify(self, value: Any) -> str:
+        if isinstance(value, type):
+            return LEAF
+        if callable(getattr(value, "state_dict", None)) and callable(
+            getattr(value, "load_state_dict", None)
+        ):
+            return "stateful"
+        if isinstance(value, dict):
+            return "dict"
+        if isinstance(value, list):
+            return "list"
+        if isinstance(value, tuple):
+            return "namedtuple" if hasattr(value, "_fields") else "tuple"
+        if dataclasses.is_dataclass(value):
+            return "dataclass"
+        return LEAF if self.registered(value) is None else "registered"
+
+    def registered(self, value: Any) -> tuple[NodeRegistry, Sequence[Key], Sequence[Any]] | None:
+        """The registry that knows the type, with keys and children, or None."""
+        for registry in self._registries:
+            found = registry.flatten(value)
+            if found is not None:
+                return registry, *found
+        return None
+
+    def fields(self, value: Any) -> tuple[str, ...]:
+        """Names of the fields that hold state."""
+        names = self._fields.get(type(value))
+        if names is None:
+            every = [field.name for field in dataclasses.fields(value)]
+            names = tuple(
+                field.name
+                for field in dataclasses.fields(value)
+                if field.metadata.get("pytree_node", True) and not field.metadata.get("static")
+            )
+            registered = self.registered(value)
+            if registered is not None and set(registered[1]) <= set(every):
+                names = tuple(name for name in names if name in registered[1])
+            self._fields[type(value)] = names
+        return names
+
+
+def type_name(value: Any) -> str:
+    """Qualified name of a container's type; empty for the builtin ones."""
+    cls = type(value)
+    return "" if cls in _BUILTIN else f"{cls.__module__}.{cls.__qualname__}"

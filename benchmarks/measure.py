@@ -1,0 +1,308 @@
+"""How a figure is taken: paired floor probes, repeated samples, CPU seconds and peak memory.
+
+The floor (the best that plain system calls do with as many bytes) is probed right before and right
+after every sample. Where the two probes differ by more than the tolerance the machine was not
+steady, and the sample is taken again, a bounded number of times; what is kept is the attempt whose
+probes agreed best, and its spread is reported with it. The choice never looks at the sample itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One timed run.
+
+    Attributes:
+        wall_s: seconds of the timed part.
+        cpu_s: CPU seconds of this process, its threads and its finished children meanwhile.
+        extra_nbytes: peak resident memory above what was resident at the case's baseline.
+        floor_before_s: floor probe right before, None where no floor applies.
+        floor_after_s: floor probe right after.
+        repeats: how many attempts were thrown away because their probes differed.
+        values: further figures of the same run.
+    """
+
+    wall_s: float
+    cpu_s: float
+    extra_nbytes: int
+    floor_before_s: float | None = None
+    floor_after_s: float | None = None
+    repeats: int = 0
+    values: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def floor_s(self) -> float | None:
+        """Mean of the two probes."""
+        if self.floor_before_s is None or self.floor_after_s is None:
+            return None
+        return (self.floor_before_s + self.floor_after_s) / 2
+
+    @property
+    def floor_spread(self) -> float:
+        """By how much the slower probe exceeds the faster one; 0.0 without a floor."""
+        if self.floor_before_s is None or self.floor_after_s is None:
+            return 0.0
+        low, high = sorted((self.floor_before_s, self.floor_after_s))
+        return high / low - 1 if low > 0 else float("inf")
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(slots=True)
+class Case:
+    """What is measured: `run` is timed by itself, everything around it is not.
+
+    Attributes:
+        name: unique within its rounds.
+        run: does the work; returns at least `wall_s`, the seconds of its timed part.
+        prepare: called before the floor probe that precedes `run`.
+        finish: called after the floor probe that follows `run`: compares, deletes, settles.
+        floor: seconds that plain system calls take for as many bytes, or None.
+        baseline_nbytes: resident memory that peaks are counted from; None: that of the start of
+            each sample.
+        samples: how many, where it is not what the protocol says.
+    """
+
+    name: str
+    run: Callable[[], Mapping[str, float]]
+    prepare: Callable[[], None] = _nothing
+    finish: Callable[[], None] = _nothing
+    floor: Callable[[], float] | None = None
+    baseline_nbytes: int | None = None
+    samples: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """How often samples are taken and repeated.
+
+    Attributes:
+        samples: samples per case; medians need at least five to mean something.
+        max_repeats: attempts thrown away at most per sample.
+        tolerance: difference of the floor probes, as a fraction, above which a sample is repeated.
+        repeats_until: value of `clock` after which nothing is repeated any more, so that the whole
+            run ends in time also on a busy machine; None: never.
+        clock: seconds, monotonic.
+    """
+
+    samples: int = 5
+    max_repeats: int = 5
+    tolerance: float = 0.10
+    repeats_until: float | None = None
+    clock: Callable[[], float] = time.monotonic
+
+    def may_repeat(self, repeats: int) -> bool:
+        """Whether one more attempt is allowed after `repeats` that were thrown away."""
+        return repeats < self.max_repeats and (
+            self.repeats_until is None or self.clock() < self.repeats_until
+        )
+
+
+def rounds(
+    cases: Sequence[Case], protocol: Protocol, rng: random.Random
+) -> dict[str, list[Sample]]:
+    """Samples of every case: one unmeasured run each, then rounds in which the order is shuffled.
+
+    Cases that ask for a single sample have no unmeasured run. The i-th samples of all cases belong
+    to the same round, so that their ratios are of about the same minute.
+    """
+    taken: dict[str, list[Sample]] = {case.name: [] for case in cases}
+    if len(taken) != len(cases):
+        raise ValueError(f"names of cases are not unique: {[case.name for case in cases]}")
+    for case in cases:
+        if case.samples != 1:
+            _attempt(case, with_floor=False)
+    for index in range(protocol.samples):
+        order = [case for case in cases if case.samples is None or index < case.samples]
+        rng.shuffle(order)
+        for case in order:
+            taken[case.name].append(take(case, protocol))
+    return taken
+
+
+def take(case: Case, protocol: Protocol) -> Sample:
+    """One sample whose floor probes agree, or the one of all attempts where they agree best."""
+    best: Sample | None = None
+    repeats = 0
+    while True:
+        sample = _attempt(case, with_floor=True)
+        if best is None or sample.floor_spread < best.floor_spread:
+            best = sample
+        if sample.floor_spread <= protocol.tolerance or not protocol.may_repeat(repeats):
+            break
+        repeats += 1
+    return Sample(
+        wall_s=best.wall_s,
+        cpu_s=best.cpu_s,
+        extra_nbytes=best.extra_nbytes,
+        floor_before_s=best.floor_before_s,
+        floor_after_s=best.floor_after_s,
+        repeats=repeats,
+        values=best.values,
+    )
+
+
+def _attempt(case: Case, *, with_floor: bool) -> Sample:
+    floor = case.floor if with_floor else None
+    case.prepare()
+    try:
+        gc.collect()
+        before_s = floor() if floor else None
+        baseline = resident_nbytes() if case.baseline_nbytes is None else case.baseline_nbytes
+        reset_peak()
+        cpu_before_s = cpu_seconds()
+        values = dict(case.run())
+        cpu_s = cpu_seconds() - cpu_before_s
+        extra_nbytes = max(0, peak_nbytes() - baseline)
+        after_s = floor() if floor else None
+    finally:
+        case.finish()
+    return Sample(
+        wall_s=values.pop("wall_s"),
+        cpu_s=values.pop("cpu_s", cpu_s),
+        extra_nbytes=extra_nbytes,
+        floor_before_s=before_s,
+        floor_after_s=after_s,
+        values=values,
+    )
+
+
+# ------------------------------------------------------------------------------------ resources
+
+
+def cpu_seconds() -> float:
+    """User and system CPU seconds of this process with all threads, and of its ended children."""
+    return sum(
+        usage.ru_utime + usage.ru_stime
+        for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    )
+
+
+def reset_peak() -> bool:
+    """`peak_nbytes` counts from now; False where the system cannot reset it (not Linux)."""
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    except OSError:
+        return False
+    return True
+
+
+def peak_nbytes() -> int:
+    """Largest resident set since `reset_peak`, in bytes (elsewhere than Linux: since the start)."""
+    peak = _status_nbytes("VmHWM")
+    if peak is not None:
+        return peak
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def resident_nbytes() -> int:
+    """Resident set of this process in bytes."""
+    resident = _status_nbytes("VmRSS")
+    return peak_nbytes() if resident is None else resident
+
+
+def device_read_nbytes() -> int | None:
+    """Bytes this process made block devices read so far; None where the system does not say."""
+    try:
+        text = Path("/proc/self/io").read_text()
+    except OSError:
+        return None
+    for line in text.splitlines():
+        if line.startswith("read_bytes:"):
+            return int(line.split()[1])
+    return None
+
+
+def _status_nbytes(key: str) -> int | None:
+    try:
+        text = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    for line in text.splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+# -------------------------------------------------------------------------------- files on disk
+
+
+def files_under(path: Path) -> list[Path]:
+    """The file itself, or every file below the directory."""
+    if path.is_file():
+        return [path]
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def fsync_tree(path: Path) -> None:
+    """Every file and directory at and below `path`, and its parent directory, is durable."""
+    entries = [path] if path.is_file() else [*files_under(path), *_directories(path)]
+    for entry in [*entries, path.parent]:
+        fd = os.open(entry, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def warm(path: Path) -> None:
+    """Every page of the files is in the page cache."""
+    buffer = bytearray(4 << 20)
+    for file in files_under(path):
+        with open(file, "rb", buffering=0) as stream:
+            while stream.readinto(buffer):
+                pass
+
+
+def chill(path: Path) -> None:
+    """No page of the files is in the page cache, as far as the system does what it is advised to."""
+    for file in files_under(path):
+        fd = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def settle() -> None:
+    """Nothing that earlier samples wrote or deleted is still on its way to the disk."""
+    os.sync()
+
+
+def _directories(path: Path) -> list[Path]:
+    below = [directory for directory in path.rglob("*") if directory.is_dir()]
+    return [*sorted(below, key=lambda directory: -len(directory.parts)), path]
+
+
+# ------------------------------------------------------------------------------------- medians
+
+
+def median(values: Sequence[float]) -> float:
+    """The median; NaN of nothing."""
+    return statistics.median(values) if values else float("nan")
+
+
+def paired(
+    numerators: Sequence[Sample],
+    denominators: Sequence[Sample],
+) -> list[float]:
+    """Ratios of wall times, round by round."""
+    return [a.wall_s / b.wall_s for a, b in zip(numerators, denominators, strict=False)]

@@ -1,0 +1,387 @@
+"""The scenarios: who does what with which workload, in which order, and what is checked after."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib.util
+import random
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import measure, results
+from benchmarks.floors import Floors
+from benchmarks.measure import Case, Protocol, Sample
+from benchmarks.peers import AsyncCkpt, Restored, Safetensors, Saved, Subject
+from benchmarks.results import COLD, FIRST, IN_PLACE, LAG, OWN, SAVE, STALL, WARM
+from benchmarks.stall import JaxLoop, LagRun, NumpyLoop, StallRun
+from benchmarks.workloads import Tree, Workload, difference, flat_arrays, scribble, targets_like
+
+LARGE_NBYTES = 16 << 20
+"""Below, floors are smaller than the noise of the clock's neighbours; slopes are looked at there."""
+
+SMALL_SAMPLES = 15
+"""Runs of a few milliseconds are cheap, and their medians need more of them."""
+
+ONE_SAMPLE_LEAVES = 10_000
+"""Above, peers other than safetensors take minutes per sample and get one."""
+
+
+@dataclass(slots=True)
+class Suite:
+    """Runs scenarios on one workload after another and collects what they find.
+
+    Attributes:
+        directory: everything is made below it, and removed again.
+        floors: the probes.
+        protocol: how samples are taken.
+        found: where measurements and errors go.
+        peers: label -> maker of those beyond safetensors.
+        only: names of the scenarios to run; empty for all.
+        log: gets a line per scenario.
+    """
+
+    directory: Path
+    floors: Floors
+    protocol: Protocol
+    found: results.Results
+    rng: random.Random
+    peers: Mapping[str, Callable[[Path], Subject]] = field(default_factory=dict)
+    only: frozenset[str] = frozenset()
+    log: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
+
+    def run(self, make: Callable[[], Workload]) -> None:
+        """Every scenario that concerns the workload was run; failures are in `found.errors`."""
+        workload = make()
+        self.log(f"{workload.id}: {workload.title}, {workload.leaf_count} leaves, "
+                 f"{workload.nbytes / 2**20:.0f} MiB")
+        self._transfers(workload)
+        if workload.id == "W1":
+            self._attempt(f"{workload.id} {FIRST}", FIRST, lambda: self._first(workload))
+        if workload.id in ("W1", "W4-10k"):
+            self._attempt(f"{workload.id} {LAG}", LAG, lambda: self._lag(workload))
+        for column, loop in _loops(workload):
+            self._attempt(
+                f"{workload.id} {STALL} {column}",
+                STALL,
+                lambda column=column, loop=loop: self._stall(workload, column, loop),
+            )
+
+    # ------------------------------------------------------------------- saves and restores
+
+    def _transfers(self, workload: Workload) -> None:
+        base = self.directory / workload.id
+        makers: dict[str, Callable[[Path], Subject]] = {
+            results.OURS: AsyncCkpt,
+            results.SAFETENSORS: Safetensors,
+            **self.peers,
+        }
+        resident = measure.resident_nbytes()
+        subjects = {
+            label: make(base / f"subject-{index}") for index, (label, make) in enumerate(makers.items())
+        }
+        try:
+            self._attempt(
+                f"{workload.id} {SAVE}", SAVE, lambda: self._saves(workload, subjects, resident)
+            )
+            saved: dict[str, Saved] = {}
+            for label, subject in subjects.items():
+                self._attempt(
+                    f"{workload.id} save of {label} to restore from",
+                    None,
+                    lambda label=label, subject=subject: saved.update(
+                        {label: subject.save(workload)}
+                    ),
+                )
+            self._attempt(
+                f"{workload.id} {WARM}",
+                WARM,
+                lambda: self._restores(workload, subjects, saved, cold=False),
+            )
+            if workload.id in ("W1", "W2", "W3"):
+                self._attempt(
+                    f"{workload.id} {COLD}",
+                    COLD,
+                    lambda: self._restores(workload, subjects, saved, cold=True),
+                )
+        finally:
+            for label, subject in subjects.items():
+                self._attempt(f"{workload.id} close of {label}", None, subject.close)
+            shutil.rmtree(base, ignore_errors=True)
+            measure.settle()
+
+    def _saves(self, workload: Workload, subjects: Mapping[str, Subject], resident: int) -> None:
+        large = workload.nbytes >= LARGE_NBYTES
+        floor = (lambda: self.floors.write_s(workload.nbytes)) if large else None
+        cases = []
+        for label, subject in subjects.items():
+            runs = _SaveRun(subject, workload)
+            cases.append(
+                Case(
+                    name=label,
+                    run=runs.run,
+                    finish=runs.finish,
+                    floor=floor,
+                    baseline_nbytes=resident if label == results.OURS else None,
+                    samples=self._samples(label, workload),
+                )
+            )
+        taken = measure.rounds(cases, self._protocol(workload), self.rng)
+        for label, samples in taken.items():
+            self._add(workload, SAVE, label, "durable", "raw write" if large else "", samples)
+            if label != results.OURS:
+                shipped = [dataclasses.replace(s, wall_s=s.values["as_shipped_s"]) for s in samples]
+                self._add(
+                    workload, SAVE, label, "as shipped", "raw write" if large else "", shipped
+                )
+
+    def _restores(
+        self,
+        workload: Workload,
+        subjects: Mapping[str, Subject],
+        saved: Mapping[str, Saved],
+        *,
+        cold: bool,
+    ) -> None:
+        large = workload.nbytes >= LARGE_NBYTES
+        probe = self.floors.cold_read_s if cold else self.floors.warm_read_s
+        floor = (lambda: probe(workload.nbytes)) if large else None
+        targets = targets_like(workload.tree)
+        cases, keys = [], {}
+        for label, kept in saved.items():
+            subject = subjects[label]
+            for column in (IN_PLACE, OWN) if subject.restores_in_place else (OWN,):
+                runs = _RestoreRun(
+                    subject, workload, kept, targets if column == IN_PLACE else None, cold
+                )
+                name = f"{label}, {column}"
+                keys[name] = (label, column)
+                cases.append(
+                    Case(
+                        name=name,
+                        run=runs.run,
+                        prepare=runs.prepare,
+                        finish=runs.finish,
+                        floor=floor,
+                        samples=self._samples(label, workload),
+                    )
+                )
+        taken = measure.rounds(cases, self._protocol(workload), self.rng)
+        scenario = COLD if cold else WARM
+        floor_name = "" if not large else "raw read, cold" if cold else "raw read, warm"
+        for name, samples in taken.items():
+            self._add(workload, scenario, *keys[name], floor_name, samples)
+
+    # ------------------------------------------------------------- what only asyncckpt can do
+
+    def _first(self, workload: Workload) -> None:
+        runs = _FirstRun(self.directory / "first", workload)
+        case = Case(
+            name=results.OURS,
+            run=runs.run,
+            prepare=runs.prepare,
+            finish=runs.finish,
+            floor=lambda: self.floors.write_s(workload.nbytes),
+        )
+        samples = measure.rounds([case], self.protocol, self.rng)[results.OURS]
+        self._add(workload, FIRST, results.OURS, "durable", "raw write", samples)
+
+    def _lag(self, workload: Workload) -> None:
+        with _opened(self.directory / "lag") as subject:
+            runs = LagRun(subject, workload)
+            case = Case(
+                name=results.OURS, run=runs.run, prepare=runs.prepare, finish=runs.finish
+            )
+            samples = measure.rounds([case], self.protocol, self.rng)[results.OURS]
+        self._add(workload, LAG, results.OURS, "background", "", samples)
+
+    def _stall(self, workload: Workload, column: str, loop: Callable[[], Any]) -> None:
+        with _opened(self.directory / "stall") as subject:
+            runs = StallRun(subject, workload, loop())
+            case = Case(
+                name=results.OURS,
+                run=runs.run,
+                prepare=runs.prepare,
+                finish=runs.finish,
+                floor=lambda: self.floors.memcpy_s(workload.nbytes),
+            )
+            samples = measure.rounds([case], self.protocol, self.rng)[results.OURS]
+        self._add(workload, STALL, results.OURS, column, "memcpy", samples)
+
+    # ------------------------------------------------------------------------------ plumbing
+
+    def _attempt(self, what: str, scenario: str | None, work: Callable[[], Any]) -> None:
+        if scenario is not None and self.only and scenario not in self.only:
+            return
+        start = time.perf_counter()
+        try:
+            work()
+        except Exception as error:
+            self.found.errors.append(f"{what}: {type(error).__name__}: {error}")
+            self.log(f"  {what} failed\n{traceback.format_exc()}")
+        else:
+            if scenario is not None:
+                self.log(f"  {what}: {time.perf_counter() - start:.1f} s")
+        gc.collect()
+
+    def _protocol(self, workload: Workload) -> Protocol:
+        if workload.nbytes >= LARGE_NBYTES or self.protocol.samples < 5:
+            return self.protocol
+        return dataclasses.replace(self.protocol, samples=SMALL_SAMPLES)
+
+    def _samples(self, label: str, workload: Workload) -> int | None:
+        if label in (results.OURS, results.SAFETENSORS):
+            return None
+        return 1 if workload.leaf_count > ONE_SAMPLE_LEAVES else self.protocol.samples
+
+    def _add(
+        self,
+        workload: Workload,
+        scenario: str,
+        subject: str,
+        column: str,
+        floor: str,
+        samples: Sequence[Sample],
+    ) -> None:
+        self.found.measurements.append(
+            results.Measurement(
+                workload.id,
+                scenario,
+                subject,
+                column,
+                workload.nbytes,
+                workload.leaf_count,
+                floor,
+                tuple(samples),
+            )
+        )
+
+
+# ------------------------------------------------------------------------------------- one run
+
+
+@dataclass(slots=True)
+class _SaveRun:
+    subject: Subject
+    workload: Workload
+    saved: Saved | None = None
+
+    def run(self) -> Mapping[str, float]:
+        self.saved = self.subject.save(self.workload)
+        return self.saved.values
+
+    def finish(self) -> None:
+        if self.saved is not None:
+            saved, self.saved = self.saved, None
+            self.subject.discard(saved)
+        measure.settle()
+
+
+@dataclass(slots=True)
+class _RestoreRun:
+    subject: Subject
+    workload: Workload
+    saved: Saved
+    targets: Tree | None
+    cold: bool
+    restored: Restored | None = None
+
+    def prepare(self) -> None:
+        if self.targets is not None:
+            scribble(self.targets)
+        if self.cold:
+            measure.chill(self.saved.path)
+        else:
+            measure.warm(self.saved.path)
+
+    def run(self) -> Mapping[str, float]:
+        before = measure.device_read_nbytes()
+        if self.targets is None:
+            self.restored = self.subject.restore(self.saved, self.workload)
+        else:
+            self.restored = self.subject.restore_into(self.saved, self.targets)
+        after = measure.device_read_nbytes()
+        values = dict(self.restored.values)
+        if before is not None and after is not None:
+            values["device_share"] = (after - before) / max(1, self.workload.nbytes)
+        return values
+
+    def finish(self) -> None:
+        restored, self.restored = self.restored, None
+        if restored is None:
+            return
+        tree = self.workload.tree
+        wrong = difference(flat_arrays(tree) if restored.flat else tree, restored.tree)
+        if wrong:
+            raise AssertionError(f"{self.subject.name} restored something else: {wrong}")
+
+
+@dataclass(slots=True)
+class _FirstRun:
+    directory: Path
+    workload: Workload
+    subject: AsyncCkpt | None = None
+
+    def prepare(self) -> None:
+        self.subject = AsyncCkpt(self.directory)
+        self.subject.open(self.workload)
+
+    def run(self) -> Mapping[str, float]:
+        assert self.subject is not None
+        first = self.subject.save(self.workload)
+        return {"wall_s": first.values["wall_s"], **self._steady(first)}
+
+    def _steady(self, first: Saved) -> dict[str, float]:
+        assert self.subject is not None
+        self.subject.discard(first)
+        times = []
+        for _ in range(2):
+            measure.settle()
+            saved = self.subject.save(self.workload)
+            times.append(saved.values["wall_s"])
+            self.subject.discard(saved)
+        return {"steady_s": min(times), "first_to_steady": first.values["wall_s"] / min(times)}
+
+    def finish(self) -> None:
+        if self.subject is not None:
+            self.subject.close()
+            self.subject = None
+        shutil.rmtree(self.directory, ignore_errors=True)
+        measure.settle()
+
+
+class _opened:
+    # A subject of its own directory, closed and removed at the end of the block.
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._subject = AsyncCkpt(directory)
+
+    def __enter__(self) -> AsyncCkpt:
+        return self._subject
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._subject.close()
+        finally:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            measure.settle()
+
+
+def _loops(workload: Workload) -> list[tuple[str, Callable[[], Any]]]:
+    if workload.id in ("W3", "W4-10k"):
+        return [("NumPy loop", lambda: NumpyLoop(workload))]
+    if workload.id != "W1":
+        return []
+    made: list[tuple[str, Callable[[], Any]]] = [("NumPy loop", lambda: NumpyLoop(workload))]
+    if importlib.util.find_spec("jax"):
+        made += [
+            ("JAX loop", lambda: JaxLoop(workload)),
+            ("JAX loop, every leaf updated", lambda: JaxLoop(workload, every_leaf=True)),
+        ]
+    return made

@@ -1,0 +1,237 @@
+"""What is saved and restored: trees of arrays with random mantissas, never zeros.
+
+Zeros and repeated values would flatter whoever compresses or deduplicates, and a constant
+exponent would flatter compression too. All numbers are finite and of ordinary size, so that a
+training step may compute with them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+Tree = dict[str, Any]
+
+LAYERS = 16
+COMPARE_NBYTES = 8 << 20
+"""Arrays are compared piece by piece, so that comparing takes no memory worth mentioning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A tree to save: nested dicts of NumPy arrays and Python scalars.
+
+    Attributes:
+        id: short name; `W1`, `W4-10k`.
+        title: what it is, for the table.
+        tree: the values.
+    """
+
+    id: str
+    title: str
+    tree: Tree
+
+    @property
+    def leaf_count(self) -> int:
+        """Leaves, scalars included."""
+        return sum(1 for _ in leaves(self.tree))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(leaf.nbytes for _, leaf in leaves(self.tree) if isinstance(leaf, np.ndarray))
+
+
+def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Paths (parts joined by a dot) and leaves in tree order."""
+    for key, value in tree.items():
+        path = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, dict):
+            yield from leaves(value, path)
+        else:
+            yield path, value
+
+
+def map_leaves(function: Any, tree: Tree) -> Tree:
+    """The same tree with `function(leaf)` in place of every leaf."""
+    return {
+        key: map_leaves(function, value) if isinstance(value, dict) else function(value)
+        for key, value in tree.items()
+    }
+
+
+def flat_arrays(tree: Tree) -> dict[str, np.ndarray]:
+    """Path -> array for those who know no tree; scalars become arrays of rank 0."""
+    return {path: np.asarray(leaf) for path, leaf in leaves(tree)}
+
+
+# ---------------------------------------------------------------------------------- generators
+
+
+def random_floats(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Finite floats with random signs and mantissas and magnitudes from 2**-15 to 2.
+
+    The bits are drawn directly: four exponent bits are random, those above them are those of 0.5.
+    The pattern serves float32 and bfloat16 alike, whose exponents have the same width.
+    """
+    dtype = np.dtype(dtype)
+    size = math.prod(shape)
+    words = rng.integers(0, 2**64, -(-size * dtype.itemsize // 8), dtype=np.uint64)
+    bits = words.view(np.uint8)[: size * dtype.itemsize]
+    if dtype.itemsize == 4:
+        pattern = bits.view(np.uint32)
+        pattern &= np.uint32(0x87FFFFFF)
+        pattern |= np.uint32(0x38000000)
+    elif dtype == np.dtype(ml_dtypes.bfloat16):
+        pattern = bits.view(np.uint16)
+        pattern &= np.uint16(0x87FF)
+        pattern |= np.uint16(0x3800)
+    else:
+        raise ValueError(f"no generator for {dtype}; use float32 or bfloat16")
+    return pattern.view(dtype).reshape(shape)
+
+
+def llama(nbytes: int, *, stacked: bool = False, seed: int = 1) -> Workload:
+    """W1, or W2 when stacked: bf16 parameters with fp32 master copy, m and v, as Llama names them.
+
+    Unstacked there are 4 × 147 leaves, stacked (one array for all layers) 4 × 12.
+    """
+    # Parameters grow with the square of the width; at 512 the state has about 1 GiB.
+    width = max(8, round(512 * math.sqrt(nbytes / (1 << 30)) / 8) * 8)
+    shapes = _llama_shapes(width, stacked=stacked)
+    rng = _generator(seed)
+    tree: Tree = {}
+    for name, dtype in (
+        ("params", ml_dtypes.bfloat16),
+        ("master", np.float32),
+        ("m", np.float32),
+        ("v", np.float32),
+    ):
+        tree[name] = map_leaves(lambda shape, dtype=dtype: random_floats(rng, shape, dtype), shapes)
+    kind = "W2" if stacked else "W1"
+    how = "layers stacked" if stacked else "unstacked"
+    return Workload(kind, f"Llama-like, {how}: bf16 + fp32 master, m, v", tree)
+
+
+def single(nbytes: int, *, odd: bool = False, seed: int = 3) -> Workload:
+    """W3: one fp32 array, of 2**k rows or of a size that no page and no chunk divides."""
+    size = nbytes // 4
+    rng = _generator(seed)
+    if odd:
+        size = size - size // 1000 - 1
+        size -= 1 - size % 2
+        return Workload(
+            "W3-odd", "one fp32 array, odd-sized", {"w": random_floats(rng, (size,), "f4")}
+        )
+    shape = (max(1, size // 4096), min(size, 4096))
+    return Workload("W3", "one fp32 array, aligned", {"w": random_floats(rng, shape, "f4")})
+
+
+def small(count: int, *, seed: int = 4) -> Workload:
+    """W4: `count` leaves; nine in ten are fp32 arrays of 256 B to 1 KiB, the others scalars."""
+    rng = _generator(seed)
+    lengths = rng.integers(64, 257, count)
+    values = random_floats(rng, (int(lengths.sum()),), "f4")
+    tree: Tree = {}
+    start = 0
+    for index, length in enumerate(lengths.tolist()):
+        group = tree.setdefault(f"block_{index // 100:05}", {})
+        if index % 10 == 9:
+            # In turn a Python int, a Python float and an array of rank 0.
+            scalar: Any = (index, index / 7, values[start : start + 1].reshape(()).copy())
+            group[f"s{index % 100:02}"] = scalar[index // 10 % 3]
+        else:
+            group[f"a{index % 100:02}"] = values[start : start + length].copy()
+        start += length
+    name = f"{count // 1000}k" if count % 1000 == 0 else str(count)
+    return Workload(f"W4-{name}", f"{count} leaves of 256 B to 1 KiB, and scalars", tree)
+
+
+def _generator(seed: int) -> np.random.Generator:
+    return np.random.Generator(np.random.SFC64(seed))
+
+
+def _llama_shapes(width: int, *, stacked: bool) -> Tree:
+    hidden = width * 11 // 4
+    vocabulary = width * 125 // 2
+    layer: dict[str, tuple[int, ...]] = {
+        "attention_norm": (width,),
+        "wq": (width, width),
+        "wk": (width, width // 4),
+        "wv": (width, width // 4),
+        "wo": (width, width),
+        "ffn_norm": (width,),
+        "w1": (width, hidden),
+        "w2": (hidden, width),
+        "w3": (width, hidden),
+    }
+    layers: Tree
+    if stacked:
+        layers = {name: (LAYERS, *shape) for name, shape in layer.items()}
+    else:
+        layers = {f"layer_{index:02}": dict(layer) for index in range(LAYERS)}
+    return {
+        "tok_embeddings": (vocabulary, width),
+        "layers": layers,
+        "norm": (width,),
+        "output": (width, vocabulary),
+    }
+
+
+# ------------------------------------------------------------------------------------- targets
+
+
+def targets_like(tree: Tree) -> Tree:
+    """Arrays to restore into, every page of them touched; scalars stay as they are."""
+    made = map_leaves(lambda leaf: np.empty_like(leaf) if _is_array(leaf) else leaf, tree)
+    scribble(made)
+    return made
+
+
+def scribble(tree: Tree) -> None:
+    """No array holds what it held: every byte is 0xA5."""
+    for _, leaf in leaves(tree):
+        if _is_array(leaf):
+            _as_bytes(leaf).fill(0xA5)
+
+
+def difference(expected: Tree, found: Tree) -> str | None:
+    """Where two trees differ in structure, dtype, shape or bits; None when they do not."""
+    ours, theirs = dict(leaves(expected)), dict(leaves(found))
+    if ours.keys() != theirs.keys():
+        return f"leaves differ: {sorted(ours.keys() ^ theirs.keys())[:5]}"
+    for path, a in ours.items():
+        b = theirs[path]
+        if not _is_array(a) and not _is_array(b):
+            if type(a) is not type(b) or a != b:
+                return f"{path}: expected {a!r}, found {b!r}"
+            continue
+        a, b = np.asarray(a), np.asarray(b)
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return f"{path}: expected {a.dtype}{a.shape}, found {b.dtype}{b.shape}"
+        if not _same_bytes(a, b):
+            return f"{path}: bytes differ"
+    return None
+
+
+def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
+    if a.nbytes <= COMPARE_NBYTES:
+        return a.tobytes() == b.tobytes()
+    left, right = _as_bytes(a), _as_bytes(b)
+    return all(
+        np.array_equal(left[start : start + COMPARE_NBYTES], right[start : start + COMPARE_NBYTES])
+        for start in range(0, a.nbytes, COMPARE_NBYTES)
+    )
+
+
+def _as_bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray)

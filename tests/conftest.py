@@ -1,0 +1,49 @@
+"""Fixtures for every test: nothing blocks a loop, nothing is left behind, nothing is skipped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.watch import no_blocking_calls, nothing_left_behind
+
+# The crash tests are built on Linux's LD_PRELOAD and /proc.
+collect_ignore = [] if sys.platform == "linux" else ["crash"]
+
+
+@pytest.fixture
+def no_blocking() -> Iterator[list[str]]:
+    """Code of asyncckpt makes no blocking call on an event loop during the test."""
+    with no_blocking_calls() as seen:
+        yield seen
+
+
+@pytest.fixture
+def leak_check() -> Iterator[None]:
+    """The test leaves no engine thread, file descriptor or unfinished asyncio task behind."""
+    with nothing_left_behind():
+        yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked gpu are skipped on a machine without an NVIDIA device."""
+    if Path("/dev/nvidia0").exists():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """On Linux a skipped test is a failed one, unless it is marked gpu."""
+    report = yield
+    if report.skipped and sys.platform == "linux" and not item.get_closest_marker("gpu"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped or expected to fail, which only gpu tests may be: {item.nodeid}"
+    return report
