@@ -19,7 +19,7 @@
     │   ├── StagingError            copying a leaf to host memory failed
     │   ├── SaveAbortedError        the save was cancelled by `PendingSave.cancel()`
     │   └── DeadlineExceededError   the save or restore ran past its deadline
-    ├── RestoreError                a restore failed midway (`written` lists filled targets)
+    ├── RestoreError                an object refused its restored state
     └── EngineDiedError             the engine's thread ended unexpectedly
 
 Each carries, where known, the leaf's `path`, the pipeline `stage`, the `location` of the
@@ -27,8 +27,6 @@ checkpoint, and what was `expected` and `found`; the message states all of them 
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 
 class AsyncCheckpointError(Exception):
@@ -41,6 +39,8 @@ class AsyncCheckpointError(Exception):
         location: path or URL of the checkpoint or file concerned, or None.
         expected: what was expected, or None.
         found: what was found instead, or None.
+        written: paths of the targets that a failed `restore_into` wrote, in whole or in part;
+            their contents are undefined.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class AsyncCheckpointError(Exception):
         found: object = None,
     ) -> None:
         super().__init__(message)
+        self.written: tuple[str, ...] = ()
         self.path = path
         self.stage = stage
         self.location = location
@@ -193,28 +194,7 @@ class DeadlineExceededError(SaveError):
 
 
 class RestoreError(AsyncCheckpointError):
-    """A restore failed after it began to fill targets.
-
-    Attributes:
-        written: paths of the targets that were written, in whole or in part; their contents are
-            undefined.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        written: Sequence[str] = (),
-        path: str | None = None,
-        stage: str | None = None,
-        location: str | None = None,
-        expected: object = None,
-        found: object = None,
-    ) -> None:
-        super().__init__(
-            message, path=path, stage=stage, location=location, expected=expected, found=found
-        )
-        self.written = tuple(written)
+    """A restore failed after its targets were filled: an object refused its new state."""
 
 
 class EngineDiedError(AsyncCheckpointError):

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import chill, warm
+from benchmarks.files import chill, warm
 from benchmarks.workloads import random_floats
 
 MIB = 1 << 20
@@ -48,7 +48,8 @@ class Way:
     def __str__(self) -> str:
         how = "O_DIRECT" if self.direct else "buffered"
         extra = ", preallocated" if self.preallocated else ""
-        return f"{self.threads} threads × {self.block_nbytes // MIB or 1} MiB, {how}{extra}"
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        return f"{threads} × {self.block_nbytes // MIB or 1} MiB, {how}{extra}"
 
 
 class Floors:
@@ -153,9 +154,7 @@ class Floors:
         try:
             start = time.perf_counter()
             size = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES if way.direct else nbytes
-            self._spread(
-                way, size, lambda at, part: _read_all(fd, target[part], at), target.nbytes
-            )
+            self._spread(way, size, lambda at, part: _read_all(fd, target[part], at), target.nbytes)
             return time.perf_counter() - start
         finally:
             os.close(fd)
@@ -169,9 +168,7 @@ class Floors:
         self._spread(Way(way.threads, max(share, 1)), nbytes, copy, self._source.nbytes)
         return time.perf_counter() - start
 
-    def _spread(
-        self, way: Way, nbytes: int, work: Callable[[int, slice], None], span: int
-    ) -> None:
+    def _spread(self, way: Way, nbytes: int, work: Callable[[int, slice], None], span: int) -> None:
         # Blocks in turn to every thread; block `at` uses the part of the buffer that it falls on.
         block = min(way.block_nbytes, span)
         per_span = span // block

@@ -8,8 +8,8 @@ probes agreed best, and its spread is reported with it. The choice never looks a
 
 from __future__ import annotations
 
+import functools
 import gc
-import os
 import random
 import resource
 import statistics
@@ -113,25 +113,46 @@ class Protocol:
 
 
 def rounds(
-    cases: Sequence[Case], protocol: Protocol, rng: random.Random
+    cases: Sequence[Case],
+    protocol: Protocol,
+    rng: random.Random,
+    on_error: Callable[[Case, Exception], None] | None = None,
 ) -> dict[str, list[Sample]]:
     """Samples of every case: one unmeasured run each, then rounds in which the order is shuffled.
 
     Cases that ask for a single sample have no unmeasured run. The i-th samples of all cases belong
     to the same round, so that their ratios are of about the same minute.
+
+    A case that raises is left out from there on, with the samples it has, and `on_error` is told;
+    without `on_error` the exception goes through.
     """
     taken: dict[str, list[Sample]] = {case.name: [] for case in cases}
     if len(taken) != len(cases):
         raise ValueError(f"names of cases are not unique: {[case.name for case in cases]}")
+    failed: set[str] = set()
+
+    def guarded(case: Case, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:
+            if on_error is None:
+                raise
+            failed.add(case.name)
+            on_error(case, error)
+
+    def sampled(case: Case) -> None:
+        taken[case.name].append(take(case, protocol))
+
     for case in cases:
         if case.samples != 1:
-            _attempt(case, with_floor=False)
+            guarded(case, functools.partial(_attempt, case, with_floor=False))
     for index in range(protocol.samples):
         order = [case for case in cases if case.samples is None or index < case.samples]
         rng.shuffle(order)
         for case in order:
-            taken[case.name].append(take(case, protocol))
-    return taken
+            if case.name not in failed:
+                guarded(case, functools.partial(sampled, case))
+    return {name: samples for name, samples in taken.items() if samples}
 
 
 def take(case: Case, protocol: Protocol) -> Sample:
@@ -240,69 +261,9 @@ def _status_nbytes(key: str) -> int | None:
     return None
 
 
-# -------------------------------------------------------------------------------- files on disk
-
-
-def files_under(path: Path) -> list[Path]:
-    """The file itself, or every file below the directory."""
-    if path.is_file():
-        return [path]
-    return sorted(file for file in path.rglob("*") if file.is_file())
-
-
-def fsync_tree(path: Path) -> None:
-    """Every file and directory at and below `path`, and its parent directory, is durable."""
-    entries = [path] if path.is_file() else [*files_under(path), *_directories(path)]
-    for entry in [*entries, path.parent]:
-        fd = os.open(entry, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-def warm(path: Path) -> None:
-    """Every page of the files is in the page cache."""
-    buffer = bytearray(4 << 20)
-    for file in files_under(path):
-        with open(file, "rb", buffering=0) as stream:
-            while stream.readinto(buffer):
-                pass
-
-
-def chill(path: Path) -> None:
-    """No page of the files is in the page cache, as far as the system does what it is advised to."""
-    for file in files_under(path):
-        fd = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
-
-
-def settle() -> None:
-    """Nothing that earlier samples wrote or deleted is still on its way to the disk."""
-    os.sync()
-
-
-def _directories(path: Path) -> list[Path]:
-    below = [directory for directory in path.rglob("*") if directory.is_dir()]
-    return [*sorted(below, key=lambda directory: -len(directory.parts)), path]
-
-
 # ------------------------------------------------------------------------------------- medians
 
 
 def median(values: Sequence[float]) -> float:
     """The median; NaN of nothing."""
     return statistics.median(values) if values else float("nan")
-
-
-def paired(
-    numerators: Sequence[Sample],
-    denominators: Sequence[Sample],
-) -> list[float]:
-    """Ratios of wall times, round by round."""
-    return [a.wall_s / b.wall_s for a, b in zip(numerators, denominators, strict=False)]

@@ -1,179 +1,28 @@
-"""Who is measured: asyncckpt, safetensors, Orbax and torch DCP, behind one small interface.
+"""The peers: safetensors, Orbax and torch DCP.
 
 Every peer has two columns, taken from one run. *as shipped*: it does what its documentation says,
-no more. *durable*: the same, and every file and directory it made is fsynced at the end. asyncckpt
-is always durable. Only the calls of the measured package (and that fsync) are timed.
+no more. *durable*: the same, and every file and directory it made is fsynced at the end. Only the
+calls of the measured package (and that fsync) are timed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import importlib.metadata
 import importlib.util
-import shutil
 import time
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from benchmarks.measure import fsync_tree
+from benchmarks.files import fsync_tree
+from benchmarks.subject import Restored, Saved, Subject
 from benchmarks.workloads import Tree, Workload, flat_arrays, leaves, map_leaves
-
-BUDGET_MARGIN_NBYTES = 128 << 20
-"""Added to the size of the state for the byte budget: slots are rounded up per stage."""
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A finished save: where it lies, and what was timed.
-
-    `values` holds `wall_s` (durable), `as_shipped_s` and `stall_s` (until the state may change).
-    """
-
-    path: Path
-    values: Mapping[str, float]
-    handle: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """A finished restore: what came back (nested, or flat by path), and what was timed."""
-
-    tree: Tree
-    values: Mapping[str, float]
-    flat: bool = False
-
-
-@dataclass(slots=True)
-class Subject(ABC):
-    """One way to save and restore; its checkpoints go below `directory`."""
-
-    directory: Path
-    _count: int = field(default=0, init=False)
-
-    name: ClassVar[str] = ""
-    restores_in_place: ClassVar[bool] = True
-
-    @abstractmethod
-    def save(self, workload: Workload) -> Saved:
-        """The workload is saved under a new name."""
-
-    def discard(self, saved: Saved) -> None:
-        """The checkpoint is gone."""
-        if saved.path.is_dir():
-            shutil.rmtree(saved.path)
-        else:
-            saved.path.unlink()
-
-    @abstractmethod
-    def restore(self, saved: Saved, workload: Workload) -> Restored:
-        """What was saved, in memory that the package allocates; every page was touched."""
-
-    def restore_into(self, saved: Saved, targets: Tree) -> Restored:
-        """What was saved, in the arrays of `targets`."""
-        raise NotImplementedError(f"{self.name} cannot restore into given arrays")
-
-    def close(self) -> None:
-        """Threads and loops of the subject are gone."""
-
-    def _new_path(self) -> Path:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._count += 1
-        return self.directory / f"{self._count:04}"
-
-
-# --------------------------------------------------------------------------------------- ours
-
-
-@dataclass(slots=True)
-class AsyncCkpt(Subject):
-    """asyncckpt: one `Checkpointer`, prepared once, with a budget that holds the whole state."""
-
-    name: ClassVar[str] = "asyncckpt"
-
-    budget_nbytes: int = 0
-    runner: asyncio.Runner = field(default_factory=asyncio.Runner)
-    checkpointer: Any = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there is a checkpointer, and its pool is warm."""
-        return self.checkpointer is not None
-
-    def open(self, workload: Workload) -> Any:
-        """The `Checkpointer`, its pool warm."""
-        import asyncckpt
-
-        if self.checkpointer is None:
-            budget = max(self.budget_nbytes, workload.nbytes + workload.nbytes // 16)
-            self.checkpointer = asyncckpt.Checkpointer(
-                self.directory,
-                save_options=asyncckpt.SaveOptions(
-                    host_memory_nbytes=budget + BUDGET_MARGIN_NBYTES
-                ),
-            )
-            self.runner.run(self.checkpointer.prepare(workload.tree))
-        return self.checkpointer
-
-    def next_step(self) -> int:
-        """A step that was not used yet."""
-        self._count += 1
-        return self._count
-
-    def save(self, workload: Workload) -> Saved:
-        """`await checkpointer.save(...)`, from the call to the durable commit."""
-        checkpointer, step = self.open(workload), self.next_step()
-
-        async def timed() -> tuple[Any, float]:
-            start = time.perf_counter()
-            report = await checkpointer.save(step, workload.tree)
-            return report, time.perf_counter() - start
-
-        report, wall_s = self.runner.run(timed())
-        values = {"wall_s": wall_s, "as_shipped_s": wall_s, "stall_s": report.blocked_s}
-        return Saved(self.directory / str(step), values, step)
-
-    def discard(self, saved: Saved) -> None:
-        """The step is deleted."""
-        self.runner.run(self.checkpointer.delete(saved.handle))
-
-    def restore(self, saved: Saved, workload: Workload) -> Restored:
-        """`await checkpointer.restore(step)`: arrays that the library allocates."""
-
-        async def timed() -> tuple[Tree, float]:
-            start = time.perf_counter()
-            tree = await self.checkpointer.restore(saved.handle)
-            return tree, time.perf_counter() - start
-
-        tree, wall_s = self.runner.run(timed())
-        return Restored(tree, {"wall_s": wall_s})
-
-    def restore_into(self, saved: Saved, targets: Tree) -> Restored:
-        """`await checkpointer.restore_into(targets)`."""
-
-        async def timed() -> float:
-            start = time.perf_counter()
-            await self.checkpointer.restore_into(targets, step=saved.handle)
-            return time.perf_counter() - start
-
-        return Restored(targets, {"wall_s": self.runner.run(timed())})
-
-    def close(self) -> None:
-        """The checkpointer and its loop are closed."""
-        try:
-            if self.checkpointer is not None:
-                self.runner.run(self.checkpointer.close())
-        finally:
-            self.checkpointer = None
-            self.runner.close()
-
 
 # --------------------------------------------------------------------------------- safetensors
 
@@ -234,9 +83,7 @@ class Orbax(Subject):
         if self._checkpointer is None:
             import orbax.checkpoint as ocp
 
-            handler = ocp.PyTreeCheckpointHandler(
-                use_ocdbt=True, use_compression=self.compression
-            )
+            handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=self.compression)
             kind = ocp.AsyncCheckpointer if self.asynchronous else ocp.Checkpointer
             self._checkpointer = kind(handler)
         return self._checkpointer
@@ -330,8 +177,7 @@ class TorchDcp(Subject):
 
         start = time.perf_counter()
         state = {
-            path: torch.empty_like(value)
-            for path, value in self._tensors(workload.tree).items()
+            path: torch.empty_like(value) for path, value in self._tensors(workload.tree).items()
         }
         self._load(saved, state)
         wall_s = time.perf_counter() - start
@@ -374,9 +220,9 @@ def _tensor(leaf: Any) -> Any:
 def _numpy(tensor: Any, dtype: np.dtype[Any]) -> np.ndarray:
     import torch
 
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(dtype)
-    return tensor.numpy()
+    bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+    array: np.ndarray = bits.numpy()
+    return array.view(dtype)
 
 
 def _fsynced(path: Path, start: float, stall_s: float | None = None) -> Saved:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,9 +87,7 @@ class Results:
     verdicts: list[Verdict] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
-    def find(
-        self, workload: str, scenario: str, subject: str, column: str
-    ) -> Measurement | None:
+    def find(self, workload: str, scenario: str, subject: str, column: str) -> Measurement | None:
         """The measurement, or None when it was not taken."""
         for found in self.measurements:
             key = (found.workload, found.scenario, found.subject, found.column)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import importlib.util
 import random
@@ -15,16 +16,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import measure, results
+from benchmarks import files, measure, results
 from benchmarks.floors import Floors
 from benchmarks.measure import Case, Protocol, Sample
-from benchmarks.peers import AsyncCkpt, Restored, Safetensors, Saved, Subject
+from benchmarks.ours import AsyncCkpt
+from benchmarks.peers import Safetensors
 from benchmarks.results import COLD, FIRST, IN_PLACE, LAG, OWN, SAVE, STALL, WARM
 from benchmarks.stall import JaxLoop, LagRun, NumpyLoop, StallRun
-from benchmarks.workloads import Tree, Workload, difference, flat_arrays, scribble, targets_like
+from benchmarks.subject import Saved, Subject
+from benchmarks.transfers import FirstRun, RestoreRun, SaveRun
+from benchmarks.workloads import Workload, targets_like
 
 LARGE_NBYTES = 16 << 20
-"""Below, floors are smaller than the noise of the clock's neighbours; slopes are looked at there."""
+"""Below, floors drown in noise; slopes are looked at there."""
 
 SMALL_SAMPLES = 15
 """Runs of a few milliseconds are cheap, and their medians need more of them."""
@@ -59,8 +63,10 @@ class Suite:
     def run(self, make: Callable[[], Workload]) -> None:
         """Every scenario that concerns the workload was run; failures are in `found.errors`."""
         workload = make()
-        self.log(f"{workload.id}: {workload.title}, {workload.leaf_count} leaves, "
-                 f"{workload.nbytes / 2**20:.0f} MiB")
+        self.log(
+            f"{workload.id}: {workload.title}, {workload.leaf_count} leaves, "
+            f"{workload.nbytes / 2**20:.0f} MiB"
+        )
         self._transfers(workload)
         if workload.id == "W1":
             self._attempt(f"{workload.id} {FIRST}", FIRST, lambda: self._first(workload))
@@ -70,7 +76,7 @@ class Suite:
             self._attempt(
                 f"{workload.id} {STALL} {column}",
                 STALL,
-                lambda column=column, loop=loop: self._stall(workload, column, loop),
+                functools.partial(self._stall, workload, column, loop),
             )
 
     # ------------------------------------------------------------------- saves and restores
@@ -84,7 +90,8 @@ class Suite:
         }
         resident = measure.resident_nbytes()
         subjects = {
-            label: make(base / f"subject-{index}") for index, (label, make) in enumerate(makers.items())
+            label: make(base / f"subject-{index}")
+            for index, (label, make) in enumerate(makers.items())
         }
         try:
             self._attempt(
@@ -95,9 +102,7 @@ class Suite:
                 self._attempt(
                     f"{workload.id} save of {label} to restore from",
                     None,
-                    lambda label=label, subject=subject: saved.update(
-                        {label: subject.save(workload)}
-                    ),
+                    functools.partial(_keep, saved, label, subject, workload),
                 )
             self._attempt(
                 f"{workload.id} {WARM}",
@@ -114,14 +119,14 @@ class Suite:
             for label, subject in subjects.items():
                 self._attempt(f"{workload.id} close of {label}", None, subject.close)
             shutil.rmtree(base, ignore_errors=True)
-            measure.settle()
+            files.settle()
 
     def _saves(self, workload: Workload, subjects: Mapping[str, Subject], resident: int) -> None:
         large = workload.nbytes >= LARGE_NBYTES
         floor = (lambda: self.floors.write_s(workload.nbytes)) if large else None
         cases = []
         for label, subject in subjects.items():
-            runs = _SaveRun(subject, workload)
+            runs = SaveRun(subject, workload)
             cases.append(
                 Case(
                     name=label,
@@ -132,7 +137,7 @@ class Suite:
                     samples=self._samples(label, workload),
                 )
             )
-        taken = measure.rounds(cases, self._protocol(workload), self.rng)
+        taken = self._rounds(workload, SAVE, cases)
         for label, samples in taken.items():
             self._add(workload, SAVE, label, "durable", "raw write" if large else "", samples)
             if label != results.OURS:
@@ -157,7 +162,7 @@ class Suite:
         for label, kept in saved.items():
             subject = subjects[label]
             for column in (IN_PLACE, OWN) if subject.restores_in_place else (OWN,):
-                runs = _RestoreRun(
+                runs = RestoreRun(
                     subject, workload, kept, targets if column == IN_PLACE else None, cold
                 )
                 name = f"{label}, {column}"
@@ -172,8 +177,8 @@ class Suite:
                         samples=self._samples(label, workload),
                     )
                 )
-        taken = measure.rounds(cases, self._protocol(workload), self.rng)
         scenario = COLD if cold else WARM
+        taken = self._rounds(workload, scenario, cases)
         floor_name = "" if not large else "raw read, cold" if cold else "raw read, warm"
         for name, samples in taken.items():
             self._add(workload, scenario, *keys[name], floor_name, samples)
@@ -181,7 +186,7 @@ class Suite:
     # ------------------------------------------------------------- what only asyncckpt can do
 
     def _first(self, workload: Workload) -> None:
-        runs = _FirstRun(self.directory / "first", workload)
+        runs = FirstRun(self.directory / "first", workload)
         case = Case(
             name=results.OURS,
             run=runs.run,
@@ -195,9 +200,7 @@ class Suite:
     def _lag(self, workload: Workload) -> None:
         with _opened(self.directory / "lag") as subject:
             runs = LagRun(subject, workload)
-            case = Case(
-                name=results.OURS, run=runs.run, prepare=runs.prepare, finish=runs.finish
-            )
+            case = Case(name=results.OURS, run=runs.run, prepare=runs.prepare, finish=runs.finish)
             samples = measure.rounds([case], self.protocol, self.rng)[results.OURS]
         self._add(workload, LAG, results.OURS, "background", "", samples)
 
@@ -223,12 +226,23 @@ class Suite:
         try:
             work()
         except Exception as error:
-            self.found.errors.append(f"{what}: {type(error).__name__}: {error}")
-            self.log(f"  {what} failed\n{traceback.format_exc()}")
+            self._report(what, error)
         else:
             if scenario is not None:
                 self.log(f"  {what}: {time.perf_counter() - start:.1f} s")
         gc.collect()
+
+    def _rounds(
+        self, workload: Workload, scenario: str, cases: Sequence[Case]
+    ) -> dict[str, list[Sample]]:
+        def failed(case: Case, error: Exception) -> None:
+            self._report(f"{workload.id} {scenario}: {case.name}", error)
+
+        return measure.rounds(cases, self._protocol(workload), self.rng, failed)
+
+    def _report(self, what: str, error: Exception) -> None:
+        self.found.errors.append(f"{what}: {type(error).__name__}: {error}")
+        self.log(f"  {what} failed\n{''.join(traceback.format_exception(error))}")
 
     def _protocol(self, workload: Workload) -> Protocol:
         if workload.nbytes >= LARGE_NBYTES or self.protocol.samples < 5:
@@ -263,97 +277,8 @@ class Suite:
         )
 
 
-# ------------------------------------------------------------------------------------- one run
-
-
-@dataclass(slots=True)
-class _SaveRun:
-    subject: Subject
-    workload: Workload
-    saved: Saved | None = None
-
-    def run(self) -> Mapping[str, float]:
-        self.saved = self.subject.save(self.workload)
-        return self.saved.values
-
-    def finish(self) -> None:
-        if self.saved is not None:
-            saved, self.saved = self.saved, None
-            self.subject.discard(saved)
-        measure.settle()
-
-
-@dataclass(slots=True)
-class _RestoreRun:
-    subject: Subject
-    workload: Workload
-    saved: Saved
-    targets: Tree | None
-    cold: bool
-    restored: Restored | None = None
-
-    def prepare(self) -> None:
-        if self.targets is not None:
-            scribble(self.targets)
-        if self.cold:
-            measure.chill(self.saved.path)
-        else:
-            measure.warm(self.saved.path)
-
-    def run(self) -> Mapping[str, float]:
-        before = measure.device_read_nbytes()
-        if self.targets is None:
-            self.restored = self.subject.restore(self.saved, self.workload)
-        else:
-            self.restored = self.subject.restore_into(self.saved, self.targets)
-        after = measure.device_read_nbytes()
-        values = dict(self.restored.values)
-        if before is not None and after is not None:
-            values["device_share"] = (after - before) / max(1, self.workload.nbytes)
-        return values
-
-    def finish(self) -> None:
-        restored, self.restored = self.restored, None
-        if restored is None:
-            return
-        tree = self.workload.tree
-        wrong = difference(flat_arrays(tree) if restored.flat else tree, restored.tree)
-        if wrong:
-            raise AssertionError(f"{self.subject.name} restored something else: {wrong}")
-
-
-@dataclass(slots=True)
-class _FirstRun:
-    directory: Path
-    workload: Workload
-    subject: AsyncCkpt | None = None
-
-    def prepare(self) -> None:
-        self.subject = AsyncCkpt(self.directory)
-        self.subject.open(self.workload)
-
-    def run(self) -> Mapping[str, float]:
-        assert self.subject is not None
-        first = self.subject.save(self.workload)
-        return {"wall_s": first.values["wall_s"], **self._steady(first)}
-
-    def _steady(self, first: Saved) -> dict[str, float]:
-        assert self.subject is not None
-        self.subject.discard(first)
-        times = []
-        for _ in range(2):
-            measure.settle()
-            saved = self.subject.save(self.workload)
-            times.append(saved.values["wall_s"])
-            self.subject.discard(saved)
-        return {"steady_s": min(times), "first_to_steady": first.values["wall_s"] / min(times)}
-
-    def finish(self) -> None:
-        if self.subject is not None:
-            self.subject.close()
-            self.subject = None
-        shutil.rmtree(self.directory, ignore_errors=True)
-        measure.settle()
+def _keep(saved: dict[str, Saved], label: str, subject: Subject, workload: Workload) -> None:
+    saved[label] = subject.save(workload)
 
 
 class _opened:
@@ -370,7 +295,7 @@ class _opened:
             self._subject.close()
         finally:
             shutil.rmtree(self._directory, ignore_errors=True)
-            measure.settle()
+            files.settle()
 
 
 def _loops(workload: Workload) -> list[tuple[str, Callable[[], Any]]]:

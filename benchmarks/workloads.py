@@ -93,7 +93,8 @@ def random_floats(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) 
         pattern |= np.uint16(0x3800)
     else:
         raise ValueError(f"no generator for {dtype}; use float32 or bfloat16")
-    return pattern.view(dtype).reshape(shape)
+    floats: np.ndarray = pattern.view(dtype).reshape(shape)
+    return floats
 
 
 def llama(nbytes: int, *, stacked: bool = False, seed: int = 1) -> Workload:

@@ -169,7 +169,7 @@ class CommitRecord:
         return owners
 
     def row_ranges(self) -> tuple[I64, I64]:
-        """First row in the chunk index and number of chunks per array; tied ones as their source."""
+        """First row in the chunk index and chunk count of each array; tied ones as their source."""
         per_spec = np.array([stored.grid.chunk_count for stored in self.specs], np.int64)
         counts = per_spec[np.array(self.arrays.spec, np.intp)] if self.specs else per_spec
         tied = np.array(sorted(self.arrays.tied), np.intp)

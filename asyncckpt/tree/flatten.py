@@ -13,7 +13,6 @@ from asyncckpt.tree.names import Key, escape_keys, where
 from asyncckpt.tree.structure import MAX_DEPTH, MAX_KEY_BITS, Kind, Node, Structure
 from asyncckpt.tree.types import LEAF, NodeRegistry, Types, type_name
 
-
 _NONE = Node("none")
 _KEY_TYPES = frozenset((str, int))
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -51,7 +52,7 @@ def axis_intervals(draw: st.DrawFn, n: int) -> list[tuple[int, int]]:
     if way == "anywhere":
         edges |= set(draw(st.lists(st.integers(0, n), max_size=4)))
     ordered = sorted(edges)
-    return list(zip(ordered, ordered[1:], strict=False))
+    return list(itertools.pairwise(ordered))
 
 
 @st.composite
@@ -240,22 +241,13 @@ def test_no_chunk_crosses_a_shard_and_the_limits_hold(
     assert count <= count_limit(spec, target, len(boxes))
     if spec.nbytes > MIB:
         assert extra <= 0.02 * spec.size
-    edges = [
-        {b.offset[i] for b in boxes} | {b.stop[i] for b in boxes} for i in range(len(spec.shape))
-    ]
-    if count > 2000 or len(boxes) == 1:
+    if count * len(boxes) > 20_000:
         return
     for offset, grid in pieces:
         for cell in grid.cells():
             box = grid.box(cell)
             at = Box(tuple(o + p for o, p in zip(offset, box.offset, strict=True)), box.shape)
-            inside = [
-                all(
-                    not any(o < e < p for e in axis)
-                    for o, p, axis in zip(at.offset, at.stop, edges, strict=True)
-                )
-            ]
-            assert all(inside) or any(b.intersect(at) == at for b in boxes)
+            assert any(b.intersect(at) == at for b in boxes)
 
 
 @given(sharded_specs(), st.data())
@@ -273,7 +265,7 @@ def tiles(shape: tuple[int, ...], *cuts: list[int]) -> tuple[Shard, ...]:
     boxes: list[list[tuple[int, int]]] = [[]]
     for n, axis in zip(shape, cuts, strict=True):
         edges = [0, *axis, n]
-        boxes = [[*b, pair] for b in boxes for pair in zip(edges, edges[1:], strict=False)]
+        boxes = [[*b, pair] for b in boxes for pair in itertools.pairwise(edges)]
     return tuple(
         Shard(Box(tuple(a for a, _ in b), tuple(z - a for a, z in b)), (i,))
         for i, b in enumerate(boxes)

@@ -4,3 +4,53 @@ Source: the page "ocdbt Key-Value Store driver" of the TensorStore documentation
 checkpoint needs is written (one generation, no compression); what TensorStore and Orbax write is
 read (zstd, several generations, trees of any height, base paths).
 """
+
+from __future__ import annotations
+
+from asyncckpt.format.ocdbt.btree import EncodedTree, ValueColumns, encode_tree
+from asyncckpt.format.ocdbt.datafiles import DataFile, Location
+from asyncckpt.format.ocdbt.keys import KeyColumns, prepare_keys, sort_keys
+from asyncckpt.format.ocdbt.manifest import (
+    Config,
+    Manifest,
+    Version,
+    VersionNode,
+    decode_manifest,
+    encode_manifest,
+)
+from asyncckpt.format.ocdbt.nodes import InteriorNode, LeafNode, Node, decode_node
+from asyncckpt.format.ocdbt.walk import (
+    InlineValue,
+    TreeColumns,
+    TreeDecoder,
+    TreeLimits,
+    decode_tree,
+    walk,
+)
+
+__all__ = [
+    "Config",
+    "DataFile",
+    "EncodedTree",
+    "InlineValue",
+    "InteriorNode",
+    "KeyColumns",
+    "LeafNode",
+    "Location",
+    "Manifest",
+    "Node",
+    "TreeColumns",
+    "TreeDecoder",
+    "TreeLimits",
+    "ValueColumns",
+    "Version",
+    "VersionNode",
+    "decode_manifest",
+    "decode_node",
+    "decode_tree",
+    "encode_manifest",
+    "encode_tree",
+    "prepare_keys",
+    "sort_keys",
+    "walk",
+]

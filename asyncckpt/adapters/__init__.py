@@ -1,0 +1,88 @@
+"""Whose array a leaf is: adapters for NumPy and for the frameworks that are loaded.
+
+Importing this package imports no framework. An adapter for JAX or PyTorch is made only where that
+framework is in `sys.modules` already, and a leaf of its types cannot exist before.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from asyncckpt.adapters.numpy import NumpyAdapter
+from asyncckpt.adapters.scalars import ScalarKind, scalar_kind
+from asyncckpt.errors import UsageError
+from asyncckpt.ports import ArrayAdapter, NodeAdapter
+
+_FRAMEWORKS = {"jax": ("Array", "JaxAdapter"), "torch": ("Tensor", "TorchAdapter")}
+"""Framework -> an attribute that is there once its import is complete, and our adapter's class."""
+
+
+class AdapterSet:
+    """The adapters of one save or restore. May be used from several threads.
+
+    Attributes:
+        adapters: asked in this order.
+        nodes: what knows the containers that frameworks have registered; for `tree.flatten`.
+    """
+
+    def __init__(self, adapters: Sequence[ArrayAdapter], nodes: Sequence[NodeAdapter] = ()) -> None:
+        self.adapters = tuple(adapters)
+        self.nodes = tuple(nodes)
+        self._resolved: dict[type, ArrayAdapter | ScalarKind | None] = {}
+
+    def resolve(self, kind: type) -> ArrayAdapter | ScalarKind | None:
+        """The adapter of leaves of this type, the kind of Python scalar they are, or None."""
+        try:
+            return self._resolved[kind]
+        except KeyError:
+            found: ArrayAdapter | ScalarKind | None = scalar_kind(kind)
+            if found is None:
+                found = next((a for a in self.adapters if a.owns(kind)), None)
+            self._resolved[kind] = found
+            return found
+
+
+def adapters_for_loaded_frameworks() -> AdapterSet:
+    """NumPy, and JAX and PyTorch where they are imported."""
+    adapters: list[ArrayAdapter] = [NumpyAdapter()]
+    nodes: list[NodeAdapter] = []
+    for name, (attribute, _) in _FRAMEWORKS.items():
+        if getattr(sys.modules.get(name), attribute, None) is not None:
+            adapters.append(adapter_named(name))
+            if name == "jax":
+                nodes.append(_module("jax").JaxNodes())
+    return AdapterSet(adapters, nodes)
+
+
+def adapter_named(name: str) -> ArrayAdapter:
+    """The adapter that `leaves=name` asks for; imports its framework.
+
+    Raises:
+        UsageError: there is no such adapter, or its framework is not installed.
+    """
+    if name == "numpy":
+        return NumpyAdapter()
+    if name not in _FRAMEWORKS:
+        raise UsageError(
+            f'leaves={name!r}: pass "numpy", "jax" or "torch"',
+            expected=("numpy", "jax", "torch"),
+            found=name,
+        )
+    try:
+        module = _module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in (name, f"{name}lib"):
+            raise
+        raise UsageError(
+            f'leaves="{name}": {name} is not installed; install asyncckpt[{name}], or restore with '
+            'leaves="numpy"'
+        ) from error
+    adapter: ArrayAdapter = getattr(module, _FRAMEWORKS[name][1])()
+    return adapter
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"asyncckpt.adapters.{name}")

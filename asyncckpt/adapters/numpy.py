@@ -1,0 +1,154 @@
+"""NumPy arrays and scalars."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncckpt.adapters.arrays import (
+    LeafTarget,
+    byte_span,
+    check_values,
+    host_array,
+    may_overlap_itself,
+    unsupported_dtype,
+)
+from asyncckpt.errors import UnsupportedLeafError
+from asyncckpt.ports import Source, Target
+from asyncckpt.spec import DTYPE_NAMES, DTYPES, ArraySpec, Box
+
+
+@dataclass(slots=True, eq=False)
+class NumpyTarget(LeafTarget):
+    """A `Target` that knows whether an array without `buffer` is to be filled by `place`."""
+
+    fill: bool = False
+
+
+class NumpyAdapter:
+    """`numpy.ndarray` (memory maps and matrices too) and NumPy scalars, which are rank-0 arrays.
+
+    Arrays in the other byte order are stored little endian, and restored into `like` of the other
+    byte order in that order. Subclasses are stored as the plain arrays they hold, except masked
+    arrays, which are refused.
+    """
+
+    name = "numpy"
+
+    def owns(self, kind: type) -> bool:
+        return issubclass(kind, (np.ndarray, np.generic))
+
+    def source(self, path: str, leaf: Any) -> Source:
+        name = DTYPE_NAMES.get(leaf.dtype)
+        if name is not None and type(leaf) is np.ndarray:
+            return Source(ArraySpec(leaf.shape, name), leaf, leaf, _identity(leaf))
+        name = _dtype_name(path, leaf)
+        plain = leaf.view(np.ndarray) if isinstance(leaf, np.ndarray) else np.asarray(leaf)
+        spec = ArraySpec(plain.shape, name)
+        identity = _identity(plain) if isinstance(leaf, np.ndarray) else None
+        if plain.dtype != DTYPES[name]:
+            return Source(spec, plain, None, identity)
+        return Source(spec, leaf, plain, identity)
+
+    def fetch(self, source: Source, box: Box, out: npt.NDArray[Any]) -> None:
+        values: npt.NDArray[Any] = source.leaf if source.view is None else source.view
+        index: Any = (*box.slices(), ...)
+        np.copyto(out, values[index], casting="equiv")
+
+    def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
+        name = _dtype_name(path, leaf)
+        spec = ArraySpec(leaf.shape, name)
+        if not in_place or not isinstance(leaf, np.ndarray):
+            return NumpyTarget(spec, leaf, path=path)
+        if not leaf.flags.writeable:
+            raise UnsupportedLeafError(
+                f"{path}: this array is read-only and cannot be filled; pass a writable copy, or "
+                "use restore(like=...)",
+                path=path,
+            )
+        if may_overlap_itself(leaf.shape, leaf.strides, leaf.itemsize):
+            raise UnsupportedLeafError(
+                f"{path}: elements of this array share memory (strides {leaf.strides}), so it "
+                "cannot be filled; pass a copy",
+                path=path,
+            )
+        pointer = leaf.ctypes.data
+        target = NumpyTarget(
+            spec,
+            leaf,
+            identity=("memory", pointer, leaf.shape, leaf.strides, name) if leaf.size else None,
+            span=byte_span(pointer, leaf.shape, leaf.strides, leaf.itemsize),
+            path=path,
+        )
+        if leaf.dtype == DTYPES[name]:
+            target.buffer = leaf.view(np.ndarray)
+        else:
+            target.fill = True
+        return target
+
+    def allocate(self, target: Target, spec: ArraySpec) -> npt.NDArray[Any]:
+        return host_array(spec)
+
+    def place(self, target: Target, values: npt.NDArray[Any]) -> Any:
+        assert isinstance(target, NumpyTarget)
+        check_values(target.path, target.spec, values.shape, values.dtype)
+        if target.buffer is not None:
+            return target.leaf
+        if target.fill:
+            np.copyto(target.leaf, values, casting="equiv")
+            return target.leaf
+        if isinstance(target.leaf, np.generic):
+            return values[()]
+        if target.leaf.dtype != values.dtype:
+            return values.astype(target.leaf.dtype)
+        return values
+
+    def leaf(self, path: str, values: npt.NDArray[Any], extra: Mapping[str, Any]) -> Any:
+        return values
+
+
+def _identity(array: npt.NDArray[Any]) -> Hashable | None:
+    # An address costs a microsecond, so that owners of their memory are known by their id, and
+    # plain views of an owner by its id and the distance from its start.
+    base = array.base
+    if base is None:
+        if array.size:
+            return (id(array), 0, array.shape, array.strides, array.dtype)
+        return None
+    if not array.size:
+        return None
+    pointer = array.__array_interface__["data"][0]
+    if type(base) is np.ndarray and base.base is None:
+        offset = pointer - base.__array_interface__["data"][0]
+        return (id(base), offset, array.shape, array.strides, array.dtype)
+    return (0, pointer, array.shape, array.strides, array.dtype)
+
+
+def _dtype_name(path: str, leaf: Any) -> str:
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise UnsupportedLeafError(
+            f"{path}: masked arrays cannot be stored; store {{'data': x.data, 'mask': x.mask}}",
+            path=path,
+        )
+    dtype: np.dtype[Any] = leaf.dtype
+    name = DTYPE_NAMES.get(dtype)
+    if name is None and dtype.names is None and dtype.kind in "biufc":
+        name = DTYPE_NAMES.get(dtype.newbyteorder("<"))
+    if name is not None:
+        return name
+    cast = None
+    if dtype.names is not None:
+        cast = "store {name: x[name] for name in x.dtype.names}, one array per field"
+    elif dtype.kind == "O":
+        cast = "store a list of its items, or cast it to a numeric dtype with x.astype(...)"
+    elif dtype.kind in "mM":
+        cast = "store x.astype('int64') and the unit"
+    elif dtype.kind in "SUT":
+        cast = "store x.tolist(), a list of str or bytes"
+    elif dtype.kind == "V" and dtype.subdtype is None and dtype.name.startswith("void"):
+        cast = "store x.view('uint8')"
+    raise unsupported_dtype(path, "numpy", dtype.name, cast)

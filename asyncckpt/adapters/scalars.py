@@ -1,0 +1,167 @@
+"""Python scalars: which leaves they are, and how they and rank-0 arrays become each other.
+
+A scalar is a leaf of exactly the type int, float, bool, complex, str or bytes. Subclasses are
+refused: an enum member or a labelled number would come back as something else.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Any, Final, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
+from asyncckpt.options import INLINE_NBYTES
+from asyncckpt.spec import DTYPES
+
+ScalarKind = Literal["int", "float", "bool", "complex", "str", "bytes"]
+Scalar = int | float | bool | complex | str | bytes
+
+_KINDS: Final[dict[type, ScalarKind]] = {
+    int: "int",
+    float: "float",
+    bool: "bool",
+    complex: "complex",
+    str: "str",
+    bytes: "bytes",
+}
+
+_INT64: Final = np.iinfo(np.int64)
+
+
+def scalar_kind(kind: type) -> ScalarKind | None:
+    """The kind of scalar that values of exactly this type are, or None."""
+    return _KINDS.get(kind)
+
+
+def unsupported(path: str, leaf: object) -> UnsupportedLeafError:
+    """The error for a leaf that no adapter owns and that is no scalar."""
+    kind = type(leaf)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    base = next((base for base in _KINDS if isinstance(leaf, base)), None)
+    if isinstance(leaf, enum.Enum):
+        advice = "store its value (member.value), and make the member from it after restoring"
+    elif base is not None:
+        advice = f"it is a subclass of {base.__name__}: store {base.__name__}(value)"
+    elif isinstance(leaf, type):
+        advice = "classes are not stored; pass an instance"
+    elif isinstance(leaf, (set, frozenset)):
+        advice = "store sorted(value), a list"
+    elif isinstance(leaf, (bytearray, memoryview)):
+        advice = "store bytes(value) or np.frombuffer(value, np.uint8)"
+    elif callable(leaf):
+        advice = (
+            "code is not stored; take it out of the tree, or mark the dataclass field with "
+            "metadata={'static': True}"
+        )
+    else:
+        advice = (
+            "convert it to an array, a scalar, str or bytes, or give it state_dict() and "
+            "load_state_dict()"
+        )
+    return UnsupportedLeafError(
+        f"{path or 'the tree itself'}: a leaf of type {name} cannot be stored; {advice}",
+        path=path,
+        expected="an array, int, float, bool, complex, str or bytes",
+        found=name,
+    )
+
+
+def bytes_as_array(value: bytes) -> npt.NDArray[np.uint8] | None:
+    """The uint8 array as which `bytes` above 1 KiB are stored, with kind "bytes"; None for others.
+
+    It shares the memory of `value`.
+    """
+    return np.frombuffer(value, np.uint8) if len(value) > INLINE_NBYTES else None
+
+
+def scalar_as_array(value: Scalar) -> npt.NDArray[Any] | None:
+    """The rank-0 array that readers without our record see; None where no dtype holds the value."""
+    kind = _KINDS[type(value)]
+    if kind == "bool":
+        return np.asarray(value, np.bool_)
+    if isinstance(value, int):
+        return np.asarray(value, np.int64) if _INT64.min <= value <= _INT64.max else None
+    if kind == "float":
+        return np.asarray(value, np.float64)
+    return np.asarray(value, np.complex128) if kind == "complex" else None
+
+
+def array_from_scalar(path: str, value: object, dtype: str) -> npt.NDArray[Any]:
+    """A rank-0 array of the zarr dtype `dtype` with this value; floats are rounded.
+
+    Raises:
+        DtypeMismatchError: the value is of another numeric class or does not fit.
+    """
+    target = DTYPES[dtype]
+    kind = _KINDS.get(type(value), "str")
+    if _numeric_class(target) != kind:
+        raise DtypeMismatchError(
+            f"{path}: the checkpoint holds the {kind} {value!r:.40}, the target wants {dtype}; "
+            f"pass a target of type {kind}",
+            path=path,
+            expected=dtype,
+            found=kind,
+        )
+    if isinstance(value, int) and kind == "int":
+        low, high = (-8, 7) if dtype == "int4" else (np.iinfo(target).min, np.iinfo(target).max)
+        fits = low <= value <= high
+    if kind != "int":
+        with np.errstate(over="ignore"):
+            array = np.asarray(value).astype(target)
+        fits = kind == "bool" or not _overflowed(value, array)
+    elif fits:
+        array = np.asarray(value).astype(target)
+    if not fits:
+        raise DtypeMismatchError(
+            f"{path}: the saved value {value!r:.80} does not fit {dtype}; pass a wider target or a "
+            f"Python {kind}",
+            path=path,
+            expected=dtype,
+            found=value,
+        )
+    return array
+
+
+def scalar_from_array(path: str, values: npt.NDArray[Any], kind: ScalarKind) -> Scalar:
+    """The Python scalar of `kind` that a rank-0 array holds.
+
+    Raises:
+        DtypeMismatchError: the array is not of rank 0 or of another numeric class.
+    """
+    found = _numeric_class(values.dtype)
+    if values.shape != () or found != kind:
+        raise DtypeMismatchError(
+            f"{path}: the checkpoint holds a {values.dtype} array of shape {values.shape}, the "
+            f"target wants a Python {kind}; pass an array of the saved shape and dtype",
+            path=path,
+            expected=kind,
+            found=f"{values.dtype}{list(values.shape)}",
+        )
+    if kind == "bool":
+        return bool(values)
+    if kind == "int":
+        return int(values)
+    return float(values) if kind == "float" else complex(values)
+
+
+def _numeric_class(dtype: np.dtype[Any]) -> ScalarKind:
+    if dtype.kind == "b":
+        return "bool"
+    if dtype.kind in "iu" or dtype == DTYPES["int4"]:
+        return "int"
+    return "complex" if dtype.kind == "c" else "float"
+
+
+def _overflowed(value: Any, array: npt.NDArray[Any]) -> bool:
+    stored = complex(array)
+    return any(
+        math.isfinite(a) and not math.isfinite(b)
+        for a, b in ((value.real, stored.real), (value.imag, stored.imag))
+    )
+
+
+assert set(get_args(ScalarKind)) == set(_KINDS.values())

@@ -1,0 +1,590 @@
+"""One restore: match, plan, then fetch, decode and place, overlapping."""
+
+# Rule 1: nothing of the payload is read, and no target touched, before everything has been matched.
+# Rule 2: values are handed over only after every checksum has passed.
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncckpt.adapters import AdapterSet
+from asyncckpt.errors import (
+    AsyncCheckpointError,
+    CorruptCheckpointError,
+    MismatchError,
+    UsageError,
+)
+from asyncckpt.flow.shield import leading_error
+from asyncckpt.options import ALIGNED_CHUNK_NBYTES, RestoreOptions
+from asyncckpt.planning.restore import Request, plan_restore
+from asyncckpt.ports import ArrayAdapter, CheckpointFiles, Target
+from asyncckpt.reports import Progress, RestoreReport
+from asyncckpt.spec import DTYPES, ArraySpec, Box
+from asyncckpt.stages.fetch import Destination, Fetch
+from asyncckpt.stages.match import Assignment, Matching, Wanted, match, match_saved
+from asyncckpt.stages.opened import OpenCheckpoint, open_checkpoint, read_index
+from asyncckpt.stages.place import cast_values, python_value, same_bits, scalar_of
+from asyncckpt.tree import Structure, match_glob
+from asyncckpt.checkpointer.runtime import Runtime
+
+GAP_NBYTES = 64 << 10
+"""Unwanted bytes that a read takes along instead of ending: a read costs about as much time."""
+
+PLACE_LEAVES = 512
+"""Leaves finished by one call of a worker."""
+
+Mode = Literal["saved", "like", "into"]
+
+
+@dataclass(slots=True, eq=False)
+class RestoreRequest:
+    """What a caller wants restored, as taken in the caller's thread.
+
+    Attributes:
+        mode: what was saved, things like a target, or into a target.
+        wanted: the target's leaves.
+        framework: adapter for leaves without a target.
+        include: globs on paths, or None for all.
+        stateful: paths of the objects whose `load_state_dict` will get what is below them.
+    """
+
+    mode: Mode
+    wanted: Sequence[Wanted]
+    framework: ArrayAdapter
+    include: Sequence[str] | None
+    strict: bool
+    cast: bool
+    options: RestoreOptions
+    progress: Callable[[Progress], None] | None
+    stateful: Sequence[str] = ()
+
+
+@dataclass(slots=True, eq=False)
+class RestoreOutcome:
+    """Restored leaves.
+
+    Attributes:
+        structure: containers of the checkpoint.
+        values: by ordinal of the target's leaf, or of the saved leaf where there is no target.
+        additions: by ordinal of the saved leaf, what state dicts get beyond their present leaves.
+        selected: ordinals of the saved leaves that were asked for.
+        saved: ordinal of the saved leaf by path.
+        report: what happened.
+    """
+
+    structure: Structure
+    values: dict[int, Any]
+    additions: dict[int, Any]
+    selected: set[int] | None
+    saved: dict[str, int]
+    report: RestoreReport
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    assignments: list[Assignment]
+    destinations: list[Destination] = field(default_factory=list)
+    of_destination: list[list[Assignment]] = field(default_factory=list)
+
+
+async def run_restore(
+    runtime: Runtime, files: CheckpointFiles, step: int | None, request: RestoreRequest
+) -> RestoreOutcome:
+    """Every wanted leaf is restored, checked, and in the memory or of the type asked for.
+
+    Cancellation: waits until nobody writes to the targets any more; their contents are undefined.
+
+    Raises:
+        CheckpointNotFoundError: there is no valid checkpoint.
+        MismatchError: checkpoint and target do not fit; nothing was read.
+        CorruptCheckpointError: names leaf, file and offset.
+    """
+    begun = time.perf_counter()
+    opened = await open_checkpoint(files)
+    structure = read_structure(opened)
+    paths = structure.paths()
+    selected = select(opened.location, paths, request.include)
+    matching = _match(opened, paths, request, selected)
+    changed = _immutable_scalars(matching, request)
+    restore = _Restore(runtime, opened, request, matching)
+    try:
+        read_nbytes = await restore.run()
+    except BaseExceptionGroup as group:
+        raise restore.failed(leading_error(group)) from None
+    except AsyncCheckpointError as error:
+        raise restore.failed(error) from None
+    changed += restore.changed
+    if changed and request.strict:
+        raise _changed_error(opened.location, changed)
+    additions = {a.saved: restore.results[id(a)] for a in matching.additions}
+    values = {a.number: restore.results[id(a)] for a in matching.assignments}
+    arrays = [a for a in (*matching.assignments, *matching.additions) if a.spec is not None]
+    report = RestoreReport(
+        location=opened.location,
+        step=step,
+        leaf_count=len(matching.assignments) + len(matching.additions),
+        nbytes=sum(a.spec.nbytes for a in arrays if a.spec is not None),
+        read_nbytes=read_nbytes,
+        total_s=time.perf_counter() - begun,
+        changed=tuple(changed),
+        missing=tuple(matching.missing),
+        unexpected=tuple(matching.unexpected),
+        metadata=opened.record.metadata,
+    )
+    saved = {path: leaf for leaf, path in enumerate(paths)}
+    return RestoreOutcome(structure, values, additions, selected, saved, report)
+
+
+def read_structure(opened: OpenCheckpoint) -> Structure:
+    """The containers of the checkpoint.
+
+    Raises:
+        CorruptCheckpointError: they are malformed.
+    """
+    try:
+        structure = Structure.from_json(opened.record.tree)
+        if structure.leaf_count != len(opened.record.leaves.kind):
+            raise ValueError(
+                f"{structure.leaf_count} leaves in the tree, "
+                f"{len(opened.record.leaves.kind)} in the table"
+            )
+    except ValueError as error:
+        raise CorruptCheckpointError(
+            f"{opened.location}: the commit record's {error}; restore an older step",
+            file="checkpoint.json",
+            location=opened.location,
+        ) from None
+    return structure
+
+
+def select(
+    location: str, paths: Sequence[str], include: Sequence[str] | None
+) -> set[int] | None:
+    """Saved leaves chosen by globs, or None for all.
+
+    Raises:
+        UsageError: a glob matches no leaf.
+    """
+    if include is None:
+        return None
+    selected, unmatched = match_glob(paths, include)
+    if unmatched:
+        some = ", ".join(paths[:5]) + (", …" if len(paths) > 5 else "")
+        raise UsageError(
+            f"include={unmatched[0]!r} matches no leaf of {location}; it has {some}",
+            location=location,
+            found=unmatched,
+        )
+    return selected
+
+
+def _match(
+    opened: OpenCheckpoint,
+    paths: Sequence[str],
+    request: RestoreRequest,
+    selected: set[int] | None,
+) -> Matching:
+    if request.mode == "saved":
+        return Matching(match_saved(opened, paths, selected))
+    roots = tuple(request.stateful)
+    below = tuple(f"{root}/" for root in roots if root)
+
+    def free(path: str) -> bool:
+        return "" in roots or path in roots or path.startswith(below)
+
+    return match(
+        opened,
+        paths,
+        request.wanted,
+        selected=selected,
+        strict=request.strict,
+        cast=request.cast,
+        free=free if roots else _never,
+    )
+
+
+def _never(_: str) -> bool:
+    return False
+
+
+def _immutable_scalars(matching: Matching, request: RestoreRequest) -> list[str]:
+    """Scalars of a plain target that differ and cannot be filled.
+
+    Raises:
+        MismatchError: there are some, and `strict`.
+    """
+    if request.mode != "into":
+        return []
+    roots = tuple(request.stateful)
+    changed = []
+    for assignment in matching.assignments:
+        want = assignment.wanted
+        if assignment.spec is not None or want is None or want.target is not None:
+            continue
+        inside = any(
+            not root or want.path == root or want.path.startswith(f"{root}/") for root in roots
+        )
+        same = want.leaf == assignment.scalar or (
+            want.leaf != want.leaf and assignment.scalar != assignment.scalar
+        )
+        if not inside and not same:
+            changed.append(want.path)
+    if changed and request.strict:
+        raise _changed_error("the checkpoint", changed)
+    return changed
+
+
+def _changed_error(location: str, changed: Sequence[str]) -> MismatchError:
+    shown = ", ".join(changed[:10]) + (", …" if len(changed) > 10 else "")
+    return MismatchError(
+        f"{shown}: the target's value differs from {location}'s and cannot be filled in place, "
+        "being immutable; use restore(like=...), or pass strict=False to have such leaves listed "
+        "in the report",
+        path=changed[0],
+        location=location,
+    )
+
+
+class _Restore:
+    def __init__(
+        self,
+        runtime: Runtime,
+        opened: OpenCheckpoint,
+        request: RestoreRequest,
+        matching: Matching,
+    ) -> None:
+        self._runtime = runtime
+        self._compute = runtime.engine.compute
+        self._opened = opened
+        self._request = request
+        self._all = [*matching.assignments, *matching.additions]
+        self._additions = {id(a) for a in matching.additions}
+        self._destinations: list[Destination] = []
+        self._owners: list[list[Assignment]] = []
+        self._ready: list[Assignment] = []
+        self._late: list[Assignment] = []
+        self._arrived = asyncio.Event()
+        self._done_nbytes = 0
+        self._total_nbytes = 0
+        self._started = False
+        self.results: dict[int, Any] = {}
+        self.changed: list[str] = []
+
+    async def run(self) -> int:
+        """All assignments have their results; returns the bytes read."""
+        for assignment in self._all:
+            if assignment.spec is None:
+                self.results[id(assignment)] = self._scalar(assignment)
+        arrays = [a for a in self._all if a.spec is not None]
+        if not arrays:
+            return 0
+        index = await read_index(self._opened)
+        await self._compute.run(self._allocate, arrays)
+        stored: dict[int, int] = {}
+        for destination in self._destinations:
+            stored.setdefault(destination.array, len(stored))
+        requests = [
+            Request(stored[d.array], None, d.flat is not None) for d in self._destinations
+        ]
+        plan = await self._compute.run(
+            plan_restore,
+            [self._opened.stored(array) for array in stored],
+            requests,
+            row_file=index.file,
+            row_offset=index.offset,
+            row_nbytes=index.nbytes,
+            slot_nbytes=self._runtime.pool.slot_nbytes,
+            gap_nbytes=GAP_NBYTES,
+            aligned_chunk_nbytes=ALIGNED_CHUNK_NBYTES,
+        )
+        self._total_nbytes = plan.read_nbytes
+        fetch = Fetch(
+            self._opened,
+            index,
+            plan,
+            self._destinations,
+            self._runtime.pool,
+            self._compute,
+            concurrency=self._runtime.concurrency(self._request.options.concurrency),
+            arrived=self._has_arrived,
+            progress=self._progress,
+        )
+        self._started = True
+        async with asyncio.TaskGroup() as group:
+            placing = group.create_task(self._place_all(len(arrays)))
+            await fetch.run()
+            self._arrived.set()
+            await placing
+        if self._late:
+            await self._compute.run(self._finish_late)
+        return fetch.read_nbytes
+
+    def failed(self, error: BaseException) -> BaseException:
+        """The error, saying which targets were written."""
+        if (
+            isinstance(error, AsyncCheckpointError)
+            and self._request.mode == "into"
+            and self._started
+            and not self._request.options.atomic
+        ):
+            written = [d.path for d in self._destinations]
+            error.written = tuple(written)
+            error.add_note(
+                f"the contents of {len(written)} targets are undefined now (error.written lists "
+                "them); restore again, or use RestoreOptions(atomic=True)"
+            )
+        return error
+
+    # -- plan
+
+    def _allocate(self, arrays: Sequence[Assignment]) -> None:
+        own: dict[Any, int] = {}
+        for assignment in arrays:
+            assert assignment.spec is not None
+            want = assignment.wanted
+            target = want.target if want is not None else None
+            row = self._opened.first_rows[assignment.array]
+            key: Any = None
+            if self._fills(assignment):
+                assert target is not None
+                assignment.values = target.buffer
+                key = None if target.identity is None else (row, target.identity)
+            elif target is None and assignment.spec.size:
+                # Leaves that were tied when they were saved come back as one array.
+                key = (row, assignment.spec)
+            if key is not None and key in own:
+                number = own[key]
+                assignment.values = self._destinations[number].values
+                self._owners[number].append(assignment)
+                continue
+            if assignment.values is None:
+                adapter = self._adapter(assignment)
+                model = target if target is not None else Target(assignment.spec, None)
+                assignment.values = adapter.allocate(model, assignment.spec)
+            if key is not None:
+                own[key] = len(self._destinations)
+            self._destinations.append(
+                Destination(
+                    assignment.path,
+                    assignment.array,
+                    Box.whole(assignment.spec.shape),
+                    assignment.values,
+                )
+            )
+            self._owners.append([assignment])
+        self._check_overlaps()
+
+    def _fills(self, assignment: Assignment) -> bool:
+        """Whether the payload goes into the target's own memory."""
+        want = assignment.wanted
+        if self._request.mode != "into" or want is None or want.target is None:
+            return False
+        target = want.target
+        return (
+            target.buffer is not None
+            and target.spec == assignment.spec
+            and not self._request.options.atomic
+        )
+
+    def _adapter(self, assignment: Assignment) -> ArrayAdapter:
+        want = assignment.wanted
+        if want is not None and want.adapter is not None:
+            return want.adapter
+        return self._request.framework
+
+    def _check_overlaps(self) -> None:
+        if self._request.mode != "into":
+            return
+        spans = []
+        for assignment in self._all:
+            target = assignment.wanted.target if assignment.wanted is not None else None
+            if target is not None and target.buffer is not None and target.span is not None:
+                spans.append((*target.span, assignment.array, target, assignment.path))
+        spans.sort(key=lambda item: (item[0], item[1]))
+        end, last = 0, None
+        for start, stop, array, target, path in spans:
+            if last is not None and start < end:
+                other_array, other, other_path = last
+                rows = self._opened.first_rows
+                tied = other.identity is not None and other.identity == target.identity
+                if not (tied and rows[array] == rows[other_array]) and _share(
+                    other.buffer, target.buffer
+                ):
+                    raise UsageError(
+                        f"{other_path} and {path}: these targets overlap in memory but are "
+                        "different arrays in the checkpoint; restore one of them elsewhere",
+                        path=path,
+                    )
+            if stop > end:
+                end, last = stop, (array, target, path)
+
+    # -- fetch and place
+
+    def _has_arrived(self, number: int) -> None:
+        self._ready.extend(self._owners[number])
+        self._arrived.set()
+
+    async def _place_all(self, count: int) -> None:
+        done = 0
+        while done < count:
+            await self._arrived.wait()
+            self._arrived.clear()
+            while self._ready:
+                batch = self._ready[:PLACE_LEAVES]
+                del self._ready[: len(batch)]
+                await self._compute.run(self._finish, batch)
+                done += len(batch)
+
+    def _progress(self, nbytes: int) -> None:
+        self._done_nbytes += nbytes
+        if self._request.progress is not None:
+            self._request.progress(
+                Progress("fetch", min(self._done_nbytes, self._total_nbytes), self._total_nbytes)
+            )
+
+    # -- in worker threads
+
+    def _finish(self, batch: Sequence[Assignment]) -> None:
+        made: dict[int, Any] = {}
+        for assignment in batch:
+            if self._request.mode == "into" and self._request.options.atomic:
+                self._late.append(assignment)
+                continue
+            shared = made.get(id(assignment.values)) if assignment.wanted is None else None
+            value = shared if shared is not None else self._value(assignment)
+            made[id(assignment.values)] = value
+            self.results[id(assignment)] = value
+
+    def _finish_late(self) -> None:
+        for assignment in self._late:
+            self.results[id(assignment)] = self._value(assignment)
+
+    def _value(self, assignment: Assignment) -> Any:
+        spec, values, want = assignment.spec, assignment.values, assignment.wanted
+        assert spec is not None
+        extra: Mapping[str, Any] = self._opened.record.leaves.extra.get(assignment.saved, {})
+        if want is None or want.target is None:
+            as_python = python_value(values, extra)
+            if as_python is not None:
+                return as_python
+            if want is not None:
+                return self._immutable(assignment, scalar_of(values, type(want.leaf)))
+            adapter = self._request.framework
+            return adapter.leaf(assignment.path, values, extra)
+        target = want.target
+        assert want.adapter is not None
+        if self._request.mode != "into":
+            if target.spec.dtype != spec.dtype:
+                values = cast_values(want.path, values, target.spec.dtype)
+            return want.adapter.place(target, values)
+        if target.buffer is None:
+            return self._compare(assignment, target, values)
+        if values is not target.buffer:
+            cast_values(want.path, values, target.spec.dtype, target.buffer)
+        return want.adapter.place(target, target.buffer)
+
+    def _compare(self, assignment: Assignment, target: Target, values: npt.NDArray[Any]) -> Any:
+        want = assignment.wanted
+        assert want is not None and want.adapter is not None and assignment.spec is not None
+        if target.spec.dtype != assignment.spec.dtype:
+            values = cast_values(want.path, values, target.spec.dtype)
+        if self._inside_stateful(want.path):
+            return want.adapter.place(target, values)
+        source = want.adapter.source(want.path, want.leaf)
+        present = np.empty(source.spec.shape, DTYPES[source.spec.dtype])
+        if source.view is not None:
+            np.copyto(present, source.view)
+        else:
+            want.adapter.fetch(source, Box.whole(source.spec.shape), present)
+        if not same_bits(present, values):
+            self.changed.append(want.path)
+        return want.leaf
+
+    def _immutable(self, assignment: Assignment, value: Any) -> Any:
+        want = assignment.wanted
+        assert want is not None
+        if (
+            self._request.mode == "into"
+            and not self._inside_stateful(want.path)
+            and value != want.leaf
+        ):
+            self.changed.append(want.path)
+        return value
+
+    def _inside_stateful(self, path: str) -> bool:
+        return any(
+            not root or path == root or path.startswith(f"{root}/")
+            for root in self._request.stateful
+        )
+
+    def _scalar(self, assignment: Assignment) -> Any:
+        want, value = assignment.wanted, assignment.scalar
+        if want is None or want.target is None:
+            return value
+        assert want.adapter is not None
+        target = want.target
+        values = np.empty((), DTYPES[target.spec.dtype])
+        values[()] = value
+        if self._request.mode == "into":
+            if target.buffer is None:
+                return self._compare_scalar(assignment, target, values)
+            np.copyto(target.buffer, values)
+            values = target.buffer
+        return want.adapter.place(target, values)
+
+    def _compare_scalar(
+        self, assignment: Assignment, target: Target, values: npt.NDArray[Any]
+    ) -> Any:
+        assignment.spec = ArraySpec((), target.spec.dtype)
+        try:
+            return self._compare(assignment, target, values)
+        finally:
+            assignment.spec = None
+
+
+def _share(a: Any, b: Any) -> bool:
+    try:
+        return bool(np.shares_memory(a, b, max_work=10_000))
+    except np.exceptions.TooHardError:
+        return True
+
+
+def wanted_leaves(
+    paths: Sequence[str],
+    leaves: Sequence[Any],
+    adapters: AdapterSet,
+    scalar_types: tuple[type, ...],
+    *,
+    in_place: bool,
+) -> list[Wanted]:
+    """The target's leaves, opened in the caller's thread.
+
+    Raises:
+        UnsupportedLeafError: names the path of a leaf that nothing can be restored to.
+    """
+    wanted: list[Wanted] = []
+    resolved: dict[type, ArrayAdapter | None] = {}
+    for path, leaf in zip(paths, leaves, strict=True):
+        kind = type(leaf)
+        if kind in scalar_types:
+            wanted.append(Wanted(path, leaf))
+            continue
+        adapter = resolved.get(kind) or adapters.resolve(kind)
+        if adapter is None:
+            name = f"{kind.__module__}.{kind.__qualname__}"
+            raise UsageError(
+                f"{path or 'the tree itself'}: nothing can be restored to a leaf of type {name}; "
+                "pass arrays, abstract arrays or scalars",
+                path=path,
+                found=name,
+            )
+        resolved[kind] = adapter
+        wanted.append(Wanted(path, leaf, adapter, adapter.target(path, leaf, in_place=in_place)))
+    return wanted

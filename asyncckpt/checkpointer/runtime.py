@@ -1,0 +1,84 @@
+"""What one `Checkpointer` (or one one-shot call) owns: engine, budget, staging memory, adapters."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from asyncckpt.errors import UsageError
+from asyncckpt.flow.budget import ByteBudget
+from asyncckpt.flow.buffers import AnonymousMemory, SlotPool
+from asyncckpt.flow.engine import Engine
+from asyncckpt.options import SLOT_NBYTES, default_budget_nbytes
+from asyncckpt.ports import Store
+from asyncckpt.stores.local import LocalStore, open_local
+
+CONCURRENCY = 4
+"""Reads or writes in flight on local disk under `concurrency="auto"`; more gain nothing."""
+
+
+class Runtime:
+    """Engine, budget and pool with the life of their owner.
+
+    `pool` is used on the engine's loop only.
+    """
+
+    def __init__(self, name: str, *, host_memory_nbytes: int | None) -> None:
+        if os.name == "nt":
+            raise UsageError("asyncckpt saves on Linux and macOS; on Windows use WSL")
+        self.engine = Engine(name)
+        nbytes = default_budget_nbytes() if host_memory_nbytes is None else host_memory_nbytes
+        self.budget = ByteBudget(max(1, nbytes // SLOT_NBYTES))
+        self.pool = SlotPool(self.budget, self.engine.compute, AnonymousMemory())
+
+    def __repr__(self) -> str:
+        return f"Runtime({self.engine!r}, {self.pool!r})"
+
+    def concurrency(self, wanted: Any) -> int:
+        """Operations in flight for an option that is a number or ``"auto"``."""
+        return CONCURRENCY if wanted == "auto" else int(wanted)
+
+    def store(
+        self, root: str | os.PathLike[str], *, direct_io: Any, storage_options: Any
+    ) -> Store:
+        """The store of a root directory."""
+        _check_location(root, storage_options)
+        return LocalStore(root, self.engine.io, direct_io=direct_io)
+
+    def one(
+        self, location: str | os.PathLike[str], *, direct_io: Any, storage_options: Any
+    ) -> tuple[Store, str]:
+        """The store and the name in it of one checkpoint."""
+        _check_location(location, storage_options)
+        root, name = open_local(location)
+        return LocalStore(root, self.engine.io, direct_io=direct_io), name
+
+
+@contextlib.contextmanager
+def short_lived(name: str, *, host_memory_nbytes: int | None) -> Iterator[Runtime]:
+    """A runtime for one call made by the blocking facade."""
+    runtime = Runtime(name, host_memory_nbytes=host_memory_nbytes)
+    try:
+        yield runtime
+    finally:
+        runtime.engine.close()
+
+
+def _check_location(location: object, storage_options: object) -> None:
+    if not isinstance(location, (str, os.PathLike)):
+        raise UsageError(
+            f"location={location!r}: pass a path (str or os.PathLike)", found=location
+        )
+    text = os.fspath(location)
+    if not text:
+        raise UsageError("location='': pass the path of a directory")
+    scheme, separator, _ = str(text).partition("://")
+    if separator and scheme != "file":
+        raise UsageError(
+            f"{scheme}://…: this release saves to local disk; object stores are not supported yet",
+            location=str(text).split("?")[0],
+        )
+    if storage_options:
+        raise UsageError("storage_options apply to object stores; leave them out for local paths")

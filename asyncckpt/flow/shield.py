@@ -1,0 +1,49 @@
+"""Awaits that end when the work has ended, however often they are cancelled meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from asyncckpt.flow.threads import finished
+
+T = TypeVar("T")
+
+
+async def to_completion(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The coroutine's result; a cancellation of the caller does not reach it and is forgotten.
+
+    For clean-up, and for the moment of publication, whose outcome must be known.
+    """
+    task = asyncio.create_task(coroutine)
+    current = asyncio.current_task()
+    before = current.cancelling() if current is not None else 0
+    await finished(task)
+    if current is not None:
+        while current.cancelling() > before:
+            current.uncancel()
+    return task.result()
+
+
+def leading_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error of a task group that is no mere cancellation; the others become its notes.
+
+    A pipeline fails for one reason; what fails after it, because of it, is context.
+    """
+    errors: list[BaseException] = []
+    _flatten(group, errors)
+    errors.sort(key=lambda error: isinstance(error, asyncio.CancelledError))
+    first = errors[0]
+    for other in errors[1:]:
+        if not isinstance(other, asyncio.CancelledError) and str(other) != str(first):
+            first.add_note(f"at the same time: {type(other).__name__}: {other}")
+    return first
+
+
+def _flatten(error: BaseException, into: list[BaseException]) -> None:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            _flatten(inner, into)
+    else:
+        into.append(error)

@@ -1,0 +1,218 @@
+"""The files from which Orbax restores an OCDBT database that it did not write.
+
+Source: orbax-checkpoint 0.12.8, `metadata/tree.py`, `serialization/type_handlers.py` and
+`serialization/jax_array_handlers.py`. All of them lie in the directory of the database:
+
+- ``_METADATA`` names every leaf, its path and the handler that restores it. Always needed.
+- ``_strings.json`` holds the string leaves. Needed when there are any.
+- ``_sharding`` says where `jax.Array` leaves go when the caller passes no target.
+- ``array_metadatas/process_0`` says which arrays are the data of typed PRNG keys.
+
+Orbax names an array after its path, parts joined by ``.`` without escapes: where our array has
+another name (`OrbaxLeaf.array_name`), Orbax does not find it. `conflicts` lists such leaves.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii
+from typing import Literal
+
+from asyncckpt.format.scalars import JsonValue
+
+METADATA_FILE = "_METADATA"
+STRINGS_FILE = "_strings.json"
+SHARDING_FILE = "_sharding"
+ARRAY_METADATA_FILE = "array_metadatas/process_0"
+
+Kind = Literal["array", "jax", "scalar", "string", "None", "Dict", "List", "Tuple", "NamedTuple"]
+
+_VALUE_TYPES: dict[Kind, str] = {
+    "array": "np.ndarray",
+    "jax": "jax.Array",
+    "scalar": "scalar",
+    "string": "string",
+    "None": "None",
+    "Dict": "Dict",
+    "List": "List",
+    "Tuple": "Tuple",
+    "NamedTuple": "NamedTuple",
+}
+_EMPTY = frozenset(("None", "Dict", "List", "Tuple", "NamedTuple"))
+_KEY_TYPE_SEQUENCE = 1
+_KEY_TYPE_DICT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class OrbaxLeaf:
+    """One leaf or empty container of the tree.
+
+    Attributes:
+        path: keys from the root, and whether each is an index of a list or tuple. Fields of
+            namedtuples and dataclasses are dictionary keys.
+        kind: ``array`` restores as `numpy.ndarray` (or as what the target asks for), ``jax`` as
+            `jax.Array`, which without a target needs `device`; ``scalar`` is a rank-0 array that
+            restores as a Python number; ``string`` stands in `_strings.json`; the others are empty.
+        array_name: name of the array in the database; None for strings and empty containers.
+        shape: shape of a ``jax`` array as stored, for keys with their data dimension.
+        chunk_shape: chunk shape of a ``jax`` array.
+        device: ``jax`` only: the device to restore to without a target, as `str(device)` says.
+        key_impl: ``jax`` only: implementation of a typed PRNG key, for example ``threefry2x32``.
+        text: the value of a ``string`` leaf.
+    """
+
+    path: tuple[tuple[str, bool], ...]
+    kind: Kind
+    array_name: str | None = None
+    shape: tuple[int, ...] = ()
+    chunk_shape: tuple[int, ...] = ()
+    device: str | None = None
+    key_impl: str | None = None
+    text: str = ""
+
+    @property
+    def orbax_name(self) -> str:
+        """The name under which Orbax looks for the leaf."""
+        return ".".join([key for key, _ in self.path])
+
+
+def conflicts(leaves: Sequence[OrbaxLeaf]) -> list[int]:
+    """Indices of the leaves that Orbax would not find, or would mistake for others.
+
+    These are arrays stored under another name than Orbax computes, leaves whose names Orbax cannot
+    tell apart, strings whose place in `_strings.json` another one takes, and a lone leaf, which
+    Orbax has no name for.
+    """
+    names = Counter(leaf.orbax_name for leaf in leaves if leaf.kind not in _EMPTY)
+    strings = _place_strings(leaves)[1]
+    return [
+        row
+        for row, leaf in enumerate(leaves)
+        if not leaf.path
+        or row in strings
+        or (leaf.kind not in _EMPTY and names[leaf.orbax_name] > 1)
+        or (leaf.array_name is not None and leaf.array_name != leaf.orbax_name)
+    ]
+
+
+def encode_metadata(
+    leaves: Iterable[OrbaxLeaf], *, custom_metadata: JsonValue | Mapping[str, JsonValue] = None
+) -> bytes:
+    """The bytes of `_METADATA`."""
+    tails = {kind: _value_metadata(kind) for kind in _VALUE_TYPES}
+    entries = []
+    for leaf in leaves:
+        # What repr() makes of a tuple of strings: ('a', 'b'), and ('a',) for one.
+        name = repr(tuple([key for key, _ in leaf.path]))
+        keys = ",".join(
+            [
+                f'{{"key":{encode_basestring_ascii(key)},'
+                f'"key_type":{_KEY_TYPE_SEQUENCE if in_sequence else _KEY_TYPE_DICT}}}'
+                for key, in_sequence in leaf.path
+            ]
+        )
+        tail = tails[leaf.kind]
+        if leaf.kind == "jax":
+            tail = tail[:-1] + f',"write_shape":{list(leaf.shape)}}}'
+        entries.append(
+            f'{encode_basestring_ascii(name)}:{{"key_metadata":[{keys}],"value_metadata":{tail}}}'
+        )
+    rest = json.dumps(
+        {
+            "use_ocdbt": True,
+            "use_zarr3": True,
+            "store_array_data_equal_to_fill_value": True,
+            "custom_metadata": custom_metadata,
+        }
+    )
+    return f'{{"tree_metadata":{{{",".join(entries)}}},{rest[1:]}'.encode()
+
+
+def _value_metadata(kind: Kind) -> str:
+    return json.dumps(
+        {"value_type": _VALUE_TYPES[kind], "skip_deserialize": kind in _EMPTY},
+        separators=(",", ":"),
+    )
+
+
+def encode_strings(leaves: Iterable[OrbaxLeaf]) -> bytes | None:
+    """The bytes of `_strings.json`, or None when there are no strings."""
+    document, _ = _place_strings(leaves)
+    return json.dumps(document).encode() if document else None
+
+
+def _place_strings(leaves: Iterable[OrbaxLeaf]) -> tuple[dict[str, JsonValue], set[int]]:
+    """The document, and the rows of strings that have no place in it.
+
+    Orbax reads a string by the JSON pointer ``/<name>``, unescaped: a ``/`` in the name descends,
+    ``~1`` stands for ``/`` and ``~0`` for ``~``.
+    """
+    document: dict[str, JsonValue] = {}
+    refused = set()
+    for row, leaf in enumerate(leaves):
+        if leaf.kind != "string":
+            continue
+        *parents, last = leaf.orbax_name.split("/")
+        if any("~" in part.replace("~0", "").replace("~1", "") for part in (*parents, last)):
+            refused.add(row)
+            continue
+        at: JsonValue = document
+        for part in parents:
+            at = at.setdefault(_unescape(part), {}) if isinstance(at, dict) else None
+        if isinstance(at, dict) and _unescape(last) not in at:
+            at[_unescape(last)] = leaf.text
+        else:
+            refused.add(row)
+    return document, refused
+
+
+def _unescape(part: str) -> str:
+    return part.replace("~1", "/").replace("~0", "~")
+
+
+def encode_sharding(leaves: Iterable[OrbaxLeaf]) -> bytes | None:
+    """The bytes of `_sharding`, or None when no leaf names a device."""
+    document = {
+        base64.urlsafe_b64encode(leaf.orbax_name.encode()).decode(): json.dumps(
+            {"sharding_type": "SingleDeviceSharding", "device_str": leaf.device}
+        )
+        for leaf in leaves
+        if leaf.kind == "jax" and leaf.device is not None
+    }
+    return json.dumps(document).encode() if document else None
+
+
+def encode_array_metadatas(leaves: Iterable[OrbaxLeaf]) -> bytes | None:
+    """The bytes of `array_metadatas/process_0`, or None when there are no typed PRNG keys."""
+    arrays = [leaf for leaf in leaves if leaf.kind == "jax" and leaf.key_impl is not None]
+    if not arrays:
+        return None
+    entries = [
+        {
+            "array_metadata": {
+                "param_name": leaf.orbax_name,
+                "write_shape": leaf.shape,
+                "chunk_shape": leaf.chunk_shape,
+                "ext_metadata": {"random_key_impl": leaf.key_impl},
+            }
+        }
+        for leaf in arrays
+    ]
+    return json.dumps({"array_metadatas": entries}).encode()
+
+
+def encode_files(
+    leaves: Sequence[OrbaxLeaf], *, custom_metadata: JsonValue | Mapping[str, JsonValue] = None
+) -> dict[str, bytes]:
+    """All files that Orbax needs beside the database, by path in the database's directory."""
+    files = {
+        METADATA_FILE: encode_metadata(leaves, custom_metadata=custom_metadata),
+        STRINGS_FILE: encode_strings(leaves),
+        SHARDING_FILE: encode_sharding(leaves),
+        ARRAY_METADATA_FILE: encode_array_metadatas(leaves),
+    }
+    return {path: data for path, data in files.items() if data is not None}

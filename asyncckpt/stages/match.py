@@ -1,0 +1,375 @@
+"""Match: which saved leaf goes where, decided before any payload is read.
+
+Pure: it sees the record and the targets; every mismatch is listed at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from asyncckpt.errors import (
+    DtypeMismatchError,
+    MismatchError,
+    ShapeMismatchError,
+    TreeMismatchError,
+    UnsupportedFormatError,
+)
+from asyncckpt.format.record import SCALAR_KINDS, decode_scalar
+from asyncckpt.ports import ArrayAdapter, Target
+from asyncckpt.spec import DTYPES, ArraySpec
+from asyncckpt.stages.opened import OpenCheckpoint
+
+LISTED = 20
+"""Mismatches written out in one error; the rest is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One leaf of the target: an array with its adapter, or a Python scalar."""
+
+    path: str
+    leaf: Any
+    adapter: ArrayAdapter | None = None
+    target: Target | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Assignment:
+    """One saved leaf and what becomes of it.
+
+    Attributes:
+        number: ordinal of the target's leaf (of the saved leaf when restoring without a target).
+        path: its path.
+        saved: ordinal of the saved leaf.
+        array: array that holds it, -1 for scalars of the record.
+        spec: stored shape and dtype of the array.
+        wanted: the target, or None.
+        scalar: value of a scalar from the record.
+        values: host memory of an array, once allocated.
+    """
+
+    number: int
+    path: str
+    saved: int
+    array: int = -1
+    spec: ArraySpec | None = None
+    wanted: Wanted | None = None
+    scalar: Any = None
+    values: Any = None
+
+
+@dataclass(slots=True, eq=False)
+class Matching:
+    """The outcome of matching.
+
+    Attributes:
+        assignments: what is restored.
+        missing: paths of the target that the checkpoint lacks.
+        unexpected: paths of the checkpoint that the target lacks.
+        additions: saved leaves below a stateful object that its present state dict lacks (the
+            state of a fresh optimizer).
+    """
+
+    assignments: list[Assignment] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    additions: list[Assignment] = field(default_factory=list)
+
+
+def saved_arrays(opened: OpenCheckpoint, paths: Sequence[str]) -> list[int]:
+    """The array of every saved leaf, -1 for scalars.
+
+    Raises:
+        UnsupportedFormatError: a leaf is stored in several pieces.
+    """
+    arrays: list[int] = []
+    for leaf, pieces in enumerate(opened.record.leaf_arrays()):
+        if len(pieces) > 1:
+            raise UnsupportedFormatError(
+                f"{paths[leaf]}: {opened.location} stores this leaf in {len(pieces)} pieces; "
+                "restore it with a newer release",
+                path=paths[leaf],
+                location=opened.location,
+            )
+        arrays.append(pieces[0].array if pieces else -1)
+    return arrays
+
+
+def match(
+    opened: OpenCheckpoint,
+    paths: Sequence[str],
+    wanted: Sequence[Wanted],
+    *,
+    selected: set[int] | None,
+    strict: bool,
+    cast: bool,
+    free: Callable[[str], bool],
+) -> Matching:
+    """Which saved leaf goes to which leaf of the target.
+
+    Args:
+        opened: the checkpoint.
+        paths: path of every saved leaf.
+        wanted: the target's leaves.
+        selected: saved leaves chosen by `include`, or None for all.
+        strict: missing and unexpected leaves are errors.
+        cast: other dtypes are accepted.
+        free: whether a path lies in a state dict whose owner decides what fits.
+
+    Raises:
+        TreeMismatchError: leaves are missing or unexpected.
+        ShapeMismatchError: shapes differ.
+        DtypeMismatchError: dtypes differ.
+        MismatchError: several of these.
+    """
+    arrays = saved_arrays(opened, paths)
+    place = {path: leaf for leaf, path in enumerate(paths)}
+    result = Matching()
+    faults: list[MismatchError] = []
+    seen = set()
+    chosen = {paths[leaf] for leaf in selected} if selected is not None else None
+    for number, want in enumerate(wanted):
+        if chosen is not None and want.path not in chosen:
+            continue
+        saved = place.get(want.path)
+        if saved is None:
+            if not free(want.path):
+                result.missing.append(want.path)
+            continue
+        seen.add(saved)
+        if free(want.path) and (arrays[saved] < 0) != (want.target is None):
+            result.additions.append(_saved(opened, want.path, saved, arrays[saved]))
+            continue
+        assignment = _assign(opened, number, want, saved, arrays[saved], cast, faults)
+        result.assignments.append(assignment)
+    for leaf, path in enumerate(paths):
+        if leaf in seen or (selected is not None and leaf not in selected):
+            continue
+        if free(path):
+            result.additions.append(_saved(opened, path, leaf, arrays[leaf]))
+        else:
+            result.unexpected.append(path)
+    if strict:
+        for path in result.missing:
+            faults.append(
+                TreeMismatchError(
+                    f"{path}: the target has this leaf, the checkpoint does not",
+                    path=path,
+                    expected="a leaf",
+                    found="nothing",
+                )
+            )
+        for path in result.unexpected:
+            faults.append(
+                TreeMismatchError(
+                    f"{path}: the checkpoint has this leaf, the target does not",
+                    path=path,
+                    expected="nothing",
+                    found="a leaf",
+                )
+            )
+    if faults:
+        raise _combined(opened.location, faults)
+    return result
+
+
+def match_saved(
+    opened: OpenCheckpoint, paths: Sequence[str], selected: set[int] | None
+) -> list[Assignment]:
+    """Assignments for restoring what was saved, without a target."""
+    arrays = saved_arrays(opened, paths)
+    return [
+        _saved(opened, path, leaf, arrays[leaf])
+        for leaf, path in enumerate(paths)
+        if selected is None or leaf in selected
+    ]
+
+
+def _saved(opened: OpenCheckpoint, path: str, leaf: int, array: int) -> Assignment:
+    if array >= 0:
+        return Assignment(leaf, path, leaf, array, opened.specs[array])
+    leaves = opened.record.leaves
+    return Assignment(leaf, path, leaf, scalar=decode_scalar(leaves.kind[leaf], leaves.value[leaf]))
+
+
+def _assign(
+    opened: OpenCheckpoint,
+    number: int,
+    want: Wanted,
+    saved: int,
+    array: int,
+    cast: bool,
+    faults: list[MismatchError],
+) -> Assignment:
+    record = opened.record
+    result = Assignment(number, want.path, saved, array, wanted=want)
+    kind = record.leaves.kind[saved]
+    if kind in SCALAR_KINDS:
+        result.scalar = decode_scalar(kind, record.leaves.value[saved])
+        _match_scalar(result, want, faults)
+        return result
+    spec = result.spec = opened.specs[array]
+    extra = record.leaves.extra.get(saved, {})
+    if want.target is None:
+        if extra.get("python") == "bytes" and type(want.leaf) is bytes:
+            return result
+        _match_array_to_scalar(spec, want, faults)
+        return result
+    target = want.target
+    if target.spec.shape != spec.shape:
+        faults.append(
+            ShapeMismatchError(
+                f"{want.path}: the checkpoint holds shape {_shape(spec.shape)}, the target wants "
+                f"{_shape(target.spec.shape)}",
+                path=want.path,
+                expected=target.spec.shape,
+                found=spec.shape,
+            )
+        )
+    elif target.spec.dtype != spec.dtype and not cast:
+        faults.append(
+            DtypeMismatchError(
+                f"{want.path}: the checkpoint holds {spec.dtype}, the target wants "
+                f"{target.spec.dtype}; cast=True converts",
+                path=want.path,
+                expected=target.spec.dtype,
+                found=spec.dtype,
+            )
+        )
+    elif (fault := _key_fault(extra, target.extra)) is not None:
+        faults.append(
+            DtypeMismatchError(
+                f"{want.path}: {fault}",
+                path=want.path,
+                expected=target.extra.get("prng_impl"),
+                found=extra.get("prng_impl"),
+            )
+        )
+    return result
+
+
+def _key_fault(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    have, want = saved.get("prng_impl"), wanted.get("prng_impl")
+    if have == want:
+        return None
+    if want is None:
+        return f"the checkpoint holds PRNG keys ({have}), the target an array"
+    if have is None:
+        return f"the checkpoint holds an array, the target wants PRNG keys ({want})"
+    return f"the checkpoint holds PRNG keys of {have}, the target wants {want}"
+
+
+def _match_scalar(result: Assignment, want: Wanted, faults: list[MismatchError]) -> None:
+    value = result.scalar
+    if want.target is None:
+        if type(want.leaf) is not type(value):
+            faults.append(
+                DtypeMismatchError(
+                    f"{want.path}: the checkpoint holds a {type(value).__name__}, the target a "
+                    f"{type(want.leaf).__name__}",
+                    path=want.path,
+                    expected=type(want.leaf).__name__,
+                    found=type(value).__name__,
+                )
+            )
+        return
+    spec = want.target.spec
+    if spec.shape != () or not fits(value, spec.dtype):
+        faults.append(
+            DtypeMismatchError(
+                f"{want.path}: the checkpoint holds the {type(value).__name__} {value!r:.40}, "
+                f"which does not fit into the target's {spec}",
+                path=want.path,
+                expected=str(spec),
+                found=type(value).__name__,
+            )
+        )
+
+
+def _match_array_to_scalar(spec: ArraySpec, want: Wanted, faults: list[MismatchError]) -> None:
+    if spec.shape != () or numeric_class(spec.dtype) != numeric_class(type(want.leaf).__name__):
+        faults.append(
+            DtypeMismatchError(
+                f"{want.path}: the checkpoint holds an array {spec}, the target a "
+                f"{type(want.leaf).__name__}",
+                path=want.path,
+                expected=type(want.leaf).__name__,
+                found=str(spec),
+            )
+        )
+
+
+def numeric_class(dtype: str) -> str:
+    """`bool`, `int`, `float` or `complex`, for names of dtypes and Python types; else the name."""
+    for prefix, kind in (
+        ("bool", "bool"),
+        ("uint", "int"),
+        ("int", "int"),
+        ("bfloat", "float"),
+        ("float", "float"),
+        ("complex", "complex"),
+    ):
+        if dtype.startswith(prefix):
+            return kind
+    return dtype
+
+
+def fits(value: object, dtype: str) -> bool:
+    """Whether a rank-0 array of this dtype holds the scalar, of the same numeric class."""
+    if numeric_class(dtype) != type(value).__name__:
+        return False
+    if isinstance(value, int) and not isinstance(value, bool):
+        bits = DTYPES[dtype].itemsize * 8 if dtype != "int4" else 4
+        low, high = (0, 1 << bits) if dtype.startswith("u") else (-(1 << bits - 1), 1 << bits - 1)
+        return low <= value < high
+    if isinstance(value, float) and math.isfinite(value):
+        with np.errstate(over="ignore"):
+            return bool(np.isfinite(np.float64(value).astype(DTYPES[dtype]).astype(np.float64)))
+    return True
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+
+
+def _combined(location: str, faults: list[MismatchError]) -> MismatchError:
+    kinds = {type(fault) for fault in faults}
+    kind = kinds.pop() if len(kinds) == 1 else MismatchError
+    if len(faults) == 1:
+        (only,) = faults
+        return kind(
+            f"{only}; {location}: nothing was read. {_ADVICE[type(only)]}",
+            path=only.path,
+            stage="plan",
+            location=location,
+            expected=only.expected,
+            found=only.found,
+        )
+    lines = [f"  {fault}" for fault in faults[:LISTED]]
+    if len(faults) > LISTED:
+        lines.append(f"  … and {len(faults) - LISTED} more")
+    advice = " ".join(dict.fromkeys(_ADVICE[type(fault)] for fault in faults))
+    return kind(
+        f"{location}: {len(faults)} leaves do not fit the target; nothing was read. {advice}\n"
+        + "\n".join(lines),
+        path=faults[0].path,
+        stage="plan",
+        location=location,
+        expected=[fault.expected for fault in faults],
+        found=[fault.found for fault in faults],
+    )
+
+
+_ADVICE: dict[type[MismatchError], str] = {
+    TreeMismatchError: "Pass strict=False to restore what both have, or choose with include=.",
+    ShapeMismatchError: (
+        "Pass a target of the saved shape, or leave the path out with include=."
+    ),
+    DtypeMismatchError: "Pass a target of the saved dtype, or leave the path out with include=.",
+    MismatchError: "",
+}

@@ -1,0 +1,256 @@
+"""Read access to one checkpoint in a local directory."""
+
+# Rule 1: the directory is opened once, so that everything read comes from one checkpoint, also
+#   when another takes its name meanwhile.
+# Rule 2: below it no link is followed and only regular files are read.
+# Rule 3: direct reads go only into memory that the caller says no forked child shares.
+
+from __future__ import annotations
+
+import errno
+import os
+import posixpath
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from asyncckpt.errors import CheckpointNotFoundError, ClosedError, CorruptCheckpointError
+from asyncckpt.flow.threads import Workers
+from asyncckpt.ports import Bytes
+from asyncckpt.stores.attempt import to_the_end
+from asyncckpt.stores.failures import reported, store_error
+from asyncckpt.stores.layout import path_parts
+from asyncckpt.stores.posix import PAGE_NBYTES, Descriptor, cached, open_regular, read_all
+
+MAX_OPEN_FILES = 64
+"""Descriptors kept per checkpoint, far below the usual limit of 1024 for a process."""
+
+DIRECT_READ_MIN_NBYTES = 1 << 20
+"""Smaller reads gain nothing from going past the page cache."""
+
+BUFFERS_PER_CALL = min(1024, os.sysconf("SC_IOV_MAX") if sys.platform != "win32" else 1024)
+"""Buffers that one `preadv` takes."""
+
+_LINK_ERRORS = {errno.ELOOP, errno.ENOTDIR, errno.EINVAL, errno.ENXIO, errno.EMLINK}
+
+
+class LocalFiles:
+    """The files of one checkpoint. Made by `LocalStore.files`; nothing is open yet."""
+
+    def __init__(self, location: str, workers: Workers) -> None:
+        self.location = location
+        self._workers = workers
+        self._lock = threading.Lock()
+        self._directory: Descriptor | None = None
+        self._open: OrderedDict[tuple[str, bool], Descriptor] = OrderedDict()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"LocalFiles({self.location!r})"
+
+    async def read(self, path: str, *, max_nbytes: int) -> bytes:
+        """The whole content of a small file.
+
+        Cancellation: waits for the thread, then raises.
+
+        Raises:
+            CheckpointNotFoundError: the file does not exist.
+            CorruptCheckpointError: it is larger than `max_nbytes`, no regular file, or reached
+                through a symbolic link.
+            StoreError: reading failed.
+        """
+        return await self._workers.run(self._read, path, max_nbytes)
+
+    def _read(self, path: str, max_nbytes: int) -> bytes:
+        fd = self._open_file(path)
+        try:
+            with reported("reading", self._full(path)):
+                size = os.fstat(fd).st_size
+                data = read_all(fd, max_nbytes) if size <= max_nbytes else b""
+        finally:
+            os.close(fd)
+        found = max(size, len(data))
+        if found > max_nbytes:
+            raise CorruptCheckpointError(
+                f"{self._full(path)}: {found} bytes, expected at most {max_nbytes}; "
+                "the file is damaged or not what it is taken for: use another checkpoint",
+                file=path,
+                location=self.location,
+                expected=max_nbytes,
+                found=found,
+            )
+        return data
+
+    async def read_into(
+        self, path: str, offset: int, buffers: Sequence[Bytes], *, direct: bool = False
+    ) -> None:
+        """The buffers are filled, one after the other, from a run of the file at `offset`.
+
+        Args:
+            path: relative path of the file.
+            offset: where the run begins, in bytes.
+            buffers: what to fill.
+            direct: the buffers are memory that no forked child shares; runs of at least 1 MiB
+                whose address, offset and length are multiples of `PAGE_NBYTES` and that the page
+                cache does not hold are read past it.
+
+        Cancellation: waits until the thread no longer writes to the buffers, then raises.
+
+        Raises:
+            CheckpointNotFoundError: the file does not exist.
+            CorruptCheckpointError: the file ends before the last buffer is full.
+            StoreError: reading failed.
+        """
+        await self._workers.run(self._read_into, path, offset, buffers, direct)
+
+    def _read_into(self, path: str, offset: int, buffers: Sequence[Bytes], direct: bool) -> None:
+        with reported("reading", self._full(path)):
+            file = self._descriptor(path)
+            with file.use() as fd:
+                at = offset
+                pending: list[memoryview] = []
+                pending_at = at
+                for buffer in buffers:
+                    if direct and _is_aligned(at, buffer) and not cached(fd, at, buffer.size):
+                        self._fill(fd, path, pending_at, pending, offset, at)
+                        done = self._fill_direct(path, at, buffer)
+                        pending, pending_at = [memoryview(buffer)[done:]], at + done
+                    elif buffer.size:
+                        pending.append(memoryview(buffer))
+                    at += buffer.size
+                self._fill(fd, path, pending_at, pending, offset, at)
+
+    def _fill(
+        self, fd: int, path: str, at: int, views: list[memoryview], offset: int, end: int
+    ) -> None:
+        views = [view for view in views if len(view)]
+        first = 0
+        while first < len(views):
+            count = os.preadv(fd, views[first : first + BUFFERS_PER_CALL], at)
+            if count == 0:
+                raise CorruptCheckpointError(
+                    f"{self._full(path)}: the file ends at byte {os.fstat(fd).st_size}, expected "
+                    f"bytes {offset} to {end}; it is truncated: use another checkpoint",
+                    file=path,
+                    offset=at,
+                    location=self.location,
+                    expected=end,
+                    found=os.fstat(fd).st_size,
+                )
+            at += count
+            while first < len(views) and count >= len(views[first]):
+                count -= len(views[first])
+                first += 1
+            if count:
+                views[first] = views[first][count:]
+
+    def _fill_direct(self, path: str, at: int, buffer: Bytes) -> int:
+        """Bytes read past the page cache; the rest is for an ordinary read."""
+        view = memoryview(buffer)
+        done = 0
+        try:
+            with self._descriptor(path, direct=True).use() as fd:
+                while done < len(view):
+                    count = os.preadv(fd, [view[done:]], at + done)
+                    done += count
+                    if count == 0 or done % PAGE_NBYTES:
+                        break
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP):
+                raise
+        return done
+
+    async def close(self) -> None:
+        """File descriptors are closed, those in use when their readers end. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            await to_the_end(self._workers, self._close)
+
+    def _close(self) -> None:
+        with self._lock:
+            files, self._open = list(self._open.values()), OrderedDict()
+            directory, self._directory = self._directory, None
+        for file in files:
+            file.close()
+        if directory is not None:
+            directory.close()
+
+    # ------------------------------------------------------------------------------ descriptors
+
+    def _descriptor(self, path: str, *, direct: bool = False) -> Descriptor:
+        key = (path, direct)
+        with self._lock:
+            if key in self._open:
+                self._open.move_to_end(key)
+                return self._open[key]
+        flags = os.O_DIRECT if direct and sys.platform != "darwin" else 0
+        file = Descriptor(self._open_file(path, flags))
+        oldest = None
+        with self._lock:
+            if self._closed or key in self._open:
+                oldest, file = file, self._open.get(key, file)
+            else:
+                self._open[key] = file
+                if len(self._open) > MAX_OPEN_FILES:
+                    _, oldest = self._open.popitem(last=False)
+        if oldest is not None:
+            oldest.close()
+        return file
+
+    def _open_file(self, path: str, flags: int = 0) -> int:
+        parts = path_parts(path)
+        if parts is None:
+            raise CorruptCheckpointError(
+                f"{self.location}: {path!r} leads out of the checkpoint; "
+                "it is damaged or hostile: use another checkpoint",
+                file=path,
+                location=self.location,
+                found=path,
+            )
+        try:
+            with self._opened_directory().use() as directory:
+                return open_regular(directory, parts, flags)
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(
+                f"{self._full(path)}: no such file; there is no checkpoint here, or it was "
+                "deleted while it was being read",
+                location=self.location,
+                found=path,
+            ) from error
+        except OSError as error:
+            if flags or error.errno not in _LINK_ERRORS:
+                raise store_error("opening", self._full(path), error) from error
+            raise CorruptCheckpointError(
+                f"{self._full(path)}: expected a regular file that is not reached through a "
+                f"symbolic link, found something else ({error.strerror}); "
+                "links out of a checkpoint are not followed",
+                file=path,
+                location=self.location,
+                expected="a regular file",
+                found=error.strerror,
+            ) from error
+
+    def _opened_directory(self) -> Descriptor:
+        with self._lock:
+            if self._closed:
+                raise ClosedError(
+                    f"{self.location}: these files were closed; ask the store for them again",
+                    location=self.location,
+                )
+            if self._directory is None:
+                flags = os.O_RDONLY | os.O_DIRECTORY
+                self._directory = Descriptor(os.open(self.location, flags))
+            return self._directory
+
+    def _full(self, path: str) -> str:
+        return posixpath.join(self.location, path)
+
+
+def _is_aligned(offset: int, buffer: Bytes) -> bool:
+    return (
+        buffer.size >= DIRECT_READ_MIN_NBYTES
+        and offset % PAGE_NBYTES == 0
+        and buffer.size % PAGE_NBYTES == 0
+        and buffer.__array_interface__["data"][0] % PAGE_NBYTES == 0
+    )

@@ -1,0 +1,238 @@
+"""Checkpoints in a local directory: durable, atomic, and safe against other processes.
+
+Reading needs no right to write and creates nothing. POSIX only.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Literal
+
+from asyncckpt.errors import CheckpointNotFoundError, UsageError
+from asyncckpt.flow.threads import Workers
+from asyncckpt.ports import StoreCapabilities
+from asyncckpt.stores.attempt import Context, LocalAttempt, to_the_end
+from asyncckpt.stores.datafile import DirectWrites
+from asyncckpt.stores.failures import reported
+from asyncckpt.stores.files import LocalFiles
+from asyncckpt.stores.layout import (
+    CONTROL,
+    RECORD_FILE,
+    Layout,
+    check_name,
+    check_save_id,
+)
+from asyncckpt.stores.layout import open_local as open_local
+from asyncckpt.stores.locks import (
+    Machine,
+    remove_owner,
+    root_lock,
+    this_machine,
+    try_lock,
+    unlock,
+    write_owner,
+)
+from asyncckpt.stores.posix import PAGE_NBYTES, flush_directory, remove_tree
+from asyncckpt.stores.publish import IsValid
+from asyncckpt.stores.sweep import sweep, tidy
+
+
+def _exists(record: bytes) -> bool:
+    return True
+
+
+class LocalStore:
+    """A directory that holds checkpoints by name.
+
+    Args:
+        root: the directory; it need not exist before the first save.
+        workers: threads for every blocking call.
+        direct_io: write past the page cache where it works (``"auto"``), insist on it, or never.
+        is_valid: whether the content of a record file is a commit record. A directory that has
+            none is not a checkpoint: a save under its name moves it to `.asyncckpt/aside-…`.
+        machine: host and boot that owner files are compared with; None: this machine's.
+
+    Raises:
+        UsageError: Windows, which has neither the renames nor the flushes this rests on.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        workers: Workers,
+        *,
+        direct_io: bool | Literal["auto"] = "auto",
+        is_valid: IsValid = _exists,
+        machine: Machine | None = None,
+    ) -> None:
+        if sys.platform == "win32":
+            raise UsageError(
+                "local checkpoints need Linux or macOS: Windows has no atomic directory rename "
+                "and no flush of directories; use WSL or an object store"
+            )
+        self.url = os.path.abspath(os.fsdecode(root))
+        self.capabilities = (
+            StoreCapabilities("any")
+            if direct_io is False
+            else StoreCapabilities("aligned", alignment_nbytes=PAGE_NBYTES)
+        )
+        self._layout = Layout(self.url)
+        self._workers = workers
+        self._machine = machine or this_machine()
+        self._context = Context(
+            self._layout, workers, self._machine, DirectWrites(direct_io), is_valid
+        )
+        self._files: weakref.WeakSet[LocalFiles] = weakref.WeakSet()
+        self._wrote = False
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self.url!r})"
+
+    async def begin(
+        self,
+        name: str,
+        save_id: str,
+        *,
+        epoch: int = 0,
+        overwrite: bool = False,
+        private: bool = False,
+    ) -> LocalAttempt:
+        """An attempt to publish `name` is open in a directory of its own, which it has locked.
+
+        The root and its missing parents are created durably.
+
+        Cancellation: waits for the thread, removes the directory, then raises.
+
+        Raises:
+            UsageError: the name is not one path part, or the save id was used before.
+            StoreError: the directory cannot be made.
+        """
+        if epoch < 0:
+            raise UsageError(f"epoch={epoch}: pass a non-negative integer", found=epoch)
+        attempt = LocalAttempt(
+            self._context,
+            check_name(name),
+            check_save_id(save_id),
+            epoch=epoch,
+            overwrite=overwrite,
+            private=private,
+        )
+        self._wrote = True
+        try:
+            await self._workers.run(attempt.open)
+        except BaseException:
+            await attempt.abort()
+            raise
+        return attempt
+
+    async def names(self) -> list[str]:
+        """Names of all directories below the root, in no order; none if there is no root.
+
+        Raises:
+            StoreError: the root cannot be read.
+        """
+        return await self._workers.run(self._names)
+
+    def _names(self) -> list[str]:
+        with reported("listing", self.url):
+            try:
+                with os.scandir(self.url) as entries:
+                    return [e.name for e in entries if e.name != CONTROL and e.is_dir()]
+            except FileNotFoundError:
+                return []
+
+    def files(self, name: str) -> LocalFiles:
+        """Read access to one checkpoint; nothing is opened yet."""
+        files = LocalFiles(self._layout.target(check_name(name)), self._workers)
+        self._files.add(files)
+        return files
+
+    async def delete(self, name: str) -> None:
+        """The checkpoint is gone: its name durably before its bytes.
+
+        A symbolic link is removed, not what it leads to.
+
+        Cancellation: waits for the thread, then raises.
+
+        Raises:
+            CheckpointNotFoundError: there was none.
+            StoreError: it could not be moved or removed.
+        """
+        check_name(name)
+        self._wrote = True
+        await self._workers.run(self._delete, name)
+
+    def _delete(self, name: str) -> None:
+        target = self._layout.target(name)
+        if not os.path.isdir(target):
+            raise self._not_found(target)
+        trash = self._layout.leftover("trash", name, secrets.token_hex(8))
+        fd = -1
+        try:
+            with reported("deleting", target):
+                with root_lock(self._layout):
+                    write_owner(trash, self._machine, name, "", 0o600)
+                    fd = self._open_and_lock(target)
+                    os.rename(target, trash)
+                    self._flush_deletion(target, trash)
+                remove_tree(trash, first=RECORD_FILE)
+        except FileNotFoundError:
+            raise self._not_found(target) from None
+        finally:
+            if not os.path.lexists(trash):
+                remove_owner(trash)
+            if fd >= 0:
+                unlock(fd)
+                os.close(fd)
+
+    def _open_and_lock(self, target: str) -> int:
+        # The lock tells sweepers that the deletion is alive. Whoever published it may not have
+        # let go yet: then it is that lock which keeps them away.
+        fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
+        try_lock(fd)
+        return fd
+
+    def _flush_deletion(self, target: str, trash: str) -> None:
+        try:
+            flush_directory(self._layout.root)
+            flush_directory(self._layout.control)
+        except OSError:
+            # After power loss the name could be back: its bytes must then be there.
+            os.rename(trash, target)
+            raise
+
+    def _not_found(self, target: str) -> CheckpointNotFoundError:
+        return CheckpointNotFoundError(
+            f"{target}: there is no checkpoint to delete", location=target
+        )
+
+    async def sweep(self) -> Sequence[str]:
+        """Leftovers of attempts and deletions that can be proven dead are gone; returns their names.
+
+        See `asyncckpt.stores.sweep` for what counts as proof.
+
+        Cancellation: waits for the thread, then raises.
+
+        Raises:
+            StoreError: removing failed.
+        """
+        return await self._workers.run(self._sweep)
+
+    def _sweep(self) -> list[str]:
+        with reported("sweeping", self._layout.control):
+            return sweep(self._layout, self._machine)
+
+    async def close(self) -> None:
+        """Descriptors are closed, and empty directories of ours are gone. Idempotent."""
+        for files in list(self._files):
+            await files.close()
+        if self._wrote:
+            self._wrote = False
+            await to_the_end(self._workers, self._tidy)
+
+    def _tidy(self) -> None:
+        tidy(self._layout)

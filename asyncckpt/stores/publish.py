@@ -1,0 +1,292 @@
+"""The last step of a save: one rename that makes a finished directory the checkpoint.
+
+Without anything in the way it is `renameat2(RENAME_NOREPLACE)` and a flush of the root. Whatever
+must be replaced or moved aside is so under the root's lock, and two directories change places
+with `RENAME_EXCHANGE` so that there is no moment without a checkpoint.
+"""
+
+# Rule 1: what stood at the name leaves it only after it was inspected under the lock; others that
+#   replace or delete hold the lock too, and an ordinary publication never replaces.
+# Rule 2: an old checkpoint is removed only after the flush of the root has succeeded.
+# Rule 3: a directory that is no checkpoint may be a person's work: it is moved, never removed.
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from asyncckpt.errors import CheckpointExistsError, SaveError
+from asyncckpt.options import MAX_RECORD_NBYTES
+from asyncckpt.stores.failures import reported, store_error
+from asyncckpt.stores.layout import RECORD_FILE, Layout
+from asyncckpt.stores.locks import Machine, leads_to, remove_owner, root_lock, write_owner
+from asyncckpt.stores.posix import (
+    UnsupportedCallError,
+    flush_directory,
+    open_regular,
+    read_all,
+    remove_tree,
+    rename_exchange,
+    rename_noreplace,
+)
+
+log = logging.getLogger("asyncckpt.stores")
+
+IsValid = Callable[[bytes], bool]
+"""Whether the content of a record file is a commit record. Stores know no records."""
+
+Found = Literal["nothing", "ours", "checkpoint", "directory", "other"]
+
+
+def record_at(directory: str) -> bytes | None:
+    """The record file in a directory, or None when there is none that can be read."""
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        file = open_regular(fd, (RECORD_FILE,))
+        try:
+            data = read_all(file, MAX_RECORD_NBYTES)
+        finally:
+            os.close(file)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENOTDIR):
+            return None
+        raise
+    finally:
+        os.close(fd)
+    return data if len(data) <= MAX_RECORD_NBYTES else None
+
+
+@dataclass(slots=True)
+class Publication:
+    """One publication, run once in a worker thread; its outcome stays here.
+
+    Attributes:
+        source: the attempt's directory.
+        directory: a descriptor of it, which `source` must still lead to.
+        record: the record in it, which tells our checkpoint from any other.
+        started: the rename may have been issued; from here on the outcome must be awaited.
+        error: why it failed, or None.
+        keep_source: what is at `source` now is a checkpoint that may be needed again.
+    """
+
+    layout: Layout
+    machine: Machine
+    is_valid: IsValid
+    source: str
+    directory: int
+    name: str
+    save_id: str
+    record: bytes
+    overwrite: bool
+    mode: int
+    started: bool = False
+    error: BaseException | None = None
+    keep_source: bool = False
+
+    def run(self) -> None:
+        """The checkpoint is visible and durable, and what it replaced is gone.
+
+        Raises:
+            CheckpointExistsError: the name is taken by a checkpoint (without `overwrite`) or file.
+            SaveError: the flush failed; `visible` says whether the rename could be taken back.
+            StoreError: the rename failed; nothing is visible.
+        """
+        self.started = True
+        try:
+            with reported("publishing the checkpoint", self.target):
+                old = self._publish()
+            if old is not None:
+                self._remove_old(old)
+        except BaseException as error:
+            self.error = error
+            raise
+
+    @property
+    def target(self) -> str:
+        """Where the checkpoint is published."""
+        return self.layout.target(self.name)
+
+    def _publish(self) -> str | None:
+        self._check_source()
+        try:
+            rename_noreplace(self.source, self.target)
+        except (FileExistsError, UnsupportedCallError):
+            return self._publish_locked()
+        except OSError as error:
+            # A network file system may answer with an error to a rename that it has done.
+            if self._find() != "ours":
+                raise self._rename_error(error) from error
+        self._flush_root(None)
+        return None
+
+    def _check_source(self) -> None:
+        # A takeover renames the epoch's directory: then this path leads nowhere.
+        if not leads_to(self.source, self.directory):
+            raise SaveError(
+                f"{self.source}: the directory of this attempt has gone before it was published: "
+                "another process has taken over or removed it; nothing of this save is visible",
+                location=self.target,
+            )
+
+    def _publish_locked(self) -> str | None:
+        with root_lock(self.layout):
+            while True:
+                found = self._find()
+                if found == "ours":
+                    self._flush_root(None)
+                    return None
+                if found == "other" or (found == "checkpoint" and not self.overwrite):
+                    raise self._exists_error(found)
+                if found == "checkpoint":
+                    return self._replace()
+                if found == "directory":
+                    self._move_aside()
+                try:
+                    self._rename_free()
+                except FileExistsError:
+                    continue
+                except OSError as error:
+                    raise self._rename_error(error) from error
+                self._flush_root(None)
+                return None
+
+    def _find(self) -> Found:
+        try:
+            mode = os.lstat(self.target).st_mode
+        except FileNotFoundError:
+            return "nothing"
+        if not stat.S_ISDIR(mode) and not os.path.isdir(self.target):
+            return "other"
+        record = record_at(self.target)
+        if record is None:
+            return "directory" if stat.S_ISDIR(mode) else "other"
+        if record == self.record:
+            return "ours"
+        return "checkpoint" if self.is_valid(record) else "directory"
+
+    def _rename_free(self) -> None:
+        try:
+            rename_noreplace(self.source, self.target)
+        except UnsupportedCallError:
+            # Under the lock nobody of ours gets between the look and the rename.
+            if os.path.lexists(self.target):
+                raise FileExistsError(errno.EEXIST, "File exists", self.target) from None
+            os.rename(self.source, self.target)
+
+    def _replace(self) -> str:
+        """The new checkpoint is in place, durably; returns where the old one is."""
+        try:
+            rename_exchange(self.source, self.target)
+        except UnsupportedCallError:
+            return self._replace_in_two_steps()
+        except OSError as error:
+            if self._find() != "ours":
+                raise self._rename_error(error) from error
+        self._flush_root(self.source)
+        return self.source
+
+    def _replace_in_two_steps(self) -> str:
+        # A crash between the two renames: `sweep` finds the owner file and puts the old one back.
+        old = self.layout.leftover("old", self.name, self.save_id)
+        try:
+            write_owner(old, self.machine, self.name, self.save_id, self.mode)
+            flush_directory(self.layout.control)
+            os.rename(self.target, old)
+        except OSError as error:
+            remove_owner(old)
+            raise self._rename_error(error) from error
+        try:
+            self._rename_free()
+        except OSError as error:
+            os.rename(old, self.target)
+            remove_owner(old)
+            raise self._rename_error(error) from error
+        self._flush_root(old)
+        return old
+
+    def _move_aside(self) -> None:
+        aside = self.layout.leftover("aside", self.name, self.save_id)
+        try:
+            if os.path.lexists(aside):
+                raise FileExistsError(errno.EEXIST, "File exists", aside)
+            os.rename(self.target, aside)
+        except OSError as error:
+            raise self._rename_error(error) from error
+        log.warning(
+            "%s: a directory without a valid commit record stood here; it was moved to %s "
+            "and is kept until you remove it",
+            self.target,
+            aside,
+        )
+
+    def _flush_root(self, old: str | None) -> None:
+        """The renames are durable, or taken back.
+
+        Raises:
+            SaveError: they are not durable.
+        """
+        try:
+            flush_directory(self.layout.root)
+        except OSError as error:
+            undone = self._undo(old)
+            self.keep_source = old == self.source and not undone
+            visible = not undone and self._is_visible()
+            name = errno.errorcode.get(error.errno or 0, "OSError")
+            state = (
+                "the checkpoint is visible but may not survive power loss"
+                if visible
+                else "the rename was taken back and nothing of this save is visible"
+            )
+            raise SaveError(
+                f"{self.target}: flushing the directory after the rename failed: "
+                f"{error.strerror} ({name}); {state}. Check the disk, then save again",
+                visible=visible,
+                durable=False,
+                location=self.target,
+                found=name,
+            ) from error
+
+    def _undo(self, old: str | None) -> bool:
+        try:
+            if old == self.source:
+                rename_exchange(self.source, self.target)
+            else:
+                os.rename(self.target, self.source)
+                if old is not None:
+                    os.rename(old, self.target)
+                    remove_owner(old)
+        except (OSError, UnsupportedCallError):
+            return False
+        return True
+
+    def _is_visible(self) -> bool:
+        try:
+            return self._find() == "ours"
+        except OSError:
+            return True
+
+    def _remove_old(self, old: str) -> None:
+        # The save has succeeded: what cannot be removed now is left to `sweep`.
+        try:
+            remove_tree(old, first=RECORD_FILE)
+            remove_owner(old)
+        except OSError as error:
+            log.warning("%s: removing the replaced checkpoint failed: %s", old, error)
+
+    def _rename_error(self, error: OSError) -> Exception:
+        return store_error("publishing the checkpoint", self.target, error)
+
+    def _exists_error(self, found: Found) -> CheckpointExistsError:
+        if found == "other":
+            text = "a file stands here; move it away or choose another name"
+        else:
+            text = "a checkpoint stands here already; pass overwrite=True to replace it"
+        return CheckpointExistsError(f"{self.target}: {text}", location=self.target)

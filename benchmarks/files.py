@@ -1,0 +1,55 @@
+"""Files of checkpoints: made durable, brought into the page cache, or put out of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def files_under(path: Path) -> list[Path]:
+    """The file itself, or every file below the directory."""
+    if path.is_file():
+        return [path]
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def fsync_tree(path: Path) -> None:
+    """Every file and directory at and below `path`, and its parent directory, is durable."""
+    entries = [path] if path.is_file() else [*files_under(path), *_directories(path)]
+    for entry in [*entries, path.parent]:
+        fd = os.open(entry, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def warm(path: Path) -> None:
+    """Every page of the files is in the page cache."""
+    buffer = bytearray(4 << 20)
+    for file in files_under(path):
+        with open(file, "rb", buffering=0) as stream:
+            while stream.readinto(buffer):
+                pass
+
+
+def chill(path: Path) -> None:
+    """No page of the files is in the page cache, as far as the system takes the advice."""
+    for file in files_under(path):
+        fd = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def settle() -> None:
+    """Nothing that earlier samples wrote or deleted is still on its way to the disk."""
+    os.sync()
+
+
+def _directories(path: Path) -> list[Path]:
+    below = [directory for directory in path.rglob("*") if directory.is_dir()]
+    return [*sorted(below, key=lambda directory: -len(directory.parts)), path]

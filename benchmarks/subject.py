@@ -1,0 +1,72 @@
+"""What is measured, behind one small interface: somebody who saves and restores workloads."""
+
+from __future__ import annotations
+
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from benchmarks.workloads import Tree, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A finished save: where it lies, and what was timed.
+
+    `values` holds `wall_s` (durable), `as_shipped_s` and `stall_s` (until the state may change).
+    """
+
+    path: Path
+    values: Mapping[str, float]
+    handle: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A finished restore: what came back (nested, or flat by path), and what was timed."""
+
+    tree: Tree
+    values: Mapping[str, float]
+    flat: bool = False
+
+
+@dataclass(slots=True)
+class Subject(ABC):
+    """One way to save and restore; its checkpoints go below `directory`."""
+
+    directory: Path
+    _count: int = field(default=0, init=False)
+
+    name: ClassVar[str] = ""
+    restores_in_place: ClassVar[bool] = True
+
+    @abstractmethod
+    def save(self, workload: Workload) -> Saved:
+        """The workload is saved under a new name."""
+
+    def discard(self, saved: Saved) -> None:
+        """The checkpoint is gone."""
+        if saved.path.is_dir():
+            shutil.rmtree(saved.path)
+        else:
+            saved.path.unlink()
+
+    @abstractmethod
+    def restore(self, saved: Saved, workload: Workload) -> Restored:
+        """What was saved, in memory that the package allocates; every page was touched."""
+
+    def restore_into(self, saved: Saved, targets: Tree) -> Restored:
+        """What was saved, in the arrays of `targets`."""
+        raise NotImplementedError(f"{self.name} cannot restore into given arrays")
+
+    def close(self) -> None:
+        """Threads and loops of the subject are gone."""
+        return None
+
+    def _new_path(self) -> Path:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._count += 1
+        return self.directory / f"{self._count:04}"

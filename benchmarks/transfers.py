@@ -1,0 +1,109 @@
+"""Single saves and restores as the sampling protocol wants them: prepare, run, finish."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import files, measure
+from benchmarks.ours import AsyncCkpt
+from benchmarks.subject import Restored, Saved, Subject
+from benchmarks.workloads import Tree, Workload, difference, flat_arrays, scribble
+
+
+@dataclass(slots=True)
+class SaveRun:
+    """Saves the workload; the checkpoint is deleted again."""
+
+    subject: Subject
+    workload: Workload
+    saved: Saved | None = None
+
+    def run(self) -> Mapping[str, float]:
+        self.saved = self.subject.save(self.workload)
+        return self.saved.values
+
+    def finish(self) -> None:
+        if self.saved is not None:
+            saved, self.saved = self.saved, None
+            self.subject.discard(saved)
+        files.settle()
+
+
+@dataclass(slots=True)
+class RestoreRun:
+    """Restores a checkpoint, warm or cold, and compares what came back."""
+
+    subject: Subject
+    workload: Workload
+    saved: Saved
+    targets: Tree | None
+    cold: bool
+    restored: Restored | None = None
+
+    def prepare(self) -> None:
+        if self.targets is not None:
+            scribble(self.targets)
+        if self.cold:
+            files.chill(self.saved.path)
+        else:
+            files.warm(self.saved.path)
+
+    def run(self) -> Mapping[str, float]:
+        before = measure.device_read_nbytes()
+        if self.targets is None:
+            self.restored = self.subject.restore(self.saved, self.workload)
+        else:
+            self.restored = self.subject.restore_into(self.saved, self.targets)
+        after = measure.device_read_nbytes()
+        values = dict(self.restored.values)
+        if before is not None and after is not None:
+            values["device_share"] = (after - before) / max(1, self.workload.nbytes)
+        return values
+
+    def finish(self) -> None:
+        restored, self.restored = self.restored, None
+        if restored is None:
+            return
+        tree = self.workload.tree
+        wrong = difference(flat_arrays(tree) if restored.flat else tree, restored.tree)
+        if wrong:
+            raise AssertionError(f"{self.subject.name} restored something else: {wrong}")
+
+
+@dataclass(slots=True)
+class FirstRun:
+    """The first save of a prepared `Checkpointer`, and how long later ones take."""
+
+    directory: Path
+    workload: Workload
+    subject: AsyncCkpt | None = None
+
+    def prepare(self) -> None:
+        self.subject = AsyncCkpt(self.directory)
+        self.subject.open(self.workload)
+
+    def run(self) -> Mapping[str, float]:
+        assert self.subject is not None
+        first = self.subject.save(self.workload)
+        return {"wall_s": first.values["wall_s"], **self._steady(first)}
+
+    def _steady(self, first: Saved) -> dict[str, float]:
+        assert self.subject is not None
+        self.subject.discard(first)
+        times = []
+        for _ in range(2):
+            files.settle()
+            saved = self.subject.save(self.workload)
+            times.append(saved.values["wall_s"])
+            self.subject.discard(saved)
+        return {"steady_s": min(times), "first_to_steady": first.values["wall_s"] / min(times)}
+
+    def finish(self) -> None:
+        if self.subject is not None:
+            self.subject.close()
+            self.subject = None
+        shutil.rmtree(self.directory, ignore_errors=True)
+        files.settle()

@@ -1,0 +1,121 @@
+"""Manifests."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.format.ocdbt import Config, Location, Manifest, Version, VersionNode
+from asyncckpt.format.ocdbt.manifest import decode_manifest, encode_manifest
+from asyncckpt.format.ocdbt.wire import MANIFEST_MAGIC, frame
+
+u62 = st.integers(0, 2**62)
+names = st.sampled_from(["d/a", "d/ab", "d/index", "x"])
+locations = st.builds(Location, names, u62, u62)
+rooted = st.builds(Version, st.just(0), locations, st.integers(0, 255), u62, u62, u62, u62)
+empty = st.builds(
+    Version, st.just(0), st.none(), st.just(0), st.just(0), st.just(0), st.just(0), u62
+)
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> Manifest:
+    def numbered(rows: list[object]) -> tuple[object, ...]:
+        return tuple(dataclasses.replace(row, generation=i + 1) for i, row in enumerate(rows))
+
+    nodes = st.builds(VersionNode, st.just(0), locations, u62, u62, st.integers(0, 255))
+    return Manifest(
+        draw(st.binary(min_size=16, max_size=16)),
+        Config(
+            draw(st.integers(0, 2**20)),
+            draw(u62),
+            draw(st.integers(1, 16)),
+            draw(st.none() | st.integers(-5, 22)),
+        ),
+        numbered(draw(st.lists(rooted | empty, max_size=4))),
+        numbered(draw(st.lists(nodes, max_size=3))),
+    )
+
+
+SMALL = Manifest(
+    bytes(range(16)),
+    Config(),
+    (Version(1, Location("d/index-0", 4096, 777), 2, 5, 900, 12_345, 1_700_000_000_000_000_000),),
+)
+
+
+@given(manifests())
+def test_manifests_round_trip(manifest: Manifest) -> None:
+    assert decode_manifest(encode_manifest(manifest), file="m") == manifest
+
+
+def test_latest_is_the_last_version() -> None:
+    assert SMALL.latest == SMALL.versions[0]
+    assert Manifest(bytes(16)).latest is None
+
+
+@pytest.mark.parametrize("row", range(len(encode_manifest(SMALL))))
+def test_every_flipped_bit_of_a_manifest_is_found(row: int) -> None:
+    data = encode_manifest(SMALL)
+    for bit in range(8):
+        bad = bytearray(data)
+        bad[row] ^= 1 << bit
+        with pytest.raises(CorruptCheckpointError, match=r"m, byte \d+: the OCDBT manifest"):
+            decode_manifest(bytes(bad), file="m")
+
+
+def test_every_truncation_of_a_manifest_is_found() -> None:
+    data = encode_manifest(SMALL)
+    for length in range(len(data)):
+        with pytest.raises(CorruptCheckpointError) as caught:
+            decode_manifest(data[:length], file="m")
+        assert caught.value.file == "m"
+
+
+def reframed(change: object) -> bytes:
+    body = bytearray(encode_manifest(SMALL)[14:-4])
+    change(body)  # type: ignore[operator]
+    return frame(MANIFEST_MAGIC, bytes(body))
+
+
+@given(st.integers(0, len(encode_manifest(SMALL)) - 19), st.integers(0, 255))
+def test_a_changed_byte_with_a_right_checksum_is_a_manifest_or_an_error(at: int, byte: int) -> None:
+    data = reframed(lambda body: body.__setitem__(at, byte))
+    try:
+        manifest = decode_manifest(data, file="m")
+    except (CorruptCheckpointError, UnsupportedFormatError):
+        return
+    assert decode_manifest(encode_manifest(manifest), file="m") == manifest
+
+
+def test_a_numbered_manifest_is_recognised() -> None:
+    data = reframed(lambda body: body.__setitem__(16, 1))
+    with pytest.raises(UnsupportedFormatError, match="has numbered manifests"):
+        decode_manifest(data, file="m")
+
+
+def test_bytes_behind_the_structure_are_refused() -> None:
+    with pytest.raises(CorruptCheckpointError, match="1 bytes follow the end"):
+        decode_manifest(reframed(lambda body: body.append(0)), file="m")
+
+
+def test_generations_that_do_not_increase_are_refused() -> None:
+    twice = dataclasses.replace(SMALL, versions=SMALL.versions * 2)
+    with pytest.raises(CorruptCheckpointError, match="do not increase"):
+        decode_manifest(encode_manifest(twice), file="m")
+
+
+def test_a_version_without_a_root_has_no_keys() -> None:
+    bare = dataclasses.replace(SMALL.versions[0], root=None)
+    with pytest.raises(CorruptCheckpointError, match="has no root, but a height or keys"):
+        decode_manifest(encode_manifest(dataclasses.replace(SMALL, versions=(bare,))), file="m")
+
+
+def test_the_level_of_zstd_is_a_little_endian_int32() -> None:
+    data = encode_manifest(Manifest(bytes(16), Config(zstd_level=-3)))
+    assert b"\x01" + struct.pack("<i", -3) in data
