@@ -51,6 +51,7 @@ class SaveReport:
         peak_staged_nbytes: largest amount of the byte budget in use at one time.
         deleted_steps: steps that retention removed after the commit.
         orbax: whether Orbax can restore this checkpoint.
+        skipped: nothing was saved, because another save was in flight (`on_overlap="skip"`).
         notes: anything a person should know.
     """
 
@@ -70,9 +71,12 @@ class SaveReport:
     peak_staged_nbytes: int = 0
     deleted_steps: tuple[int, ...] = ()
     orbax: bool = True
+    skipped: bool = False
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        if self.skipped:
+            return f"skipped {self.location}: another save was in flight"
         return (
             f"saved {self.location}: {self.leaf_count} leaves, {nbytes_text(self.nbytes)} in "
             f"{self.total_s:.2f} s ({rate_text(self.nbytes, self.total_s)}), "

@@ -27,7 +27,7 @@ class Sample:
     Attributes:
         wall_s: seconds of the timed part.
         cpu_s: CPU seconds of this process, its threads and its finished children meanwhile.
-        extra_nbytes: peak resident memory above what was resident at the case's baseline.
+        extra_nbytes: peak resident memory above that of the start, plus what the subject keeps.
         floor_before_s: floor probe right before, None where no floor applies.
         floor_after_s: floor probe right after.
         repeats: how many attempts were thrown away because their probes differed.
@@ -72,8 +72,7 @@ class Case:
         prepare: called before the floor probe that precedes `run`.
         finish: called after the floor probe that follows `run`: compares, deletes, settles.
         floor: seconds that plain system calls take for as many bytes, or None.
-        baseline_nbytes: resident memory that peaks are counted from; None: that of the start of
-            each sample.
+        standing_nbytes: memory that the subject keeps between samples, added to their peaks.
         samples: how many, where it is not what the protocol says.
     """
 
@@ -82,7 +81,7 @@ class Case:
     prepare: Callable[[], None] = _nothing
     finish: Callable[[], None] = _nothing
     floor: Callable[[], float] | None = None
-    baseline_nbytes: int | None = None
+    standing_nbytes: int = 0
     samples: int | None = None
 
 
@@ -183,12 +182,12 @@ def _attempt(case: Case, *, with_floor: bool) -> Sample:
     try:
         gc.collect()
         before_s = floor() if floor else None
-        baseline = resident_nbytes() if case.baseline_nbytes is None else case.baseline_nbytes
+        baseline = resident_nbytes()
         reset_peak()
         cpu_before_s = cpu_seconds()
         values = dict(case.run())
         cpu_s = cpu_seconds() - cpu_before_s
-        extra_nbytes = max(0, peak_nbytes() - baseline)
+        extra_nbytes = max(0, peak_nbytes() - baseline) + case.standing_nbytes
         after_s = floor() if floor else None
     finally:
         case.finish()

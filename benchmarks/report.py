@@ -13,8 +13,6 @@ from benchmarks.results import (
     COLD,
     FIRST,
     LAG,
-    OURS,
-    SAFETENSORS,
     SAVE,
     STALL,
     WARM,
@@ -70,9 +68,14 @@ def markdown(results: Results, picture: str | None = None) -> str:
     if picture:
         parts.append(f"![rates, slopes and stalls]({picture})\n")
     for scenario in (SAVE, WARM, COLD):
-        rows = [_row(m) for m in results.measurements if m.scenario == scenario]
-        if rows:
-            parts.append(f"## {scenario.capitalize()}\n\n" + _table(_COLUMNS, rows))
+        found = [m for m in results.measurements if m.scenario == scenario]
+        if not found:
+            continue
+        columns, rows = _COLUMNS, [_row(m) for m in found]
+        if scenario != SAVE:
+            columns += "|read from disk"
+            rows = [(*row, _disk_share(m)) for row, m in zip(rows, found, strict=True)]
+        parts.append(f"## {scenario.capitalize()}\n\n" + _table(columns, rows))
     parts += [_small_leaves(results), _stalls(results), _background(results), _NOTES]
     return "\n".join(part for part in parts if part)
 
@@ -88,9 +91,10 @@ Rates are GB/s (10⁹ bytes). *Of the floor* is the median of floor seconds / ow
 floor is what plain system calls or copies took for as many bytes, probed right before and after
 each sample. Samples whose two probes differ by more than 10 % are taken again, at most five times;
 *unsteady samples* counts those that still differed. *Extra memory* is the peak of resident memory
-above what was resident before (for saves of asyncckpt: before its pool was made). CPU seconds are
-those of the process; the kernel's write-back of buffered files is not in them. Every restore was
-compared with its source, outside the timed part.
+above what was resident before, the pool that asyncckpt keeps for saves included. CPU seconds are
+those of the process; the kernel's write-back of buffered files is not in them. *Read from disk* is
+the share of the bytes that came from the device: about 100 % is cold, 0 % is warm. Every restore
+was compared with its source, outside the timed part.
 """
 
 
@@ -124,6 +128,11 @@ def _row(found: Measurement) -> Sequence[str]:
         f"{extra / 2**20:.0f} MiB",
         f"{found.noisy(TOLERANCE)} of {len(times)}" if large else "",
     )
+
+
+def _disk_share(found: Measurement) -> str:
+    share = found.value("device_share")
+    return "" if math.isnan(share) else f"{share:.0%}"
 
 
 def _small_leaves(results: Results) -> str:
@@ -209,6 +218,7 @@ def _seconds(value: float) -> str:
 
 def plot(results: Results, path: Path) -> None:
     """One picture: rates of the large workloads by scenario, with every sample as a dot."""
+    from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -221,11 +231,13 @@ def plot(results: Results, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, max(1, len(scenarios)), squeeze=False)[0]
     for axis, scenario in zip(axes, scenarios, strict=False):
-        _plot_rates(axis, scenario, [m for m in results.measurements if m.scenario == scenario])
+        found = [m for m in results.measurements if m.scenario == scenario]
+        colours = colormaps["tab20" if len(found) > 20 else "tab10"]
+        _plot_rates(axis, scenario, found, colours)
     figure.savefig(path, dpi=80)
 
 
-def _plot_rates(axis: Any, scenario: str, found: list[Measurement]) -> None:
+def _plot_rates(axis: Any, scenario: str, found: list[Measurement], colours: Any) -> None:
     found = [m for m in found if m.floor]
     workloads = list(dict.fromkeys(m.workload for m in found))
     kinds = list(dict.fromkeys((m.subject, m.column) for m in found))
@@ -240,8 +252,8 @@ def _plot_rates(axis: Any, scenario: str, found: list[Measurement]) -> None:
             rates = [match[0].nbytes / sample.wall_s / 1e9 for sample in match[0].samples]
             at = w + (k - (len(kinds) - 1) / 2) * width
             label = f"{subject}, {column}" if w == 0 else None
-            colour = f"C{k}" if subject in (OURS, SAFETENSORS) else f"C{k % 10}"
-            axis.bar(at, match[0].nbytes / match[0].wall_s / 1e9, width, color=colour, label=label)
+            rate = match[0].nbytes / match[0].wall_s / 1e9
+            axis.bar(at, rate, width, color=colours(k % colours.N), label=label)
             axis.plot([at] * len(rates), rates, ".", color="black", markersize=3)
     for w, workload in enumerate(workloads):
         floors = [
@@ -258,4 +270,4 @@ def _plot_rates(axis: Any, scenario: str, found: list[Measurement]) -> None:
     axis.set_xticks(range(len(workloads)), workloads)
     axis.set_title(scenario)
     axis.set_ylabel("GB/s")
-    axis.legend(fontsize="x-small")
+    axis.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2)

@@ -30,7 +30,7 @@ _CASTS = {
     "uint4": "uint8",
     "float4_e2m1fn": "float8_e4m3fn",
     "float6_e2m3fn": "float8_e4m3fn",
-    "float6_e3m2fn": "float8_e3m4",
+    "float6_e3m2fn": "float8_e4m3fn",
     "float8_e4m3": "bfloat16",
     "float8_e8m0fnu": "float32",
     "bcomplex32": "complex64",

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.experimental
 import numpy as np
 import numpy.typing as npt
 
@@ -25,10 +26,8 @@ from asyncckpt.ports import Source, Target
 from asyncckpt.spec import DTYPE_NAMES, DTYPES, ArraySpec, Box
 
 _64_BIT = frozenset(("int64", "uint64", "float64", "complex128"))
-_BUFFER_PROTOCOL = frozenset(name for name, dtype in DTYPES.items() if dtype.kind in "biufc") - {
-    "bfloat16"
-}
-"""Dtypes that Python's buffer protocol has a format for; numpy calls bfloat16 and float8 void."""
+_BUFFER_PROTOCOL = frozenset(name for name, dtype in DTYPES.items() if dtype.isbuiltin == 1)
+"""Dtypes of NumPy itself; Python's buffer protocol has no format for bfloat16 and its like."""
 
 _PACKED = frozenset(("int4",))
 """Dtypes that JAX packs into fewer bytes than we store, so that no view of its memory is ours."""
@@ -81,7 +80,7 @@ class JaxAdapter:
         if leaf.is_deleted():
             raise _deleted(path)
         source = Source(ArraySpec(leaf.shape, name), leaf, None, ("jax", id(leaf)), "jax")
-        if on_cpu and leaf.is_ready():
+        if on_cpu and name not in _PACKED and leaf.is_ready():
             source.view = _host_view(leaf, name)
         return source
 
@@ -92,7 +91,7 @@ class JaxAdapter:
                 "save outside jit, grad and vmap",
                 path=path,
             )
-        if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if not _is_key(leaf.dtype):
             raise unsupported_dtype(path, "jax", str(leaf.dtype))
         if not isinstance(leaf, jax.Array):
             raise _abstract(path, leaf)
@@ -111,13 +110,10 @@ class JaxAdapter:
         leaf = source.leaf if source.stream is None else source.stream
         index: Any = (*box.slices(), ...)
         if _placement(leaf.sharding) and source.spec.dtype not in _PACKED:
-            view = source.view
-            if view is None:
-                leaf.block_until_ready()
-                view = source.view = _host_view(leaf, source.spec.dtype)
-            if view is not None:
-                np.copyto(out, view[index], casting="no")
-                return
+            leaf.block_until_ready()
+            view = _host_view(leaf, source.spec.dtype)
+            np.copyto(out, view[index], casting="no")
+            return
         with _x64_for(source.spec.dtype):
             if box.shape == leaf.shape:
                 part = leaf.addressable_data(0)
@@ -136,9 +132,9 @@ class JaxAdapter:
         shape, impl = leaf.shape, None
         name = DTYPE_NAMES.get(leaf.dtype)
         if name is None:
-            if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            if not _is_key(leaf.dtype):
                 raise unsupported_dtype(path, "jax", str(leaf.dtype))
-            data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, leaf.dtype))
+            data = jax.eval_shape(jax.random.key_data, _abstract_array(shape, leaf.dtype))
             shape, name, impl = data.shape, DTYPE_NAMES[data.dtype], _key_impl(leaf.dtype)
         check_x64(path, name)
         target = JaxTarget(ArraySpec(shape, name), leaf, path=path, prng_impl=impl)
@@ -148,7 +144,7 @@ class JaxAdapter:
         if sharding is not None and _placement(sharding) is None:
             raise _sharded(path, sharding)
         if sharding is None:
-            target.device = jax.config.jax_default_device
+            target.device = _config("jax_default_device")
         elif impl is None and getattr(leaf, "committed", True):
             target.sharding = sharding
         else:
@@ -205,7 +201,7 @@ def check_x64(path: str, name: str) -> None:
     Raises:
         DtypeMismatchError: it would truncate it to 32 bits.
     """
-    if name in _64_BIT and not jax.config.jax_enable_x64:
+    if name in _64_BIT and not _config("jax_enable_x64"):
         raise DtypeMismatchError(
             f"{path}: {name} cannot be restored into JAX with 64-bit types disabled, it would be "
             'truncated; call jax.config.update("jax_enable_x64", True) first, or restore this '
@@ -216,11 +212,20 @@ def check_x64(path: str, name: str) -> None:
         )
 
 
+def _config(name: str) -> Any:
+    """A setting as it is in this thread."""
+    return getattr(jax.config, name)
+
+
 def _key(entry: Any) -> Any:
     for attribute in ("key", "name", "idx"):  # DictKey and FlattenedIndexKey, GetAttrKey, Sequence…
         if hasattr(entry, attribute):
             return getattr(entry, attribute)
     return str(entry)
+
+
+def _is_key(dtype: Any) -> bool:
+    return bool(jax.numpy.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def _key_impl(dtype: Any) -> str:
@@ -231,38 +236,43 @@ def _key_impl(dtype: Any) -> str:
 
 @lru_cache(maxsize=256)
 def _placement(sharding: jax.sharding.Sharding) -> bool | None:
-    """Whether the one device is a CPU of this process; None for several devices or another process."""
+    """Whether the one device is a CPU; None for several devices, or one of another process."""
     if len(sharding.device_set) != 1 or not sharding.is_fully_addressable:
         return None
+    device: Any
     (device,) = sharding.device_set
     return bool(device.platform == "cpu")
 
 
-def _host_view(leaf: Any, name: str) -> npt.NDArray[Any] | None:
-    """The array's memory, or None where it is laid out so that only a copy can be had."""
+def _host_view(leaf: Any, name: str) -> npt.NDArray[Any]:
+    """The memory of an array on CPU, read-only, in the strides of its layout."""
     if name in _BUFFER_PROTOCOL:
         try:
             return np.asarray(memoryview(leaf))
-        except BufferError:  # not in C order
-            return None
-    if name in _PACKED:
-        return None
-    view = np.asarray(leaf.addressable_data(0))
-    return view if view.flags.c_contiguous else None
+        except BufferError:
+            pass  # not in C order
+    # Internal to JAX, and 4 µs per leaf faster than the same by public calls.
+    without_cache = getattr(leaf, "_single_device_array_to_np_array_did_copy", None)
+    if without_cache is not None:
+        view: npt.NDArray[Any] = without_cache()[0]
+        return view
+    return np.asarray(leaf.addressable_data(0))
 
 
 def _x64_for(name: str) -> contextlib.AbstractContextManager[Any]:
     """64-bit types stay as they are in this thread, whatever it is set to."""
-    return _enable_x64(True) if name in _64_BIT else contextlib.nullcontext()
-
-
-def _enable_x64(enabled: bool) -> contextlib.AbstractContextManager[Any]:
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(enabled)
-    import jax.experimental  # where it was before JAX 0.8
-
-    context: contextlib.AbstractContextManager[Any] = jax.experimental.enable_x64(enabled)
+    if name not in _64_BIT:
+        return contextlib.nullcontext()
+    enable: Any = getattr(jax, "enable_x64", None)
+    if enable is None:  # before JAX 0.8
+        enable = getattr(jax.experimental, "enable_x64", None)
+    context: contextlib.AbstractContextManager[Any] = enable(True)
     return context
+
+
+def _abstract_array(shape: tuple[int, ...], dtype: Any) -> Any:
+    make: Any = jax.ShapeDtypeStruct
+    return make(shape, dtype)
 
 
 def _abstract(path: str, leaf: Any) -> UnsupportedLeafError:

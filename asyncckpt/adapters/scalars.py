@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -107,14 +107,10 @@ def array_from_scalar(path: str, value: object, dtype: str) -> npt.NDArray[Any]:
             found=kind,
         )
     if isinstance(value, int) and kind == "int":
-        low, high = (-8, 7) if dtype == "int4" else (np.iinfo(target).min, np.iinfo(target).max)
+        low, high = _int_range(dtype)
         fits = low <= value <= high
-    if kind != "int":
-        with np.errstate(over="ignore"):
-            array = np.asarray(value).astype(target)
-        fits = kind == "bool" or not _overflowed(value, array)
-    elif fits:
-        array = np.asarray(value).astype(target)
+    else:
+        fits = kind == "bool" or not _overflows(value, target)
     if not fits:
         raise DtypeMismatchError(
             f"{path}: the saved value {value!r:.80} does not fit {dtype}; pass a wider target or a "
@@ -123,7 +119,7 @@ def array_from_scalar(path: str, value: object, dtype: str) -> npt.NDArray[Any]:
             expected=dtype,
             found=value,
         )
-    return array
+    return np.asarray(value).astype(target)
 
 
 def scalar_from_array(path: str, values: npt.NDArray[Any], kind: ScalarKind) -> Scalar:
@@ -156,12 +152,15 @@ def _numeric_class(dtype: np.dtype[Any]) -> ScalarKind:
     return "complex" if dtype.kind == "c" else "float"
 
 
-def _overflowed(value: Any, array: npt.NDArray[Any]) -> bool:
-    stored = complex(array)
+def _int_range(dtype: str) -> tuple[int, int]:
+    bits = int(dtype.lstrip("uint"))
+    return (0, 2**bits - 1) if dtype[0] == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+
+
+def _overflows(value: Any, dtype: np.dtype[Any]) -> bool:
+    with np.errstate(over="ignore"):
+        stored = complex(np.asarray(value).astype(dtype))
     return any(
         math.isfinite(a) and not math.isfinite(b)
         for a, b in ((value.real, stored.real), (value.imag, stored.imag))
     )
-
-
-assert set(get_args(ScalarKind)) == set(_KINDS.values())

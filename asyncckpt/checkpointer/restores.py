@@ -15,6 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters import AdapterSet
+from asyncckpt.adapters.scalars import scalar_from_array, scalar_kind, unsupported
+from asyncckpt.checkpointer.match import Assignment, Matching, Wanted, match, match_saved
+from asyncckpt.checkpointer.runtime import Runtime
 from asyncckpt.errors import (
     AsyncCheckpointError,
     CorruptCheckpointError,
@@ -28,11 +31,9 @@ from asyncckpt.ports import ArrayAdapter, CheckpointFiles, Target
 from asyncckpt.reports import Progress, RestoreReport
 from asyncckpt.spec import DTYPES, ArraySpec, Box
 from asyncckpt.stages.fetch import Destination, Fetch
-from asyncckpt.stages.match import Assignment, Matching, Wanted, match, match_saved
 from asyncckpt.stages.opened import OpenCheckpoint, open_checkpoint, read_index
-from asyncckpt.stages.place import cast_values, python_value, same_bits, scalar_of
+from asyncckpt.stages.place import cast_values, python_value, same_bits
 from asyncckpt.tree import Structure, match_glob
-from asyncckpt.checkpointer.runtime import Runtime
 
 GAP_NBYTES = 64 << 10
 """Unwanted bytes that a read takes along instead of ending: a read costs about as much time."""
@@ -164,9 +165,7 @@ def read_structure(opened: OpenCheckpoint) -> Structure:
     return structure
 
 
-def select(
-    location: str, paths: Sequence[str], include: Sequence[str] | None
-) -> set[int] | None:
+def select(location: str, paths: Sequence[str], include: Sequence[str] | None) -> set[int] | None:
     """Saved leaves chosen by globs, or None for all.
 
     Raises:
@@ -290,9 +289,7 @@ class _Restore:
         stored: dict[int, int] = {}
         for destination in self._destinations:
             stored.setdefault(destination.array, len(stored))
-        requests = [
-            Request(stored[d.array], None, d.flat is not None) for d in self._destinations
-        ]
+        requests = [Request(stored[d.array], None, d.flat is not None) for d in self._destinations]
         plan = await self._compute.run(
             plan_restore,
             [self._opened.stored(array) for array in stored],
@@ -475,7 +472,9 @@ class _Restore:
             if as_python is not None:
                 return as_python
             if want is not None:
-                return self._immutable(assignment, scalar_of(values, type(want.leaf)))
+                kind = scalar_kind(type(want.leaf))
+                assert kind is not None
+                return self._immutable(assignment, scalar_from_array(want.path, values, kind))
             adapter = self._request.framework
             return adapter.leaf(assignment.path, values, extra)
         target = want.target
@@ -530,8 +529,7 @@ class _Restore:
             return value
         assert want.adapter is not None
         target = want.target
-        values = np.empty((), DTYPES[target.spec.dtype])
-        values[()] = value
+        values = assignment.values
         if self._request.mode == "into":
             if target.buffer is None:
                 return self._compare_scalar(assignment, target, values)
@@ -560,7 +558,6 @@ def wanted_leaves(
     paths: Sequence[str],
     leaves: Sequence[Any],
     adapters: AdapterSet,
-    scalar_types: tuple[type, ...],
     *,
     in_place: bool,
 ) -> list[Wanted]:
@@ -570,21 +567,12 @@ def wanted_leaves(
         UnsupportedLeafError: names the path of a leaf that nothing can be restored to.
     """
     wanted: list[Wanted] = []
-    resolved: dict[type, ArrayAdapter | None] = {}
     for path, leaf in zip(paths, leaves, strict=True):
-        kind = type(leaf)
-        if kind in scalar_types:
+        adapter = adapters.resolve(type(leaf))
+        if adapter is None:
+            raise unsupported(path, leaf)
+        if isinstance(adapter, str):
             wanted.append(Wanted(path, leaf))
             continue
-        adapter = resolved.get(kind) or adapters.resolve(kind)
-        if adapter is None:
-            name = f"{kind.__module__}.{kind.__qualname__}"
-            raise UsageError(
-                f"{path or 'the tree itself'}: nothing can be restored to a leaf of type {name}; "
-                "pass arrays, abstract arrays or scalars",
-                path=path,
-                found=name,
-            )
-        resolved[kind] = adapter
         wanted.append(Wanted(path, leaf, adapter, adapter.target(path, leaf, in_place=in_place)))
     return wanted

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from typing import Any
 
 from asyncckpt.errors import UsageError
@@ -13,6 +11,7 @@ from asyncckpt.flow.buffers import AnonymousMemory, SlotPool
 from asyncckpt.flow.engine import Engine
 from asyncckpt.options import SLOT_NBYTES, default_budget_nbytes
 from asyncckpt.ports import Store
+from asyncckpt.stages.opened import is_record
 from asyncckpt.stores.local import LocalStore, open_local
 
 CONCURRENCY = 4
@@ -40,37 +39,30 @@ class Runtime:
         """Operations in flight for an option that is a number or ``"auto"``."""
         return CONCURRENCY if wanted == "auto" else int(wanted)
 
-    def store(
-        self, root: str | os.PathLike[str], *, direct_io: Any, storage_options: Any
-    ) -> Store:
+    def store(self, root: str | os.PathLike[str], *, direct_io: Any, storage_options: Any) -> Store:
         """The store of a root directory."""
         _check_location(root, storage_options)
-        return LocalStore(root, self.engine.io, direct_io=direct_io)
+        return LocalStore(_local(root), self.engine.io, direct_io=direct_io, is_valid=is_record)
 
     def one(
         self, location: str | os.PathLike[str], *, direct_io: Any, storage_options: Any
     ) -> tuple[Store, str]:
         """The store and the name in it of one checkpoint."""
         _check_location(location, storage_options)
-        root, name = open_local(location)
-        return LocalStore(root, self.engine.io, direct_io=direct_io), name
+        root, name = open_local(_local(location))
+        store = LocalStore(root, self.engine.io, direct_io=direct_io, is_valid=is_record)
+        return store, name
 
 
-@contextlib.contextmanager
-def short_lived(name: str, *, host_memory_nbytes: int | None) -> Iterator[Runtime]:
-    """A runtime for one call made by the blocking facade."""
-    runtime = Runtime(name, host_memory_nbytes=host_memory_nbytes)
-    try:
-        yield runtime
-    finally:
-        runtime.engine.close()
+def _local(location: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    if isinstance(location, str):
+        return location.removeprefix("file://")
+    return location
 
 
 def _check_location(location: object, storage_options: object) -> None:
     if not isinstance(location, (str, os.PathLike)):
-        raise UsageError(
-            f"location={location!r}: pass a path (str or os.PathLike)", found=location
-        )
+        raise UsageError(f"location={location!r}: pass a path (str or os.PathLike)", found=location)
     text = os.fspath(location)
     if not text:
         raise UsageError("location='': pass the path of a directory")

@@ -132,6 +132,16 @@ class Engine:
         """Whether `close` was called."""
         return self._closed
 
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child of the process that made the engine."""
+        return os.getpid() != self._pid
+
+    @property
+    def usable(self) -> bool:
+        """Whether it has been started and takes jobs."""
+        return self._thread is not None and not (self._closed or self._died or self.forked)
+
     def submit(self, function: Callable[[], Coroutine[Any, Any, T]]) -> Job[T]:
         """The coroutine that `function` returns runs on the engine's loop. From any thread.
 
@@ -164,7 +174,7 @@ class Engine:
             ClosedError: it was closed, or this is a forked child.
             EngineDiedError: its thread has ended.
         """
-        if os.getpid() != self._pid:
+        if self.forked:
             raise ClosedError(
                 f"{self._name} was created before this process was forked; its threads do not "
                 "exist here. Create a new Checkpointer in the child"
@@ -188,7 +198,7 @@ class Engine:
 
     def close(self) -> None:
         """All threads have ended. Idempotent. Blocking."""
-        if os.getpid() != self._pid:
+        if self.forked:
             return
         self.begin_close().result()
         self._join()

@@ -11,7 +11,6 @@ of the record ends like this and begins with the members ``format`` and ``versio
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import math
 import re
@@ -53,6 +52,7 @@ __all__ = [
     "decode_scalar",
     "encode_record",
     "encode_scalar",
+    "seal",
 ]
 
 RECORD_NAME = "checkpoint.json"
@@ -166,7 +166,7 @@ def encode_record(record: CommitRecord) -> bytes:
     }
     try:
         text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        body = text[:-1].encode() + b',"crc32c":'
+        data = seal(text)
     except UnicodeEncodeError as error:
         raise UsageError(f"a string of the record is not valid Unicode ({error})") from None
     except (ValueError, TypeError, RecursionError) as error:
@@ -175,6 +175,12 @@ def encode_record(record: CommitRecord) -> bytes:
         _decode_document({**json.loads(text), "crc32c": ""}, RECORD_NAME)
     except CorruptCheckpointError as error:
         raise ValueError(f"the record contradicts itself: {error}") from error
+    return data
+
+
+def seal(text: str) -> bytes:
+    """The bytes of a JSON object with its checksum as the last member."""
+    body = text[:-1].encode() + b',"crc32c":'
     return body + b'"%08x"}\n' % crc32c(body)
 
 
@@ -367,7 +373,7 @@ def _decode_piece(table: Fields, leaf: int, item: object, array_count: int) -> P
 def _decode_base64(fields: Fields, name: str) -> bytes:
     try:
         return base64.b64decode(fields.text(name, _ANY), validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         raise fields.fault(name, "is not base64") from None
 
 

@@ -70,7 +70,7 @@ class LeafTable:
 
 @dataclass(frozen=True, slots=True)
 class ArrayTable:
-    """The arrays in record order.
+    """The arrays in record order: first those of leaves, then scalars stored as arrays too.
 
     Attributes:
         name: name in the OCDBT database, unique.
@@ -150,7 +150,8 @@ class CommitRecord:
         """The arrays of every leaf, none for scalars.
 
         A leaf with `pieces` owns those arrays. Of the others, the k-th array leaf owns the k-th
-        array that no piece names, as one piece at offset zero.
+        array that no piece names, as one piece at offset zero. Arrays behind all of these are
+        scalars once more, for readers of the database that do not know the record.
         """
         pieces = self.leaves.pieces
         taken = {piece.array for owned in pieces.values() for piece in owned}

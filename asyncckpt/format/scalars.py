@@ -16,7 +16,6 @@ bytes  base64
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 import struct
 from typing import TypeAlias
@@ -116,5 +115,5 @@ def _float(value: JsonValue) -> float:
 def _base64(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:
         raise ValueError(f"invalid base64 ({error})") from None

@@ -196,7 +196,8 @@ def intersection(
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
     """What a chunk and a box share: index of it in the chunk's payload, and in the box's array.
 
-    The payload is an array of `grid.chunk_shape`, the box's array one of `box.shape`.
+    The payload is an array of `grid.chunk_shape`, the box's array one of `box.shape`; the box lies
+    within the array.
 
     Raises:
         ValueError: they share nothing, or there is no such chunk.
@@ -210,7 +211,7 @@ def intersection(
         grid.shape[::-1], grid.chunk_shape[::-1], box.offset[::-1], box.shape[::-1], strict=True
     ):
         rest, cell = divmod(rest, -(-n // c))
-        start, stop = max(cell * c, o), min(cell * c + c, n, o + length)
+        start, stop = max(cell * c, o), min(cell * c + c, o + length)
         if start >= stop:
             raise ValueError(f"chunk {row_in_array} of {grid} holds nothing of {box}")
         in_chunk.append(slice(start - cell * c, stop - cell * c))

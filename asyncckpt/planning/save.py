@@ -4,35 +4,25 @@
 into windows of one slot each: the unit of staging, checksumming and writing.
 """
 
-# Rule 1: a chunk lies in one data file. A chunk that would end past the target size of a data file
-#     begins the next one, unless the file is still empty; so a file is longer than the target only
-#     if it holds a single chunk.
-# Rule 2: chunks of `aligned_chunk_nbytes` or more start at a page, smaller ones at 8 bytes.
-# Rule 3: the CRC trailer lies in the same window as the last byte of its payload. If not, the
-#     payload ends 0 to 3 bytes before a window's end, one of four neighbouring positions modulo the
-#     slot; moving the chunk by its alignment (8 bytes or more, at most half a slot) leaves these
-#     four and cannot come round to them, so that one move is always enough.
-
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from asyncckpt.errors import UsageError
 from asyncckpt.planning.grid import choose_grid, contiguous_runs
-from asyncckpt.planning.table import Column, Table
+from asyncckpt.planning.pack import TRAILER_NBYTES, Piece, Window, cut_windows, pack
+from asyncckpt.planning.table import Column
 from asyncckpt.spec import ArraySpec, Box, ChunkGrid, Shard
+
+__all__ = ["PLANNER_VERSION", "LeafLayout", "Piece", "SavePlan", "Window", "plan_save"]
 
 PLANNER_VERSION = 1
 """Part of the digest: to be raised by every change that gives another plan for the same input."""
-
-TRAILER_NBYTES = 4
-"""The CRC-32C that zarr's crc32c codec puts behind a chunk."""
 
 SMALL_ALIGNMENT_NBYTES = 8
 """Alignment of small chunks: copies between aligned words, for 4 bytes per chunk on average."""
@@ -60,43 +50,6 @@ class LeafLayout:
     zstd_level: int | None = None
     tied_to: int | None = None
     shards: tuple[Shard, ...] | None = None
-
-
-class Piece(NamedTuple):
-    """Part of one chunk's payload, at a place in a window.
-
-    Attributes:
-        array: index of the leaf that owns the chunk.
-        row: the chunk.
-        start: first byte of the part in the chunk's payload (C order, padding included).
-        stop: one past its last byte.
-        position: where byte `start` goes, relative to the window.
-        last: the chunk ends here: its trailer follows at `position + stop - start`.
-    """
-
-    array: int
-    row: int
-    start: int
-    stop: int
-    position: int
-    last: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """One slot's worth of one data file.
-
-    Attributes:
-        file: number of the data file.
-        offset: offset in it, a multiple of the slot.
-        nbytes: a whole slot, or less in the last window of a file.
-        pieces: what goes in, by position; bytes between them are zero.
-    """
-
-    file: int
-    offset: int
-    nbytes: int
-    pieces: Sequence[Piece]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -229,7 +182,7 @@ def plan_save(
     planned = np.flatnonzero(~(inline | compressed)[row_array])
     payloads = row_payload[planned]
     large = payloads >= aligned_chunk_nbytes
-    offsets, file_nbytes, turns = _pack(
+    offsets, file_nbytes, turns = pack(
         payloads.tolist(),
         np.where(large, page_nbytes, SMALL_ALIGNMENT_NBYTES).tolist(),
         data_file_nbytes,
@@ -252,7 +205,7 @@ def plan_save(
         inline=tuple(np.flatnonzero(inline).tolist()),
         compressed=tuple(np.flatnonzero(compressed).tolist()),
         file_nbytes=tuple(file_nbytes),
-        windows=_windows(
+        windows=cut_windows(
             planned, row_array, row_file, row_offset, row_payload, file_nbytes, slot_nbytes
         ),
         nbytes=sum(
@@ -352,72 +305,3 @@ def _digest(
     lengths = np.fromiter(map(len, names), "<i8", len(names))
     parts = [len(header).to_bytes(8, "little"), header, lengths.tobytes()]
     return hashlib.sha256(b"".join([*parts, kind.astype("<i8").tobytes(), text])).hexdigest()
-
-
-def _pack(
-    payloads: Sequence[int], alignments: Sequence[int], data_file_nbytes: int, slot_nbytes: int
-) -> tuple[list[int], list[int], list[int]]:
-    """Offset per chunk, length per file, and the first chunk of each file."""
-    offsets: list[int] = []
-    file_nbytes: list[int] = []
-    turns = [0] if payloads else []
-    tight = slot_nbytes - TRAILER_NBYTES
-    end = 0
-    for payload, alignment in zip(payloads, alignments, strict=True):
-        offset = end + -end % alignment
-        rest = (offset + payload) % slot_nbytes
-        if not rest or rest > tight:
-            offset += alignment
-        if end and offset + payload + TRAILER_NBYTES > data_file_nbytes:
-            file_nbytes.append(end)
-            turns.append(len(offsets))
-            rest = payload % slot_nbytes
-            offset = alignment if not rest or rest > tight else 0
-        offsets.append(offset)
-        end = offset + payload + TRAILER_NBYTES
-    if end:
-        file_nbytes.append(end)
-    return offsets, file_nbytes, turns
-
-
-def _windows(
-    planned: Column,
-    row_array: Column,
-    row_file: Column,
-    row_offset: Column,
-    row_payload: Column,
-    file_nbytes: Sequence[int],
-    slot_nbytes: int,
-) -> tuple[Window, ...]:
-    lengths = np.array(file_nbytes, np.int64)
-    window_counts = -(-lengths // slot_nbytes)
-    first_window = np.cumsum(window_counts) - window_counts
-
-    offset, payload = row_offset[planned], row_payload[planned]
-    first, last = offset // slot_nbytes, (offset + payload - 1) // slot_nbytes
-    counts = last - first + 1
-    which = np.repeat(np.arange(len(planned)), counts)
-    slot = first[which] + np.arange(len(which)) - (np.cumsum(counts) - counts)[which]
-    begin = slot * slot_nbytes - offset[which]
-    start = np.maximum(begin, 0)
-    stop = np.minimum(begin + slot_nbytes, payload[which])
-    row = planned[which]
-    columns = (row_array[row], row, start, stop, start - begin, slot == last[which])
-    window_file = np.repeat(np.arange(len(lengths)), window_counts)
-    number = np.arange(len(window_file))
-    window_offset = (number - first_window[window_file]) * slot_nbytes
-    window_nbytes = np.minimum(slot_nbytes, lengths[window_file] - window_offset)
-    edges = np.searchsorted(
-        first_window[row_file[row]] + slot, np.arange(len(window_file) + 1)
-    ).tolist()
-    return tuple(
-        Window(file, at, nbytes, Table(Piece, columns, i, j))
-        for file, at, nbytes, i, j in zip(
-            window_file.tolist(),
-            window_offset.tolist(),
-            window_nbytes.tolist(),
-            edges,
-            edges[1:],
-            strict=False,
-        )
-    )

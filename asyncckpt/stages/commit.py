@@ -151,9 +151,7 @@ def encode_index(
     manifest = encode_manifest(
         Manifest(
             uuid=save_id,
-            config=Config(
-                max_inline_value_bytes=INLINE_NBYTES, max_decoded_node_bytes=NODE_NBYTES
-            ),
+            config=Config(max_inline_value_bytes=INLINE_NBYTES, max_decoded_node_bytes=NODE_NBYTES),
             versions=(
                 Version(
                     generation=1,

@@ -91,7 +91,7 @@ class Fetch:
         self._progress = progress
         self._nbytes = index.nbytes.tolist()
         self._offset = index.offset.tolist()
-        self._crc = index.crc.tolist()
+        self._crc = index.crc32c.tolist()
         self.read_nbytes = 0
 
     async def run(self) -> None:

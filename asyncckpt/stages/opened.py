@@ -19,6 +19,9 @@ from asyncckpt.spec import ArraySpec, ChunkGrid
 
 RECORD = "checkpoint.json"
 
+RECORD_TAIL_NBYTES = 12
+"""The checksum that ends a record: a quote, 8 digits, a quote, a brace and a line feed."""
+
 logger = logging.getLogger("asyncckpt")
 
 
@@ -57,6 +60,15 @@ class OpenCheckpoint:
         )
 
 
+def is_record(data: bytes) -> bool:
+    """Whether these bytes are a commit record whose checksum holds; its contents are not decoded."""
+    tail = data[-RECORD_TAIL_NBYTES:]
+    if len(tail) < RECORD_TAIL_NBYTES or not data.startswith(b'{"format":"asyncckpt",'):
+        return False
+    found = crc32c(memoryview(data)[:-RECORD_TAIL_NBYTES])
+    return tail == b'"%08x"}\n' % found
+
+
 async def open_checkpoint(files: CheckpointFiles) -> OpenCheckpoint:
     """The checkpoint's record has been read and is valid.
 
@@ -75,8 +87,8 @@ def resolve(files: CheckpointFiles, record: CommitRecord) -> OpenCheckpoint:
     specs = []
     grids = []
     for stored in record.specs:
-        specs.append(ArraySpec(stored.shape, stored.dtype))
-        grids.append(ChunkGrid(stored.shape, stored.chunk_shape))
+        specs.append(stored.spec)
+        grids.append(stored.grid)
     counts = [grid.chunk_count for grid in grids]
     first_rows: list[int] = []
     rows = 0
@@ -122,16 +134,7 @@ async def read_index(opened: OpenCheckpoint) -> ChunkIndex:
             found=crc32c(data),
         )
     index = decode_chunk_index(data.tobytes(), file=path)
-    if len(index.file) != opened.row_count:
-        raise CorruptCheckpointError(
-            f"{opened.location}: the chunk index in {path} has {len(index.file)} rows, the record "
-            f"needs {opened.row_count}; restore an older step",
-            file=path,
-            location=opened.location,
-            expected=opened.row_count,
-            found=len(index.file),
-        )
-    index.validate([file.nbytes for file in record.files])
+    record.validate_index(index)
     return index
 
 

@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from asyncckpt.errors import DtypeMismatchError
 from asyncckpt.spec import DTYPES
-from asyncckpt.stages.match import numeric_class
 
 
 def cast_values(
@@ -37,6 +36,21 @@ def cast_values(
             found=values.dtype.name,
         )
     return out
+
+
+def numeric_class(dtype: str) -> str:
+    """`bool`, `int`, `float` or `complex`, for names of dtypes and Python types; else the name."""
+    for prefix, kind in (
+        ("bool", "bool"),
+        ("uint", "int"),
+        ("int", "int"),
+        ("bfloat", "float"),
+        ("float", "float"),
+        ("complex", "complex"),
+    ):
+        if dtype.startswith(prefix):
+            return kind
+    return dtype
 
 
 def _out_of_range(values: npt.NDArray[Any], cast: npt.NDArray[Any], dtype: str) -> Any:
@@ -70,13 +84,9 @@ def _out_of_range(values: npt.NDArray[Any], cast: npt.NDArray[Any], dtype: str) 
 
 def _int_range(dtype: str) -> tuple[int, int]:
     bits = 4 if dtype == "int4" else DTYPES[dtype].itemsize * 8
-    return (0, (1 << bits) - 1) if dtype.startswith("u") else (-(1 << bits - 1), (1 << bits - 1) - 1)
-
-
-def scalar_of(values: npt.NDArray[Any], kind: type) -> Any:
-    """The Python scalar of a rank-0 array, of the same numeric class."""
-    value = values.reshape(())[()]
-    return kind(value.item() if hasattr(value, "item") else value)
+    return (
+        (0, (1 << bits) - 1) if dtype.startswith("u") else (-(1 << bits - 1), (1 << bits - 1) - 1)
+    )
 
 
 def python_value(values: npt.NDArray[Any], extra: Mapping[str, Any]) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import posixpath
 import threading
@@ -18,19 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from asyncckpt.errors import AsyncCheckpointError, SaveError, StoreError, UsageError
-from asyncckpt.flow.threads import ABANDON_S, ThreadAbandonedError, Workers, finished
+from asyncckpt.errors import AsyncCheckpointError, UsageError
+from asyncckpt.flow.threads import ThreadAbandonedError, Workers
+from asyncckpt.stores.birth import make_attempt_directory
 from asyncckpt.stores.datafile import DirectWrites, LocalDataFile
 from asyncckpt.stores.failures import reported
 from asyncckpt.stores.layout import RECORD_FILE, Layout, clipped, path_parts
-from asyncckpt.stores.locks import (
-    Machine,
-    leads_to,
-    remove_owner,
-    try_lock,
-    unlock,
-    write_owner,
-)
+from asyncckpt.stores.locks import Machine, remove_owner, this_machine, unlock, write_owner
 from asyncckpt.stores.posix import (
     Descriptor,
     flush_directory,
@@ -40,9 +33,7 @@ from asyncckpt.stores.posix import (
     write_all,
 )
 from asyncckpt.stores.publish import IsValid, Publication
-
-BIRTH_ROUNDS = 100
-"""How often a sweeper may take away the directory between its creation and its lock."""
+from asyncckpt.stores.waiting import side_by_side, to_the_end
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +42,13 @@ class Context:
 
     layout: Layout
     workers: Workers
-    machine: Machine
+    given_machine: Machine | None
     direct: DirectWrites
     is_valid: IsValid
+
+    def machine(self) -> Machine:
+        """What owner files are written for and compared with. Blocking."""
+        return self.given_machine or this_machine()
 
 
 class LocalAttempt:
@@ -92,57 +87,23 @@ class LocalAttempt:
     # ------------------------------------------------------------------------------------ begin
 
     def open(self) -> None:
-        """The attempt's directory is new, locked and has an owner file. Blocking.
-
-        A sweeper of another process may meet the directory before it is locked: it then takes the
-        lock and removes it, being empty, which is noticed here. The next round uses another path,
-        so that a slow sweeper can never remove what a later round made.
-        """
-        base = os.path.join(self._epoch, f"{clipped(self._name)}-{self._save_id}")
+        """The attempt's directory is new, locked and has an owner file. Blocking."""
+        context = self._context
         with reported("beginning a save", self.location):
-            for number in range(BIRTH_ROUNDS):
-                try:
-                    make_directories(self._context.layout.root, self._directory_mode)
-                    make_directories(self._epoch, self._directory_mode)
-                    if self._open_at(base if number == 0 else f"{base}.{number}"):
-                        return
-                except FileNotFoundError:
-                    continue  # the epoch's directory was tidied up
-        raise StoreError(
-            f"{base}: the directory was removed {BIRTH_ROUNDS} times while it was being made; "
-            "another process sweeps this root in a loop",
-            retryable=True,
-            location=self.location,
-        )
-
-    def _open_at(self, path: str) -> bool:
-        try:
-            os.mkdir(path, self._directory_mode)
-        except FileExistsError:
-            raise UsageError(
-                f"{path}: an attempt of this save id exists; a save id is used once",
-                location=self.location,
-            ) from None
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        born = False
-        try:
-            if try_lock(fd) is not False and leads_to(path, fd):
-                write_owner(path, self._context.machine, self._name, self._save_id, self._file_mode)
-                # Where locks do not reach other hosts, one of them may have been in between.
-                born = leads_to(path, fd)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.rmdir(path)
-            raise
-        finally:
-            if not born:
-                unlock(fd)
-                os.close(fd)
-                remove_owner(path)
-        if born:
-            self._path = path
-            self._directory = Descriptor(fd)
-        return born
+            make_directories(context.layout.root, self._directory_mode)
+            self._path, fd = make_attempt_directory(
+                self._epoch,
+                f"{clipped(self._name)}-{self._save_id}",
+                partial(
+                    write_owner,
+                    machine=context.machine(),
+                    name=self._name,
+                    save_id=self._save_id,
+                    mode=self._file_mode,
+                ),
+                self._directory_mode,
+            )
+        self._directory = Descriptor(fd)
 
     # ------------------------------------------------------------------------------------ files
 
@@ -274,7 +235,6 @@ class LocalAttempt:
             except AsyncCheckpointError as failure:
                 error.add_note(f"cleaning up failed too: {failure}")
             raise
-        self._end()
 
     async def _publish(self, record: bytes) -> None:
         workers = self._context.workers
@@ -294,30 +254,40 @@ class LocalAttempt:
             partial(self._write_small, RECORD_FILE, memoryview(record), False),
         )
         await side_by_side(workers, [self._flush_record, partial(self._flush_directory, ".")])
+        publication = Publication(
+            self._context.layout,
+            self._context.machine,
+            self._context.is_valid,
+            self._path,
+            self._name,
+            self._save_id,
+            self._overwrite,
+            self._file_mode,
+        )
+        task = asyncio.current_task()
+        cancelling = task.cancelling() if task is not None else 0
+        try:
+            await workers.run(self._rename, publication)
+        except asyncio.CancelledError:
+            # `run` has waited for the thread: if it began at all, the outcome is known.
+            if not publication.started:
+                raise
+            while task is not None and task.cancelling() > cancelling:
+                task.uncancel()
+            if publication.error is not None:
+                raise publication.error from None
+
+    def _rename(self, publication: Publication) -> None:
         assert self._directory is not None
-        with self._directory.use() as directory:
-            publication = Publication(
-                self._context.layout,
-                self._context.machine,
-                self._context.is_valid,
-                self._path,
-                directory,
-                self._name,
-                self._save_id,
-                record,
-                self._overwrite,
-                self._file_mode,
-            )
-            try:
-                await workers.run(publication.run)
-            except asyncio.CancelledError:
-                # `run` has waited for the thread: if it began at all, the outcome is known.
-                if not publication.started:
-                    raise
-                if publication.error is not None:
-                    raise publication.error from None
-            finally:
-                self._keep = publication.keep_source
+        try:
+            with self._directory.use() as directory:
+                publication.run(directory)
+        finally:
+            self._keep = publication.keep_source
+        self._ended = True
+        with contextlib.suppress(OSError):
+            remove_owner(self._path)
+        self._release()
 
     def _flush_directory(self, path: str) -> None:
         self._in_directory("flushing the directory", path, partial(_flush_directory_at, path))
@@ -353,12 +323,6 @@ class LocalAttempt:
         finally:
             self._release()
 
-    def _end(self) -> None:
-        self._ended = True
-        with contextlib.suppress(OSError):
-            remove_owner(self._path)
-        self._release()
-
     def _release(self) -> None:
         if self._directory is not None:
             with contextlib.suppress(OSError), self._directory.use() as fd:
@@ -376,42 +340,3 @@ def _flush_record_at(directory: int) -> None:
         flush_file(fd)
     finally:
         os.close(fd)
-
-
-async def side_by_side(workers: Workers, calls: list[Callable[[], None]]) -> None:
-    """All calls were made, each in a worker thread.
-
-    Raises:
-        StoreError: the first failure.
-    """
-    if len(calls) == 1:
-        await workers.run(calls[0])
-        return
-    try:
-        async with asyncio.TaskGroup() as group:
-            for call in calls:
-                group.create_task(workers.run(call))
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-
-
-async def to_the_end(workers: Workers, call: Callable[[], None]) -> None:
-    """The call was made in a worker thread, also if this task was cancelled meanwhile.
-
-    Cancellation: raised when the call has ended.
-
-    Raises:
-        SaveError: cancelled, and the thread did not come back within `ABANDON_S`.
-    """
-    waiter = asyncio.wrap_future(workers.submit(call))
-    try:
-        await asyncio.wait((waiter,))
-    except asyncio.CancelledError:
-        if not await finished(waiter, timeout_s=ABANDON_S):
-            raise SaveError(
-                f"cleaning up did not end within {ABANDON_S:.0f} s: the file system does not "
-                "answer; check the mount. What is left is removed by the next sweep"
-            ) from None
-        waiter.exception()
-        raise
-    waiter.result()

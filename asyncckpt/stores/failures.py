@@ -24,7 +24,7 @@ _NEXT_STEPS = {
     errno.ENAMETOOLONG: "use a shorter name",
     errno.ESTALE: "the network file system has lost the file: check the mount",
     errno.ENOTDIR: "a part of the path is a file and not a directory",
-    errno.ENOENT: "the directory has disappeared: somebody removed it, or another process took over",
+    errno.ENOENT: "the directory has gone: somebody removed it, or another process took over",
     errno.EXDEV: "the checkpoint's name is a mount point: use its parent as root of another store",
 }
 
@@ -42,7 +42,7 @@ _RETRYABLE = {
 
 
 def store_error(action: str, path: str, error: OSError) -> StoreError:
-    """The `StoreError` for a failed system call: where, what, the system's name for it, what next."""
+    """The `StoreError` for a failed system call: where, what, the reason, what next."""
     number = error.errno or 0
     name = errno.errorcode.get(number, type(error).__name__)
     text = f"{path}: {action} failed: {error.strerror or error} ({name})"

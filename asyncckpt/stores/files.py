@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from asyncckpt.errors import CheckpointNotFoundError, ClosedError, CorruptCheckpointError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.ports import Bytes
-from asyncckpt.stores.attempt import to_the_end
 from asyncckpt.stores.failures import reported, store_error
 from asyncckpt.stores.layout import path_parts
 from asyncckpt.stores.posix import PAGE_NBYTES, Descriptor, cached, open_regular, read_all
+from asyncckpt.stores.waiting import to_the_end
 
 MAX_OPEN_FILES = 64
 """Descriptors kept per checkpoint, far below the usual limit of 1024 for a process."""
@@ -36,7 +36,11 @@ _LINK_ERRORS = {errno.ELOOP, errno.ENOTDIR, errno.EINVAL, errno.ENXIO, errno.EML
 
 
 class LocalFiles:
-    """The files of one checkpoint. Made by `LocalStore.files`; nothing is open yet."""
+    """The files of one checkpoint. Made by `LocalStore.files`; nothing is open yet.
+
+    Attributes:
+        closed: whether `close` was called.
+    """
 
     def __init__(self, location: str, workers: Workers) -> None:
         self.location = location
@@ -44,7 +48,7 @@ class LocalFiles:
         self._lock = threading.Lock()
         self._directory: Descriptor | None = None
         self._open: OrderedDict[tuple[str, bool], Descriptor] = OrderedDict()
-        self._closed = False
+        self.closed = False
 
     def __repr__(self) -> str:
         return f"LocalFiles({self.location!r})"
@@ -163,8 +167,8 @@ class LocalFiles:
 
     async def close(self) -> None:
         """File descriptors are closed, those in use when their readers end. Idempotent."""
-        if not self._closed:
-            self._closed = True
+        if not self.closed:
+            self.closed = True
             await to_the_end(self._workers, self._close)
 
     def _close(self) -> None:
@@ -188,7 +192,7 @@ class LocalFiles:
         file = Descriptor(self._open_file(path, flags))
         oldest = None
         with self._lock:
-            if self._closed or key in self._open:
+            if self.closed or key in self._open:
                 oldest, file = file, self._open.get(key, file)
             else:
                 self._open[key] = file
@@ -233,14 +237,20 @@ class LocalFiles:
 
     def _opened_directory(self) -> Descriptor:
         with self._lock:
-            if self._closed:
+            if self.closed:
                 raise ClosedError(
                     f"{self.location}: these files were closed; ask the store for them again",
                     location=self.location,
                 )
             if self._directory is None:
                 flags = os.O_RDONLY | os.O_DIRECTORY
-                self._directory = Descriptor(os.open(self.location, flags))
+                try:
+                    self._directory = Descriptor(os.open(self.location, flags))
+                except NotADirectoryError as error:
+                    raise CheckpointNotFoundError(
+                        f"{self.location}: a file and not the directory of a checkpoint",
+                        location=self.location,
+                    ) from error
             return self._directory
 
     def _full(self, path: str) -> str:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-import weakref
 from collections.abc import Sequence
 from typing import Literal
 
 from asyncckpt.errors import CheckpointNotFoundError, UsageError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.ports import StoreCapabilities
-from asyncckpt.stores.attempt import Context, LocalAttempt, to_the_end
+from asyncckpt.stores.attempt import Context, LocalAttempt
 from asyncckpt.stores.datafile import DirectWrites
 from asyncckpt.stores.failures import reported
 from asyncckpt.stores.files import LocalFiles
@@ -31,7 +30,6 @@ from asyncckpt.stores.locks import (
     Machine,
     remove_owner,
     root_lock,
-    this_machine,
     try_lock,
     unlock,
     write_owner,
@@ -39,6 +37,7 @@ from asyncckpt.stores.locks import (
 from asyncckpt.stores.posix import PAGE_NBYTES, flush_directory, remove_tree
 from asyncckpt.stores.publish import IsValid
 from asyncckpt.stores.sweep import sweep, tidy
+from asyncckpt.stores.waiting import to_the_end
 
 
 def _exists(record: bytes) -> bool:
@@ -82,11 +81,8 @@ class LocalStore:
         )
         self._layout = Layout(self.url)
         self._workers = workers
-        self._machine = machine or this_machine()
-        self._context = Context(
-            self._layout, workers, self._machine, DirectWrites(direct_io), is_valid
-        )
-        self._files: weakref.WeakSet[LocalFiles] = weakref.WeakSet()
+        self._context = Context(self._layout, workers, machine, DirectWrites(direct_io), is_valid)
+        self._files: list[LocalFiles] = []
         self._wrote = False
 
     def __repr__(self) -> str:
@@ -148,7 +144,8 @@ class LocalStore:
     def files(self, name: str) -> LocalFiles:
         """Read access to one checkpoint; nothing is opened yet."""
         files = LocalFiles(self._layout.target(check_name(name)), self._workers)
-        self._files.add(files)
+        self._files = [open_files for open_files in self._files if not open_files.closed]
+        self._files.append(files)
         return files
 
     async def delete(self, name: str) -> None:
@@ -175,13 +172,14 @@ class LocalStore:
         try:
             with reported("deleting", target):
                 with root_lock(self._layout):
-                    write_owner(trash, self._machine, name, "", 0o600)
-                    fd = self._open_and_lock(target)
-                    os.rename(target, trash)
+                    write_owner(trash, self._context.machine(), name, "", 0o600)
+                    try:
+                        fd = self._open_and_lock(target)
+                        os.rename(target, trash)
+                    except FileNotFoundError:  # another process was faster
+                        raise self._not_found(target) from None
                     self._flush_deletion(target, trash)
                 remove_tree(trash, first=RECORD_FILE)
-        except FileNotFoundError:
-            raise self._not_found(target) from None
         finally:
             if not os.path.lexists(trash):
                 remove_owner(trash)
@@ -211,7 +209,7 @@ class LocalStore:
         )
 
     async def sweep(self) -> Sequence[str]:
-        """Leftovers of attempts and deletions that can be proven dead are gone; returns their names.
+        """Leftovers that can be proven dead are gone; returns their names.
 
         See `asyncckpt.stores.sweep` for what counts as proof.
 
@@ -224,11 +222,11 @@ class LocalStore:
 
     def _sweep(self) -> list[str]:
         with reported("sweeping", self._layout.control):
-            return sweep(self._layout, self._machine)
+            return sweep(self._layout, self._context.machine())
 
     async def close(self) -> None:
         """Descriptors are closed, and empty directories of ours are gone. Idempotent."""
-        for files in list(self._files):
+        for files in self._files:
             await files.close()
         if self._wrote:
             self._wrote = False

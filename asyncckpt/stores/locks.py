@@ -58,7 +58,7 @@ def this_machine() -> Machine:
 
 def _first_line(path: str) -> str:
     try:
-        return Path(path).read_text("ascii", "replace").strip()[:200]
+        return Path(path).read_text("utf-8", "replace").strip()[:200]
     except OSError:
         return ""
 

@@ -70,29 +70,31 @@ class Publication:
 
     Attributes:
         source: the attempt's directory.
-        directory: a descriptor of it, which `source` must still lead to.
-        record: the record in it, which tells our checkpoint from any other.
         started: the rename may have been issued; from here on the outcome must be awaited.
         error: why it failed, or None.
         keep_source: what is at `source` now is a checkpoint that may be needed again.
+        directory: a descriptor of the attempt's directory, which tells it from any other.
     """
 
     layout: Layout
-    machine: Machine
+    machine: Callable[[], Machine]
     is_valid: IsValid
     source: str
-    directory: int
     name: str
     save_id: str
-    record: bytes
     overwrite: bool
     mode: int
     started: bool = False
     error: BaseException | None = None
     keep_source: bool = False
+    directory: int = -1
 
-    def run(self) -> None:
-        """The checkpoint is visible and durable, and what it replaced is gone.
+    def run(self, directory: int) -> None:
+        """The checkpoint is visible and durable, and what it replaced is gone. Blocking.
+
+        Args:
+            directory: a descriptor of the attempt's directory, to which `source` must still lead.
+                Unlike the record's bytes it cannot be mistaken for that of another attempt.
 
         Raises:
             CheckpointExistsError: the name is taken by a checkpoint (without `overwrite`) or file.
@@ -100,6 +102,7 @@ class Publication:
             StoreError: the rename failed; nothing is visible.
         """
         self.started = True
+        self.directory = directory
         try:
             with reported("publishing the checkpoint", self.target):
                 old = self._publish()
@@ -165,11 +168,11 @@ class Publication:
             return "nothing"
         if not stat.S_ISDIR(mode) and not os.path.isdir(self.target):
             return "other"
+        if leads_to(self.target, self.directory):
+            return "ours"
         record = record_at(self.target)
         if record is None:
             return "directory" if stat.S_ISDIR(mode) else "other"
-        if record == self.record:
-            return "ours"
         return "checkpoint" if self.is_valid(record) else "directory"
 
     def _rename_free(self) -> None:
@@ -197,7 +200,7 @@ class Publication:
         # A crash between the two renames: `sweep` finds the owner file and puts the old one back.
         old = self.layout.leftover("old", self.name, self.save_id)
         try:
-            write_owner(old, self.machine, self.name, self.save_id, self.mode)
+            write_owner(old, self.machine(), self.name, self.save_id, self.mode)
             flush_directory(self.layout.control)
             os.rename(self.target, old)
         except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 
@@ -10,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncckpt.errors import AsyncCheckpointError, CorruptCheckpointError
+from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.ocdbt import (
     EncodedTree,
     InlineValue,
-    InteriorNode,
     LeafNode,
     Location,
+    TreeDecoder,
     TreeLimits,
     ValueColumns,
     Version,
@@ -174,7 +175,7 @@ def test_two_hundred_thousand_keys_take_well_under_a_second() -> None:
 def test_shared_prefixes_are_those_of_neighbours(unsorted: list[bytes]) -> None:
     ordered = sorted(unsorted)
     columns = prepare_keys(ordered)
-    for row, (a, b) in enumerate(zip(ordered, ordered[1:], strict=False)):
+    for row, (a, b) in enumerate(itertools.pairwise(ordered)):
         n = int(columns.shared[row + 1])
         assert a[:n] == b[:n] and a[: n + 1] != b[: n + 1]
     assert [unsorted[i] for i in sort_keys(unsorted)] == ordered
@@ -332,7 +333,7 @@ def test_height_falls_by_one_per_level() -> None:
 def test_a_node_that_points_to_itself_is_found() -> None:
     """A cycle would need a child of its own height."""
     root = TREE.blocks[-1]
-    with pytest.raises(CorruptCheckpointError, match="parent says|instead of"):
+    with pytest.raises(CorruptCheckpointError, match=r"parent says|instead of"):
         decode_tree(version_of(TREE), lambda _: root)
 
 
@@ -356,20 +357,18 @@ def test_limits_of_a_tree_hold(limits: TreeLimits, reason: str) -> None:
         decode_tree(version_of(TREE), fetcher(TREE), limits=limits)
 
 
-def test_leaves_in_the_wrong_order_are_found() -> None:
-    """Two children of one node exchanged, with everything else right."""
-    good = encode({b"a%d" % i: b"" for i in range(9)} | {b"b%d" % i: b"" for i in range(9)}, 70)
-    root = decode_node(good.blocks[-1], file="d/nodes", offset=0)
-    assert isinstance(root, InteriorNode)
-    fetch = fetcher(good)
+def test_exchanged_leaves_are_found() -> None:
+    """Two leaves of one prefix and one length, each intact."""
+    tree = encode({b"k%c" % letter: b"v" for letter in range(65, 90)}, 80)
+    decoder = TreeDecoder(version_of(tree))
+    decoder.feed([fetcher(tree)(location) for location in decoder.wanted])
+    blocks = [fetcher(tree)(location) for location in decoder.wanted]
+    assert len(blocks[0]) == len(blocks[1])
+    blocks[:2] = blocks[1], blocks[0]
+    with pytest.raises(CorruptCheckpointError, match="first key sorts before"):
+        decoder.feed(blocks)
 
-    def exchanged(location: Location) -> bytes:
-        data = fetch(location)
-        twin = [o for o, n in zip(root.offset, root.nbytes, strict=True) if n == len(data)]
-        if location.offset in twin and len(twin) > 1:
-            other = twin[1 - twin.index(location.offset)] if len(twin) == 2 else twin[0]
-            return fetch(Location("d/nodes", int(other), len(data)))
-        return data
 
-    with pytest.raises(AsyncCheckpointError):
-        decode_tree(version_of(good), exchanged)
+def test_a_node_of_another_length_is_refused() -> None:
+    with pytest.raises(CorruptCheckpointError, match=r"bytes were read instead of"):
+        decode_tree(version_of(TREE), lambda location: fetcher(TREE)(location)[:-1])

@@ -53,7 +53,7 @@ def test_every_flipped_bit_and_truncation_is_found() -> None:
         for bit in range(8):
             bad = bytearray(data)
             bad[row] ^= 1 << bit
-            with pytest.raises(CorruptCheckpointError, match="i, byte .*the chunk index"):
+            with pytest.raises(CorruptCheckpointError, match=r"i, byte .*the chunk index"):
                 decode_chunk_index(bytes(bad), file="i")
         with pytest.raises(CorruptCheckpointError):
             decode_chunk_index(data[:row], file="i")

@@ -1,4 +1,4 @@
-"""Orbax restores a checkpoint whose every file was made by `asyncckpt.format` and `open().write`."""
+"""Orbax restores a checkpoint whose every file was made by `asyncckpt.format`."""
 
 from __future__ import annotations
 

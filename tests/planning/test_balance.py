@@ -78,6 +78,8 @@ def test_the_order_of_holders_does_not_matter(
 def test_two_replicas_in_one_process_are_written_once() -> None:
     assert assign_writers([8, 8, 8], [0, 0, 0], [[3, 3]]).tolist() == [3, 3, 3]
     assert assign_writers([8, 8], [0, 1], [[3, 3, 4], [4, 3]]).tolist() == [3, 4]
+    # A second replica gives no second share either.
+    assert assign_writers([8] * 6, [0] * 6, [[3, 3, 4]]).tolist() == [3, 3, 3, 4, 4, 4]
 
 
 def test_balance_counts_bytes_and_not_chunks() -> None:

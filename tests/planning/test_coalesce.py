@@ -71,6 +71,14 @@ def test_overlapping_extents_keep_to_the_limit(
         assert stop - first == 1 or reach - ranges[first][0] <= limit
 
 
+def test_gap_and_limit_are_themselves_allowed() -> None:
+    offsets, lengths = np.array([0, 15, 30, 45]), np.array([10, 10, 10, 10])
+    groups = coalesce(offsets, lengths, gap_nbytes=5, limit_nbytes=25)
+    assert groups.tolist() == [0, 2]
+    assert coalesce(offsets, lengths, gap_nbytes=4, limit_nbytes=25).tolist() == [0, 1, 2, 3]
+    assert coalesce(offsets, lengths, gap_nbytes=5, limit_nbytes=24).tolist() == [0, 1, 2, 3]
+
+
 def test_nothing_is_no_group() -> None:
     none = np.zeros(0, np.int64)
     assert coalesce(none, none, gap_nbytes=0, limit_nbytes=1).tolist() == []

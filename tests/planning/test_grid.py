@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -84,6 +85,8 @@ def sharded_specs(draw: st.DrawFn) -> tuple[ArraySpec, tuple[Shard, ...]]:
 @example((0,), "float32", 1)
 @example((29, 29, 29, 29, 29), "bool", 7 * 29**3)
 @example((2, 3, 1_000_003), "float32", 2 * MIB)
+@example((11, 600_000), "float32", 16_800_000)
+@example((47, 100_000), "float32", 2_000_000)
 @example((2**31 - 1,), "complex128", 16 * MIB)
 def test_padding_and_chunk_count_stay_within_their_limits(
     shape: tuple[int, ...], dtype: str, target: int
@@ -338,25 +341,35 @@ def test_shards_that_do_not_tile_the_leaf_are_refused(boxes: list[Box]) -> None:
 # --------------------------------------------------------------------------------------- runs
 
 
-@given(st.data())
-def test_a_run_is_found_exactly_where_payload_and_box_agree(data: st.DataObject) -> None:
-    shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=3)))
-    chunk = tuple(data.draw(st.integers(1, 6)) for _ in shape)
-    offset = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
-    box = Box(
-        offset, tuple(data.draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True))
-    )
-    grid = ChunkGrid(shape, chunk)
-    rows = np.arange(grid.chunk_count)
-    starts, nbytes = contiguous_runs(grid, 8, rows, box)
-    values = np.arange(math.prod(shape), dtype=np.int64).reshape(shape)
-    wanted = values[box.slices()].tobytes()
-    for row, cell in enumerate(grid.cells()):
-        part = grid.box(cell)
-        payload = np.full(chunk, -1, np.int64)
-        payload[tuple(slice(n) for n in part.shape)] = values[part.slices()]
-        data_bytes = values[part.slices()].tobytes()
-        assert nbytes[row] == len(data_bytes)
-        at = wanted.find(data_bytes)
-        run = box.intersect(part) == part and at >= 0 and payload.tobytes().startswith(data_bytes)
-        assert starts[row] == (at if run else -1)
+def small_cases(lengths: tuple[int, ...], rank: int) -> Iterator[tuple[ChunkGrid, Box]]:
+    """All shapes, chunk shapes and boxes of these lengths."""
+    for shape in itertools.product(lengths, repeat=rank):
+        for chunk in itertools.product(lengths, repeat=rank):
+            spans = [[(a, b - a) for a in range(n) for b in range(a + 1, n + 1)] for n in shape]
+            for box in itertools.product(*spans):
+                yield (
+                    ChunkGrid(shape, chunk),
+                    Box(tuple(o for o, _ in box), tuple(n for _, n in box)),
+                )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rank"), [((), 0), ((1, 2, 3, 4), 1), ((1, 2, 3), 2), ((1, 2), 3)]
+)
+def test_a_run_is_found_exactly_where_payload_and_box_agree(
+    lengths: tuple[int, ...], rank: int
+) -> None:
+    for grid, box in small_cases(lengths, rank):
+        rows = np.arange(grid.chunk_count)
+        starts, nbytes = contiguous_runs(grid, 8, rows, box)
+        values = np.arange(math.prod(grid.shape), dtype=np.int64).reshape(grid.shape)
+        wanted = values[box.slices()].tobytes()
+        for row, cell in enumerate(grid.cells()):
+            part = grid.box(cell)
+            payload = np.full(grid.chunk_shape, -1, np.int64)
+            payload[tuple(slice(n) for n in part.shape)] = values[part.slices()]
+            held = values[part.slices()].tobytes()
+            assert nbytes[row] == len(held)
+            at = wanted.find(held)
+            run = box.intersect(part) == part and at >= 0 and payload.tobytes().startswith(held)
+            assert starts[row] == (at if run else -1)

@@ -290,6 +290,24 @@ def test_a_row_that_two_requests_want_is_read_once_through_a_buffer() -> None:
     assert [p for b in plan.batches for p in b.parts] == [Part(0, 0, -1, -1), Part(0, 1, -1, -1)]
 
 
+def test_a_large_chunk_parts_the_small_ones_around_it() -> None:
+    sizes = {"slot_nbytes": 1000, "gap_nbytes": 10, "aligned_chunk_nbytes": 50}
+    plan = plan_restore(
+        [StoredArray(ChunkGrid((6,), (1,)), 1, False, 0)],
+        [Request(0, None, True)],
+        row_file=[0, 0, 0, 0, 0, 1],
+        row_offset=[0, 20, 40, 90, 110, 130],
+        row_nbytes=[20, 20, 50, 20, 20, 20],
+        **sizes,
+    )
+    assert [(b.file, b.offset, b.nbytes, [p.row for p in b.parts]) for b in plan.batches] == [
+        (0, 0, 40, [0, 1]),
+        (0, 40, 50, [2]),
+        (0, 90, 40, [3, 4]),
+        (1, 130, 20, [5]),
+    ]
+
+
 def test_rows_in_the_index_are_not_read() -> None:
     plan = plan_restore(
         [

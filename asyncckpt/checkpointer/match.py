@@ -5,13 +5,11 @@ Pure: it sees the record and the targets; every mismatch is listed at once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
+from asyncckpt.adapters.scalars import array_from_scalar
 from asyncckpt.errors import (
     DtypeMismatchError,
     MismatchError,
@@ -21,8 +19,9 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.record import SCALAR_KINDS, decode_scalar
 from asyncckpt.ports import ArrayAdapter, Target
-from asyncckpt.spec import DTYPES, ArraySpec
+from asyncckpt.spec import ArraySpec
 from asyncckpt.stages.opened import OpenCheckpoint
+from asyncckpt.stages.place import numeric_class
 
 LISTED = 20
 """Mismatches written out in one error; the rest is counted."""
@@ -50,7 +49,7 @@ class Assignment:
         spec: stored shape and dtype of the array.
         wanted: the target, or None.
         scalar: value of a scalar from the record.
-        values: host memory of an array, once allocated.
+        values: host memory of an array, once allocated; a scalar that goes into a rank-0 array.
     """
 
     number: int
@@ -279,16 +278,21 @@ def _match_scalar(result: Assignment, want: Wanted, faults: list[MismatchError])
             )
         return
     spec = want.target.spec
-    if spec.shape != () or not fits(value, spec.dtype):
+    if spec.shape != ():
         faults.append(
-            DtypeMismatchError(
-                f"{want.path}: the checkpoint holds the {type(value).__name__} {value!r:.40}, "
-                f"which does not fit into the target's {spec}",
+            ShapeMismatchError(
+                f"{want.path}: the checkpoint holds a {type(value).__name__}, the target wants "
+                f"shape {_shape(spec.shape)}",
                 path=want.path,
-                expected=str(spec),
-                found=type(value).__name__,
+                expected=spec.shape,
+                found=(),
             )
         )
+        return
+    try:
+        result.values = array_from_scalar(want.path, value, spec.dtype)
+    except DtypeMismatchError as fault:
+        faults.append(fault)
 
 
 def _match_array_to_scalar(spec: ArraySpec, want: Wanted, faults: list[MismatchError]) -> None:
@@ -302,35 +306,6 @@ def _match_array_to_scalar(spec: ArraySpec, want: Wanted, faults: list[MismatchE
                 found=str(spec),
             )
         )
-
-
-def numeric_class(dtype: str) -> str:
-    """`bool`, `int`, `float` or `complex`, for names of dtypes and Python types; else the name."""
-    for prefix, kind in (
-        ("bool", "bool"),
-        ("uint", "int"),
-        ("int", "int"),
-        ("bfloat", "float"),
-        ("float", "float"),
-        ("complex", "complex"),
-    ):
-        if dtype.startswith(prefix):
-            return kind
-    return dtype
-
-
-def fits(value: object, dtype: str) -> bool:
-    """Whether a rank-0 array of this dtype holds the scalar, of the same numeric class."""
-    if numeric_class(dtype) != type(value).__name__:
-        return False
-    if isinstance(value, int) and not isinstance(value, bool):
-        bits = DTYPES[dtype].itemsize * 8 if dtype != "int4" else 4
-        low, high = (0, 1 << bits) if dtype.startswith("u") else (-(1 << bits - 1), 1 << bits - 1)
-        return low <= value < high
-    if isinstance(value, float) and math.isfinite(value):
-        with np.errstate(over="ignore"):
-            return bool(np.isfinite(np.float64(value).astype(DTYPES[dtype]).astype(np.float64)))
-    return True
 
 
 def _shape(shape: tuple[int, ...]) -> str:
@@ -367,9 +342,7 @@ def _combined(location: str, faults: list[MismatchError]) -> MismatchError:
 
 _ADVICE: dict[type[MismatchError], str] = {
     TreeMismatchError: "Pass strict=False to restore what both have, or choose with include=.",
-    ShapeMismatchError: (
-        "Pass a target of the saved shape, or leave the path out with include=."
-    ),
+    ShapeMismatchError: ("Pass a target of the saved shape, or leave the path out with include=."),
     DtypeMismatchError: "Pass a target of the saved dtype, or leave the path out with include=.",
     MismatchError: "",
 }

@@ -1,0 +1,274 @@
+"""PyTorch tensors on CPU and on CUDA and other devices, and page-locked host memory."""
+
+# Rule 1: nothing here depends on the grad or inference mode of the thread: tensors are detached
+#   before they are read, and written under no_grad.
+# Rule 2: what a stream has yet to compute is waited for by an event recorded in the caller's
+#   thread; a worker's current stream is another one.
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from asyncckpt.adapters.arrays import (
+    LeafTarget,
+    byte_span,
+    check_values,
+    host_array,
+    may_overlap_itself,
+    unsupported_dtype,
+)
+from asyncckpt.errors import StagingError, UnsupportedLeafError
+from asyncckpt.ports import Bytes, Source, Target
+from asyncckpt.spec import DTYPE_NAMES, DTYPES, ArraySpec, Box
+
+_NAMES: dict[torch.dtype, str] = {
+    torch.bool: "bool",
+    torch.int8: "int8",
+    torch.int16: "int16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.uint8: "uint8",
+    torch.uint16: "uint16",
+    torch.uint32: "uint32",
+    torch.uint64: "uint64",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+    torch.float8_e4m3fnuz: "float8_e4m3fnuz",
+    torch.float8_e5m2: "float8_e5m2",
+    torch.float8_e5m2fnuz: "float8_e5m2fnuz",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.complex64: "complex64",
+    torch.complex128: "complex128",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+_CARRIERS: dict[torch.dtype, tuple[torch.dtype, np.dtype[Any]]] = {
+    dtype: (torch.int16 if dtype.itemsize == 2 else torch.uint8, DTYPES[name])
+    for dtype, name in _NAMES.items()
+    if DTYPES[name].isbuiltin != 1
+}
+"""Dtypes unknown to `Tensor.numpy()` -> the integer that carries their bits, NumPy dtype."""
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+@dataclass(slots=True, eq=False)
+class TorchTarget(LeafTarget):
+    """A `Target` that knows whether a tensor without `buffer` is to be filled by `place`."""
+
+    fill: bool = False
+
+
+class TorchAdapter:
+    """`torch.Tensor` and `Parameter`; requires_grad is a matter of the target, not of the bytes.
+
+    Filling a tensor in place raises its version counter, so that autograd reports a backward pass
+    through values that are gone. `like` on device meta is restored on CPU.
+    """
+
+    name = "torch"
+
+    def owns(self, kind: type) -> bool:
+        return issubclass(kind, torch.Tensor)
+
+    def source(self, path: str, leaf: Any) -> Source:
+        name = _NAMES.get(leaf.dtype)
+        if name is None or type(leaf) not in _PLAIN or leaf.layout is not torch.strided:
+            name = _check_kind(path, leaf)
+        shape = tuple(leaf.shape)
+        source = Source(ArraySpec(shape, name), leaf, None, None, "torch")
+        conj, neg = leaf.is_conj(), leaf.is_neg()
+        if leaf.is_cpu:
+            device = None
+            if not (conj or neg):
+                source.view = numpy_view(leaf)
+        elif leaf.is_meta:
+            raise UnsupportedLeafError(
+                f"{path}: a tensor on device meta has no values to save; materialise it first",
+                path=path,
+            )
+        else:
+            device = leaf.device
+            if leaf.is_cuda:
+                source.stream = torch.cuda.current_stream(device).record_event()
+        if 0 not in shape:
+            pointer = leaf.data_ptr()
+            source.identity = ("torch", device, pointer, shape, leaf.stride(), name, conj, neg)
+        return source
+
+    def fetch(self, source: Source, box: Box, out: npt.NDArray[Any]) -> None:
+        part = source.leaf.detach()[(*box.slices(), ...)].resolve_conj().resolve_neg()
+        if source.stream is None:
+            np.copyto(out, numpy_view(part.cpu()), casting="no")
+            return
+        host = tensor_view(out)
+        # A stream of this thread's own: copies of several threads overlap, and the caller's stream
+        # is not held up. Waiting at the end keeps `leaf` and `out` from being used again too early.
+        with torch.cuda.device(part.device):
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                stream.wait_event(source.stream)
+                host.copy_(part, non_blocking=True)
+            stream.synchronize()
+
+    def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
+        name = _check_kind(path, leaf)
+        target = TorchTarget(ArraySpec(tuple(leaf.shape), name), leaf, path=path)
+        if not in_place:
+            return target
+        if leaf.is_meta:
+            raise UnsupportedLeafError(
+                f"{path}: a tensor on device meta has no memory to fill; allocate it with "
+                'module.to_empty(device="cpu") first, or use restore(like=...)',
+                path=path,
+            )
+        strides = tuple(step * leaf.itemsize for step in leaf.stride())
+        if may_overlap_itself(leaf.shape, strides, leaf.itemsize):
+            raise UnsupportedLeafError(
+                f"{path}: elements of this tensor share memory (stride {leaf.stride()}), so it "
+                "cannot be filled; pass a clone",
+                path=path,
+            )
+        if leaf.is_cpu and not leaf.is_conj() and not leaf.is_neg():
+            target.buffer = numpy_view(leaf)
+            pointer = leaf.data_ptr()
+            target.span = byte_span(pointer, leaf.shape, strides, leaf.itemsize)
+            if leaf.numel():
+                # The same form as the NumPy adapter's: an array may share a tensor's memory.
+                target.identity = ("memory", pointer, target.spec.shape, strides, name)
+        else:
+            target.fill = True
+            if leaf.numel():
+                pointer = leaf.data_ptr()
+                target.identity = (str(leaf.device), pointer, target.spec.shape, strides, name)
+        return target
+
+    def allocate(self, target: Target, spec: ArraySpec) -> npt.NDArray[Any]:
+        return host_array(spec)
+
+    def place(self, target: Target, values: npt.NDArray[Any]) -> Any:
+        assert isinstance(target, TorchTarget)
+        like: torch.Tensor = target.leaf
+        check_values(target.path, target.spec, values.shape, values.dtype)
+        if target.buffer is not None:
+            torch.autograd.graph.increment_version(like)
+            return like
+        tensor = tensor_view(values)
+        if target.fill:
+            with torch.inference_mode(like.is_inference()), torch.no_grad():
+                like.copy_(tensor)
+            return like
+        if not like.is_cpu and not like.is_meta:
+            tensor = tensor.to(like.device)
+        check_values(target.path, target.spec, tuple(tensor.shape), _NAMES[tensor.dtype])
+        if isinstance(like, torch.nn.Parameter):
+            return torch.nn.Parameter(tensor, requires_grad=like.requires_grad)
+        if isinstance(like, torch.nn.Buffer):
+            return torch.nn.Buffer(tensor, persistent=like.persistent)
+        return tensor.requires_grad_(like.requires_grad)
+
+    def leaf(self, path: str, values: npt.NDArray[Any], extra: Mapping[str, Any]) -> Any:
+        name = DTYPE_NAMES[values.dtype]
+        if name not in _DTYPES:
+            raise unsupported_dtype(
+                path, "torch", name, f'PyTorch has no {name}; restore with leaves="numpy" or "jax"'
+            )
+        return tensor_view(values)
+
+
+def numpy_view(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The memory of a CPU tensor as an array of the same strides; without autograd."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    carrier = _CARRIERS.get(tensor.dtype)
+    if carrier is None:
+        return tensor.numpy()
+    return tensor.view(carrier[0]).numpy().view(carrier[1])
+
+
+def tensor_view(array: npt.NDArray[Any]) -> torch.Tensor:
+    """A CPU tensor of the array's memory."""
+    dtype = _DTYPES[DTYPE_NAMES[array.dtype]]
+    carrier = _CARRIERS.get(dtype)
+    if carrier is None:
+        return torch.from_numpy(array)
+    carried = np.int16 if dtype.itemsize == 2 else np.uint8
+    return torch.from_numpy(array.view(carried)).view(dtype)
+
+
+class PinnedMemory:
+    """Page-locked host memory: CUDA copies into it at full speed and without a copy of its own.
+
+    Args:
+        cudart: the CUDA runtime, as `torch.cuda.cudart()` gives it.
+    """
+
+    name = "cuda-pinned"
+
+    def __init__(self, cudart: Any = None) -> None:
+        if cudart is None:
+            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        self._cudart = cudart
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """A page-aligned, page-locked buffer, every page of it touched. Blocking."""
+        buffer = np.frombuffer(
+            mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8
+        )
+        buffer.fill(0)  # numpy releases the interpreter lock; locking the pages may not
+        self._check("cudaHostRegister", nbytes, buffer.ctypes.data, nbytes, 0)
+        return buffer
+
+    def free(self, buffer: Bytes) -> None:
+        """The memory is unlocked; the mapping goes with its last view."""
+        self._check("cudaHostUnregister", buffer.nbytes, buffer.ctypes.data)
+
+    def _check(self, call: str, nbytes: int, *arguments: int) -> None:
+        code = int(getattr(self._cudart, call)(*arguments))
+        if code != 0:
+            raise StagingError(
+                f"{call} of {nbytes} bytes failed with CUDA error {code}; raise the limit of "
+                "locked memory (ulimit -l), or lower host_memory_nbytes",
+                stage="stage",
+                found=code,
+            )
+
+
+def _check_kind(path: str, leaf: Any) -> str:
+    """The dtype's name, once nothing else about the tensor is unsupported."""
+    kind = type(leaf)
+    reason = cast = ""
+    if kind.__name__ == "DTensor":
+        reason = "is a DTensor"
+        cast = "this release saves tensors on one device: pass x.full_tensor(), or x.to_local()"
+    elif torch.nn.parameter.is_lazy(leaf):
+        reason, cast = "is not initialised yet", "run one forward pass of the lazy module first"
+    elif leaf.is_nested:
+        reason, cast = "is nested", "store x.unbind(), a list of tensors"
+    elif leaf.layout is not torch.strided:
+        reason, cast = f"has layout {leaf.layout}", "store x.to_dense(), or its indices and values"
+    elif leaf.is_quantized:
+        reason = f"is quantized ({leaf.dtype})"
+        cast = "store x.int_repr() with x.q_scale() and x.q_zero_point(), or x.dequantize()"
+    elif kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        reason = f"is a {kind.__module__}.{kind.__qualname__}"
+        cast = "wrapper tensors hold no bytes of their own: store the plain tensors inside"
+    if reason:
+        raise UnsupportedLeafError(
+            f"{path}: this tensor {reason} and cannot be stored; {cast}", path=path, found=reason
+        )
+    name = _NAMES.get(leaf.dtype)
+    if name is None:
+        found = str(leaf.dtype).removeprefix("torch.")
+        cast = "store x.view(torch.uint8), which keeps its bits" if found.endswith("_x2") else ""
+        raise unsupported_dtype(path, "torch", found, cast or None)
+    return name

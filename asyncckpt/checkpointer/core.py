@@ -1,0 +1,587 @@
+"""The composition root: everything both facades do, as calls into one engine."""
+
+# Rule 1: what must happen in the caller's thread (structure, scalars, thread-local framework state)
+#   happens in plain functions here; everything else is a coroutine for the engine.
+# Rule 2: saves of one core run one after the other, in the order of their calls.
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import re
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from asyncckpt.adapters import AdapterSet, adapter_named, adapters_for_loaded_frameworks
+from asyncckpt.checkpointer.capture import capture
+from asyncckpt.checkpointer.layout import LayoutCache
+from asyncckpt.checkpointer.pending import PendingSave
+from asyncckpt.checkpointer.reading import info_of, verify_checkpoint
+from asyncckpt.checkpointer.restores import (
+    Mode,
+    RestoreOutcome,
+    RestoreRequest,
+    run_restore,
+    wanted_leaves,
+)
+from asyncckpt.checkpointer.runtime import Runtime
+from asyncckpt.checkpointer.saves import Save, SaveRequest, SaveState, exists
+from asyncckpt.errors import (
+    AsyncCheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DeadlineExceededError,
+    UsageError,
+)
+from asyncckpt.flow.engine import Job
+from asyncckpt.options import SLOT_NBYTES, RestoreOptions, SaveOptions, step_number
+from asyncckpt.reports import CheckpointInfo, Progress, SaveReport, VerifyReport
+from asyncckpt.retention import Retention
+from asyncckpt.stages.opened import open_checkpoint
+from asyncckpt.tree import Flat, flatten
+
+T = TypeVar("T")
+
+STEP = re.compile(r"0|[1-9][0-9]{0,18}")
+"""Names that are steps; all others are ignored, and never deleted."""
+
+MAX_METADATA_NBYTES = 16 << 20
+"""User metadata travels in the record, which every listing reads."""
+
+logger = logging.getLogger("asyncckpt")
+
+
+class Core:
+    """One root (or the parent of a one-shot checkpoint) with its engine, budget and saves."""
+
+    def __init__(
+        self,
+        location: str | os.PathLike[str],
+        *,
+        one_shot: bool = False,
+        keep: Retention | None = None,
+        save_options: SaveOptions | None = None,
+        restore_options: RestoreOptions | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        coordinator: object = "auto",
+    ) -> None:
+        self.save_options = _typed("save_options", save_options, SaveOptions)
+        self.restore_options = _typed("restore_options", restore_options, RestoreOptions)
+        if keep is not None and not callable(getattr(keep, "keep", None)):
+            raise UsageError(f"keep={keep!r}: pass a retention policy such as KeepLast(3)")
+        _check_coordinator(coordinator)
+        budget = self.save_options.host_memory_nbytes
+        if budget is None and one_shot:
+            budget = self.restore_options.host_memory_nbytes
+        self.runtime = Runtime("asyncckpt", host_memory_nbytes=budget)
+        direct_io = self.save_options.direct_io
+        self.name = ""
+        if one_shot:
+            self.store, self.name = self.runtime.one(
+                location, direct_io=direct_io, storage_options=storage_options
+            )
+        else:
+            self.store = self.runtime.store(
+                location, direct_io=direct_io, storage_options=storage_options
+            )
+        self._keep = keep
+        self._layouts = LayoutCache()
+        self._saves: list[PendingSave] = []
+        self._turn = asyncio.Lock()
+        self._reading: Counter[str] = Counter()
+        engine = self.runtime.engine
+        engine.drain_deadline_s = self.save_options.exit_deadline_s
+        engine.on_exit = _futures_of(weakref.ref(self))
+        weakref.finalize(self, _end, engine).atexit = False
+
+    def __repr__(self) -> str:
+        state = (
+            "closed" if self.runtime.engine.closed else f"{len(self.in_flight())} saves in flight"
+        )
+        return f"({self.store.url!r}, {state})"
+
+    # -- in the caller's thread
+
+    def call(self, function: Callable[[], Coroutine[Any, Any, T]]) -> Job[T]:
+        """The coroutine runs on the engine.
+
+        Raises:
+            ClosedError: after `close`, or in a forked child.
+        """
+        return self.runtime.engine.submit(function)
+
+    def in_flight(self) -> list[PendingSave]:
+        """Saves that have not ended."""
+        return [pending for pending in self._saves if not pending.done()]
+
+    def raise_unseen(self, options: SaveOptions | None = None) -> None:
+        """The failure of an earlier save that nobody has heard of is raised, once."""
+        error = self.unseen_error()
+        if error is None:
+            return
+        if options is not None and options.on_failed_save == "log":
+            logger.error("an earlier save failed: %s", error)
+            return
+        raise error
+
+    def unseen_error(self) -> BaseException | None:
+        """The first failure that nobody has heard of; it counts as heard from now on."""
+        first: BaseException | None = None
+        for pending in self._saves:
+            error = pending._unseen_error()
+            if error is not None:
+                if first is None:
+                    first = error
+                else:
+                    first.add_note(f"another save failed too: {error}")
+        self._saves = self.in_flight()
+        return first
+
+    def begin_save(
+        self,
+        kind: type[PendingSave],
+        name: str,
+        step: int | None,
+        tree: Any,
+        *,
+        metadata: Mapping[str, Any] | None,
+        metrics: Mapping[str, float] | None,
+        overwrite: bool,
+        options: SaveOptions | None,
+        progress: Callable[[Progress], None] | None,
+        stall_first: bool,
+    ) -> Any:
+        """A save of the tree as it is now is on its way.
+
+        Raises:
+            UsageError: arguments or leaves are wrong; nothing was begun.
+            …: the unseen failure of an earlier save.
+        """
+        options = _typed("options", options, SaveOptions, self.save_options)
+        self.runtime.engine.check()
+        self.raise_unseen(options)
+        location = f"{self.store.url.rstrip('/')}/{name}"
+        state = SaveState()
+        if stall_first and self.in_flight() and options.on_overlap != "wait":
+            if options.on_overlap == "error":
+                raise UsageError(
+                    f"{location}: another save is in flight ({self.in_flight()[0]!r}) and "
+                    'on_overlap="error"; await it first',
+                    location=location,
+                )
+            return _skipped(kind, self, location, step, state)
+        request = SaveRequest(
+            name=name,
+            step=step,
+            taken=capture(tree, adapters_for_loaded_frameworks()),
+            metadata=_metadata(metadata),
+            metrics=_metrics(metrics),
+            overwrite=overwrite,
+            options=options,
+            progress=_guarded(progress),
+            stall_first=stall_first,
+        )
+        staged: Future[None] = Future()
+
+        def all_staged() -> None:
+            if not staged.done():
+                staged.set_result(None)
+
+        save = Save(self.runtime, self.store, self._layouts, request, state, all_staged)
+        job = self.call(lambda: self._save(save, request))
+        # Whatever ends the job also ends the wait for staging.
+        job.future.add_done_callback(lambda _: all_staged())
+        pending = kind(job, staged, state, location=location, step=step)
+        self._saves.append(pending)
+        return pending
+
+    def restore_request(
+        self,
+        mode: Mode,
+        like: Any,
+        *,
+        leaves: str,
+        include: str | Sequence[str] | None,
+        strict: bool,
+        cast: bool,
+        options: RestoreOptions | None,
+        progress: Callable[[Progress], None] | None,
+    ) -> tuple[RestoreRequest, Flat | None, AdapterSet]:
+        """What a caller wants restored, taken in its thread."""
+        options = _typed("options", options, RestoreOptions, self.restore_options)
+        self.runtime.engine.check()
+        framework = adapter_named(leaves)
+        adapters = adapters_for_loaded_frameworks()
+        flat = None
+        wanted = []
+        stateful: list[str] = []
+        if mode != "saved":
+            flat = flatten(like, adapters.nodes)
+            wanted = wanted_leaves(flat.paths, flat.leaves, adapters, in_place=mode == "into")
+            stateful = [path for path, _ in flat.stateful] if mode == "into" else []
+            if stateful and leaves == "numpy":
+                framework = _framework_of(wanted, framework)
+        request = RestoreRequest(
+            mode=mode,
+            wanted=wanted,
+            framework=framework,
+            include=_globs(include),
+            strict=strict,
+            cast=cast,
+            options=options,
+            progress=_guarded(progress),
+            stateful=stateful,
+        )
+        return request, flat, adapters
+
+    # -- on the engine
+
+    async def _save(self, save: Save, request: SaveRequest) -> SaveReport:
+        async with self._turn:
+            report = await save.run()
+            if self._keep is None or request.step is None:
+                return report
+            deleted, notes = await self._retain(request.step)
+        return dataclasses.replace(
+            report, deleted_steps=tuple(deleted), notes=(*report.notes, *notes)
+        )
+
+    async def _retain(self, saved: int) -> tuple[list[int], list[str]]:
+        assert self._keep is not None
+        steps = await self.steps()
+        metrics: Mapping[int, Mapping[str, float]] = {}
+        if getattr(self._keep, "uses_metrics", True):
+            metrics = {step: (await self._record_metrics(step)) for step in steps}
+        kept = self._keep.keep(steps, metrics)
+        deleted: list[int] = []
+        notes: list[str] = []
+        for step in steps:
+            # Never the step just saved, nor one that a restore of this run is reading.
+            if step in kept or step == saved or self._reading[str(step)]:
+                continue
+            try:
+                await self.store.delete(str(step))
+                deleted.append(step)
+            except CheckpointNotFoundError:
+                continue
+            except AsyncCheckpointError as error:
+                # The save itself is durable; what could not be deleted is tried again next time.
+                logger.warning("step %d could not be deleted: %s", step, error)
+                notes.append(f"step {step} could not be deleted: {error}")
+        return deleted, notes
+
+    async def _record_metrics(self, step: int) -> Mapping[str, float]:
+        files = self.store.files(str(step))
+        try:
+            return (await open_checkpoint(files)).record.metrics
+        except (CheckpointNotFoundError, CorruptCheckpointError):
+            return {}
+        finally:
+            await files.close()
+
+    async def prepare(self, tree_nbytes: int) -> int:
+        """Staging memory for a state of this size is allocated and touched; returns its bytes."""
+        pool = self.runtime.pool
+        await pool.prepare(-(-tree_nbytes // SLOT_NBYTES) + 2)
+        return pool.allocated_nbytes
+
+    async def sweep(self) -> Sequence[str]:
+        """Leftovers of dead attempts are removed."""
+        return await self.store.sweep()
+
+    async def steps(self) -> list[int]:
+        """Steps with a valid commit record, ascending."""
+        candidates = await self._candidates()
+        valid = [await exists(self.store, str(step)) for step in candidates]
+        return [step for step, ok in zip(candidates, valid, strict=True) if ok]
+
+    async def latest_step(self, below: int | None = None) -> int | None:
+        """The highest step with a valid commit record, below `below` if given."""
+        for step in reversed(await self._candidates()):
+            if (below is None or step < below) and await exists(self.store, str(step)):
+                return step
+        return None
+
+    async def _candidates(self) -> list[int]:
+        return sorted(int(name) for name in await self.store.names() if STEP.fullmatch(name))
+
+    async def restore(self, step: int | None, request: RestoreRequest) -> RestoreOutcome:
+        """The checkpoint of a step, of the newest one with None, or the one-shot checkpoint."""
+        if self.name:
+            return await self._restore(self.name, None, request)
+        if step is not None:
+            return await self._restore(str(step), step, request)
+        newest = await self.latest_step()
+        while newest is not None:
+            try:
+                return await self._restore(str(newest), newest, request)
+            except CheckpointNotFoundError:
+                # Deleted while it was being restored: the next one is as good as newest.
+                newest = await self.latest_step(below=newest)
+        raise CheckpointNotFoundError(
+            f"{self.store.url}: there is no checkpoint to restore; latest_step() tells beforehand",
+            location=self.store.url,
+        )
+
+    async def _restore(
+        self, name: str, step: int | None, request: RestoreRequest
+    ) -> RestoreOutcome:
+        with self._read(name) as location:
+            files = self.store.files(name)
+            try:
+                async with asyncio.timeout(request.options.deadline_s):
+                    return await run_restore(self.runtime, files, step, request)
+            except TimeoutError:
+                raise DeadlineExceededError(
+                    f"{location}: the restore did not finish within "
+                    f"{request.options.deadline_s} s and was aborted; raise "
+                    "RestoreOptions.deadline_s",
+                    location=location,
+                ) from None
+            except CorruptCheckpointError as error:
+                # Deleted under our hands is not damage: the record tells.
+                if name not in await self.store.names():
+                    raise CheckpointNotFoundError(
+                        f"{location}: the checkpoint was deleted while being restored; restore "
+                        "another step",
+                        location=location,
+                    ) from error
+                raise
+            finally:
+                await files.close()
+
+    @contextlib.contextmanager
+    def _read(self, name: str) -> Iterator[str]:
+        self._reading[name] += 1
+        try:
+            yield f"{self.store.url.rstrip('/')}/{name}"
+        finally:
+            self._reading[name] -= 1
+
+    async def inspect(self, step: int | None) -> CheckpointInfo:
+        """What the checkpoint holds, from its metadata."""
+        name, number = await self._named(step)
+        files = self.store.files(name)
+        try:
+            return await info_of(await open_checkpoint(files), number)
+        finally:
+            await files.close()
+
+    async def verify(
+        self, step: int | None, progress: Callable[[Progress], None] | None
+    ) -> VerifyReport:
+        """Every byte of the checkpoint was read and checked."""
+        name, number = await self._named(step)
+        files = self.store.files(name)
+        with self._read(name):
+            try:
+                return await verify_checkpoint(self.runtime, files, number, progress)
+            finally:
+                await files.close()
+
+    async def delete(self, name: str) -> None:
+        """The checkpoint is gone."""
+        await self.store.delete(name)
+
+    async def delete_after(self, step: int) -> list[int]:
+        """All steps above `step` are gone; returns them."""
+        deleted = [number for number in await self.steps() if number > step]
+        for number in reversed(deleted):
+            await self.store.delete(str(number))
+        return deleted
+
+    async def _named(self, step: int | None) -> tuple[str, int | None]:
+        if self.name:
+            return self.name, None
+        if step is None:
+            step = await self.latest_step()
+            if step is None:
+                raise CheckpointNotFoundError(
+                    f"{self.store.url}: there is no checkpoint", location=self.store.url
+                )
+        return str(step), step
+
+    async def open(self) -> None:
+        """Leftovers of dead attempts below the root are swept; a failure to do so is logged."""
+        try:
+            swept = await self.store.sweep()
+        except AsyncCheckpointError as error:
+            logger.warning("%s could not be swept: %s", self.store.url, error)
+        else:
+            if swept:
+                logger.info("%s: removed leftovers %s", self.store.url, ", ".join(swept))
+
+    async def _release(self) -> None:
+        await self.store.close()
+        self.runtime.pool.close()
+
+    # -- the end
+
+    def forked(self) -> bool:
+        """Whether this is a forked child, which has no part in the engine."""
+        return self.runtime.engine.forked
+
+    async def aclose(self) -> None:
+        """Store, staging memory and threads are released. Idempotent."""
+        engine = self.runtime.engine
+        if engine.usable:
+            await self.call(self._release).wait()
+        await engine.aclose()
+
+    def close(self) -> None:
+        """As `aclose`, blocking."""
+        engine = self.runtime.engine
+        if engine.usable:
+            self.call(self._release).result()
+        engine.close()
+
+
+def _futures_of(core: weakref.ref[Core]) -> Callable[[], list[Future[Any]]]:
+    def futures() -> list[Future[Any]]:
+        alive = core()
+        return [] if alive is None else [pending._job.future for pending in alive.in_flight()]
+
+    return futures
+
+
+def _end(engine: Any) -> None:
+    # A core that was dropped without close(): its saves hold it alive, so none is in flight.
+    engine.begin_close()
+
+
+def _skipped(
+    kind: type[PendingSave], core: Core, location: str, step: int | None, state: SaveState
+) -> PendingSave:
+    report = SaveReport(
+        location,
+        step,
+        "",
+        0,
+        0,
+        0,
+        0,
+        0,
+        0.0,
+        0.0,
+        skipped=True,
+        notes=("another save was in flight",),
+    )
+    job: Job[SaveReport] = Job(core.runtime.engine)
+    job.future.set_result(report)
+    staged: Future[None] = Future()
+    staged.set_result(None)
+    return kind(job, staged, state, location=location, step=step, skipped=True)
+
+
+def _typed(name: str, value: Any, kind: type[T], default: T | None = None) -> T:
+    if value is None:
+        return kind() if default is None else default
+    if not isinstance(value, kind):
+        raise UsageError(f"{name}={value!r}: pass {kind.__name__}(...)", found=value)
+    return value
+
+
+def _check_coordinator(coordinator: object) -> None:
+    if coordinator == "single":
+        return
+    if coordinator != "auto":
+        raise UsageError(
+            f"coordinator={coordinator!r}: this release saves from one process; pass "
+            '"auto" or "single"'
+        )
+    # A job of several processes that each wrote the whole state to one root would be a race.
+    size = os.environ.get("WORLD_SIZE", "1")  # noqa: TID251 - set by torchrun, not a knob of ours
+    if size.isdigit() and int(size) > 1:
+        raise UsageError(
+            f"WORLD_SIZE={size}: this release saves from one process; call it on rank 0 only, "
+            'with coordinator="single"'
+        )
+
+
+def _metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """A copy of the metadata as JSON makes it."""
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, Mapping):
+        raise UsageError(f"metadata={metadata!r:.80}: pass a dict of JSON values", found=metadata)
+    try:
+        text = json.dumps(dict(metadata), allow_nan=False)
+        copy: Mapping[str, Any] = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"metadata is not JSON ({error}); pass dicts, lists, strings, finite numbers, booleans "
+            "and None"
+        ) from None
+    if len(text) > MAX_METADATA_NBYTES:
+        raise UsageError(
+            f"metadata takes {len(text)} bytes, more than {MAX_METADATA_NBYTES}; save it as leaves"
+        )
+    return copy
+
+
+def _metrics(metrics: Mapping[str, float] | None) -> Mapping[str, float]:
+    if metrics is None:
+        return {}
+    result = {}
+    for name, value in metrics.items():
+        try:
+            if not isinstance(name, str):
+                raise TypeError("its name is no string")
+            result[name] = float(value)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"metrics[{name!r}]={value!r:.80}: {error}; pass numbers") from None
+    return result
+
+
+def _globs(include: str | Sequence[str] | None) -> Sequence[str] | None:
+    if include is None:
+        return None
+    globs = [include] if isinstance(include, str) else list(include)
+    if not all(isinstance(glob, str) for glob in globs):
+        raise UsageError(f"include={include!r}: pass a glob on paths, or several")
+    return globs
+
+
+def _guarded(
+    progress: Callable[[Progress], None] | None,
+) -> Callable[[Progress], None] | None:
+    """The callback, which cannot break a save: its first error is logged, and it is not called again."""
+    if progress is None:
+        return None
+    if not callable(progress):
+        raise UsageError(f"progress={progress!r}: pass a function of one Progress")
+    broken = False
+
+    def guarded(state: Progress) -> None:
+        nonlocal broken
+        if broken:
+            return
+        try:
+            progress(state)
+        except Exception:
+            broken = True
+            logger.exception("the progress callback failed and is not called again")
+
+    return guarded
+
+
+def _framework_of(wanted: Sequence[Any], default: Any) -> Any:
+    """The adapter for leaves that a state dict does not have yet: that of the leaves it has."""
+    for want in wanted:
+        if want.adapter is not None and want.adapter.name == "torch":
+            return want.adapter
+    return adapter_named("torch") if "torch" in sys.modules else default
+
+
+def number_of(step: object) -> tuple[str, int]:
+    """Name and number of a step."""
+    number = step_number(step)
+    return str(number), number

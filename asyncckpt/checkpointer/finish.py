@@ -1,0 +1,86 @@
+"""The last step of a restore, in the caller's thread: leaves become a tree, objects their state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncckpt.adapters import AdapterSet
+from asyncckpt.checkpointer.restores import RestoreOutcome
+from asyncckpt.errors import RestoreError
+from asyncckpt.reports import RestoreReport
+from asyncckpt.tree import Flat, unflatten, unflatten_like, where
+
+
+class _Absent:
+    """Stands for a leaf that was not asked for."""
+
+
+_ABSENT = _Absent()
+
+
+def finish_tree(outcome: RestoreOutcome, flat: Flat | None, adapters: AdapterSet) -> Any:
+    """The restored tree, in the containers of `like` or in plain ones."""
+    if flat is not None:
+        leaves = [outcome.values.get(n, leaf) for n, leaf in enumerate(flat.leaves)]
+        return unflatten_like(flat, leaves, adapters.nodes)
+    count = outcome.structure.leaf_count
+    if outcome.selected is None:
+        return unflatten(outcome.structure, [outcome.values[n] for n in range(count)])
+    tree = unflatten(outcome.structure, [outcome.values.get(n, _ABSENT) for n in range(count)])
+    return _prune(tree)
+
+
+def _prune(node: Any) -> Any:
+    """The tree without absent leaves: dict entries go, items of sequences become None."""
+    if isinstance(node, dict):
+        pruned = {key: _prune(child) for key, child in node.items()}
+        kept = {key: child for key, child in pruned.items() if child is not _ABSENT}
+        return kept if kept or not node else _ABSENT
+    if type(node) in (list, tuple):
+        children = [_prune(child) for child in node]
+        if children and all(child is _ABSENT for child in children):
+            return _ABSENT
+        return type(node)(None if child is _ABSENT else child for child in children)
+    return node
+
+
+def finish_into(outcome: RestoreOutcome, flat: Flat, adapters: AdapterSet) -> RestoreReport:
+    """Every object with a state dict was given the restored one.
+
+    Raises:
+        RestoreError: an object refused its state dict.
+    """
+    by_path = {path: outcome.values.get(n) for n, path in enumerate(flat.paths)}
+    for path, target in flat.stateful:
+        try:
+            structure, ordinals = outcome.structure.subtree(path)
+        except KeyError:
+            continue  # strict=False: the checkpoint has nothing for it
+        leaves = []
+        saved_paths = outcome.structure.paths()
+        for ordinal in ordinals:
+            if ordinal in outcome.additions:
+                leaves.append(outcome.additions[ordinal])
+            else:
+                leaves.append(by_path.get(saved_paths[ordinal], _ABSENT))
+        if any(leaf is _ABSENT for leaf in leaves):
+            if all(leaf is _ABSENT for leaf in leaves):
+                continue  # include= left the whole object out
+            raise RestoreError(
+                f"{where(path)}: include= selects only a part of this object's state dict; select "
+                "all of it or nothing",
+                path=path,
+                location=outcome.report.location,
+            )
+        state = unflatten(structure, leaves)
+        try:
+            target.load_state_dict(state)
+        except Exception as error:
+            raise RestoreError(
+                f"{where(path)}: {type(target).__name__}.load_state_dict refused the restored "
+                f"state: {type(error).__name__}: {error}",
+                path=path,
+                stage="place",
+                location=outcome.report.location,
+            ) from error
+    return outcome.report

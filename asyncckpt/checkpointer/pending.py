@@ -1,0 +1,165 @@
+"""A save that goes on in the background."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from concurrent.futures import Future
+from typing import Any
+
+from asyncckpt.checkpointer.saves import SaveState
+from asyncckpt.errors import AsyncCheckpointError
+from asyncckpt.flow.engine import Job
+from asyncckpt.flow.threads import finished
+from asyncckpt.reports import Progress, SaveReport
+
+
+class PendingSave:
+    """A save whose state was taken; awaiting it gives the `SaveReport` once it is durable.
+
+    Attributes:
+        location: path or URL of the checkpoint to be.
+        step: its step, None for one-shot saves.
+        skipped: nothing is being saved: another save was in flight (`on_overlap="skip"`).
+    """
+
+    def __init__(
+        self,
+        job: Job[SaveReport],
+        staged: Future[None],
+        state: SaveState,
+        *,
+        location: str,
+        step: int | None,
+        skipped: bool = False,
+    ) -> None:
+        self._job = job
+        self._staged = staged
+        self._state = state
+        self._seen = False
+        self.location = location
+        self.step = step
+        self.skipped = skipped
+
+    def __repr__(self) -> str:
+        name = f"step {self.step}" if self.step is not None else self.location
+        if self.skipped:
+            return f"<PendingSave {name}: skipped>"
+        if not self.done():
+            return f"<PendingSave {name}: {self._state.progress}>"
+        error = self._job.future.exception()
+        return f"<PendingSave {name}: {'committed' if error is None else f'failed: {error}'}>"
+
+    def __await__(self) -> Generator[Any, None, SaveReport]:
+        """The report, once the checkpoint is durable.
+
+        Cancelling or timing out this await stops the waiting only; `cancel` aborts the save.
+
+        Raises:
+            SaveError, StoreError, …: the save failed; every await of it raises the same error.
+        """
+        return self._wait().__await__()
+
+    def done(self) -> bool:
+        """Whether the save has ended, in success or failure."""
+        return self._job.done()
+
+    def cancel(self) -> bool:
+        """The save is asked to abort; False when it has ended already.
+
+        The await then raises `SaveAbortedError` after the clean-up, or returns the report where
+        publication had begun.
+        """
+        if self.done():
+            return False
+        self._job.cancel()
+        return True
+
+    @property
+    def progress(self) -> Progress:
+        """How far it has come."""
+        return self._state.progress
+
+    def future(self) -> asyncio.Future[SaveReport]:
+        """An `asyncio.Future` of the running loop; cancelling it stops the waiting only."""
+        return asyncio.ensure_future(self._wait())  # noqa: TID251 - owned by the caller
+
+    async def _wait(self) -> SaveReport:
+        waiter = asyncio.wrap_future(self._job.future)
+        try:
+            await asyncio.wait((waiter,))
+        except asyncio.CancelledError:
+            waiter.cancel()  # detaches; the job's own future cannot be cancelled
+            raise
+        self._seen = True
+        return waiter.result()
+
+    async def _wait_owned(self) -> SaveReport:
+        """The report; a cancellation aborts the save and waits for its clean-up."""
+        self._seen = True
+        return await self._job.wait()
+
+    async def _wait_staged(self) -> None:
+        """The state was copied, or the save has failed, which is raised.
+
+        Cancellation: aborts the save and waits for its clean-up.
+        """
+        waiter = asyncio.wrap_future(self._staged)
+        try:
+            await asyncio.wait((waiter,))
+        except asyncio.CancelledError:
+            waiter.cancel()
+            self._seen = True
+            self._job.cancel()
+            await self._settled()
+            raise
+        self._raise_early()
+
+    async def _settled(self) -> None:
+        waiter = asyncio.wrap_future(self._job.future)
+        await finished(waiter)
+        waiter.exception()
+
+    def _raise_early(self) -> None:
+        if self._job.done() and self._job.future.exception() is not None:
+            self._seen = True
+            self._job.future.result()
+
+    def _unseen_error(self) -> BaseException | None:
+        """The failure that nobody has heard of; from now on it counts as heard."""
+        if self._seen or not self.done():
+            return None
+        error = self._job.future.exception()
+        if error is not None:
+            self._seen = True
+        return error
+
+
+class BlockingPendingSave(PendingSave):
+    """A `PendingSave` for callers without an event loop."""
+
+    def result(self, timeout_s: float | None = None) -> SaveReport:
+        """The report, once the checkpoint is durable. Blocking.
+
+        Ctrl-C stops the waiting only; `cancel` aborts the save.
+
+        Raises:
+            TimeoutError: it is not done after `timeout_s` seconds; it goes on.
+            SaveError, StoreError, …: the save failed.
+        """
+        report = self._job.future.result(timeout_s)
+        self._seen = True
+        return report
+
+    def _await_staged(self) -> None:
+        """As `_wait_staged`, blocking; Ctrl-C aborts the save and waits for its clean-up."""
+        try:
+            self._staged.result()
+        except KeyboardInterrupt:
+            self._seen = True
+            self._job.cancel()
+            self._job.future.exception()
+            raise
+        except AsyncCheckpointError:
+            pass  # raised below, from where it belongs
+        self._raise_early()

@@ -1,0 +1,80 @@
+"""Every structure of a checkpoint as JSON that a person can read, and back.
+
+For golden tests and for looking at damaged files; nothing of the library stores it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from asyncckpt.format.chunks import ChunkIndex
+from asyncckpt.format.ocdbt import dump as ocdbt
+from asyncckpt.format.record import CommitRecord, decode_record, encode_record, seal
+from asyncckpt.format.zarr3 import ZarrArray
+from asyncckpt.spec import ArraySpec
+
+Structure = ocdbt.Structure | ChunkIndex | CommitRecord | ZarrArray
+
+
+def dump(structure: Structure) -> dict[str, Any]:
+    """JSON that `load` turns into an equal structure."""
+    if isinstance(structure, CommitRecord):
+        document = json.loads(encode_record(structure))
+        del document["crc32c"]
+        return {"type": "record", "document": document}
+    if isinstance(structure, ZarrArray):
+        return {
+            "type": "zarr_array",
+            "shape": list(structure.spec.shape),
+            "dtype": structure.spec.dtype,
+            "chunk_shape": list(structure.chunk_shape),
+            "zstd_level": structure.zstd_level,
+            "crc32c": structure.crc32c,
+            "fill_value": structure.fill_value.hex(),
+        }
+    if isinstance(structure, ChunkIndex):
+        rows = zip(
+            structure.file.tolist(),
+            structure.offset.tolist(),
+            structure.nbytes.tolist(),
+            structure.crc32c.tolist(),
+            strict=True,
+        )
+        return {
+            "type": "chunk_index",
+            "rows": [
+                {"file": file, "offset": offset, "nbytes": nbytes, "crc32c": f"{crc:08x}"}
+                for file, offset, nbytes, crc in rows
+            ],
+        }
+    return ocdbt.dump(structure)
+
+
+def load(document: dict[str, Any]) -> Structure:
+    """The structure that `dump` made the document of.
+
+    Raises:
+        ValueError: the document is of no known type.
+    """
+    kind = document.get("type")
+    if kind == "record":
+        return decode_record(seal(json.dumps(document["document"])), location="dump")
+    if kind == "zarr_array":
+        return ZarrArray(
+            ArraySpec(tuple(document["shape"]), document["dtype"]),
+            tuple(document["chunk_shape"]),
+            document["zstd_level"],
+            document["crc32c"],
+            bytes.fromhex(document["fill_value"]),
+        )
+    if kind == "chunk_index":
+        rows = document["rows"]
+        file, offset, nbytes = (
+            np.array([row[name] for row in rows], np.int64) for name in ("file", "offset", "nbytes")
+        )
+        crc = np.array([int(row["crc32c"], 16) for row in rows], np.uint32)
+        return ChunkIndex(file, offset, nbytes, crc)
+    return ocdbt.load(document)

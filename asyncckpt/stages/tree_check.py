@@ -1,0 +1,93 @@
+"""Whether the OCDBT database says the same as the record and the chunk index.
+
+Restoring uses the chunk index; TensorStore and Orbax use the database. `verify` checks that both
+lead to the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from asyncckpt.errors import AsyncCheckpointError
+from asyncckpt.format.chunks import ChunkIndex
+from asyncckpt.format.crc import crc32c
+from asyncckpt.format.ocdbt import Location, decode_manifest, decode_tree
+from asyncckpt.format.zarr3 import chunk_keys, encode_metadata, metadata_key
+from asyncckpt.stages.opened import OpenCheckpoint
+from asyncckpt.stages.serialize import TRAILER_NBYTES
+
+PROBLEMS_MAX = 20
+"""Contradictions listed; one is enough to distrust the database."""
+
+
+def check_database(
+    opened: OpenCheckpoint, index: ChunkIndex, contents: Mapping[int, bytes]
+) -> list[str]:
+    """What contradicts what, in words; empty when nothing does. Blocking.
+
+    Args:
+        opened: the checkpoint.
+        index: its chunk index.
+        contents: bytes of the manifest and of the index file, by number in the record.
+    """
+    record = opened.record
+    prefix = f"{record.database}/"
+    files = {record.files[n].path.removeprefix(prefix): data for n, data in contents.items()}
+    if files.get("manifest.ocdbt") != record.manifest:
+        return ["manifest.ocdbt differs from the manifest in the commit record"]
+
+    def fetch(location: Location) -> bytes:
+        data = files.get(location.file, b"")
+        return data[location.offset : location.offset + location.nbytes]
+
+    try:
+        manifest = decode_manifest(record.manifest, file="manifest.ocdbt")
+        columns = decode_tree(manifest.versions[-1], fetch)
+    except AsyncCheckpointError as error:
+        return [str(error)]
+    found = {
+        key: (value, columns.files[file] if file >= 0 else "", offset, nbytes)
+        for key, value, file, offset, nbytes in zip(
+            columns.keys,
+            columns.inline,
+            columns.file.tolist(),
+            columns.offset.tolist(),
+            columns.nbytes.tolist(),
+            strict=True,
+        )
+    }
+    problems: list[str] = []
+    expected = 0
+    names = [file.path.removeprefix(prefix) for file in record.files]
+    for array, name in enumerate(record.arrays.name):
+        stored = record.specs[record.arrays.spec[array]]
+        document = encode_metadata(stored.spec, stored.chunk_shape, stored.zstd_level)
+        entry = found.get(metadata_key(name))
+        expected += 1
+        if entry is None or entry[0] != document:
+            problems.append(f"array {name!r}: zarr.json is missing or differs from the record")
+        for number, key in enumerate(chunk_keys(name, stored.grid.counts)):
+            row = opened.first_rows[array] + number
+            expected += 1
+            entry = found.get(key)
+            if entry is None or not _same(entry, index, row, names):
+                problems.append(
+                    f"{key.decode()}: missing, or another place than the chunk index says"
+                )
+        if len(problems) >= PROBLEMS_MAX:
+            return problems
+    if len(found) != expected:
+        problems.append(f"the database has {len(found)} keys, the record needs {expected}")
+    return problems
+
+
+def _same(
+    entry: tuple[bytes | None, str, int, int], index: ChunkIndex, row: int, names: list[str]
+) -> bool:
+    value, file, offset, nbytes = entry
+    if nbytes != index.nbytes[row]:
+        return False
+    if value is not None:
+        # A tied leaf has a copy of the value under its own key.
+        return crc32c(value[:-TRAILER_NBYTES]) == index.crc32c[row]
+    return file == names[int(index.file[row])] and offset == index.offset[row]

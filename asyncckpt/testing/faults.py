@@ -1,0 +1,271 @@
+"""A store that fails, is cancelled, pauses or lies at scripted operations.
+
+    store = FaultStore(inner, [Fault("write", 3, error=StoreError("disk on fire"))])
+
+Operations are counted from 1 for each kind and, as `any`, over all kinds. The kinds are `begin`,
+`create`, `write`, `seal`, `put`, `publish`, `abort`, `files`, `read`, `read_into`, `close_files`,
+`names`, `delete`, `sweep` and `close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.ports import Attempt, Bytes, CheckpointFiles, DataFile, Store, StoreCapabilities
+
+
+@dataclass(slots=True, eq=False)
+class Gate:
+    """Holds an operation: it sets `reached` and goes on once `release` is set."""
+
+    reached: asyncio.Event = field(default_factory=asyncio.Event)
+    release: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def hold(self) -> None:
+        """The gate was released. Cancellation: raises at once."""
+        self.reached.set()
+        await self.release.wait()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fault:
+    """What happens at one operation.
+
+    Attributes:
+        kind: kind of the operation, or ``any``.
+        number: which one of its kind, from 1; 0 for every one.
+        error: raised instead of the operation, or after it with `applied`.
+        applied: the operation takes effect before `error` is raised: a lost answer.
+        cancel: the task that makes the call is cancelled just before the operation.
+        gate: the operation waits here first.
+        data: what a read gives: ``short`` leaves out the second half (and raises, as a store does
+            that meets the end of a file too early), ``flip`` has one bit changed.
+    """
+
+    kind: str
+    number: int = 1
+    error: BaseException | None = None
+    applied: bool = False
+    cancel: bool = False
+    gate: Gate | None = None
+    data: Literal["short", "flip"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One call that was made: its kind, and the name or path it was about."""
+
+    kind: str
+    subject: str
+
+
+class FaultStore:
+    """A store around another one. Without a script it only counts.
+
+    Attributes:
+        counts: operations so far by kind, with their total as `any`.
+        log: all operations, in the order in which they began.
+        script: the faults; may be extended while it runs.
+    """
+
+    def __init__(self, inner: Store, script: Iterable[Fault] = ()) -> None:
+        self.inner = inner
+        self.url: str = inner.url
+        self.capabilities: StoreCapabilities = inner.capabilities
+        self.counts: Counter[str] = Counter()
+        self.log: list[Operation] = []
+        self.script = list(script)
+
+    def __repr__(self) -> str:
+        return f"FaultStore({self.inner!r}, {len(self.script)} faults)"
+
+    @asynccontextmanager
+    async def operation(self, kind: str, subject: str) -> AsyncIterator[list[Fault]]:
+        """The faults of this operation have happened around the block, which carries it out."""
+        self.counts[kind] += 1
+        self.counts["any"] += 1
+        self.log.append(Operation(kind, subject))
+        numbers = {(k, n) for k in (kind, "any") for n in (0, self.counts[k])}
+        faults = [fault for fault in self.script if (fault.kind, fault.number) in numbers]
+        for fault in faults:
+            if fault.gate is not None:
+                await fault.gate.hold()
+            if fault.cancel and (task := asyncio.current_task()) is not None:
+                task.cancel()
+            if fault.error is not None and not fault.applied:
+                raise fault.error
+        yield faults
+        for fault in faults:
+            if fault.error is not None:
+                raise fault.error
+
+    async def begin(
+        self,
+        name: str,
+        save_id: str,
+        *,
+        epoch: int = 0,
+        overwrite: bool = False,
+        private: bool = False,
+    ) -> FaultAttempt:
+        """As the inner store; an attempt whose `begin` fails after it was applied is aborted."""
+        attempt = None
+        try:
+            async with self.operation("begin", name):
+                attempt = await self.inner.begin(
+                    name, save_id, epoch=epoch, overwrite=overwrite, private=private
+                )
+        except BaseException:
+            if attempt is not None:
+                await attempt.abort()
+            raise
+        return FaultAttempt(self, attempt)
+
+    async def names(self) -> list[str]:
+        """As the inner store."""
+        async with self.operation("names", ""):
+            return await self.inner.names()
+
+    def files(self, name: str) -> FaultFiles:
+        """As the inner store; counted, but no fault of the script applies."""
+        self.counts["files"] += 1
+        self.log.append(Operation("files", name))
+        return FaultFiles(self, self.inner.files(name))
+
+    async def delete(self, name: str) -> None:
+        """As the inner store."""
+        async with self.operation("delete", name):
+            await self.inner.delete(name)
+
+    async def sweep(self) -> Sequence[str]:
+        """As the inner store."""
+        async with self.operation("sweep", ""):
+            return await self.inner.sweep()
+
+    async def close(self) -> None:
+        """As the inner store."""
+        async with self.operation("close", ""):
+            await self.inner.close()
+
+
+class FaultAttempt:
+    """An attempt of a `FaultStore`."""
+
+    def __init__(self, store: FaultStore, inner: Attempt) -> None:
+        self.location = inner.location
+        self._store = store
+        self._inner = inner
+
+    async def create(self, path: str, *, nbytes: int) -> FaultDataFile:
+        """As the inner attempt."""
+        async with self._store.operation("create", path):
+            inner = await self._inner.create(path, nbytes=nbytes)
+        return FaultDataFile(self._store, inner)
+
+    async def put(self, path: str, data: bytes | memoryview) -> None:
+        """As the inner attempt."""
+        async with self._store.operation("put", path):
+            await self._inner.put(path, data)
+
+    async def publish(self, record: bytes) -> None:
+        """As the inner attempt, which is aborted when the script fails it before its rename."""
+        try:
+            async with self._store.operation("publish", self.location):
+                await self._inner.publish(record)
+        except BaseException:
+            await self._inner.abort()
+            raise
+
+    async def abort(self) -> None:
+        """As the inner attempt."""
+        async with self._store.operation("abort", self.location):
+            await self._inner.abort()
+
+
+class FaultDataFile:
+    """A data file of a `FaultStore`."""
+
+    def __init__(self, store: FaultStore, inner: DataFile) -> None:
+        self.path = inner.path
+        self._store = store
+        self._inner = inner
+
+    async def write(self, offset: int, data: Bytes) -> None:
+        """As the inner file."""
+        async with self._store.operation("write", self.path):
+            await self._inner.write(offset, data)
+
+    async def seal(self, nbytes: int) -> None:
+        """As the inner file."""
+        async with self._store.operation("seal", self.path):
+            await self._inner.seal(nbytes)
+
+
+class FaultFiles:
+    """Read access of a `FaultStore`."""
+
+    def __init__(self, store: FaultStore, inner: CheckpointFiles) -> None:
+        self.location = inner.location
+        self._store = store
+        self._inner = inner
+
+    async def read(self, path: str, *, max_nbytes: int) -> bytes:
+        """As the inner files, with what the script does to the data."""
+        async with self._store.operation("read", path) as faults:
+            data = await self._inner.read(path, max_nbytes=max_nbytes)
+        for fault in faults:
+            if fault.data == "short":
+                data = data[: len(data) // 2]
+            elif fault.data == "flip" and data:
+                middle = len(data) // 2
+                data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+        return data
+
+    async def read_into(self, path: str, offset: int, buffers: Sequence[Bytes]) -> None:
+        """As the inner files, with what the script does to the data.
+
+        Raises:
+            CorruptCheckpointError: a scripted short read.
+        """
+        async with self._store.operation("read_into", path) as faults:
+            total = sum(buffer.size for buffer in buffers)
+            short = any(fault.data == "short" for fault in faults)
+            await self._inner.read_into(
+                path, offset, _first(buffers, total // 2) if short else buffers
+            )
+        if short:
+            raise CorruptCheckpointError(
+                f"{self.location}/{path}: the file ends at byte {offset + total // 2}, expected "
+                f"bytes {offset} to {offset + total}; it is truncated: use another checkpoint",
+                file=path,
+                offset=offset + total // 2,
+                location=self.location,
+                expected=offset + total,
+                found=offset + total // 2,
+            )
+        for fault in faults:
+            if fault.data == "flip" and total:
+                buffer = next(b for b in buffers if b.size)
+                buffer[buffer.size // 2] ^= np.uint8(1)
+
+    async def close(self) -> None:
+        """As the inner files."""
+        async with self._store.operation("close_files", self.location):
+            await self._inner.close()
+
+
+def _first(buffers: Sequence[Bytes], nbytes: int) -> list[Bytes]:
+    """The beginning of a sequence of buffers, as views."""
+    views = []
+    for buffer in buffers:
+        views.append(buffer[: min(nbytes, buffer.size)])
+        nbytes -= views[-1].size
+    return views

@@ -1,0 +1,433 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.core
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental.layout import Format, Layout
+
+from asyncckpt import errors
+from asyncckpt.adapters import jax as module
+from asyncckpt.adapters.jax import JaxAdapter, JaxNodes
+from asyncckpt.spec import DTYPES, ArraySpec, Box
+from asyncckpt.tree import flatten, unflatten, unflatten_like
+
+adapter = JaxAdapter()
+SHAPES = [(), (0, 3), (1,), (3, 4), (2, 3, 5)]
+WIDE = ("int64", "uint64", "float64", "complex128")
+
+
+@pytest.fixture
+def worker() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def values(name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    count = int(np.prod(shape))
+    return np.array((np.arange(count) % 7).reshape(shape).astype(DTYPES[name]))
+
+
+def array(name: str, shape: tuple[int, ...]) -> jax.Array:
+    with jax.enable_x64(True):
+        return jnp.array(values(name, shape)).block_until_ready()
+
+
+def pointer(leaf: jax.Array) -> int:
+    return int(leaf.unsafe_buffer_pointer())
+
+
+def read(source: Any, box: Box) -> np.ndarray[Any, Any]:
+    out = np.empty(box.shape, DTYPES[source.spec.dtype])
+    adapter.fetch(source, box, out)
+    return out
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_dtype_round_trips(
+    name: str, shape: tuple[int, ...], worker: ThreadPoolExecutor
+) -> None:
+    expected, leaf = values(name, shape), array(name, shape)
+    source = adapter.source("p", leaf)
+    assert source.spec == ArraySpec(shape, name)
+    assert (source.view is None) == (name == "int4"), "int4 is packed in JAX's memory"
+    if source.view is not None:
+        assert source.view.dtype == DTYPES[name]
+        np.testing.assert_array_equal(source.view, expected)
+        assert not leaf.size or source.view.ctypes.data == pointer(leaf)
+    for view in {None: None, "view": source.view}.values():
+        source.view = view
+        part = Box(tuple(n // 3 for n in shape), tuple(n - n // 3 for n in shape))
+        for box in (Box.whole(shape), part):
+            out = worker.submit(read, source, box).result()
+            np.testing.assert_array_equal(out, expected[box.slices()])
+    assert leaf._npy_value is None, "no host copy stays on the caller's array"
+
+    with jax.enable_x64(True):
+        target = adapter.target("p", leaf, in_place=False)
+    restored = adapter.allocate(target, target.spec)
+    restored[...] = expected
+    placed = worker.submit(adapter.place, target, restored).result()
+    assert (placed.dtype, placed.shape) == (leaf.dtype, shape)
+    assert (placed.committed, placed.weak_type) == (leaf.committed, False)
+    np.testing.assert_array_equal(np.asarray(placed), expected)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e5m2"])
+def test_views_without_the_internal_call_are_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Public:
+        def __init__(self, leaf: Any) -> None:
+            self.addressable_data = leaf.addressable_data
+
+    leaf = array(name, (3, 4))
+    view = module._host_view(Public(leaf), name)
+    assert view.ctypes.data == pointer(leaf)
+    np.testing.assert_array_equal(view, values(name, (3, 4)))
+    assert leaf._npy_value is None
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_a_donation_after_the_view_is_gone_reuses_the_memory(name: str) -> None:
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    leaf = array(name, (1 << 14,))
+    before = pointer(leaf)
+    source = adapter.source("p", leaf)
+    view = source.view
+    assert view is not None
+    kept = view.copy()
+    del view
+    source.view = None
+    after = step(leaf)
+    assert pointer(after) == before
+    np.testing.assert_array_equal(np.asarray(after), kept + 1)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_a_donation_or_deletion_under_a_view_leaves_its_values(name: str) -> None:
+    leaf = array(name, (1 << 14,))
+    expected = values(name, (1 << 14,))
+    source = adapter.source("p", leaf)
+    assert source.view is not None
+    after = jax.jit(lambda x: x + 1, donate_argnums=0)(leaf).block_until_ready()
+    np.testing.assert_array_equal(source.view, expected)
+    source = adapter.source("p", after)
+    after.delete()
+    assert source.view is not None
+    np.testing.assert_array_equal(source.view, expected + 1)
+
+
+def test_an_array_that_is_being_computed_is_awaited_in_fetch_not_in_source(
+    worker: ThreadPoolExecutor,
+) -> None:
+    release = threading.Event()
+
+    def wait(x: Any) -> Any:
+        release.wait()
+        return x
+
+    @jax.jit
+    def pending(x: Any) -> Any:
+        return jax.pure_callback(wait, jax.ShapeDtypeStruct((3,), "float32"), x)
+
+    leaf = pending(np.arange(3, dtype=np.float32))
+    try:
+        source = adapter.source("p", leaf)
+        assert source.view is None
+        fetched = worker.submit(read, source, Box((1,), (2,)))
+        assert not fetched.done()
+    finally:
+        release.set()
+    np.testing.assert_array_equal(fetched.result(), [1, 2])
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_another_layout_is_viewed_in_its_strides(name: str) -> None:
+    # Major-to-minor (1, 0) is column-major: the layout that `.T` of a row-major array has.
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    leaf = jax.device_put(array(name, (3, 4)), Format(Layout((1, 0)), sharding))
+    source = adapter.source("p", leaf)
+    assert source.view is not None
+    np.testing.assert_array_equal(source.view, values(name, (3, 4)))
+    np.testing.assert_array_equal(read(source, Box((1, 1), (2, 2))), values(name, (3, 4))[1:, 1:3])
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("shape", [(), (4,)], ids=str)
+def test_typed_keys_are_stored_as_their_data(
+    impl: str, shape: tuple[int, ...], worker: ThreadPoolExecutor
+) -> None:
+    keys = jax.random.key(3, impl=impl)
+    if shape:
+        keys = jax.random.split(keys, shape)
+    source = adapter.source("p", keys)
+    data = jax.random.key_data(keys)
+    assert source.spec == ArraySpec(data.shape, "uint32")
+    assert source.extra == {"prng_impl": impl}
+    assert source.leaf is keys
+    source.view = None
+    out = worker.submit(read, source, Box.whole(data.shape)).result()
+    np.testing.assert_array_equal(out, np.asarray(data))
+    for like in (keys, jax.ShapeDtypeStruct(keys.shape, keys.dtype)):
+        target = adapter.target("p", like, in_place=False)
+        assert (target.spec, target.extra) == (source.spec, source.extra)
+        restored = worker.submit(adapter.place, target, out.copy()).result()
+        assert restored.dtype == keys.dtype
+        assert restored.shape == keys.shape
+        np.testing.assert_array_equal(jax.random.key_data(restored), data)
+    restored = adapter.leaf("p", out, source.extra)
+    assert jax.random.uniform(restored if not shape else restored[0]) == jax.random.uniform(
+        keys if not shape else keys[0]
+    )
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_64_bit_leaves_need_x64_in_the_calling_thread(
+    name: str, worker: ThreadPoolExecutor
+) -> None:
+    leaf = array(name, (3,))
+    for call in (
+        lambda: adapter.target("a/b", leaf, in_place=False),
+        lambda: adapter.leaf("a/b", values(name, (3,)), {}),
+    ):
+        with pytest.raises(errors.DtypeMismatchError, match=f"^a/b: {name} cannot") as e:
+            call()
+        assert 'jax.config.update("jax_enable_x64", True)' in str(e.value)
+    with jax.enable_x64(True):
+        target = adapter.target("a/b", jax.ShapeDtypeStruct((3,), name), in_place=False)
+        assert adapter.leaf("a/b", values(name, (3,)), {}).dtype == name
+    placed = worker.submit(adapter.place, target, values(name, (3,))).result()
+    assert placed.dtype == name, "x64 is replayed in the worker"
+
+
+def test_a_donated_array_is_named_when_saved_and_welcome_as_like() -> None:
+    for leaf in (array("float32", (3,)), jax.random.split(jax.random.key(0), 3)):
+        leaf.delete()
+        with pytest.raises(errors.UnsupportedLeafError, match="^a/b: .*deleted or donated"):
+            adapter.source("a/b", leaf)
+        target = adapter.target("a/b", leaf, in_place=False)
+        data = np.zeros(target.spec.shape, DTYPES[target.spec.dtype])
+        assert adapter.place(target, data).shape == (3,)
+
+
+def test_uncommitted_likes_give_uncommitted_leaves() -> None:
+    data = np.zeros(3, np.float32)
+    committed = jax.device_put(data, jax.devices()[0])
+    for like, expected in (
+        (committed, True),
+        (jnp.zeros(3), False),
+        (jax.ShapeDtypeStruct((3,), "float32"), False),
+        (jax.ShapeDtypeStruct((3,), "float32", sharding=committed.sharding), True),
+    ):
+        target = adapter.target("p", like, in_place=False)
+        assert adapter.place(target, data.copy()).committed is expected
+
+
+def test_named_shardings_of_one_device_are_kept() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    leaf = jax.device_put(np.arange(4.0, dtype=np.float32), sharding)
+    source = adapter.source("p", leaf)
+    assert source.view is not None
+    np.testing.assert_array_equal(source.view, [0, 1, 2, 3])
+    assert leaf._npy_value is None
+    target = adapter.target("p", leaf, in_place=False)
+    assert adapter.place(target, np.zeros(4, np.float32)).sharding == sharding
+
+
+def test_restored_arrays_adopt_large_memory() -> None:
+    leaf = array("float32", (1 << 18,))
+    target = adapter.target("p", leaf, in_place=True)
+    assert target.buffer is None, "JAX arrays are immutable"
+    memory = adapter.allocate(target, target.spec)
+    memory[...] = 2
+    placed = adapter.place(target, memory)
+    assert pointer(placed) == memory.ctypes.data
+
+
+def test_place_checks_shape_and_dtype() -> None:
+    target = adapter.target("a/b", jnp.zeros((2, 3)), in_place=False)
+    with pytest.raises(errors.ShapeMismatchError, match="^a/b: "):
+        adapter.place(target, np.zeros((3, 2), np.float32))
+    with pytest.raises(errors.DtypeMismatchError, match="^a/b: "):
+        adapter.place(target, np.zeros((2, 3), np.int32))
+
+
+def test_what_cannot_be_saved_is_named() -> None:
+    for leaf, text in (
+        (jnp.zeros(3, "uint4"), "cast it to uint8"),
+        (jnp.zeros(3, "float8_e4m3"), "cast it to bfloat16"),
+        (jax.ShapeDtypeStruct((3,), "float32"), "has no values to save"),
+        (jax.ShapeDtypeStruct((3,), jax.random.key(0).dtype), "has no values to save"),
+    ):
+        with pytest.raises(errors.UnsupportedLeafError, match="^a/b: ") as e:
+            adapter.source("a/b", leaf)
+        assert text in str(e.value)
+    with pytest.raises(errors.UnsupportedLeafError, match="cast it to int8"):
+        adapter.target("a/b", jax.ShapeDtypeStruct((3,), "int2"), in_place=False)
+
+
+def test_tracers_are_named() -> None:
+    seen: list[errors.UnsupportedLeafError] = []
+
+    def step(x: Any) -> Any:
+        assert adapter.owns(type(x))
+        for call in (
+            lambda: adapter.source("a/b", x),
+            lambda: adapter.target("a/b", x, in_place=False),
+        ):
+            with pytest.raises(errors.UnsupportedLeafError) as e:
+                call()
+            seen.append(e.value)
+        return x
+
+    jax.jit(step)(1.0)
+    assert all("outside jit" in str(e) and e.path == "a/b" for e in seen)
+    assert len(seen) == 2
+
+
+class Elsewhere:
+    """A sharding over several devices, as a CPU with one device cannot make it."""
+
+    def __init__(self, devices: int, addressable: bool) -> None:
+        self.device_set = set(range(devices))
+        self.is_fully_addressable = addressable
+
+
+@pytest.mark.parametrize(
+    ("devices", "addressable", "text"),
+    [(4, True, "sharded over 4 devices"), (1, False, "on a device of another process")],
+)
+def test_arrays_on_several_devices_are_refused(devices: int, addressable: bool, text: str) -> None:
+    class Leaf:
+        dtype = np.dtype("float32")
+        shape = (3,)
+        sharding = Elsewhere(devices, addressable)
+
+    for call in (
+        lambda: adapter.source("a/b", Leaf()),
+        lambda: adapter.target("a/b", Leaf(), in_place=False),
+    ):
+        with pytest.raises(errors.UnsupportedLeafError, match=f"^a/b: this array is {text}") as e:
+            call()
+        assert "one device" in str(e.value)
+
+
+def test_one_array_in_two_places_is_tied() -> None:
+    leaf = array("float32", (3,))
+    assert adapter.source("a", leaf).identity == adapter.source("b", leaf).identity
+    assert adapter.source("a", leaf).identity != adapter.source("b", leaf + 0).identity
+
+
+# ------------------------------------------------------------------------------- containers
+
+nodes = JaxNodes()
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+@flax.struct.dataclass
+class Flax:
+    params: Any
+    step: Any
+    apply: Any = flax.struct.field(pytree_node=False, default=None)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["y", "x"], meta_fields=["fn"])
+class _Unused:
+    x: Any
+    y: Any
+    fn: Any
+
+
+def test_plain_containers_have_the_same_paths_with_and_without_jax() -> None:
+    state = {
+        "pair": Pair(1, [2]),
+        "flax": Flax({"w": 3}, 4, apply=print),
+        "opt": optax.adam(1e-3).init({"w": np.zeros(2)}),
+        "none": None,
+    }
+    with_jax, without = flatten(state, [nodes]), flatten(state)
+    assert with_jax.paths == without.paths
+    assert with_jax.structure == without.structure
+    assert "flax/apply" not in with_jax.paths
+    again = unflatten_like(with_jax, with_jax.leaves, [nodes])
+    assert again["flax"] == state["flax"]
+    assert jax.tree_util.tree_structure(again) == jax.tree_util.tree_structure(state)
+
+
+def test_registered_nodes_have_keys_and_come_back() -> None:
+    frozen = flax.core.freeze({"a": {"b": 1}, "c": [2, None]})
+    flat = flatten({"f": frozen}, [nodes])
+    assert flat.paths == ["f/a/b", "f/c/0"]
+    assert unflatten(flat.structure, [3, 4]) == {"f": {"a": {"b": 3}, "c": [4, None]}}
+    again = unflatten_like(flat, [3, 4], [nodes])["f"]
+    assert type(again) is type(frozen)
+    assert again == flax.core.freeze({"a": {"b": 3}, "c": [4, None]})
+
+
+def test_partial_and_nodes_without_keys_are_taken_by_index() -> None:
+    @jax.tree_util.register_pytree_node_class
+    class Box2:
+        def __init__(self, *items: Any) -> None:
+            self.items = items
+
+        def tree_flatten(self) -> Any:
+            return self.items, None
+
+        @classmethod
+        def tree_unflatten(cls, _: Any, items: Any) -> Any:
+            return cls(*items)
+
+    flat = flatten({"x": Box2(1, Box2()), "p": jax.tree_util.Partial(print, 5)}, [nodes])
+    assert flat.leaves[0] == 1
+    assert flat.paths[0] == "x/0"
+    again = unflatten_like(flat, flat.leaves, [nodes])
+    assert again["x"].items[0] == 1
+    assert again["p"].args == (5,)
+
+
+def test_leaves_and_unregistered_types_are_no_nodes() -> None:
+    for leaf in (np.zeros(2), jnp.zeros(2), jax.random.key(0), object(), "a"):
+        assert nodes.flatten(leaf) is None
+
+
+def test_meta_fields_of_a_registered_dataclass_are_static() -> None:
+    import dataclasses
+
+    @partial(jax.tree_util.register_dataclass, data_fields=["y", "x"], meta_fields=["fn"])
+    @dataclasses.dataclass
+    class Registered:
+        x: Any
+        y: Any
+        fn: Any
+
+    flat = flatten(Registered(1, 2, print), [nodes])
+    assert flat.paths == ["x", "y"]
+    assert unflatten_like(flat, [3, 4], [nodes]) == Registered(3, 4, print)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("name", DTYPES)
+def test_gpu_arrays_are_fetched_by_box(name: str) -> None:
+    leaf = array(name, (30, 40))
+    source = adapter.source("p", leaf)
+    assert source.view is None
+    for box in (Box.whole((30, 40)), Box((3, 4), (5, 6))):
+        np.testing.assert_array_equal(read(source, box), values(name, (30, 40))[box.slices()])
+    assert leaf._npy_value is None

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncckpt import errors
+from asyncckpt.adapters.scalars import (
+    array_from_scalar,
+    bytes_as_array,
+    scalar_as_array,
+    scalar_from_array,
+    scalar_kind,
+    unsupported,
+)
+from asyncckpt.spec import DTYPES
+
+
+class Phase(enum.IntEnum):
+    TRAIN = 1
+
+
+class Metres(float):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("leaf", "advice"),
+    [
+        (Phase.TRAIN, "member.value"),
+        (Metres(1), "subclass of float: store float(value)"),
+        ({1}, "sorted(value)"),
+        (bytearray(b"x"), "bytes(value)"),
+        (print, "code is not stored"),
+        (int, "classes are not stored"),
+        (object(), "state_dict() and load_state_dict()"),
+    ],
+)
+def test_other_leaves_are_refused_with_a_way_out(leaf: Any, advice: str) -> None:
+    assert scalar_kind(type(leaf)) is None
+    error = unsupported("a/b", leaf)
+    assert str(error).startswith("a/b: a leaf of type ")
+    assert advice in str(error)
+    assert error.path == "a/b"
+
+
+def test_long_bytes_are_an_array_that_shares_their_memory() -> None:
+    assert bytes_as_array(b"x" * 1024) is None
+    value = b"x" * 1025
+    array = bytes_as_array(value)
+    assert array is not None
+    assert array.dtype == np.uint8
+    assert array.tobytes() == value
+
+
+def test_scalars_that_a_dtype_holds_are_rank_0_arrays() -> None:
+    for value, dtype in ((True, "bool"), (3, "int64"), (0.5, "float64"), (1j, "complex128")):
+        array = scalar_as_array(value)
+        assert array is not None
+        assert (array.shape, array.dtype.name, array.item()) == ((), dtype, value)
+    for other in (2**63, -(2**63) - 1, "a", b"a"):
+        assert scalar_as_array(other) is None
+
+
+@pytest.mark.parametrize("name", [n for n in DTYPES if n.endswith(("int4", "int8", "int64"))])
+def test_an_int_goes_into_an_array_that_holds_it(name: str) -> None:
+    bits = int(name.lstrip("uint"))
+    low, high = (0, 2**bits - 1) if name[0] == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    for value in (low, 1, high):
+        array = array_from_scalar("p", value, name)
+        assert array.dtype == DTYPES[name]
+        assert scalar_from_array("p", array, "int") == value
+    for value in (low - 1, high + 1):
+        with pytest.raises(errors.DtypeMismatchError, match=f"p: .* does not fit {name}"):
+            array_from_scalar("p", value, name)
+
+
+def test_floats_are_rounded_and_overflow_is_an_error() -> None:
+    assert array_from_scalar("p", 0.1, "float32") == np.float32(0.1)
+    assert array_from_scalar("p", 0.1, "bfloat16").dtype == DTYPES["bfloat16"]
+    assert np.isinf(array_from_scalar("p", float("inf"), "float16"))
+    assert np.isnan(array_from_scalar("p", float("nan"), "float32"))
+    for name in ("float16", "float8_e4m3fn"):
+        with pytest.raises(errors.DtypeMismatchError, match="does not fit"):
+            array_from_scalar("p", 1e30, name)
+    with pytest.raises(errors.DtypeMismatchError, match="does not fit"):
+        array_from_scalar("p", 1e300j, "complex64")
+
+
+@pytest.mark.parametrize(
+    ("value", "name"), [(1, "float32"), (1.0, "int32"), (True, "int8"), (1, "bool"), ("a", "int8")]
+)
+def test_numeric_classes_do_not_mix(value: Any, name: str) -> None:
+    with pytest.raises(errors.DtypeMismatchError, match=r"^p: the checkpoint holds the "):
+        array_from_scalar("p", value, name)
+
+
+def test_rank_0_arrays_become_scalars_of_their_class() -> None:
+    for name, kind, value in (
+        ("bool", "bool", True),
+        ("int32", "int", 7),
+        ("bfloat16", "float", 0.5),
+        ("complex64", "complex", 1j),
+    ):
+        found = scalar_from_array("p", np.asarray(value).astype(DTYPES[name]), kind)  # type: ignore[arg-type]
+        assert type(found).__name__ == kind
+        assert found == value
+    with pytest.raises(errors.DtypeMismatchError, match="wants a Python int"):
+        scalar_from_array("p", np.zeros(1, np.int32), "int")
+    with pytest.raises(errors.DtypeMismatchError, match="wants a Python int"):
+        scalar_from_array("p", np.zeros((), np.float32), "int")

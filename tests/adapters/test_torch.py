@@ -1,0 +1,325 @@
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncckpt import errors
+from asyncckpt.adapters.numpy import NumpyAdapter
+from asyncckpt.adapters.torch import PinnedMemory, TorchAdapter, numpy_view, tensor_view
+from asyncckpt.spec import DTYPES, ArraySpec, Box
+from asyncckpt.tree import flatten, state_dicts_like
+
+adapter = TorchAdapter()
+MISSING = ("int4", "float8_e3m4", "float8_e4m3b11fnuz")
+NAMES = [name for name in DTYPES if name not in MISSING]
+
+
+@pytest.fixture
+def worker() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def values(name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    count = int(np.prod(shape))
+    return np.array((np.arange(count) % 7).reshape(shape).astype(DTYPES[name]))
+
+
+def tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    return tensor_view(values(name, shape))
+
+
+LAYOUTS = {
+    "rank 0": lambda n: tensor(n, ()),
+    "empty": lambda n: tensor(n, (0, 3)),
+    "plain": lambda n: tensor(n, (3, 4)),
+    "transposed": lambda n: tensor(n, (2, 3, 4)).permute(2, 0, 1),
+    "sliced": lambda n: tensor(n, (6, 8))[1::2, ::3],
+    "expanded": lambda n: tensor(n, (4,)).expand(3, 4),
+    "channels last": lambda n: tensor(n, (2, 3, 4, 5)).contiguous(
+        memory_format=torch.channels_last
+    ),
+}
+
+
+def read(source: Any, box: Box) -> np.ndarray[Any, Any]:
+    out = np.empty(box.shape, DTYPES[source.spec.dtype])
+    adapter.fetch(source, box, out)
+    return out
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_dtype_and_layout_round_trips(name: str, layout: str) -> None:
+    leaf = LAYOUTS[layout](name)
+    shape = tuple(leaf.shape)
+    expected = numpy_view(leaf.contiguous())
+    source = adapter.source("p", leaf)
+    assert source.spec == ArraySpec(shape, name)
+    assert source.view is not None
+    assert source.view.dtype == DTYPES[name]
+    assert not leaf.numel() or source.view.ctypes.data == leaf.data_ptr()
+    np.testing.assert_array_equal(source.view, expected)
+    for box in (
+        Box.whole(shape),
+        Box(tuple(n // 3 for n in shape), tuple(n - n // 3 for n in shape)),
+    ):
+        np.testing.assert_array_equal(read(source, box), expected[box.slices()])
+
+    target = adapter.target("p", leaf, in_place=False)
+    memory = adapter.allocate(target, target.spec)
+    memory[...] = expected
+    placed = adapter.place(target, memory)
+    assert (placed.dtype, tuple(placed.shape)) == (leaf.dtype, shape)
+    assert not leaf.numel() or placed.data_ptr() == memory.ctypes.data
+    np.testing.assert_array_equal(numpy_view(placed), expected)
+    assert adapter.leaf("p", memory, {}).dtype == leaf.dtype
+
+    if layout != "expanded":
+        strides = leaf.stride()
+        filled = torch.zeros(leaf.untyped_storage().nbytes(), dtype=torch.uint8)
+        filled = filled.view(leaf.dtype).as_strided(shape, strides)
+        target = adapter.target("p", filled, in_place=True)
+        assert target.buffer is not None
+        target.buffer[...] = expected
+        assert adapter.place(target, target.buffer) is filled
+        np.testing.assert_array_equal(numpy_view(filled), expected)
+
+
+def test_conjugate_and_negative_views_are_resolved_box_by_box(worker: ThreadPoolExecutor) -> None:
+    base = torch.complex(torch.arange(6.0), torch.arange(6.0) + 1).reshape(2, 3)
+    for leaf in (base.conj(), base.conj().imag):
+        source = adapter.source("p", leaf)
+        assert source.view is None
+        out = worker.submit(read, source, Box((0, 1), (2, 2))).result()
+        np.testing.assert_array_equal(out, leaf.resolve_conj().resolve_neg().numpy()[:, 1:])
+        filled = torch.zeros_like(base).conj()
+        if leaf.is_complex():
+            target = adapter.target("p", filled, in_place=True)
+            assert target.buffer is None
+            assert adapter.place(target, leaf.resolve_conj().numpy().copy()) is filled
+            assert torch.equal(filled, leaf)
+
+
+def test_tensors_of_any_mode_are_read_and_filled_in_a_worker(worker: ThreadPoolExecutor) -> None:
+    with torch.inference_mode():
+        inference = torch.ones(3)
+    parameter = torch.nn.Parameter(torch.ones(3))
+    result = parameter * 2
+    for leaf in (inference, parameter, result):
+        source = adapter.source("p", leaf)
+        assert source.view is not None
+        expected = leaf.detach().numpy().copy()
+        np.testing.assert_array_equal(
+            worker.submit(read, source, Box((0,), (3,))).result(), expected
+        )
+    for leaf in (inference, parameter):
+        target = adapter.target("p", leaf, in_place=True)
+        assert target.buffer is not None
+        target.buffer[:] = 5
+        assert worker.submit(adapter.place, target, target.buffer).result() is leaf
+        assert leaf.tolist() == [5, 5, 5]
+
+
+def test_filling_a_tensor_is_seen_by_autograd() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    loss = (parameter * parameter).sum()
+    target = adapter.target("p", parameter, in_place=True)
+    assert target.buffer is not None
+    target.buffer[:] = 2
+    adapter.place(target, target.buffer)
+    assert parameter.requires_grad
+    assert parameter.is_leaf
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_like_gives_the_same_kind_of_tensor() -> None:
+    for like in (
+        torch.nn.Parameter(torch.zeros(3)),
+        torch.nn.Parameter(torch.zeros(3, dtype=torch.int32), requires_grad=False),
+        torch.nn.Buffer(torch.zeros(3), persistent=False),
+        torch.zeros(3, requires_grad=True),
+        torch.zeros(3),
+    ):
+        target = adapter.target("p", like, in_place=False)
+        placed = adapter.place(target, np.ones(3, DTYPES[target.spec.dtype]))
+        assert type(placed) is type(like)
+        assert placed.requires_grad == like.requires_grad
+        assert placed.tolist() == [1, 1, 1]
+        assert getattr(placed, "persistent", None) == getattr(like, "persistent", None)
+
+
+def test_meta_tensors_are_restored_on_cpu_and_nothing_else() -> None:
+    with torch.device("meta"):
+        module = torch.nn.Linear(3, 2)
+    target = adapter.target("p", module.weight, in_place=False)
+    placed = adapter.place(target, np.ones((2, 3), np.float32))
+    assert isinstance(placed, torch.nn.Parameter)
+    assert placed.device.type == "cpu"
+    with pytest.raises(errors.UnsupportedLeafError, match=r"^a/b: .*to_empty"):
+        adapter.target("a/b", module.weight, in_place=True)
+    with pytest.raises(errors.UnsupportedLeafError, match=r"^a/b: .*no values to save"):
+        adapter.source("a/b", module.weight)
+
+
+def test_leaves_are_tied_only_when_they_are_one_box_of_one_storage() -> None:
+    base = torch.zeros(4, 4)
+    same = [base, base[:], base.detach(), torch.nn.Parameter(base), base.view(16).view(4, 4)]
+    assert len({adapter.source("p", leaf).identity for leaf in same}) == 1
+    other = [base, base[:2], base[2:], base.T, base.view(16), base.view(torch.int32), base.clone()]
+    assert len({adapter.source("p", leaf).identity for leaf in other}) == len(other)
+    assert adapter.source("p", torch.zeros(0, 3)).identity is None
+    pair = torch.zeros(2, dtype=torch.complex64)
+    assert adapter.source("p", pair).identity != adapter.source("p", pair.conj()).identity
+
+
+def test_a_tensor_and_the_array_that_shares_its_memory_are_one_target() -> None:
+    leaf = torch.zeros(4, 3)
+    ours = adapter.target("p", leaf, in_place=True)
+    numpys = NumpyAdapter().target("p", leaf.numpy(), in_place=True)
+    assert ours.identity == numpys.identity
+    assert ours.span == numpys.span == (leaf.data_ptr(), leaf.data_ptr() + 48)
+
+
+def test_expanded_tensors_cannot_be_filled() -> None:
+    with pytest.raises(errors.UnsupportedLeafError, match=r"^a/b: .*share memory.*clone"):
+        adapter.target("a/b", torch.zeros(3).expand(2, 3), in_place=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.quantize.*|.*quantized:UserWarning")
+@pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse .* support is in beta:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize(
+    ("make", "found", "advice"),
+    [
+        (lambda: torch.eye(3).to_sparse(), "torch.sparse_coo", "to_dense"),
+        (lambda: torch.eye(3).to_sparse_csr(), "torch.sparse_csr", "to_dense"),
+        (
+            lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+            "quantized (torch.qint8)",
+            "int_repr",
+        ),
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+            "is nested",
+            "unbind",
+        ),
+        (lambda: torch.zeros(3, dtype=torch.complex32), "complex32", "cast it to complex64"),
+        (
+            lambda: torch.zeros(3, dtype=torch.uint8).view(torch.float8_e8m0fnu),
+            "float8_e8m0fnu",
+            "cast it to float32",
+        ),
+        (
+            lambda: torch.zeros(3, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+            "float4_e2m1fn_x2",
+            "view(torch.uint8)",
+        ),
+        (lambda: torch.nn.LazyLinear(3).weight, "not initialised", "forward pass"),
+    ],
+)
+def test_what_cannot_be_stored_is_named_with_a_way_out(make: Any, found: str, advice: str) -> None:
+    leaf = make()
+    for call in (
+        lambda: adapter.source("a/b", leaf),
+        lambda: adapter.target("a/b", leaf, in_place=False),
+    ):
+        with pytest.raises(errors.UnsupportedLeafError, match="^a/b: ") as e:
+            call()
+        assert found in str(e.value)
+        assert advice in str(e.value)
+
+
+def test_wrapper_tensors_are_refused_and_plain_subclasses_are_not() -> None:
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("never called")
+
+    class DTensor(torch.Tensor):
+        pass
+
+    class Plain(torch.Tensor):
+        pass
+
+    wrapper = torch.Tensor._make_subclass(Wrapper, torch.zeros(2))
+    with pytest.raises(errors.UnsupportedLeafError, match=r"a/b: this tensor is a .*Wrapper"):
+        adapter.source("a/b", wrapper)
+    with pytest.raises(errors.UnsupportedLeafError, match=r"DTensor .*full_tensor"):
+        adapter.source("a/b", torch.zeros(2).as_subclass(DTensor))
+    assert adapter.source("a/b", torch.ones(2).as_subclass(Plain)).spec.shape == (2,)
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_dtypes_that_torch_lacks_are_named(name: str) -> None:
+    with pytest.raises(errors.UnsupportedLeafError, match=f'^a/b: .*{name}.*leaves="numpy"'):
+        adapter.leaf("a/b", values(name, (3,)), {})
+
+
+def test_a_state_dict_keeps_its_versions() -> None:
+    norm = torch.nn.BatchNorm1d(2)
+    flat = flatten({"norm": norm})
+    ((path, found, state),) = state_dicts_like(flat, [leaf + 1 for leaf in flat.leaves])
+    assert (path, found) == ("norm", norm)
+    assert state._metadata == norm.state_dict()._metadata
+    norm.load_state_dict(state)
+    assert norm.weight.tolist() == [2, 2]
+
+
+class Cudart:
+    """A CUDA runtime that records which memory is locked."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.locked: dict[int, int] = {}
+        self.code = code
+
+    def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        if self.code == 0:
+            self.locked[pointer] = nbytes
+        return self.code
+
+    def cudaHostUnregister(self, pointer: int) -> int:  # noqa: N802
+        del self.locked[pointer]
+        return 0
+
+
+def test_pinned_memory_is_locked_until_it_is_freed() -> None:
+    runtime = Cudart()
+    memory = PinnedMemory(runtime)
+    buffer = memory.allocate(1 << 20)
+    assert buffer.nbytes == 1 << 20
+    assert buffer.ctypes.data % mmap.PAGESIZE == 0
+    assert runtime.locked == {buffer.ctypes.data: 1 << 20}
+    memory.free(buffer)
+    assert runtime.locked == {}
+    with pytest.raises(errors.StagingError, match=r"cudaHostRegister of 4096 bytes .* error 2"):
+        PinnedMemory(Cudart(2)).allocate(4096)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", NAMES)
+def test_cuda_tensors_are_fetched_and_filled(name: str, worker: ThreadPoolExecutor) -> None:
+    expected = values(name, (30, 40))
+    leaf = tensor(name, (30, 40)).cuda()
+    source = adapter.source("p", leaf)
+    for box in (Box.whole((30, 40)), Box((3, 4), (5, 6))):
+        out = worker.submit(read, source, box).result()
+        np.testing.assert_array_equal(out, expected[box.slices()])
+    filled = torch.zeros_like(leaf)
+    target = adapter.target("p", filled, in_place=True)
+    assert worker.submit(adapter.place, target, expected.copy()).result() is filled
+    np.testing.assert_array_equal(numpy_view(filled.cpu()), expected)
+    memory = PinnedMemory()
+    buffer = memory.allocate(1 << 20)
+    assert torch.from_numpy(buffer).is_pinned()
+    memory.free(buffer)

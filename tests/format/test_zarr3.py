@@ -1,0 +1,213 @@
+"""zarr v3 metadata, within limits, and chunk keys."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncckpt.errors import AsyncCheckpointError, CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.format.zarr3 import (
+    ZarrArray,
+    ZarrLimits,
+    chunk_key,
+    chunk_keys,
+    decode_metadata,
+    encode_metadata,
+    fill_value_bytes,
+    metadata_key,
+)
+from asyncckpt.spec import DTYPES, ArraySpec, ChunkGrid
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> tuple[ArraySpec, tuple[int, ...], int | None]:
+    shape = tuple(draw(st.lists(st.integers(0, 300), max_size=5)))
+    chunk_shape = tuple(draw(st.integers(1, 99)) for _ in shape)
+    spec = ArraySpec(shape, draw(st.sampled_from(sorted(DTYPES))))
+    return spec, chunk_shape, draw(st.none() | st.integers(-7, 22))
+
+
+@given(arrays())
+def test_metadata_round_trips(array: tuple[ArraySpec, tuple[int, ...], int | None]) -> None:
+    spec, chunk_shape, level = array
+    decoded = decode_metadata(encode_metadata(spec, chunk_shape, level), file="a/zarr.json")
+    assert decoded == ZarrArray(spec, chunk_shape, level, True, fill_value_bytes(spec.dtype))
+    assert decoded.grid == ChunkGrid(spec.shape, chunk_shape)
+    assert decoded.chunk_nbytes == math.prod(chunk_shape) * spec.itemsize
+
+
+GOOD: dict[str, Any] = json.loads(encode_metadata(ArraySpec((4, 6), "float32"), (2, 6), 3))
+
+
+def decode(**changes: object) -> ZarrArray:
+    document = {name: value for name, value in (GOOD | changes).items() if value is not ...}
+    return decode_metadata(json.dumps(document).encode(), file="a/zarr.json")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "wanted"),
+    [
+        ("float32", 1.5, np.float32(1.5).tobytes()),
+        ("float32", 2, np.float32(2).tobytes()),
+        ("float32", "NaN", np.float32("nan").tobytes()),
+        ("float64", "-Infinity", np.float64("-inf").tobytes()),
+        ("float64", "0x7ff8000000000001", (0x7FF8000000000001).to_bytes(8, "little")),
+        ("bfloat16", "0x3f80", b"\x80\x3f"),
+        ("complex64", [1, "NaN"], np.float32(1).tobytes() + np.float32("nan").tobytes()),
+        ("bool", True, b"\1"),
+        ("int8", -3, b"\xfd"),
+        ("uint64", 2**64 - 1, b"\xff" * 8),
+    ],
+)
+def test_fill_values_become_bytes(dtype: str, value: object, wanted: bytes) -> None:
+    assert decode(data_type=dtype, fill_value=value).fill_value == wanted
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        ("float32", None),
+        ("float32", "nan"),
+        ("float32", True),
+        ("float32", "0x" + "f" * 9),
+        ("bool", 0),
+        ("int8", 128),
+        ("int4", 8),
+        ("uint8", -1),
+        ("int32", 1.0),
+        ("complex64", 1.0),
+        ("complex64", [1.0]),
+    ],
+)
+def test_impossible_fill_values_are_refused(dtype: str, value: object) -> None:
+    with pytest.raises(CorruptCheckpointError, match="fill value"):
+        decode(data_type=dtype, fill_value=value)
+
+
+def grid(*chunk_shape: object) -> dict[str, object]:
+    return {"name": "regular", "configuration": {"chunk_shape": list(chunk_shape)}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shape": None},
+        {"shape": [4, -1]},
+        {"shape": [4, True]},
+        {"shape": [4, 6.0]},
+        {"shape": [4, 2**63]},
+        {"shape": [2**62, 2**62]},
+        {"shape": [1] * 33, "chunk_grid": grid(*[1] * 33)},
+        {"shape": [4]},
+        {"shape": [2**45, 8]},
+        {"chunk_grid": grid(2**30, 2**12)},
+        {"chunk_grid": grid(0, 6)},
+        {"chunk_grid": grid(2)},
+        {"chunk_grid": {"name": "regular"}},
+        {"chunk_grid": {"name": "regular", "configuration": []}},
+        {"chunk_grid": 5},
+        {"codecs": None},
+        {"codecs": [5]},
+        {"codecs": [{"name": "bytes", "configuration": {"endian": "little"}}] * 17},
+        {"codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "zstd"}]},
+    ],
+)
+def test_hostile_or_damaged_documents_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(CorruptCheckpointError, match=r"a/zarr\.json: the zarr metadata is damaged"):
+        decode(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"zarr_format": 2}, "zarr_format"),
+        ({"zarr_format": ...}, "zarr_format"),
+        ({"node_type": "group"}, "node_type"),
+        ({"data_type": "float6_e2m3fn"}, "data_type"),
+        ({"data_type": {"name": "struct"}}, "data_type"),
+        ({"chunk_grid": {"name": "rectilinear", "configuration": {}}}, "chunk_grid"),
+        ({"chunk_key_encoding": {"name": "v2"}}, "chunk_key_encoding"),
+        (
+            {"chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}}},
+            "chunk_key_encoding",
+        ),
+        ({"codecs": [{"name": "sharding_indexed", "configuration": {}}]}, "codecs"),
+        ({"codecs": [{"name": "bytes", "configuration": {"endian": "big"}}]}, "endian"),
+        ({"codecs": [{"name": "bytes"}]}, "endian"),
+        ({"surprise": {}}, "surprise"),
+        ({"storage_transformers": [{"name": "x"}]}, "storage_transformers"),
+    ],
+)
+def test_what_is_not_read_here_is_named(changes: dict[str, object], what: str) -> None:
+    with pytest.raises(UnsupportedFormatError, match=what):
+        decode(**changes)
+
+
+def test_members_that_need_not_be_understood_are_passed_over() -> None:
+    array = decode(surprise={"must_understand": False}, attributes={"a": 1}, dimension_names=None)
+    assert array == decode()
+
+
+def test_arrays_without_a_checksum_say_so() -> None:
+    codec = {"name": "bytes", "configuration": {"endian": "little"}}
+    assert not decode(codecs=[codec]).crc32c
+    assert decode(codecs=[codec]).zstd_level is None
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"9" * 5000])
+def test_what_is_not_a_json_object_is_refused(data: bytes) -> None:
+    with pytest.raises(CorruptCheckpointError, match="is not"):
+        decode_metadata(data, file="a/zarr.json")
+
+
+def test_a_large_document_is_refused_before_it_is_parsed() -> None:
+    with pytest.raises(CorruptCheckpointError, match="it has 101 bytes"):
+        decode_metadata(b"[" * 101, file="x", limits=ZarrLimits(max_document_nbytes=100))
+
+
+def test_more_chunks_than_the_limit_are_refused() -> None:
+    with pytest.raises(CorruptCheckpointError, match="claims 2 chunks, the limit is 1"):
+        decode_metadata(
+            json.dumps(GOOD).encode(), file="a/zarr.json", limits=ZarrLimits(max_chunks=1)
+        )
+
+
+@given(st.integers(0, len(json.dumps(GOOD)) - 1), st.integers(0, 255))
+def test_a_changed_byte_is_an_array_or_an_error(at: int, byte: int) -> None:
+    data = bytearray(json.dumps(GOOD).encode())
+    data[at] = byte
+    try:
+        array = decode_metadata(bytes(data), file="a/zarr.json")
+    except AsyncCheckpointError:
+        return
+    assert array.chunk_nbytes > 0
+
+
+def test_every_truncation_is_refused() -> None:
+    data = json.dumps(GOOD).encode()
+    for length in range(len(data)):
+        with pytest.raises(CorruptCheckpointError):
+            decode_metadata(data[:length], file="a/zarr.json")
+
+
+@given(st.text(max_size=5), st.lists(st.integers(0, 12), max_size=4))
+def test_chunk_keys_are_the_keys_of_all_cells_in_c_order(name: str, counts: list[int]) -> None:
+    cells = np.ndindex(*counts)
+    assert chunk_keys(name, counts) == [chunk_key(name, cell) for cell in cells]
+
+
+def test_keys_are_those_of_the_default_encoding() -> None:
+    assert metadata_key("p.w") == b"p.w/zarr.json"
+    assert chunk_key("p.w", (0, 10)) == b"p.w/c/0/10"
+    assert chunk_keys("p.é", ()) == ["p.é/c".encode()]
+
+
+def test_documents_of_one_kind_are_made_once() -> None:
+    spec = ArraySpec((3,), "int8")
+    assert encode_metadata(spec, (3,), None) is encode_metadata(ArraySpec((3,), "int8"), (3,), None)

@@ -1,0 +1,75 @@
+"""The local store keeps the laws of every store, on each kind of file system at hand."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from asyncckpt.flow.threads import Workers
+from asyncckpt.ports import Store
+from asyncckpt.stores import posix, publish
+from asyncckpt.stores.local import LocalStore
+from asyncckpt.testing.conformance import StoreConformance
+from asyncckpt.testing.faults import FaultStore
+
+MEMORY = Path("/dev/shm" if sys.platform == "linux" else tempfile.gettempdir())
+
+
+@pytest.mark.usefixtures("leak_check")
+class TestLocalStore(StoreConformance):
+    direct_io = "auto"
+
+    def place(self, tmp_path: Path) -> Path:
+        return tmp_path / "not" / "there yet"
+
+    @asynccontextmanager
+    async def opened(self, place: Path) -> AsyncIterator[Store]:
+        workers = Workers(4, "test-io")
+        store = LocalStore(self.place(place), workers, direct_io=self.direct_io)
+        try:
+            yield store
+        finally:
+            await store.close()
+            workers.shutdown()
+        assert not (self.place(place) / ".asyncckpt").exists() or list(
+            (self.place(place) / ".asyncckpt").rglob("*-*")
+        )
+
+
+class TestLocalStoreBuffered(TestLocalStore):
+    direct_io = False
+
+
+class TestLocalStoreInMemory(TestLocalStore):
+    def place(self, tmp_path: Path) -> Path:
+        return MEMORY / f"asyncckpt-{tmp_path.parent.name}-{tmp_path.name}"
+
+    @pytest.fixture(autouse=True)
+    def _removed(self, tmp_path: Path):
+        yield
+        shutil.rmtree(self.place(tmp_path), ignore_errors=True)
+
+
+class TestLocalStoreWithoutRenameFlags(TestLocalStore):
+    """File systems such as NFS, where two directories cannot change places."""
+
+    @pytest.fixture(autouse=True)
+    def _old_system(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def unsupported(source: str, target: str) -> None:
+            raise posix.UnsupportedCallError("renameat2")
+
+        monkeypatch.setattr(publish, "rename_noreplace", unsupported)
+        monkeypatch.setattr(publish, "rename_exchange", unsupported)
+
+
+class TestFaultStoreWithoutScript(TestLocalStore):
+    @asynccontextmanager
+    async def opened(self, place: Path) -> AsyncIterator[Store]:
+        async with super().opened(place) as store:
+            yield FaultStore(store)

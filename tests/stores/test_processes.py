@@ -1,0 +1,276 @@
+"""Several processes at one root: one winner, no gap, and only the dead are swept."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncckpt.errors import CheckpointNotFoundError
+from asyncckpt.flow.threads import Workers
+from asyncckpt.stores.local import LocalStore
+from asyncckpt.stores.locks import Machine, this_machine, write_owner
+from asyncckpt.testing.conformance import expect, save
+from tests.stores.children import answer, end, start, tell
+
+ROUNDS = 50
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    threads = Workers(2, "test-io")
+    yield threads
+    threads.shutdown()
+
+
+@pytest.fixture
+async def store(tmp_path: Path, workers: Workers) -> AsyncIterator[LocalStore]:
+    opened = LocalStore(tmp_path, workers)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+def children() -> Iterator[list[subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for child in started:
+        end(child, kill=True)
+
+
+def left(root: Path) -> list[str]:
+    """Everything of ours below the root, except directories of epochs and the lock."""
+    control = root / ".asyncckpt"
+    paths = [*control.glob("epoch-*/*"), *control.glob("*-*-*")]
+    return sorted(str(path.relative_to(control)) for path in paths)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+async def test_of_two_processes_exactly_one_wins_each_round(
+    tmp_path: Path, children: list[subprocess.Popen[str]], overwrite: bool, store: LocalStore
+) -> None:
+    children += [start("race", str(tmp_path), who, ROUNDS, overwrite) for who in "ab"]
+    for number in range(ROUNDS):
+        for child in children:
+            assert answer(child) == "ready"
+        for child in children:
+            tell(child)
+        outcomes = sorted(answer(child) for child in children)
+        won = 2 if overwrite else 1
+        assert outcomes == sorted(["published"] * won + ["CheckpointExistsError"] * (2 - won))
+        directory = tmp_path / str(number)
+        assert (directory / "checkpoint.json").read_bytes() == (directory / "data").read_bytes()
+    for child in children:
+        end(child)
+    assert len(await store.names()) == ROUNDS
+    assert left(tmp_path) == []
+
+
+async def test_while_it_is_replaced_a_checkpoint_is_always_there(
+    tmp_path: Path, children: list[subprocess.Popen[str]], store: LocalStore
+) -> None:
+    await save(store, "1", "first")
+    child = start("overwrite_many", str(tmp_path), 100)
+    children.append(child)
+    seen = set()
+    while child.poll() is None and len(seen) < 95:
+        assert await store.names() == ["1"]
+        files = store.files("1")
+        try:
+            record = await files.read("checkpoint.json", max_nbytes=100)
+            seen.add(record)
+        except CheckpointNotFoundError:
+            pass  # the directory was opened, then replaced and removed
+        finally:
+            await files.close()
+    assert answer(child) == "done"
+    assert len(seen) > 1
+    assert left(tmp_path) == []
+
+
+async def test_sweeping_never_takes_an_attempt_that_is_being_made(
+    tmp_path: Path, children: list[subprocess.Popen[str]], store: LocalStore
+) -> None:
+    children += [start("begin_many", str(tmp_path), who, 60) for who in "ab"]
+    swept = 0
+    while any(child.poll() is None for child in children):
+        swept += len(await store.sweep())
+        if all(len(list(tmp_path.glob(f"{who}-*"))) == 60 for who in "ab"):
+            break
+    assert [answer(child) for child in children] == [[], []]
+    assert len(await store.names()) == 120
+    await store.sweep()
+    assert left(tmp_path) == []
+
+
+async def test_the_attempt_of_a_live_process_is_kept_and_of_a_dead_one_swept(
+    tmp_path: Path, children: list[subprocess.Popen[str]], store: LocalStore
+) -> None:
+    children += [start("hold_attempt", str(tmp_path), name, "x") for name in ("1", "2")]
+    assert [answer(child) for child in children] == ["begun", "begun"]
+    assert await store.sweep() == []
+    os.kill(children[0].pid, signal.SIGSTOP)  # a stopped process is alive
+    assert await store.sweep() == []
+    os.kill(children[0].pid, signal.SIGKILL)
+    end(children[0])
+    assert await store.sweep() == ["epoch-0/1-x"]
+    assert left(tmp_path) == ["epoch-0/2-x", "epoch-0/2-x.owner"]
+    tell(children[1])
+    assert answer(children[1]) == "published"
+    assert await store.names() == ["2"]
+    end(children[1])
+    assert left(tmp_path) == []
+
+
+async def test_only_attempts_of_this_host_are_swept(
+    tmp_path: Path, workers: Workers, children: list[subprocess.Popen[str]]
+) -> None:
+    child = start("hold_attempt", str(tmp_path), "1", "x")
+    children.append(child)
+    assert answer(child) == "begun"
+    end(child, kill=True)
+    machine = this_machine()
+    other = LocalStore(tmp_path, workers, machine=Machine("elsewhere", machine.boot_id))
+    assert await other.sweep() == []
+    assert left(tmp_path) == ["epoch-0/1-x", "epoch-0/1-x.owner"]
+    after_boot = LocalStore(tmp_path, workers, machine=Machine(machine.host, "another boot"))
+    assert await after_boot.sweep() == ["epoch-0/1-x"]
+    assert left(tmp_path) == []
+
+
+async def test_a_held_lock_outweighs_an_owner_file_of_another_boot(
+    tmp_path: Path, workers: Workers, children: list[subprocess.Popen[str]]
+) -> None:
+    # Two machines of one host name on one network file system: the lock is what tells.
+    child = start("hold_attempt", str(tmp_path), "1", "x")
+    children.append(child)
+    assert answer(child) == "begun"
+    after_boot = LocalStore(tmp_path, workers, machine=Machine(this_machine().host, "another"))
+    assert await after_boot.sweep() == []
+    tell(child)
+    assert answer(child) == "published"
+
+
+async def test_without_locks_only_another_boot_proves_death(
+    tmp_path: Path,
+    workers: Workers,
+    children: list[subprocess.Popen[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    child = start("hold_attempt", str(tmp_path), "1", "x")
+    children.append(child)
+    assert answer(child) == "begun"
+    end(child, kill=True)
+    monkeypatch.setattr("asyncckpt.stores.sweep.try_lock", lambda fd: None)
+    same = LocalStore(tmp_path, workers)
+    assert await same.sweep() == []
+    after_boot = LocalStore(tmp_path, workers, machine=Machine(this_machine().host, "another"))
+    assert await after_boot.sweep() == ["epoch-0/1-x"]
+
+
+async def test_an_unfinished_deletion_is_finished_by_the_sweep(
+    tmp_path: Path, store: LocalStore
+) -> None:
+    await save(store, "1", "a")
+    control = tmp_path / ".asyncckpt"
+    control.mkdir(exist_ok=True)
+    trash = control / "trash-1-0"
+    (tmp_path / "1").rename(trash)
+    assert await store.sweep() == []  # nobody's: it is for a person to remove
+    write_owner(str(trash), this_machine(), "1", "", 0o600)
+    assert await store.sweep() == ["trash-1-0"]
+    assert left(tmp_path) == []
+
+
+async def test_an_interrupted_replacement_is_put_back(tmp_path: Path, store: LocalStore) -> None:
+    await save(store, "1", "a", 1)
+    old = tmp_path / ".asyncckpt" / "old-1-b"
+    old.parent.mkdir(exist_ok=True)
+    write_owner(str(old), this_machine(), "1", "b", 0o600)
+    (tmp_path / "1").rename(old)
+    assert await store.sweep() == []
+    await expect(store, "1", 1)
+    assert left(tmp_path) == []
+
+
+async def test_a_finished_replacement_loses_its_old_checkpoint(
+    tmp_path: Path, store: LocalStore
+) -> None:
+    await save(store, "1", "a", 1)
+    old = tmp_path / ".asyncckpt" / "old-1-b"
+    old.parent.mkdir(exist_ok=True)
+    write_owner(str(old), this_machine(), "1", "b", 0o600)
+    (tmp_path / "1").rename(old)
+    await save(store, "1", "b", 2)
+    assert await store.sweep() == ["old-1-b"]
+    await expect(store, "1", 2)
+    assert left(tmp_path) == []
+
+
+async def test_a_hostile_owner_file_moves_nothing_out_of_the_root(
+    tmp_path: Path, workers: Workers
+) -> None:
+    root = tmp_path / "root"
+    old = root / ".asyncckpt" / "old-1-b"
+    old.mkdir(parents=True)
+    write_owner(str(old), this_machine(), "../escaped", "b", 0o600)
+    store = LocalStore(root, workers)
+    assert await store.sweep() == []
+    assert not (tmp_path / "escaped").exists()
+    assert old.exists()
+
+
+async def test_an_empty_directory_without_owner_is_swept_and_a_full_one_kept(
+    tmp_path: Path, store: LocalStore
+) -> None:
+    epoch = tmp_path / ".asyncckpt" / "epoch-0"
+    (epoch / "empty-x").mkdir(parents=True)
+    (epoch / "full-x").mkdir()
+    (epoch / "full-x" / "data").write_bytes(b"x")
+    (epoch / "torn-x").mkdir()
+    (epoch / "torn-x.owner").write_bytes(b'{"host": ')
+    write_owner(str(epoch / "orphan-x"), this_machine(), "orphan", "x", 0o600)
+    assert sorted(await store.sweep()) == ["epoch-0/empty-x", "epoch-0/torn-x"]
+    assert left(tmp_path) == ["epoch-0/full-x", "epoch-0/full-x/data"][:1]
+
+
+async def test_a_full_disk_is_named_and_leaves_nothing(
+    children: list[subprocess.Popen[str]],
+) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        child = start("save_on_full_disk", root)
+        children.append(child)
+        reason = answer(child)
+        found = answer(child)
+    assert found["kind"] == "StoreError"
+    assert f"({reason})" in found["text"]
+    assert "default/d/data: writing 1048576 bytes at offset" in found["text"]
+    assert ("bytes are free" in found["text"]) == (reason == "ENOSPC")
+    assert found["names"] == []
+    assert not [path for path in found["left"] if "/epoch-0/" in path]
+
+
+@pytest.mark.parametrize("function", ["save_read_only", "save_without_rights"])
+async def test_a_directory_that_cannot_be_written_is_named(
+    function: str, children: list[subprocess.Popen[str]]
+) -> None:
+    root = tempfile.mkdtemp()
+    try:
+        child = start(function, root)
+        children.append(child)
+        reason = answer(child)
+        found = answer(child)
+    finally:
+        os.chmod(root, 0o755)
+        shutil.rmtree(root)
+    assert found["kind"] == "StoreError"
+    assert f"{root}/1: beginning a save failed" in found["text"]
+    assert f"({reason})" in found["text"]
+    assert found["names"] == []
+    assert found["left"] == []

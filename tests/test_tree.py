@@ -1,0 +1,529 @@
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from typing import Any, NamedTuple
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from asyncckpt import errors
+from asyncckpt.tree import (
+    MAX_DEPTH,
+    Structure,
+    array_names,
+    escape,
+    flatten,
+    match_glob,
+    state_dicts_like,
+    unescape,
+    unflatten,
+    unflatten_like,
+)
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    step: Any
+    params: Any
+    apply: Any = dataclasses.field(default=None, metadata={"pytree_node": False})
+
+
+class Module:
+    """Saved as its state dict."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        self.loaded: list[Any] = []
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loaded.append(state)
+
+
+keys = (
+    st.text(max_size=4)
+    | st.sampled_from(
+        [
+            "",
+            ".",
+            "..",
+            "/",
+            "%",
+            "%2F",
+            "a/b",
+            "a.b",
+            "0",
+            "1",
+            "-1",
+            "\x00",
+            "\n",
+            "\ud800",
+            "é",
+            "*",
+        ]
+    )
+    | st.integers(-3, 12)
+)
+leaves = st.integers() | st.floats(allow_nan=False) | st.text(max_size=3) | st.binary(max_size=3)
+trees = st.recursive(
+    leaves | st.none(),
+    lambda t: (
+        st.dictionaries(keys, t, max_size=4)
+        | st.lists(t, max_size=3)
+        | st.lists(t, max_size=3).map(tuple)
+    ),
+    max_leaves=12,
+)
+
+
+def exactly(tree: Any) -> Any:
+    """A form whose equality tells 1 from True and "1", and (1,) from [1], and sees order."""
+    if isinstance(tree, dict):
+        return ("dict", [((type(k), k), exactly(v)) for k, v in tree.items()])
+    if isinstance(tree, (list, tuple)):
+        return (type(tree), [exactly(v) for v in tree])
+    return (type(tree), tree)
+
+
+@given(trees)
+def test_every_tree_survives_flatten_json_and_unflatten(tree: Any) -> None:
+    flat = flatten(tree)
+    structure = Structure.from_json(json.loads(json.dumps(flat.structure.to_json())))
+    assert structure == flat.structure
+    assert exactly(unflatten(structure, flat.leaves)) == exactly(tree)
+    assert exactly(unflatten_like(flat, flat.leaves)) == exactly(tree)
+    assert structure.paths() == flat.paths
+
+
+@given(trees)
+def test_no_two_leaves_share_a_path_or_an_array(tree: Any) -> None:
+    flat = flatten(tree)
+    assert len(set(flat.paths)) == len(flat.paths) == len(flat.leaves)
+    names = array_names(flat.parts)
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert name and "/" not in name and "\x00" not in name and name[0] != "."
+        name.encode()
+    for path in flat.paths:
+        path.encode()
+        assert all(part not in ("", ".", "..") for part in path.split("/")) or path == ""
+
+
+@given(trees, st.randoms())
+def test_array_names_depend_only_on_the_set_of_paths(tree: Any, random: Any) -> None:
+    parts = flatten(tree).parts
+    named = dict(zip(parts, array_names(parts), strict=True))
+    shuffled = list(parts)
+    random.shuffle(shuffled)
+    assert array_names(shuffled) == [named[p] for p in shuffled]
+
+
+@given(st.text())
+def test_escaped_parts_come_back(part: str) -> None:
+    assert unescape(escape(part)) == part
+
+
+@given(trees)
+def test_every_subtree_can_be_taken_by_its_path(tree: Any) -> None:
+    flat = flatten(tree)
+    for path in {*flat.structure.node_paths(), *flat.paths}:
+        structure, ordinals = flat.structure.subtree(path)
+        below = [p for p in flat.paths if not path or p == path or p.startswith(path + "/")]
+        assert [flat.paths[i] for i in ordinals] == below
+        assert flatten(unflatten(structure, [flat.leaves[i] for i in ordinals])).structure == (
+            structure
+        )
+
+
+def test_a_path_that_does_not_exist_has_no_subtree() -> None:
+    with pytest.raises(KeyError):
+        flatten({"a": 1}).structure.subtree("b")
+
+
+def test_paths_are_readable() -> None:
+    tree = {"params": {"w": 1, "layers": [2, (3,)]}, 7: Pair(4, State(5, {"a/b": 6}))}
+    assert flatten(tree).paths == [
+        "params/w",
+        "params/layers/0",
+        "params/layers/1/0",
+        "7/left",
+        "7/right/step",
+        "7/right/params/a%2Fb",
+    ]
+    assert flatten({"": {".": 1, "..": 2, "%": 3}}).paths == ["%/%2E", "%/%2E%2E", "%/%25"]
+
+
+def test_an_int_key_and_the_str_that_reads_like_it_have_different_paths() -> None:
+    flat = flatten({1: "int", "1": "str", "2": "plain"})
+    assert flat.paths == ["1", "%31", "2"]
+    assert unflatten(flat.structure, flat.leaves) == {1: "int", "1": "str", "2": "plain"}
+    assert flatten({"1": 0}).paths == ["1"]
+
+
+@pytest.mark.parametrize("key", [True, 1.5, None, (1, 2), b"x"])
+def test_other_keys_are_refused_by_path_and_key(key: Any) -> None:
+    with pytest.raises(errors.UnsupportedLeafError, match=r"a/b: key .* keys are str or int") as e:
+        flatten({"a": {"b": {"fine": 1, key: 2}}})
+    assert e.value.path == "a/b"
+    assert repr(key) in str(e.value)
+
+
+def test_str_subclasses_and_huge_ints_are_no_keys() -> None:
+    class Name(str):
+        pass
+
+    with pytest.raises(errors.UnsupportedLeafError, match="is a Name"):
+        flatten({Name("a"): 1})
+    with pytest.raises(errors.UnsupportedLeafError, match="1024 bits"):
+        flatten({2**2000: 1})
+
+
+def test_a_cycle_is_an_error_that_names_the_path() -> None:
+    tree: dict[str, Any] = {"a": {"b": []}}
+    tree["a"]["b"].append(tree)
+    with pytest.raises(errors.UsageError, match=r"a/b/0: this dict contains itself"):
+        flatten(tree)
+
+
+def test_one_container_may_stand_in_two_places() -> None:
+    shared = {"x": [1]}
+    assert flatten({"a": shared, "b": shared}).paths == ["a/x/0", "b/x/0"]
+
+
+def nested(depth: int) -> Any:
+    tree: Any = 0
+    for _ in range(depth):
+        tree = [tree]
+    return tree
+
+
+def test_depth_is_bounded_whatever_the_stack() -> None:
+    flat = flatten(nested(MAX_DEPTH))
+    assert unflatten(flat.structure, [0]) == nested(MAX_DEPTH)
+    with pytest.raises(errors.UsageError, match=f"more than {MAX_DEPTH} containers"):
+        flatten(nested(MAX_DEPTH + 1))
+    limit = sys.getrecursionlimit()
+    tree = nested(MAX_DEPTH)
+    try:
+        sys.setrecursionlimit(len(__import__("inspect").stack()) + 60)
+        flat = flatten(tree)
+        unflatten_like(flat, flat.leaves)
+        Structure.from_json(flat.structure.to_json())
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+def test_none_is_a_node_without_leaves() -> None:
+    flat = flatten({"a": None, "b": 1, "c": [None]})
+    assert flat.paths == ["b"]
+    assert unflatten(flat.structure, [1]) == {"a": None, "b": 1, "c": [None]}
+    assert flatten(None).leaves == []
+    assert unflatten(flatten(None).structure, []) is None
+
+
+def test_typed_containers_come_back_as_dicts_of_their_fields() -> None:
+    flat = flatten([Pair(1, 2), State(3, 4)])
+    assert unflatten(flat.structure, flat.leaves) == [
+        {"left": 1, "right": 2},
+        {"step": 3, "params": 4},
+    ]
+    assert [node.kind for node in flat.structure.nodes] == ["list", "namedtuple", "dataclass"]
+    assert flat.structure.nodes[1].type_name.endswith("Pair")
+
+
+def test_like_gives_typed_containers_and_keeps_static_fields() -> None:
+    flat = flatten({"p": Pair(1, 2), "s": State(3, [4], apply=print)})
+    new = unflatten_like(flat, [10, 20, 30, 40])
+    assert new == {"p": Pair(10, 20), "s": State(30, [40], apply=print)}
+
+
+def test_like_keeps_subclasses_and_what_they_carry() -> None:
+    ordered = OrderedDict(b=1, a=2)
+    ordered._metadata = {"version": 2}  # type: ignore[attr-defined]
+    default = defaultdict(list, {"x": 3})
+    flat = flatten([ordered, default, Counter(k=4)])
+    new = unflatten_like(flat, [5, 6, 7, 8])
+    assert new == [OrderedDict(b=5, a=6), {"x": 7}, Counter(k=8)]
+    assert new[0]._metadata == {"version": 2}
+    assert new[1].default_factory is list
+    assert ordered == OrderedDict(b=1, a=2)
+
+
+def test_dataclass_with_an_init_of_its_own_is_rebuilt_without_running_it() -> None:
+    ran = []
+
+    @dataclasses.dataclass(init=False)
+    class Own:
+        x: Any
+        y: Any
+
+        def __init__(self, both: Any) -> None:
+            ran.append(both)
+            self.x = self.y = both
+
+        @functools.cached_property
+        def total(self) -> Any:
+            return self.x + self.y
+
+    own = Own(1)
+    assert own.total == 2
+    new = unflatten_like(flatten(own), [3, 4])
+    assert (new.x, new.y, new.total) == (3, 4, 7)
+    assert ran == [1]
+    assert own.total == 2
+
+
+def test_dataclass_fields_without_init_are_set_afterwards() -> None:
+    @dataclasses.dataclass
+    class Late:
+        x: Any
+        n: dataclasses.InitVar[int] = 0
+        y: Any = dataclasses.field(init=False)
+
+        def __post_init__(self, n: int) -> None:
+            self.y = -self.x
+
+    @dataclasses.dataclass(frozen=True, slots=True)
+    class Derived:
+        x: Any
+        y: Any = dataclasses.field(init=False, default=None)
+        kept: Any = dataclasses.field(init=False, default="k", metadata={"static": True})
+
+    new = unflatten_like(flatten(Late(1)), [5, 6])
+    assert (new.x, new.y) == (5, 6)
+    derived = unflatten_like(flatten(Derived(1)), [5, *flatten(Derived(1)).leaves[1:]])
+    assert (derived.x, derived.y, derived.kept) == (5, None, "k")
+
+
+def test_a_container_that_refuses_its_children_is_named() -> None:
+    @dataclasses.dataclass
+    class Strict:
+        x: int
+
+        def __post_init__(self) -> None:
+            if self.x < 0:
+                raise ValueError("negative")
+
+    with pytest.raises(errors.UsageError, match=r"a: making a Strict .* ValueError: negative"):
+        unflatten_like(flatten({"a": Strict(1)}), [-1])
+
+
+def test_a_field_without_value_is_named() -> None:
+    @dataclasses.dataclass
+    class Unset:
+        x: Any = dataclasses.field(init=False)
+
+    with pytest.raises(errors.UnsupportedLeafError, match="a: a field of Unset has no value"):
+        flatten({"a": Unset()})
+
+
+def test_stateful_objects_are_flattened_as_their_state_dicts() -> None:
+    inner = Module({"lr": 0.1})
+    model = Module({"w": 1, "inner": inner})
+    flat = flatten({"model": model, "none": Module(None)})
+    assert flat.paths == ["model/w", "model/inner/lr"]
+    assert [path for path, _ in flat.stateful] == ["model", "none"]
+    assert flat.stateful[0][1] is model
+    assert unflatten(flat.structure, [2, 3]) == {
+        "model": {"w": 2, "inner": {"lr": 3}},
+        "none": None,
+    }
+    dicts = state_dicts_like(flat, [2, 3])
+    assert [(path, state) for path, _, state in dicts] == [
+        ("model", {"w": 2, "inner": {"lr": 3}}),
+        ("none", None),
+    ]
+    assert dicts[0][1] is model
+    assert flatten(Module).leaves == [Module], "a class is a leaf, which the adapters refuse"
+    assert flatten(Module(5)).paths == [""]
+
+
+def test_a_failing_state_dict_is_named() -> None:
+    class Broken(Module):
+        def state_dict(self) -> Any:
+            raise RuntimeError("not on this rank")
+
+    with pytest.raises(errors.UsageError, match=r"m: state_dict\(\) of Broken .* not on this rank"):
+        flatten({"m": Broken(0)})
+
+
+class Registry:
+    """Knows `Boxed`, and `Partial` by some of its fields."""
+
+    def flatten(self, node: Any) -> Any:
+        if type(node) is Boxed:
+            return ["a/b", 0], node.items
+        if type(node) is Partial:
+            return ["x"], [node.x]
+        return None
+
+    def unflatten(self, node: Any, children: Any) -> Any:
+        if type(node) is Boxed:
+            return Boxed(list(children))
+        return Partial(children[0], node.fn)
+
+
+class Boxed:
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+
+@dataclasses.dataclass
+class Partial:
+    x: Any
+    fn: Any
+
+
+def test_registered_nodes_come_through_their_adapter() -> None:
+    flat = flatten({"b": Boxed([1, [2]])}, [Registry()])
+    assert flat.paths == ["b/a%2Fb", "b/0/0"]
+    assert unflatten(flat.structure, [3, 4]) == {"b": {"a/b": 3, 0: [4]}}
+    assert unflatten_like(flat, [3, 4], [Registry()])["b"].items == [3, [4]]
+    assert len(flatten({"b": Boxed([1])}).leaves) == 1
+
+
+def test_what_a_registered_dataclass_leaves_out_is_static() -> None:
+    flat = flatten(Partial(1, print), [Registry()])
+    assert flat.paths == ["x"]
+    assert unflatten_like(flat, [2], [Registry()]) == Partial(2, print)
+
+
+def test_a_tree_may_be_one_leaf() -> None:
+    flat = flatten(5)
+    assert (flat.paths, flat.leaves) == ([""], [5])
+    assert unflatten(Structure.from_json(flat.structure.to_json()), [6]) == 6
+    assert unflatten_like(flat, [6]) == 6
+    assert array_names(flat.parts) == ["root"]
+
+
+def test_array_names_are_those_of_orbax_where_they_can_be() -> None:
+    tree = {"params": {"dense.0": {"kernel": 1}, "layers": [2, 3]}, 0: 4}
+    assert array_names(flatten(tree).parts) == [
+        "params.dense.0.kernel",
+        "params.layers.0",
+        "params.layers.1",
+        "0",
+    ]
+
+
+def test_colliding_and_unsafe_array_names_are_escaped() -> None:
+    tree = {"a.b": 1, "a": {"b": 2}, 0: 3, "0": 4, "x/y": 5, ".hid": 6, "": 7}
+    assert array_names(flatten(tree).parts) == [
+        "a%2Eb",
+        "a.b",
+        "0",
+        "%30",
+        "x%2Fy",
+        "%2Ehid",
+        "%",
+    ]
+    long = flatten({"k" * 3000 + "a": 1, "k" * 3000 + "b": 2, "é" * 3000: 3}).parts
+    names = array_names(long)
+    assert len(set(names)) == 3
+    assert all(len(name.encode()) <= 1024 for name in names)
+
+
+PATHS = ["params/w", "params/layers/0/w", "params/layers/1/b", "opt/mu/w", "step", "a*b"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("step", ["step"]),
+        ("params", PATHS[:3]),
+        ("params/", PATHS[:3]),
+        ("params/layers", PATHS[1:3]),
+        ("*/w", ["params/w"]),
+        ("**/w", ["params/w", "params/layers/0/w", "opt/mu/w"]),
+        ("params/**/w", ["params/w", "params/layers/0/w"]),
+        ("params/layers/*/b", ["params/layers/1/b"]),
+        ("p*", PATHS[:3]),
+        ("**", PATHS),
+        ("a%2Ab", ["a*b"]),
+        ("par", []),
+        ("params/w/x", []),
+        ("ste.", []),
+    ],
+)
+def test_a_pattern_selects_what_it_matches_and_everything_below(
+    pattern: str, expected: list[str]
+) -> None:
+    found, unmatched = match_glob(PATHS, [pattern])
+    assert [PATHS[i] for i in sorted(found)] == expected
+    assert unmatched == ([] if expected else [pattern])
+
+
+def test_patterns_add_up_and_one_may_be_given_bare() -> None:
+    assert match_glob(PATHS, ["step", "nothing", "opt"]) == ({3, 4}, ["nothing"])
+    assert match_glob(PATHS, "step") == ({4}, [])
+    assert match_glob([""], "**") == ({0}, [])
+
+
+def test_from_json_refuses_what_to_json_does_not_write() -> None:
+    good = flatten({"a": [1, {2: 3}], "b": Module({"c": None})}).structure.to_json()
+    Structure.from_json(good)
+
+    def broken(**changes: Any) -> dict[str, Any]:
+        return {**json.loads(json.dumps(good)), **changes}
+
+    def node(**changes: Any) -> dict[str, Any]:
+        return broken(nodes=[{"kind": "dict", "keys": ["a"], "children": [0], **changes}], leaves=1)
+
+    bad: list[Any] = [
+        None,
+        [],
+        {},
+        broken(leaves=3),
+        broken(leaves=-1),
+        broken(leaves=True),
+        broken(extra=1),
+        broken(nodes={}),
+        broken(nodes=[]),
+        broken(nodes=[1]),
+        node(kind="set"),
+        node(kind=["dict"]),
+        node(keys=[True]),
+        node(keys=[1.0]),
+        node(keys=["a", "b"]),
+        node(keys=[2**2000]),
+        node(keys=["a", "a"], children=[0, 1]),
+        node(children=[1]),
+        node(children=[-1]),
+        node(children=[0.0]),
+        node(children="0"),
+        node(type=5),
+        node(kind="none", keys=[]),
+        node(kind="stateful", keys=[], children=[]),
+        node(kind="list"),
+        node(unknown=1),
+        broken(nodes=[{"kind": "list", "children": [-1, -1]}, {"kind": "none"}], leaves=0),
+        broken(nodes=[{"kind": "list"}, {"kind": "none"}], leaves=0),
+        broken(
+            nodes=[{"kind": "list", "children": [-i]} for i in range(1, MAX_DEPTH + 1)]
+            + [{"kind": "none"}],
+            leaves=0,
+        ),
+    ]
+    for obj in bad:
+        with pytest.raises(ValueError, match="tree structure"):
+            Structure.from_json(obj)
+    with pytest.raises(ValueError, match="2 leaves for a tree of 1"):
+        unflatten(flatten([1]).structure, [1, 2])
+
+
+@pytest.mark.parametrize("part", ["%zz", "a%", "%2f", "%FF"])
+def test_what_escape_never_writes_is_not_unescaped(part: str) -> None:
+    with pytest.raises(ValueError, match=r"escaped path part|utf-8"):
+        unescape(part)
