@@ -41,7 +41,7 @@ from asyncckpt.errors import (
     DeadlineExceededError,
     UsageError,
 )
-from asyncckpt.flow.engine import Job
+from asyncckpt.flow.engine import Job, wait_quietly
 from asyncckpt.options import SLOT_NBYTES, RestoreOptions, SaveOptions, step_number
 from asyncckpt.reports import CheckpointInfo, Progress, SaveReport, VerifyReport
 from asyncckpt.retention import Retention
@@ -435,6 +435,11 @@ class Core:
         if engine.usable:
             await self.call(self._release).wait()
         await engine.aclose()
+
+    def wait_blocking(self) -> None:
+        """No save is in flight; how they ended is not looked at."""
+        for pending in self.in_flight():
+            wait_quietly(pending._job.future)
 
     def close(self) -> None:
         """As `aclose`, blocking."""

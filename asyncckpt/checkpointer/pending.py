@@ -151,6 +151,11 @@ class BlockingPendingSave(PendingSave):
         self._seen = True
         return report
 
+    def _own_result(self) -> SaveReport:
+        """As `_wait_owned`, blocking; Ctrl-C aborts the save and waits for its clean-up."""
+        self._seen = True
+        return self._job.result()
+
     def _await_staged(self) -> None:
         """As `_wait_staged`, blocking; Ctrl-C aborts the save and waits for its clean-up."""
         try:

@@ -1,0 +1,291 @@
+"""Reading a checkpoint: nothing outside it, from one checkpoint only, and past the cache."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncckpt.errors import (
+    CheckpointNotFoundError,
+    ClosedError,
+    CorruptCheckpointError,
+    StoreError,
+)
+from asyncckpt.flow.threads import Workers
+from asyncckpt.stores import files as module
+from asyncckpt.stores.local import LocalStore
+from asyncckpt.testing.conformance import PAGE, pattern, save, write_file
+
+BIG = 4 << 20
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    threads = Workers(4, "test-io")
+    yield threads
+    threads.shutdown()
+
+
+@pytest.fixture
+async def store(tmp_path: Path, workers: Workers) -> AsyncIterator[LocalStore]:
+    opened = LocalStore(tmp_path, workers)
+    yield opened
+    await opened.close()
+
+
+async def test_links_are_not_followed(store: LocalStore, tmp_path: Path) -> None:
+    await save(store, "1", "a")
+    (tmp_path / "secret").write_text("secret")
+    directory = tmp_path / "1"
+    (directory / "link").symlink_to(tmp_path / "secret")
+    (directory / "inside").symlink_to("checkpoint.json")
+    (directory / "up").symlink_to(tmp_path)
+    (directory / "loop").symlink_to("loop")
+    files = store.files("1")
+    for path in ("link", "inside", "up/secret", "loop", "loop/x"):
+        with pytest.raises(CorruptCheckpointError, match="links out of a checkpoint are not"):
+            await files.read(path, max_nbytes=100)
+        with pytest.raises(CorruptCheckpointError) as caught:
+            await files.read_into(path, 0, [np.empty(1, np.uint8)])
+        assert caught.value.file == path
+
+
+async def test_paths_out_of_the_checkpoint_are_refused(store: LocalStore) -> None:
+    await save(store, "1", "a")
+    files = store.files("1")
+    for path in ("../1/checkpoint.json", "/etc/passwd", "default/../../x", "", ".", "a\0"):
+        with pytest.raises(CorruptCheckpointError, match="leads out of the checkpoint"):
+            await files.read(path, max_nbytes=100)
+
+
+async def test_only_regular_files_are_read(store: LocalStore, tmp_path: Path) -> None:
+    await save(store, "1", "a")
+    os.mkfifo(tmp_path / "1" / "fifo")  # opening it would wait for a writer
+    with socket.socket(socket.AF_UNIX) as server:
+        directory = os.open(tmp_path / "1", os.O_RDONLY)
+        server.bind(f"/proc/self/fd/{directory}/socket")
+        os.close(directory)
+    files = store.files("1")
+    for path in ("fifo", "socket", "default", "checkpoint.json/x"):
+        with pytest.raises(CorruptCheckpointError, match="expected a regular file"):
+            await files.read(path, max_nbytes=100)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointNotFoundError, match="not the directory of a checkpoint"):
+        await store.files("file").read("checkpoint.json", max_nbytes=100)
+
+
+async def test_the_text_says_where_a_file_ends(store: LocalStore, tmp_path: Path) -> None:
+    await save(store, "1", "a")
+    files = store.files("1")
+    with pytest.raises(CorruptCheckpointError) as caught:
+        await files.read_into("default/d/data", 4000, [np.empty(200, np.uint8)])
+    assert str(caught.value) == (
+        f"{tmp_path}/1/default/d/data: the file ends at byte 4097, expected bytes 4000 to 4200; "
+        "it is truncated: use another checkpoint"
+    )
+    assert (caught.value.offset, caught.value.expected, caught.value.found) == (4097, 4200, 4097)
+
+
+async def test_everything_comes_from_the_checkpoint_that_was_opened(store: LocalStore) -> None:
+    attempt = await store.begin("1", "a")
+    await attempt.put("data", b"old")
+    await attempt.publish(b"old record")
+    files = store.files("1")
+    assert await files.read("checkpoint.json", max_nbytes=100) == b"old record"
+    buffer = np.empty(3, np.uint8)
+    await files.read_into("data", 0, [buffer])
+    attempt = await store.begin("1", "b", overwrite=True)
+    await attempt.put("data", b"new")
+    await attempt.publish(b"new record")
+    await files.read_into("data", 0, [buffer])  # still open
+    assert buffer.tobytes() == b"old"
+    with pytest.raises(CheckpointNotFoundError, match="deleted while it was being read"):
+        await files.read("checkpoint.json", max_nbytes=100)
+    files = store.files("1")
+    assert await files.read("data", max_nbytes=3) == b"new"
+
+
+async def test_descriptors_are_bounded_and_closed(store: LocalStore) -> None:
+    attempt = await store.begin("1", "a")
+    count = module.MAX_OPEN_FILES + 20
+    for i in range(count):
+        await attempt.put(f"f{i}", b"%3d" % i)
+    await attempt.publish(b"record")
+    before = sorted(os.listdir("/proc/self/fd"))
+    files = store.files("1")
+    buffer = np.empty(3, np.uint8)
+    for i in [*range(count), *range(count)]:
+        await files.read_into(f"f{i}", 0, [buffer])
+        assert buffer.tobytes() == b"%3d" % i
+    open_now = len(os.listdir("/proc/self/fd")) - len(before)
+    assert open_now == module.MAX_OPEN_FILES + 1
+    await store.close()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(ClosedError, match="these files were closed"):
+        await files.read("f0", max_nbytes=3)
+
+
+async def test_closing_waits_for_nobody_and_pulls_no_descriptor_away(
+    store: LocalStore, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await save(store, "1", "a")
+    files = store.files("1")
+    read = os.preadv
+    reading, go_on = threading.Event(), threading.Event()
+
+    def held(fd: int, buffers: Any, offset: int) -> int:
+        reading.set()
+        assert go_on.wait(30)
+        return read(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", held)
+    buffer = np.empty(PAGE, np.uint8)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(files.read_into("default/d/data", 0, [buffer]))
+        await workers.run(reading.wait, 30)
+        await files.close()
+        go_on.set()
+    assert np.array_equal(buffer, pattern(PAGE + 1)[:PAGE])
+
+
+async def test_short_reads_are_continued(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await save(store, "1", "a")
+    read = os.preadv
+
+    def short(fd: int, buffers: Any, offset: int) -> int:
+        views = [memoryview(b) for b in buffers]
+        return read(fd, [views[0][: max(1, len(views[0]) // 2)]], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    buffers = [np.empty(n, np.uint8) for n in (1000, 0, 3000, 97)]
+    await store.files("1").read_into("default/d/data", 0, buffers)
+    assert np.array_equal(np.concatenate(buffers), pattern(PAGE + 1))
+
+
+async def test_a_device_error_names_file_and_reason(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await save(store, "1", "a")
+    files = store.files("1")
+
+    def broken(fd: int, buffers: Any, offset: int) -> int:
+        raise OSError(5, os.strerror(5))
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(StoreError, match=r"default/d/data: reading failed: .* \(EIO\); the device"):
+        await files.read_into("default/d/data", 0, [np.empty(1, np.uint8)])
+
+
+class Reads:
+    """How many reads went past the page cache."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, page_cache: bool) -> None:
+        import fcntl
+
+        self.direct = 0
+        self.buffered = 0
+        read = os.preadv
+
+        def preadv(fd: int, buffers: Any, offset: int) -> int:
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+                self.direct += 1
+            else:
+                self.buffered += 1
+            return read(fd, buffers, offset)
+
+        patch.setattr(os, "preadv", preadv)
+        patch.setattr(module, "cached", lambda fd, offset, nbytes: page_cache)
+
+
+async def saved_file(store: LocalStore, nbytes: int) -> Any:
+    attempt = await store.begin("1", "a")
+    data = pattern(nbytes)
+    await write_file(attempt, "data", data)
+    await attempt.publish(b"record")
+    return data
+
+
+async def test_direct_reads_fill_whole_pages_and_the_rest_is_buffered(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = await saved_file(store, BIG + 100)
+    reads = Reads(monkeypatch, page_cache=False)
+    aligned, tail = pattern(BIG, 1), np.empty(100, np.uint8)
+    files = store.files("1")
+    await files.read_into("data", 0, [aligned, tail], direct=True)
+    assert np.array_equal(np.concatenate([aligned, tail]), data)
+    assert (reads.direct, reads.buffered) == (1, 1)
+    halves = [pattern(BIG // 2, 1), np.empty(10, np.uint8), pattern(BIG // 2, 2)]
+    await files.read_into("data", 0, halves, direct=True)
+    assert np.array_equal(np.concatenate(halves), data[: BIG + 10])
+    assert (reads.direct, reads.buffered) == (2, 2)
+
+
+@pytest.mark.parametrize("reason", ["not asked for", "address", "offset", "length", "in memory"])
+async def test_reads_that_cannot_be_direct_are_buffered(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    data = await saved_file(store, BIG + PAGE)
+    reads = Reads(monkeypatch, page_cache=reason == "in memory")
+    buffer = pattern(BIG + PAGE, 1)
+    offset = 8 if reason == "offset" else 0
+    start = 8 if reason == "address" else 0
+    view = buffer[start : start + BIG - (8 if reason == "length" else 0)]
+    await store.files("1").read_into("data", offset, [view], direct=reason != "not asked for")
+    assert np.array_equal(view, data[offset : offset + view.size])
+    assert (reads.direct, reads.buffered) == (0, 1)
+
+
+async def test_a_file_that_ends_early_is_found_by_direct_reads_too(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = await saved_file(store, BIG - 100)
+    reads = Reads(monkeypatch, page_cache=False)
+    buffer = pattern(BIG, 1)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        await store.files("1").read_into("data", 0, [buffer], direct=True)
+    assert caught.value.offset == BIG - 100
+    assert reads.direct
+    assert np.array_equal(buffer[: BIG - 100], data)
+
+
+async def test_what_the_page_cache_holds_is_known(store: LocalStore, tmp_path: Path) -> None:
+    await saved_file(store, BIG)
+    fd = os.open(tmp_path / "1" / "data", os.O_RDONLY)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        cold = module.cached(fd, 0, BIG)
+        while os.read(fd, 1 << 20):
+            pass
+        assert module.cached(fd, 0, BIG)
+        assert not cold
+    finally:
+        os.close(fd)
+
+
+async def test_reading_creates_nothing(store: LocalStore, tmp_path: Path, workers: Workers) -> None:
+    await save(store, "1", "a")
+    await store.close()
+    before = sorted(tmp_path.rglob("*"))
+    reader = LocalStore(tmp_path, workers)
+    assert await reader.names() == ["1"]
+    assert await reader.files("1").read("checkpoint.json", max_nbytes=10) == b"record 0"
+    assert await reader.sweep() == []
+    await reader.close()
+    nowhere = LocalStore(tmp_path / "none" / "here", workers)
+    assert await nowhere.names() == []
+    assert await nowhere.sweep() == []
+    with pytest.raises(CheckpointNotFoundError):
+        await nowhere.delete("1")
+    await nowhere.close()
+    assert sorted(tmp_path.rglob("*")) == before

@@ -1,0 +1,98 @@
+"""The fault-injecting store does what its script says, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncckpt.errors import CorruptCheckpointError, StoreError
+from asyncckpt.flow.threads import Workers
+from asyncckpt.stores.local import LocalStore
+from asyncckpt.testing.conformance import PAGE, expect, pattern, save
+from asyncckpt.testing.faults import Fault, FaultStore, Gate, Operation
+
+SAVE = ["begin", "create", "write", "seal", "put", "publish"]
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[FaultStore]:
+    workers = Workers(2, "test-io")
+    inner = LocalStore(tmp_path, workers)
+    yield FaultStore(inner)
+    await inner.close()
+    workers.shutdown()
+
+
+async def test_operations_are_counted_by_kind_and_in_all(store: FaultStore) -> None:
+    await save(store, "1", "a")
+    assert [operation.kind for operation in store.log] == SAVE
+    assert store.counts["write"] == 1
+    assert store.counts["any"] == len(SAVE)
+    assert store.log[4] == Operation("put", "default/small")
+
+
+@pytest.mark.parametrize("number", range(1, len(SAVE) + 1))
+@pytest.mark.parametrize("applied", [False, True])
+async def test_any_operation_can_fail(store: FaultStore, number: int, applied: bool) -> None:
+    error = StoreError("scripted")
+    store.script.append(Fault("any", number, error=error, applied=applied))
+    with pytest.raises(StoreError) as caught:
+        await save(store, "1", "a")
+    assert caught.value is error
+    assert store.log[-1].kind == SAVE[number - 1]
+    assert (await store.names() == ["1"]) == (applied and number == len(SAVE))
+
+
+@pytest.mark.parametrize("number", range(1, len(SAVE) + 1))
+async def test_any_operation_can_be_cancelled(store: FaultStore, number: int) -> None:
+    store.script.append(Fault("any", number, cancel=True))
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(save(store, "1", "a"))
+    assert task.cancelled()
+    assert store.log[-1].kind == SAVE[number - 1]
+    assert await store.names() == []
+
+
+async def test_an_operation_can_be_held(store: FaultStore) -> None:
+    gate = Gate()
+    store.script.append(Fault("seal", gate=gate))
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(save(store, "1", "a"))
+        await gate.reached.wait()
+        assert store.log[-1] == Operation("seal", "default/d/data")
+        assert not task.done()
+        assert await store.names() == []
+        gate.release.set()
+    await expect(store, "1")
+
+
+async def test_only_the_numbered_operation_fails(store: FaultStore) -> None:
+    store.script.append(Fault("put", 2, error=StoreError("second")))
+    await save(store, "1", "a")
+    with pytest.raises(StoreError, match="second"):
+        await save(store, "2", "b")
+    await save(store, "3", "c")
+    assert sorted(await store.names()) == ["1", "3"]
+
+
+async def test_reads_can_lie(store: FaultStore) -> None:
+    await save(store, "1", "a")
+    store.script += [Fault("read", 1, data="flip"), Fault("read", 2, data="short")]
+    store.script += [Fault("read_into", 1, data="flip"), Fault("read_into", 2, data="short")]
+    files = store.files("1")
+    assert await files.read("checkpoint.json", max_nbytes=100) == b"recosd 0"
+    assert await files.read("checkpoint.json", max_nbytes=100) == b"reco"
+    data, buffer = pattern(PAGE + 1), np.zeros(PAGE, np.uint8)
+    await files.read_into("default/d/data", 0, [buffer])
+    assert np.flatnonzero(buffer != data[:PAGE]).tolist() == [PAGE // 2]
+    buffer[:] = 0
+    with pytest.raises(CorruptCheckpointError, match="the file ends at byte 2048"):
+        await files.read_into("default/d/data", 0, [buffer])
+    assert np.array_equal(buffer[: PAGE // 2], data[: PAGE // 2])
+    assert not buffer[PAGE // 2 :].any()
+    await files.read_into("default/d/data", 0, [buffer])
+    assert np.array_equal(buffer, data[:PAGE])
