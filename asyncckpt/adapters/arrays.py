@@ -20,6 +20,9 @@ MAPPED_NBYTES = 1 * MIB
 """From this size on arrays get a mapping of their own: page-aligned for direct reads, and with huge
 pages, where the first touch runs at 1.8 instead of 0.4 GB/s."""
 
+NUMPY_DTYPES = frozenset(n for n, dtype in DTYPES.items() if dtype.type.__module__ == "numpy")
+"""Names of the dtypes that are NumPy's own; bfloat16, float8 and int4 come from ml_dtypes."""
+
 _PRIVATE_ANONYMOUS = 0 if sys.platform == "win32" else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 _CASTS = {

@@ -20,15 +20,18 @@ import jax.experimental
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.adapters.arrays import LeafTarget, check_values, host_array, unsupported_dtype
+from asyncckpt.adapters.arrays import (
+    NUMPY_DTYPES,
+    LeafTarget,
+    check_values,
+    host_array,
+    unsupported_dtype,
+)
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
 from asyncckpt.ports import Source, Target
-from asyncckpt.spec import DTYPE_NAMES, DTYPES, ArraySpec, Box
+from asyncckpt.spec import DTYPE_NAMES, ArraySpec, Box
 
 _64_BIT = frozenset(("int64", "uint64", "float64", "complex128"))
-_BUFFER_PROTOCOL = frozenset(name for name, dtype in DTYPES.items() if dtype.isbuiltin == 1)
-"""Dtypes of NumPy itself; Python's buffer protocol has no format for bfloat16 and its like."""
-
 _PACKED = frozenset(("int4",))
 """Dtypes that JAX packs into fewer bytes than we store, so that no view of its memory is ours."""
 
@@ -246,7 +249,7 @@ def _placement(sharding: jax.sharding.Sharding) -> bool | None:
 
 def _host_view(leaf: Any, name: str) -> npt.NDArray[Any]:
     """The memory of an array on CPU, read-only, in the strides of its layout."""
-    if name in _BUFFER_PROTOCOL:
+    if name in NUMPY_DTYPES:  # Python's buffer protocol has no format for others
         try:
             return np.asarray(memoryview(leaf))
         except BufferError:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from asyncckpt.adapters.arrays import (
+    NUMPY_DTYPES,
     LeafTarget,
     byte_span,
     check_values,
@@ -54,7 +55,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _CARRIERS: dict[torch.dtype, tuple[torch.dtype, np.dtype[Any]]] = {
     dtype: (torch.int16 if dtype.itemsize == 2 else torch.uint8, DTYPES[name])
     for dtype, name in _NAMES.items()
-    if DTYPES[name].isbuiltin != 1
+    if name not in NUMPY_DTYPES
 }
 """Dtypes unknown to `Tensor.numpy()` -> the integer that carries their bits, NumPy dtype."""
 
@@ -82,7 +83,8 @@ class TorchAdapter:
 
     def source(self, path: str, leaf: Any) -> Source:
         name = _NAMES.get(leaf.dtype)
-        if name is None or type(leaf) not in _PLAIN or leaf.layout is not torch.strided:
+        plain = type(leaf) in _PLAIN and leaf.layout is torch.strided and not leaf.is_nested
+        if name is None or not plain:
             name = _check_kind(path, leaf)
         shape = tuple(leaf.shape)
         source = Source(ArraySpec(shape, name), leaf, None, None, "torch")

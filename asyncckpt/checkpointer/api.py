@@ -328,6 +328,7 @@ class Checkpointer:
         except asyncio.CancelledError:
             for pending in core.in_flight():
                 pending.cancel()
+                await to_completion(pending._settled())
             raise
         finally:
             await to_completion(core.aclose())

@@ -190,13 +190,14 @@ class Core:
             stall_first=stall_first,
         )
         staged: Future[None] = Future()
+        staged.set_running_or_notify_cancel()  # a cancelled wait for it must not resolve it
 
         def all_staged() -> None:
             if not staged.done():
                 staged.set_result(None)
 
         save = Save(self.runtime, self.store, self._layouts, request, state, all_staged)
-        job = self.call(lambda: self._save(save, request))
+        job = self.call(lambda: save.run(self._turn, self._retained))
         # Whatever ends the job also ends the wait for staging.
         job.future.add_done_callback(lambda _: all_staged())
         pending = kind(job, staged, state, location=location, step=step)
@@ -244,12 +245,10 @@ class Core:
 
     # -- on the engine
 
-    async def _save(self, save: Save, request: SaveRequest) -> SaveReport:
-        async with self._turn:
-            report = await save.run()
-            if self._keep is None or request.step is None:
-                return report
-            deleted, notes = await self._retain(request.step)
+    async def _retained(self, report: SaveReport) -> SaveReport:
+        if self._keep is None or report.step is None:
+            return report
+        deleted, notes = await self._retain(report.step)
         return dataclasses.replace(
             report, deleted_steps=tuple(deleted), notes=(*report.notes, *notes)
         )
@@ -383,7 +382,7 @@ class Core:
         files = self.store.files(name)
         with self._read(name):
             try:
-                return await verify_checkpoint(self.runtime, files, number, progress)
+                return await verify_checkpoint(self.runtime, files, number, _guarded(progress))
             finally:
                 await files.close()
 
@@ -459,7 +458,8 @@ def _futures_of(core: weakref.ref[Core]) -> Callable[[], list[Future[Any]]]:
 
 def _end(engine: Any) -> None:
     # A core that was dropped without close(): its saves hold it alive, so none is in flight.
-    engine.begin_close()
+    if not engine.forked:
+        engine.begin_close()
 
 
 def _skipped(

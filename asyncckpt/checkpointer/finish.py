@@ -50,7 +50,9 @@ def finish_into(outcome: RestoreOutcome, flat: Flat, adapters: AdapterSet) -> Re
     Raises:
         RestoreError: an object refused its state dict.
     """
-    by_path = {path: outcome.values.get(n) for n, path in enumerate(flat.paths)}
+    by_path: dict[str, Any] = {}
+    if flat.stateful:
+        by_path = {path: outcome.values.get(n) for n, path in enumerate(flat.paths)}
     for path, target in flat.stateful:
         try:
             structure, ordinals = outcome.structure.subtree(path)

@@ -84,7 +84,7 @@ class LayoutCache:
 def layout_key(taken: Capture, options: SaveOptions, budget_nbytes: int) -> list[object]:
     """Everything a layout depends on; equal keys give equal layouts."""
     strings = [v for v, kind in zip(taken.values, taken.kinds, strict=True) if kind == "str"]
-    ranges = [v for v, kind in zip(taken.values, taken.kinds, strict=True) if kind == "int"]
+    fits = [scalar_as_array_fits(value) for value in taken.scalars.values()]
     return [
         taken.paths,
         taken.kinds,
@@ -93,7 +93,7 @@ def layout_key(taken: Capture, options: SaveOptions, budget_nbytes: int) -> list
         taken.extra,
         taken.structure,
         strings,
-        [len(text) < 19 for text in ranges],
+        fits,
         (
             options.chunk_nbytes,
             options.target_data_file_nbytes,

@@ -5,6 +5,7 @@ Pure: it sees the record and the targets; every mismatch is listed at once.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,7 @@ LISTED = 20
 """Mismatches written out in one error; the rest is counted."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Wanted:
     """One leaf of the target: an array with its adapter, or a Python scalar."""
 
@@ -86,6 +87,10 @@ def saved_arrays(opened: OpenCheckpoint, paths: Sequence[str]) -> list[int]:
     Raises:
         UnsupportedFormatError: a leaf is stored in several pieces.
     """
+    kinds = opened.record.leaves.kind
+    if not opened.record.leaves.pieces:
+        numbers = itertools.count()
+        return [-1 if kind in SCALAR_KINDS else next(numbers) for kind in kinds]
     arrays: list[int] = []
     for leaf, pieces in enumerate(opened.record.leaf_arrays()):
         if len(pieces) > 1:
@@ -213,7 +218,7 @@ def _assign(
         _match_scalar(result, want, faults)
         return result
     spec = result.spec = opened.specs[array]
-    extra = record.leaves.extra.get(saved, {})
+    extra = record.leaves.extra.get(saved, _NO_FACTS)
     if want.target is None:
         if extra.get("python") == "bytes" and type(want.leaf) is bytes:
             return result
@@ -250,6 +255,9 @@ def _assign(
             )
         )
     return result
+
+
+_NO_FACTS: Mapping[str, Any] = {}
 
 
 def _key_fault(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:

@@ -147,9 +147,11 @@ class BlockingPendingSave(PendingSave):
             TimeoutError: it is not done after `timeout_s` seconds; it goes on.
             SaveError, StoreError, …: the save failed.
         """
-        report = self._job.future.result(timeout_s)
-        self._seen = True
-        return report
+        try:
+            return self._job.future.result(timeout_s)
+        finally:
+            if self.done():
+                self._seen = True
 
     def _own_result(self) -> SaveReport:
         """As `_wait_owned`, blocking; Ctrl-C aborts the save and waits for its clean-up."""

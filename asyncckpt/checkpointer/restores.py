@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -26,10 +27,11 @@ from asyncckpt.errors import (
 )
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.options import ALIGNED_CHUNK_NBYTES, RestoreOptions
-from asyncckpt.planning.restore import Request, plan_restore
+from asyncckpt.planning.restore import WholeArrays, plan_restore
 from asyncckpt.ports import ArrayAdapter, CheckpointFiles, Target
 from asyncckpt.reports import Progress, RestoreReport
 from asyncckpt.spec import DTYPES, ArraySpec, Box
+from asyncckpt.stages.decode import flat_target
 from asyncckpt.stages.fetch import Destination, Fetch
 from asyncckpt.stages.opened import OpenCheckpoint, open_checkpoint, read_index
 from asyncckpt.stages.place import cast_values, python_value, same_bits
@@ -86,13 +88,6 @@ class RestoreOutcome:
     selected: set[int] | None
     saved: dict[str, int]
     report: RestoreReport
-
-
-@dataclass(slots=True, eq=False)
-class _Run:
-    assignments: list[Assignment]
-    destinations: list[Destination] = field(default_factory=list)
-    of_destination: list[list[Assignment]] = field(default_factory=list)
 
 
 async def run_restore(
@@ -286,13 +281,14 @@ class _Restore:
             return 0
         index = await read_index(self._opened)
         await self._compute.run(self._allocate, arrays)
-        stored: dict[int, int] = {}
-        for destination in self._destinations:
-            stored.setdefault(destination.array, len(stored))
-        requests = [Request(stored[d.array], None, d.flat is not None) for d in self._destinations]
+        destinations = self._destinations
+        requests = WholeArrays(
+            np.array([d.array for d in destinations], np.int64),
+            np.array([d.flat is not None for d in destinations], np.bool_),
+        )
         plan = await self._compute.run(
             plan_restore,
-            [self._opened.stored(array) for array in stored],
+            self._opened.stored(),
             requests,
             row_file=index.file,
             row_offset=index.offset,
@@ -343,6 +339,7 @@ class _Restore:
 
     def _allocate(self, arrays: Sequence[Assignment]) -> None:
         own: dict[Any, int] = {}
+        whole = {a.spec: Box.whole(a.spec.shape) for a in arrays if a.spec is not None}
         for assignment in arrays:
             assert assignment.spec is not None
             want = assignment.wanted
@@ -371,8 +368,9 @@ class _Restore:
                 Destination(
                     assignment.path,
                     assignment.array,
-                    Box.whole(assignment.spec.shape),
+                    whole[assignment.spec],
                     assignment.values,
+                    flat_target(assignment.values),
                 )
             )
             self._owners.append([assignment])
@@ -386,7 +384,8 @@ class _Restore:
         target = want.target
         return (
             target.buffer is not None
-            and target.spec == assignment.spec
+            and assignment.spec is not None
+            and target.spec.dtype == assignment.spec.dtype
             and not self._request.options.atomic
         )
 
@@ -402,25 +401,35 @@ class _Restore:
         spans = []
         for assignment in self._all:
             target = assignment.wanted.target if assignment.wanted is not None else None
-            if target is not None and target.buffer is not None and target.span is not None:
+            if target is not None and target.span is not None:
                 spans.append((*target.span, assignment.array, target, assignment.path))
-        spans.sort(key=lambda item: (item[0], item[1]))
-        end, last = 0, None
-        for start, stop, array, target, path in spans:
-            if last is not None and start < end:
-                other_array, other, other_path = last
-                rows = self._opened.first_rows
-                tied = other.identity is not None and other.identity == target.identity
-                if not (tied and rows[array] == rows[other_array]) and _share(
-                    other.buffer, target.buffer
-                ):
-                    raise UsageError(
-                        f"{other_path} and {path}: these targets overlap in memory but are "
-                        "different arrays in the checkpoint; restore one of them elsewhere",
-                        path=path,
-                    )
-            if stop > end:
-                end, last = stop, (array, target, path)
+        spans.sort(key=itemgetter(0, 1))
+        # Most targets do not even come near each other: one vectorised look settles it.
+        starts = np.array([span[0] for span in spans], np.int64)
+        stops = np.maximum.accumulate(np.array([span[1] for span in spans], np.int64))
+        if not np.any(starts[1:] < stops[:-1]):
+            return
+        open_spans: list[tuple[int, int, int, Target, str]] = []
+        for span in spans:
+            open_spans = [other for other in open_spans if other[1] > span[0]]
+            for other in open_spans:
+                self._check_overlap(other, span)
+            open_spans.append(span)
+
+    def _check_overlap(
+        self, one: tuple[int, int, int, Target, str], other: tuple[int, int, int, Target, str]
+    ) -> None:
+        _, _, one_array, one_target, one_path = one
+        _, _, other_array, other_target, other_path = other
+        rows = self._opened.first_rows
+        same = one_target.identity is not None and one_target.identity == other_target.identity
+        tied = same and rows[one_array] == rows[other_array]
+        if not tied and _share(one_target, other_target):
+            raise UsageError(
+                f"{one_path} and {other_path}: these targets overlap in memory but are different "
+                "arrays in the checkpoint; restore one of them elsewhere",
+                path=other_path,
+            )
 
     # -- fetch and place
 
@@ -483,8 +492,12 @@ class _Restore:
             if target.spec.dtype != spec.dtype:
                 values = cast_values(want.path, values, target.spec.dtype)
             return want.adapter.place(target, values)
-        if target.buffer is None:
+        if target.buffer is None and not _placed_into(target):
             return self._compare(assignment, target, values)
+        if target.buffer is None:
+            if target.spec.dtype != spec.dtype:
+                values = cast_values(want.path, values, target.spec.dtype)
+            return want.adapter.place(target, values)
         if values is not target.buffer:
             cast_values(want.path, values, target.spec.dtype, target.buffer)
         return want.adapter.place(target, target.buffer)
@@ -530,7 +543,7 @@ class _Restore:
         assert want.adapter is not None
         target = want.target
         values = assignment.values
-        if self._request.mode == "into":
+        if self._request.mode == "into" and not (target.buffer is None and _placed_into(target)):
             if target.buffer is None:
                 return self._compare_scalar(assignment, target, values)
             np.copyto(target.buffer, values)
@@ -547,7 +560,14 @@ class _Restore:
             assignment.spec = None
 
 
-def _share(a: Any, b: Any) -> bool:
+def _placed_into(target: Target) -> bool:
+    """Whether `place` fills a leaf that is no plain host memory (another byte order, a device)."""
+    return bool(getattr(target, "fill", False))
+
+
+def _share(one: Target, other: Target) -> bool:
+    a = one.leaf if one.buffer is None else one.buffer
+    b = other.leaf if other.buffer is None else other.buffer
     try:
         return bool(np.shares_memory(a, b, max_work=10_000))
     except np.exceptions.TooHardError:

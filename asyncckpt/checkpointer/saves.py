@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from asyncckpt.checkpointer.layout import (
 )
 from asyncckpt.checkpointer.runtime import Runtime
 from asyncckpt.errors import (
+    AsyncCheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -131,8 +132,16 @@ class Save:
         self._save_id = uuid.uuid4().hex
         self._location = f"{store.url.rstrip('/')}/{request.name}"
 
-    async def run(self) -> SaveReport:
-        """The checkpoint is committed and durable.
+    async def run(
+        self,
+        turn: asyncio.Lock,
+        retain: Callable[[SaveReport], Coroutine[Any, Any, SaveReport]],
+    ) -> SaveReport:
+        """The checkpoint is committed and durable, and `retain` has seen to the older ones.
+
+        Args:
+            turn: held meanwhile; waiting for it counts against `deadline_s`.
+            retain: called with the report of the committed save.
 
         Cancellation: aborts the attempt and cleans up, unless publication has begun.
 
@@ -144,8 +153,10 @@ class Save:
         """
         request = self._request
         try:
-            async with asyncio.timeout(request.options.deadline_s):
-                return await self._run()
+            async with asyncio.timeout(request.options.deadline_s), turn:
+                report = await self._run()
+                # The checkpoint stands, whatever becomes of the older ones.
+                return await to_completion(retain(report))
         except TimeoutError:
             raise DeadlineExceededError(
                 f"{self._location}: the save did not finish within "
@@ -191,9 +202,12 @@ class Save:
             record, stored_nbytes, file_count = await self._index(
                 attempt, layout, payload, compatibility
             )
-        except BaseException:
+        except BaseException as error:
             # Shielded: a second cancellation must not leave half an attempt behind.
-            await to_completion(attempt.abort())
+            try:
+                await to_completion(attempt.abort())
+            except AsyncCheckpointError as failure:
+                error.add_note(f"cleaning up failed too: {failure}")
             raise
         await to_completion(attempt.publish(record))
         self._state.done_nbytes = self._state.total_nbytes

@@ -59,11 +59,12 @@ class ByteBudget:
         try:
             await waiter
         except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled():
-                self.release(count)
-            else:
-                self._waiters.remove(entry)
+            if waiter.cancelled():
+                if entry in self._waiters:
+                    self._waiters.remove(entry)
                 self._grant()
+            else:
+                self.release(count)
             raise
 
     def release(self, count: int = 1) -> None:
@@ -90,6 +91,9 @@ class ByteBudget:
     def _grant(self) -> None:
         while self._waiters:
             count, limit, waiter = self._waiters[0]
+            if waiter.done():
+                self._waiters.popleft()  # cancelled; its task has not run since
+                continue
             if not self._fits(count, limit):
                 return
             self._waiters.popleft()

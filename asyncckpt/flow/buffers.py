@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -141,9 +141,9 @@ class SlotPool:
         Where their last use ended with `ThreadAbandonedError`, they are quarantined until the
         abandoned thread has ended after all: it may still read or write them.
         """
-        stuck = error.future if isinstance(error, ThreadAbandonedError) else None
+        stuck = next((e.future for e in _abandoned(error) if not e.future.done()), None)
         for slot in slots:
-            if stuck is not None and not stuck.done():
+            if stuck is not None:
                 self._quarantine(slot, stuck)
             else:
                 self._free.append(slot)
@@ -206,3 +206,11 @@ class SlotPool:
                 loop.call_soon_threadsafe(ended)
 
         user.add_done_callback(from_thread)
+
+
+def _abandoned(error: BaseException | None) -> Iterator[ThreadAbandonedError]:
+    if isinstance(error, ThreadAbandonedError):
+        yield error
+    elif isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _abandoned(inner)

@@ -21,7 +21,12 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from asyncckpt.errors import ClosedError, EngineDiedError
+from asyncckpt.errors import (
+    AsyncCheckpointError,
+    ClosedError,
+    EngineDiedError,
+    SaveAbortedError,
+)
 from asyncckpt.flow.threads import Workers, finished
 
 T = TypeVar("T")
@@ -97,12 +102,16 @@ class Job(Generic[T]):
     def _ended(self, task: asyncio.Task[T]) -> None:
         if self.future.done():
             return
-        if task.cancelled():
-            self.future.set_exception(asyncio.CancelledError())
-        elif (error := task.exception()) is not None:
-            self.future.set_exception(error)
-        else:
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is None:
             self.future.set_result(task.result())
+        elif isinstance(error, (asyncio.CancelledError, SaveAbortedError)) and not self._cancelled:
+            # Nobody cancelled this job: the engine ended under it.
+            ended = self._engine.end_error()
+            ended.__cause__ = error
+            self.future.set_exception(ended)
+        else:
+            self.future.set_exception(error)
 
 
 class Engine:
@@ -111,7 +120,8 @@ class Engine:
     def __init__(self, name: str = "asyncckpt") -> None:
         self._name = name
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may end an engine from inside any call of this thread.
+        self._lock = threading.RLock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._ended: Future[None] = Future()
@@ -184,6 +194,18 @@ class Engine:
         if self._closed:
             raise ClosedError(f"{self._name} is closed; create a new Checkpointer")
 
+    def end_error(self) -> AsyncCheckpointError:
+        """Why a job could not be finished, once the engine has ended."""
+        if self._died:
+            return EngineDiedError(
+                f"{self._name}: the engine ended while this was outstanding; what was committed "
+                "stays, the rest was aborted. Create a new Checkpointer"
+            )
+        return ClosedError(
+            f"{self._name} was closed while this was outstanding; it was aborted. Await it before "
+            "close()"
+        )
+
     def begin_close(self) -> Future[None]:
         """No new job is accepted, running ones are cancelled; the future resolves at the end."""
         with self._lock:
@@ -253,12 +275,7 @@ class Engine:
                     loop.close()
                 for job in tuple(self._jobs):
                     if not job.future.done():
-                        job.future.set_exception(
-                            EngineDiedError(
-                                f"{self._name}: the engine ended while this was outstanding; what "
-                                "was committed stays, the rest was aborted"
-                            )
-                        )
+                        job.future.set_exception(self.end_error())
                 self._ended.set_result(None)
 
     @staticmethod

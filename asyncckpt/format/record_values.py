@@ -94,7 +94,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class IndexExtent:
-    """Where the chunk index is, and the CRC-32C of all its bytes."""
+    """Where the chunk index is, and the CRC-32C of its bytes without the CRC that ends it."""
 
     file: int
     offset: int

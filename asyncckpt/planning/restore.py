@@ -54,6 +54,48 @@ class Request(NamedTuple):
     contiguous: bool
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredArrays:
+    """Many stored arrays by column: no object per array.
+
+    Attributes:
+        kinds: the distinct (grid, bytes per element, whether compressed).
+        kind: index into `kinds` per array.
+        first_row: first chunk row per array.
+    """
+
+    kinds: Sequence[tuple[ChunkGrid, int, bool]]
+    kind: Column
+    first_row: Column
+
+    @classmethod
+    def of(cls, arrays: Sequence[StoredArray]) -> StoredArrays:
+        """The columns of some arrays."""
+        kinds: dict[tuple[tuple[int, ...], tuple[int, ...], int, bool], int] = {}
+        kind = [
+            kinds.setdefault(
+                ((grid := a.grid).shape, grid.chunk_shape, a.itemsize, a.compressed), len(kinds)
+            )
+            for a in arrays
+        ]
+        return cls(
+            [(ChunkGrid(shape, chunks), size, packed) for shape, chunks, size, packed in kinds],
+            np.array(kind, np.int64),
+            np.array([a.first_row for a in arrays], np.int64),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeArrays:
+    """Requests for all of some arrays, by column; as `Request`, without boxes."""
+
+    array: Column
+    contiguous: npt.NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+
 class Part(NamedTuple):
     """One chunk that serves one request.
 
@@ -77,7 +119,7 @@ class ReadBatch(NamedTuple):
     file: int
     offset: int
     nbytes: int
-    parts: Sequence[Part]
+    parts: Table[Part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +131,19 @@ class RestorePlan:
         inline: parts whose rows stand in the index (no file), by row.
         read_nbytes: bytes of all batches, gaps included.
         row_count: chunks that are needed, inline ones included.
+        counts: parts of every request.
     """
 
     batches: tuple[ReadBatch, ...]
     inline: Sequence[Part]
     read_nbytes: int
     row_count: int
+    counts: Sequence[int]
 
 
 def plan_restore(
-    arrays: Sequence[StoredArray],
-    requests: Sequence[Request],
+    arrays: Sequence[StoredArray] | StoredArrays,
+    requests: Sequence[Request] | WholeArrays,
     *,
     row_file: npt.ArrayLike,
     row_offset: npt.ArrayLike,
@@ -178,6 +222,7 @@ def plan_restore(
         inline=Table(Part, parts, 0, int(part_edges[0])),
         read_nbytes=int(sizes.sum()),
         row_count=len(leads),
+        counts=np.bincount(request, minlength=len(requests)).tolist(),
     )
 
 
@@ -219,37 +264,38 @@ def intersection(
     return tuple(in_chunk[::-1]), tuple(in_box[::-1])
 
 
-_Kind = tuple[tuple[int, ...], tuple[int, ...], int, bool]
-
-
 def _parts(
-    arrays: Sequence[StoredArray], requests: Sequence[Request]
+    arrays: Sequence[StoredArray] | StoredArrays, requests: Sequence[Request] | WholeArrays
 ) -> tuple[Column, Column, Column, Column]:
     """Columns row, request, direct, nbytes: every chunk of every request."""
-    array = np.array([wanted for wanted, _, _ in requests], np.int64)
-    if len(array) and not 0 <= array.min() <= array.max() < len(arrays):
-        raise ValueError(f"requests name arrays {array.min()} to {array.max()} of {len(arrays)}")
-    kinds: dict[_Kind, int] = {}
-    kind_of = [
-        kinds.setdefault(
-            ((grid := a.grid).shape, grid.chunk_shape, a.itemsize, a.compressed), len(kinds)
+    stored = arrays if isinstance(arrays, StoredArrays) else StoredArrays.of(arrays)
+    count = len(stored.first_row)
+    wanted = requests if isinstance(requests, WholeArrays) else _columns(requests)
+    array = wanted.array
+    if len(array) and not 0 <= array.min() <= array.max() < count:
+        raise ValueError(f"requests name arrays {array.min()} to {array.max()} of {count}")
+    kinds = stored.kinds
+    if isinstance(wanted, WholeArrays):
+        coded, want_of = np.unique(stored.kind[array] * 2 + wanted.contiguous, return_inverse=True)
+        wants: list[tuple[int, Box | None, bool]] = [
+            (code >> 1, None, bool(code & 1)) for code in coded.tolist()
+        ]
+    else:
+        numbers: dict[tuple[int, Box | None, bool], int] = {}
+        want_of = np.array(
+            [
+                numbers.setdefault((kind, box, contiguous), len(numbers))
+                for kind, box, contiguous in zip(
+                    stored.kind[array].tolist(), wanted.boxes, wanted.contiguous, strict=True
+                )
+            ],
+            np.int64,
         )
-        for a in arrays
-    ]
-    wants: dict[tuple[int, Box | None, bool], int] = {}
-    want_of = np.array(
-        [
-            wants.setdefault((kind_of[wanted], box, contiguous), len(wants))
-            for wanted, box, contiguous in requests
-        ],
-        np.int64,
-    )
+        wants = list(numbers)
     # One computation per kind of array and wanted box, however many leaves share both.
-    stored = list(kinds)
     found: list[tuple[Column, Column, Column]] = []
     for kind, box, contiguous in wants:
-        shape, chunk_shape, itemsize, compressed = stored[kind]
-        grid = ChunkGrid(shape, chunk_shape)
+        grid, itemsize, compressed = kinds[kind]
         found.append(_overlap(grid, itemsize, box, contiguous and not compressed))
     counts_of = np.array([len(rows) for rows, _, _ in found], np.int64)
     base_of = np.cumsum(counts_of) - counts_of
@@ -257,12 +303,26 @@ def _parts(
     request = np.repeat(np.arange(len(requests)), counts)
     at = np.arange(len(request)) - (np.cumsum(counts) - counts)[request]
     at += base_of[want_of][request]
-    first_row = np.array([a.first_row for a in arrays], np.int64)
     none = np.zeros(0, np.int64)
     rows, direct, nbytes = (
         np.concatenate([none, *(columns[i] for columns in found)])[at] for i in range(3)
     )
-    return first_row[array][request] + rows, request, direct, nbytes
+    return stored.first_row[array][request] + rows, request, direct, nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Boxes:
+    array: Column
+    boxes: list[Box | None]
+    contiguous: list[bool]
+
+
+def _columns(requests: Sequence[Request]) -> _Boxes:
+    return _Boxes(
+        np.array([array for array, _, _ in requests], np.int64),
+        [box for _, box, _ in requests],
+        [contiguous for _, _, contiguous in requests],
+    )
 
 
 def _overlap(

@@ -40,6 +40,11 @@ class Table(Sequence[Row]):
         # tuple.__new__ directly: a named tuple's own constructor costs four times as much.
         return map(tuple.__new__, repeat(self._kind), zip(*values, strict=True))
 
+    def column(self, number: int) -> list[int]:
+        """One column of the rows, as Python ints."""
+        values: list[int] = self._columns[number][self._first : self._stop].tolist()
+        return values
+
     @overload
     def __getitem__(self, index: int) -> Row: ...
     @overload

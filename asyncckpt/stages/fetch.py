@@ -24,13 +24,7 @@ from asyncckpt.format.crc import crc32c
 from asyncckpt.planning.restore import Part, ReadBatch, RestorePlan
 from asyncckpt.ports import Bytes
 from asyncckpt.spec import Box
-from asyncckpt.stages.decode import (
-    ChunkError,
-    check,
-    decompress,
-    flat_target,
-    trailer_matches,
-)
+from asyncckpt.stages.decode import ChunkError, check, decompress, trailer_matches
 from asyncckpt.stages.opened import OpenCheckpoint, missing
 from asyncckpt.stages.payload import scatter
 from asyncckpt.stages.serialize import TRAILER_NBYTES
@@ -49,7 +43,6 @@ class Destination:
         box: the wanted part.
         values: memory of the box's shape, in the stored dtype.
         flat: the same memory as one run of bytes, or None.
-        left: chunks that are still to come.
     """
 
     path: str
@@ -57,11 +50,6 @@ class Destination:
     box: Box
     values: npt.NDArray[Any]
     flat: Bytes | None = None
-    left: int = 0
-
-    def __post_init__(self) -> None:
-        """Find out whether the memory is one run."""
-        self.flat = flat_target(self.values)
 
 
 class Fetch:
@@ -92,6 +80,8 @@ class Fetch:
         self._nbytes = index.nbytes.tolist()
         self._offset = index.offset.tolist()
         self._crc = index.crc32c.tolist()
+        self._left = list(plan.counts)
+        self._is_compressed = [spec.zstd_level is not None for spec in opened.record.specs]
         self.read_nbytes = 0
 
     async def run(self) -> None:
@@ -103,11 +93,8 @@ class Fetch:
             CorruptCheckpointError: names leaf, file and offset.
             StoreError: reading failed.
         """
-        for batch in self._plan.batches:
-            for part in batch.parts:
-                self._destinations[part.request].left += 1
-        for number, destination in enumerate(self._destinations):
-            if destination.left == 0:
+        for number, left in enumerate(self._left):
+            if left == 0:
                 self._arrived(number)
         async with asyncio.TaskGroup() as group:
             for batch in self._plan.batches:
@@ -131,7 +118,9 @@ class Fetch:
         if self._is_direct(batch):
             return [], 0
         slot_nbytes = self._pool.slot_nbytes
-        compressed = [p for p in batch.parts if self._compressed(p)]
+        compressed = []
+        if any(self._is_compressed):
+            compressed = [p for p in batch.parts if self._compressed(p)]
         largest = max((self._payload_nbytes(p) for p in compressed), default=0)
         count = 1 if not compressed else max(1, -(-batch.nbytes // slot_nbytes))
         capacity = self._pool.budget.capacity
@@ -146,8 +135,7 @@ class Fetch:
 
     def _compressed(self, part: Part) -> bool:
         array = self._destinations[part.request].array
-        record = self._opened.record
-        return record.specs[record.arrays.spec[array]].zstd_level is not None
+        return self._is_compressed[self._opened.record.arrays.spec[array]]
 
     def _payload_nbytes(self, part: Part) -> int:
         array = self._destinations[part.request].array
@@ -178,11 +166,11 @@ class Fetch:
             raise
         self.read_nbytes += batch.nbytes
         self._progress(batch.nbytes)
-        for part in batch.parts:
-            destination = self._destinations[part.request]
-            destination.left -= 1
-            if destination.left == 0:
-                self._arrived(part.request)
+        left = self._left
+        for request in batch.parts.column(1):
+            left[request] -= 1
+            if left[request] == 0:
+                self._arrived(request)
 
     async def _direct(self, batch: ReadBatch, path: str) -> None:
         part = batch.parts[0]
@@ -251,22 +239,26 @@ class Fetch:
             self._scatter(part, payload, 0)
 
     def _small(self, batch: ReadBatch, data: Bytes) -> None:
+        # The loop that decides what a small leaf costs: no object per part, few lookups.
         view = memoryview(data)
+        offset, nbytes, crcs = self._offset, self._nbytes, self._crc
+        destinations, specs = self._destinations, self._opened.record.arrays.spec
+        is_compressed = self._is_compressed
         payload: Bytes | None = None
         last = -1
-        for part in batch.parts:
-            row = part.row
-            destination = self._destinations[part.request]
+        rows, requests = batch.parts.column(0), batch.parts.column(1)
+        for number, (row, request) in enumerate(zip(rows, requests, strict=True)):
+            destination = destinations[request]
             if row != last:
-                start = self._offset[row] - batch.offset
-                stop = start + self._nbytes[row] - TRAILER_NBYTES
+                start = offset[row] - batch.offset
+                stop = start + nbytes[row] - TRAILER_NBYTES
                 try:
-                    check(view[start:stop], self._crc[row])
-                    if not trailer_matches(view[stop : stop + TRAILER_NBYTES], self._crc[row]):
+                    check(view[start:stop], crcs[row])
+                    if not trailer_matches(view[stop : stop + TRAILER_NBYTES], crcs[row]):
                         raise ChunkError("the checksum behind the chunk differs from its bytes")
                     payload = data[start:stop]
-                    if self._compressed(part):
-                        payload = decompress([payload], self._payload_nbytes(part))
+                    if is_compressed[specs[destination.array]]:
+                        payload = decompress([payload], self._payload_nbytes(batch.parts[number]))
                 except ChunkError as error:
                     raise self._damaged(batch, row, str(error)) from None
                 last = row
@@ -276,7 +268,7 @@ class Fetch:
                 # One chunk that is the whole array, which is wanted whole.
                 flat[:] = payload
             else:
-                self._scatter(part, payload, 0)
+                self._scatter(batch.parts[number], payload, 0)
 
     def _scatter(self, part: Part, payload: Bytes, start: int) -> None:
         destination = self._destinations[part.request]

@@ -12,8 +12,9 @@ from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.format.chunks import ChunkIndex, decode_chunk_index
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.record import CommitRecord, decode_record
+from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import MAX_RECORD_NBYTES
-from asyncckpt.planning.restore import StoredArray
+from asyncckpt.planning.restore import StoredArrays
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.spec import ArraySpec, ChunkGrid
 
@@ -50,13 +51,16 @@ class OpenCheckpoint:
         """Path or URL of the checkpoint."""
         return self.files.location
 
-    def stored(self, array: int) -> StoredArray:
-        """What the restore planner needs to know of an array."""
-        return StoredArray(
-            grid=self.grids[array],
-            itemsize=self.specs[array].itemsize,
-            compressed=self.record.specs[self.record.arrays.spec[array]].zstd_level is not None,
-            first_row=self.first_rows[array],
+    def stored(self) -> StoredArrays:
+        """What the restore planner needs to know of the arrays."""
+        record = self.record
+        return StoredArrays(
+            [
+                (stored.grid, stored.spec.itemsize, stored.zstd_level is not None)
+                for stored in record.specs
+            ],
+            np.array(record.arrays.spec, np.int64),
+            np.array(self.first_rows, np.int64),
         )
 
 
@@ -123,15 +127,17 @@ async def read_index(opened: OpenCheckpoint) -> ChunkIndex:
         await opened.files.read_into(path, place.offset, [data])
     except CheckpointNotFoundError as error:
         raise missing(opened, path) from error
-    if crc32c(data) != place.crc32c:
+    # Without its own trailing CRC: over both, the CRC would be one constant for every index.
+    found = crc32c(data[:-CRC_NBYTES])
+    if found != place.crc32c:
         raise CorruptCheckpointError(
             f"{opened.location}: the chunk index in {path} is damaged: its CRC-32C is "
-            f"{crc32c(data):08x}, the record says {place.crc32c:08x}; restore an older step",
+            f"{found:08x}, the record says {place.crc32c:08x}; restore an older step",
             file=path,
             offset=place.offset,
             location=opened.location,
             expected=place.crc32c,
-            found=crc32c(data),
+            found=found,
         )
     index = decode_chunk_index(data.tobytes(), file=path)
     record.validate_index(index)

@@ -133,8 +133,9 @@ class DataStages:
                 group.create_task(self._serialize(windows, checksums, paths))
                 group.create_task(self._compress(chunks, appender))
                 inline = await self._stage(windows, chunks)
-        finally:
-            self._staging.release()
+        except BaseException as error:
+            self._staging.release(error)
+            raise
         files = [
             (data_file_path(self._save_id, i), nbytes, crc)
             for i, (nbytes, crc) in enumerate(
@@ -170,6 +171,7 @@ class DataStages:
         await self._staging.chunks(chunks.put_nowait)
         chunks.put_nowait(None)
         self.clock.add("stage", start)
+        self._staging.forget()
         self._staged()
         start = time.perf_counter()
         stored: list[bytes] = []

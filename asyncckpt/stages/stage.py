@@ -165,9 +165,15 @@ class Staging:
                 await self._compute.run(self._copy_chunk, leaf, chunk)
                 emit(chunk)
 
-    def release(self) -> None:
-        """Slots and units that nobody gave back go back; for the end of a failed save."""
-        self._pool.give(self.held)
+    def forget(self) -> None:
+        """No leaf is held any more: what the caller drops is freed at once."""
+        self._readers.clear()
+        for source in self._sources:
+            source.leaf = source.view = source.stream = None
+
+    def release(self, error: BaseException | None = None) -> None:
+        """Slots and units that nobody gave back go back; `error` is how the save ended."""
+        self._pool.give(self.held, error)
         self.held.clear()
         if self.held_units:
             self._pool.budget.release(self.held_units)

@@ -5,6 +5,7 @@ Reading needs no right to write and creates nothing. POSIX only.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import sys
@@ -34,7 +35,7 @@ from asyncckpt.stores.locks import (
     unlock,
     write_owner,
 )
-from asyncckpt.stores.posix import PAGE_NBYTES, flush_directory, remove_tree
+from asyncckpt.stores.posix import PAGE_NBYTES, flush_directory, landed, remove_tree
 from asyncckpt.stores.publish import IsValid
 from asyncckpt.stores.sweep import sweep, tidy
 from asyncckpt.stores.waiting import to_the_end
@@ -175,14 +176,16 @@ class LocalStore:
                     write_owner(trash, self._context.machine(), name, "", 0o600)
                     try:
                         fd = self._open_and_lock(target)
-                        os.rename(target, trash)
+                        landed(os.rename, target, trash)
                     except FileNotFoundError:  # another process was faster
                         raise self._not_found(target) from None
                     self._flush_deletion(target, trash)
                 remove_tree(trash, first=RECORD_FILE)
         finally:
-            if not os.path.lexists(trash):
-                remove_owner(trash)
+            # Whatever stays behind is left to `sweep`.
+            with contextlib.suppress(OSError):
+                if not os.path.lexists(trash):
+                    remove_owner(trash)
             if fd >= 0:
                 unlock(fd)
                 os.close(fd)
@@ -200,7 +203,7 @@ class LocalStore:
             flush_directory(self._layout.control)
         except OSError:
             # After power loss the name could be back: its bytes must then be there.
-            os.rename(trash, target)
+            landed(os.rename, trash, target)
             raise
 
     def _not_found(self, target: str) -> CheckpointNotFoundError:
@@ -218,6 +221,7 @@ class LocalStore:
         Raises:
             StoreError: removing failed.
         """
+        self._wrote = True  # so that `close` removes a directory that has become empty
         return await self._workers.run(self._sweep)
 
     def _sweep(self) -> list[str]:

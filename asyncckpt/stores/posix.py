@@ -18,7 +18,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -108,6 +108,26 @@ def rename_exchange(source: str, target: str) -> None:
         OSError: the rename failed.
     """
     _rename(source, target, _RENAME_EXCHANGE, _RENAME_SWAP_MACOS)
+
+
+def landed(rename: Callable[[str, str], None], source: str, target: str) -> None:
+    """`rename(source, target)` has happened, also if it was reported as failed.
+
+    A network file system may answer with an error to a call that it has carried out.
+
+    Raises:
+        FileExistsError, UnsupportedCallError, OSError: it has not happened.
+    """
+    before = os.lstat(source)
+    try:
+        rename(source, target)
+    except OSError:
+        try:
+            after = os.lstat(target)
+        except OSError:
+            after = None
+        if after is None or not os.path.samestat(before, after):
+            raise
 
 
 def _rename(source: str, target: str, linux_flags: int, macos_flags: int) -> None:

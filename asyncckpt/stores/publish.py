@@ -28,6 +28,7 @@ from asyncckpt.stores.locks import Machine, leads_to, remove_owner, root_lock, w
 from asyncckpt.stores.posix import (
     UnsupportedCallError,
     flush_directory,
+    landed,
     open_regular,
     read_all,
     remove_tree,
@@ -120,13 +121,11 @@ class Publication:
     def _publish(self) -> str | None:
         self._check_source()
         try:
-            rename_noreplace(self.source, self.target)
+            landed(rename_noreplace, self.source, self.target)
         except (FileExistsError, UnsupportedCallError):
             return self._publish_locked()
         except OSError as error:
-            # A network file system may answer with an error to a rename that it has done.
-            if self._find() != "ours":
-                raise self._rename_error(error) from error
+            raise self._rename_error(error) from error
         self._flush_root(None)
         return None
 
@@ -143,9 +142,6 @@ class Publication:
         with root_lock(self.layout):
             while True:
                 found = self._find()
-                if found == "ours":
-                    self._flush_root(None)
-                    return None
                 if found == "other" or (found == "checkpoint" and not self.overwrite):
                     raise self._exists_error(found)
                 if found == "checkpoint":
@@ -177,22 +173,21 @@ class Publication:
 
     def _rename_free(self) -> None:
         try:
-            rename_noreplace(self.source, self.target)
+            landed(rename_noreplace, self.source, self.target)
         except UnsupportedCallError:
             # Under the lock nobody of ours gets between the look and the rename.
             if os.path.lexists(self.target):
                 raise FileExistsError(errno.EEXIST, "File exists", self.target) from None
-            os.rename(self.source, self.target)
+            landed(os.rename, self.source, self.target)
 
     def _replace(self) -> str:
         """The new checkpoint is in place, durably; returns where the old one is."""
         try:
-            rename_exchange(self.source, self.target)
+            landed(rename_exchange, self.source, self.target)
         except UnsupportedCallError:
             return self._replace_in_two_steps()
         except OSError as error:
-            if self._find() != "ours":
-                raise self._rename_error(error) from error
+            raise self._rename_error(error) from error
         self._flush_root(self.source)
         return self.source
 
@@ -202,14 +197,14 @@ class Publication:
         try:
             write_owner(old, self.machine(), self.name, self.save_id, self.mode)
             flush_directory(self.layout.control)
-            os.rename(self.target, old)
+            landed(os.rename, self.target, old)
         except OSError as error:
             remove_owner(old)
             raise self._rename_error(error) from error
         try:
             self._rename_free()
         except OSError as error:
-            os.rename(old, self.target)
+            landed(os.rename, old, self.target)
             remove_owner(old)
             raise self._rename_error(error) from error
         self._flush_root(old)
@@ -220,7 +215,7 @@ class Publication:
         try:
             if os.path.lexists(aside):
                 raise FileExistsError(errno.EEXIST, "File exists", aside)
-            os.rename(self.target, aside)
+            landed(os.rename, self.target, aside)
         except OSError as error:
             raise self._rename_error(error) from error
         log.warning(
@@ -260,11 +255,11 @@ class Publication:
     def _undo(self, old: str | None) -> bool:
         try:
             if old == self.source:
-                rename_exchange(self.source, self.target)
+                landed(rename_exchange, self.source, self.target)
             else:
-                os.rename(self.target, self.source)
+                landed(os.rename, self.target, self.source)
                 if old is not None:
-                    os.rename(old, self.target)
+                    landed(os.rename, old, self.target)
                     remove_owner(old)
         except (OSError, UnsupportedCallError):
             return False

@@ -35,6 +35,7 @@ from asyncckpt.stores.locks import (
 from asyncckpt.stores.posix import (
     UnsupportedCallError,
     flush_directory,
+    landed,
     remove_tree,
     rename_noreplace,
 )
@@ -67,9 +68,9 @@ def sweep(layout: Layout, machine: Machine) -> list[str]:
     removed: list[str] = []
     claims: list[Claim] = []
     try:
-        with root_lock(layout, wait_s=0.0):
+        with root_lock(layout, wait_s=0.0) as alone:
             for path in list(_leftovers(layout)):
-                claim = _claim(layout, machine, path, removed)
+                claim = _claim(layout, machine, path, removed, alone)
                 if claim is not None:
                     claims.append(claim)
             if claims:
@@ -132,14 +133,17 @@ def _listing(path: str) -> list[str]:
         return []
 
 
-def _claim(layout: Layout, machine: Machine, path: str, removed: list[str]) -> Claim | None:
+def _claim(
+    layout: Layout, machine: Machine, path: str, removed: list[str], alone: bool
+) -> Claim | None:
     owner = read_owner(path)
     ours = owner is not None and owner.host == machine.host
     is_old = os.path.basename(path).startswith("old-")
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
-        if ours:
+        # A torn owner file: whoever writes one before its directory does so under the root's lock.
+        if ours or (owner is None and alone):
             remove_owner(path)
         return None
     except OSError:
@@ -178,11 +182,11 @@ def _put_back(layout: Layout, old: str, name: str) -> bool:
     if os.path.lexists(target):
         return False
     try:
-        rename_noreplace(old, target)
+        landed(rename_noreplace, old, target)
     except FileExistsError:
         return False
     except UnsupportedCallError:
-        os.rename(old, target)
+        landed(os.rename, old, target)
     flush_directory(layout.root)
     remove_owner(old)
     log.warning(

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -128,28 +131,38 @@ def test_a_donation_or_deletion_under_a_view_leaves_its_values(name: str) -> Non
     np.testing.assert_array_equal(source.view, expected + 1)
 
 
+class Pending:
+    """An array that a step is still computing."""
+
+    def __init__(self, leaf: jax.Array) -> None:
+        self.dtype, self.shape, self.sharding = leaf.dtype, leaf.shape, leaf.sharding
+        self.awaited_in: list[int] = []
+        self._leaf = leaf
+
+    def is_deleted(self) -> bool:
+        return False
+
+    def is_ready(self) -> bool:
+        return False
+
+    def block_until_ready(self) -> None:
+        self.awaited_in.append(threading.get_ident())
+
+    def addressable_data(self, index: int) -> Any:
+        assert self.awaited_in
+        return self._leaf.addressable_data(index)
+
+
 def test_an_array_that_is_being_computed_is_awaited_in_fetch_not_in_source(
     worker: ThreadPoolExecutor,
 ) -> None:
-    release = threading.Event()
-
-    def wait(x: Any) -> Any:
-        release.wait()
-        return x
-
-    @jax.jit
-    def pending(x: Any) -> Any:
-        return jax.pure_callback(wait, jax.ShapeDtypeStruct((3,), "float32"), x)
-
-    leaf = pending(np.arange(3, dtype=np.float32))
-    try:
-        source = adapter.source("p", leaf)
-        assert source.view is None
-        fetched = worker.submit(read, source, Box((1,), (2,)))
-        assert not fetched.done()
-    finally:
-        release.set()
-    np.testing.assert_array_equal(fetched.result(), [1, 2])
+    leaf = Pending(array("bfloat16", (3,)))
+    source = adapter.source("p", leaf)
+    assert source.view is None
+    assert leaf.awaited_in == []
+    out = worker.submit(read, source, Box((1,), (2,))).result()
+    np.testing.assert_array_equal(out, values("bfloat16", (3,))[1:])
+    assert threading.get_ident() not in leaf.awaited_in
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
@@ -214,7 +227,7 @@ def test_64_bit_leaves_need_x64_in_the_calling_thread(
 def test_a_donated_array_is_named_when_saved_and_welcome_as_like() -> None:
     for leaf in (array("float32", (3,)), jax.random.split(jax.random.key(0), 3)):
         leaf.delete()
-        with pytest.raises(errors.UnsupportedLeafError, match="^a/b: .*deleted or donated"):
+        with pytest.raises(errors.UnsupportedLeafError, match=r"^a/b: .*deleted or donated"):
             adapter.source("a/b", leaf)
         target = adapter.target("a/b", leaf, in_place=False)
         data = np.zeros(target.spec.shape, DTYPES[target.spec.dtype])
@@ -258,9 +271,9 @@ def test_restored_arrays_adopt_large_memory() -> None:
 
 def test_place_checks_shape_and_dtype() -> None:
     target = adapter.target("a/b", jnp.zeros((2, 3)), in_place=False)
-    with pytest.raises(errors.ShapeMismatchError, match="^a/b: "):
+    with pytest.raises(errors.ShapeMismatchError, match=r"^a/b: "):
         adapter.place(target, np.zeros((3, 2), np.float32))
-    with pytest.raises(errors.DtypeMismatchError, match="^a/b: "):
+    with pytest.raises(errors.DtypeMismatchError, match=r"^a/b: "):
         adapter.place(target, np.zeros((2, 3), np.int32))
 
 
@@ -271,7 +284,7 @@ def test_what_cannot_be_saved_is_named() -> None:
         (jax.ShapeDtypeStruct((3,), "float32"), "has no values to save"),
         (jax.ShapeDtypeStruct((3,), jax.random.key(0).dtype), "has no values to save"),
     ):
-        with pytest.raises(errors.UnsupportedLeafError, match="^a/b: ") as e:
+        with pytest.raises(errors.UnsupportedLeafError, match=r"^a/b: ") as e:
             adapter.source("a/b", leaf)
         assert text in str(e.value)
     with pytest.raises(errors.UnsupportedLeafError, match="cast it to int8"):
@@ -324,6 +337,30 @@ def test_arrays_on_several_devices_are_refused(devices: int, addressable: bool, 
         assert "one device" in str(e.value)
 
 
+def test_really_sharded_arrays_are_refused_by_name() -> None:
+    code = """
+import jax, numpy as np
+jax.config.update("jax_num_cpu_devices", 4)
+from asyncckpt.adapters.jax import JaxAdapter
+from asyncckpt.errors import UnsupportedLeafError
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+key = jax.device_put(jax.random.split(jax.random.key(0), 4), sharding)
+for leaf in (jax.device_put(np.zeros(8), sharding), key):
+    for call in (JaxAdapter().source, lambda p, x: JaxAdapter().target(p, x, in_place=False)):
+        try:
+            call("a/b", leaf)
+        except UnsupportedLeafError as error:
+            assert "a/b: this array is sharded over 4 devices" in str(error), error
+        else:
+            raise AssertionError(leaf)
+second = jax.device_put(np.arange(3, dtype=np.float32), jax.devices()[1])
+target = JaxAdapter().target("p", second, in_place=False)
+assert JaxAdapter().place(target, np.zeros(3, np.float32)).devices() == {jax.devices()[1]}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_one_array_in_two_places_is_tied() -> None:
     leaf = array("float32", (3,))
     assert adapter.source("a", leaf).identity == adapter.source("b", leaf).identity
@@ -345,13 +382,6 @@ class Flax:
     params: Any
     step: Any
     apply: Any = flax.struct.field(pytree_node=False, default=None)
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["y", "x"], meta_fields=["fn"])
-class _Unused:
-    x: Any
-    y: Any
-    fn: Any
 
 
 def test_plain_containers_have_the_same_paths_with_and_without_jax() -> None:
@@ -407,8 +437,6 @@ def test_leaves_and_unregistered_types_are_no_nodes() -> None:
 
 
 def test_meta_fields_of_a_registered_dataclass_are_static() -> None:
-    import dataclasses
-
     @partial(jax.tree_util.register_dataclass, data_fields=["y", "x"], meta_fields=["fn"])
     @dataclasses.dataclass
     class Registered:

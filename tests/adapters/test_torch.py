@@ -233,7 +233,7 @@ def test_what_cannot_be_stored_is_named_with_a_way_out(make: Any, found: str, ad
         lambda: adapter.source("a/b", leaf),
         lambda: adapter.target("a/b", leaf, in_place=False),
     ):
-        with pytest.raises(errors.UnsupportedLeafError, match="^a/b: ") as e:
+        with pytest.raises(errors.UnsupportedLeafError, match=r"^a/b: ") as e:
             call()
         assert found in str(e.value)
         assert advice in str(e.value)
@@ -282,12 +282,12 @@ class Cudart:
         self.locked: dict[int, int] = {}
         self.code = code
 
-    def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
         if self.code == 0:
             self.locked[pointer] = nbytes
         return self.code
 
-    def cudaHostUnregister(self, pointer: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, pointer: int) -> int:
         del self.locked[pointer]
         return 0
 

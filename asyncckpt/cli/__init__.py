@@ -1,0 +1,36 @@
+"""The command line: look at checkpoints, verify them, remove steps.
+
+`main` is the entry point of the command ``asyncckpt`` and of ``python -m asyncckpt``. Importing
+this module needs nothing beyond the library; running it needs the extra `cli` (rich and typer).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+INSTALL_LINE = 'pip install "asyncckpt[cli]"'
+
+_EXTRA = frozenset(("rich", "typer"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command has run; returns its exit status.
+
+    0: done, and whole where something was verified. 1: an error of the library, damage, or a
+    question answered with no. 2: the command line was wrong, or the extra `cli` is missing.
+
+    Args:
+        arguments: words behind the command's name; None for those of the process.
+    """
+    try:
+        from asyncckpt.cli.commands import run
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in _EXTRA:
+            raise
+        print(
+            f"asyncckpt: the command line needs the package {error.name}: {INSTALL_LINE}",
+            file=sys.stderr,
+        )
+        return 2
+    return run(sys.argv[1:] if arguments is None else arguments)

@@ -1,0 +1,230 @@
+"""The commands, and what their exit status says."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+from rich.progress import Progress as Bar
+
+import asyncckpt.blocking as blocking
+from asyncckpt import __version__
+from asyncckpt.cli import documents, opening, tables
+from asyncckpt.errors import (
+    AsyncCheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UsageError,
+)
+from asyncckpt.reports import CheckpointInfo, Damage, Progress, VerifyReport, nbytes_text
+
+app = typer.Typer(
+    name="asyncckpt",
+    help="Look at checkpoints, verify them, remove steps.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The command has run; returns its exit status (see `asyncckpt.cli.main`)."""
+    try:
+        app(args=list(arguments), prog_name="asyncckpt")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except AsyncCheckpointError as error:
+        complain(error)
+        return 2 if isinstance(error, UsageError) else 1
+    return 0
+
+
+def complain(error: AsyncCheckpointError) -> None:
+    """The error stands on standard error, on one line."""
+    text = " ".join(str(error).splitlines())
+    print(f"asyncckpt: {tables.printable(text)}", file=sys.stderr)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"asyncckpt {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Look at checkpoints, verify them, remove steps."""
+
+
+@app.command("ls")
+def list_steps(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="Directory of a run.")],
+    as_json: AsJson = False,
+) -> None:
+    """List the steps of a run."""
+    infos: list[CheckpointInfo] = []
+    failed = False
+    for step in opening.steps_of(root):
+        try:
+            infos.append(opening.inspect_step(root, step))
+        except CheckpointNotFoundError:
+            continue  # deleted since it was listed
+        except AsyncCheckpointError as error:
+            complain(error)
+            failed = True
+    if as_json:
+        _print_json([documents.summary(info) for info in infos])
+    elif infos:
+        tables.console().print(tables.listing(infos))
+    elif not failed:
+        typer.echo(f"no checkpoints in {tables.printable(root)}")
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def show(
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="A checkpoint, or a run (its newest step).")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Show what a checkpoint holds: leaves, shapes, dtypes, sizes, chunks, files."""
+    info = opening.inspect_path(path)
+    if as_json:
+        _print_json(documents.details(info))
+        return
+    console = tables.console()
+    for part in (tables.heading(info), tables.leaves(info), tables.files(info)):
+        console.print(part)
+        console.print()
+
+
+@app.command()
+def verify(
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="A checkpoint, or a run (all its steps).")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Read and check every byte; exit status 1 and the damaged leaves if any differs."""
+    with _bar() as progress:
+        reports = _verified(path, progress)
+    if as_json:
+        _print_json(
+            {
+                "ok": all(report.ok for report in reports),
+                "checkpoints": [documents.verification(report) for report in reports],
+            }
+        )
+    else:
+        for report in reports:
+            found = (
+                f"{report.leaf_count} leaves, {nbytes_text(report.read_nbytes)} intact"
+                if report.ok
+                else f"damaged in {len(report.damages)} places"
+            )
+            typer.echo(f"{tables.printable(report.location)}: {found}")
+        damaged = [report for report in reports if not report.ok]
+        if damaged:
+            tables.console().print(tables.damages(damaged))
+    if not all(report.ok for report in reports):
+        raise typer.Exit(1)
+
+
+@app.command("rm")
+def remove(
+    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Steps: ROOT/STEP.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove steps of a run."""
+    places = {opening.removable(path): path for path in paths}
+    if not yes:
+        for (root, step), path in places.items():
+            typer.echo(f"{tables.printable(path)}  {_what(root, step)}")
+        count = "this checkpoint" if len(places) == 1 else f"these {len(places)} checkpoints"
+        if not typer.confirm(f"Remove {count}?"):
+            typer.echo("nothing was removed")
+            raise typer.Exit(1)
+    for (root, step), path in places.items():
+        opening.delete_step(root, step)
+        typer.echo(f"removed {tables.printable(path)}")
+
+
+def _what(root: str, step: int) -> str:
+    try:
+        info = opening.inspect_step(root, step)
+    except CorruptCheckpointError:
+        return "(damaged)"
+    size = nbytes_text(info.stored_nbytes)
+    return f"{tables.time_text(info)}  {len(info.leaves)} leaves  {size}"
+
+
+def _verified(path: str, progress: Callable[[Progress], None]) -> list[VerifyReport]:
+    try:
+        place = opening.step_of(path)
+        if place is None:
+            return [_damage_told(path, None, lambda: blocking.verify(path, progress=progress))]
+        return [_damage_told(path, place[1], lambda: opening.verify_step(*place, progress))]
+    except CheckpointNotFoundError:
+        steps = opening.candidates(path)
+        if not steps:
+            raise
+        return [
+            _damage_told(
+                os.path.join(path, str(step)),
+                step,
+                functools.partial(opening.verify_step, path, step, progress),
+            )
+            for step in steps
+        ]
+
+
+def _damage_told(
+    path: str, step: int | None, verification: Callable[[], VerifyReport]
+) -> VerifyReport:
+    """The report; a record so damaged that there is no checkpoint counts as damage."""
+    try:
+        return verification()
+    except CorruptCheckpointError as error:
+        location = os.path.abspath(path.removeprefix("file://"))
+        damage = Damage(None, error.file or opening.RECORD, error.offset, str(error))
+        return VerifyReport(location, step, (damage,), 0, 0, 0.0)
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[Progress], None]]:
+    """A progress bar on standard error where that is a terminal."""
+    console = tables.console(sys.stderr)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("verify", total=None)
+
+        def moved(state: Progress) -> None:
+            bar.update(task, completed=state.done_nbytes, total=state.total_nbytes)
+
+        yield moved
+
+
+def _print_json(document: Any) -> None:
+    typer.echo(json.dumps(document, indent=1, allow_nan=False))

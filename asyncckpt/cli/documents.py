@@ -1,0 +1,106 @@
+"""What `--json` prints: the reports as JSON that every parser takes."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from asyncckpt.reports import CheckpointInfo, LeafInfo, VerifyReport
+
+
+def summary(info: CheckpointInfo) -> dict[str, Any]:
+    """One checkpoint without its leaves and files."""
+    return {
+        "location": info.location,
+        "step": info.step,
+        "save_id": info.save_id,
+        "created": created(info).astimezone(datetime.UTC).isoformat(),
+        "created_ns": info.created_ns,
+        "library": info.library,
+        "leaf_count": len(info.leaves),
+        "file_count": len(info.files),
+        "nbytes": info.nbytes,
+        "stored_nbytes": info.stored_nbytes,
+        "metrics": {name: number(value) for name, value in info.metrics.items()},
+        "metadata": info.metadata,
+    }
+
+
+def details(info: CheckpointInfo) -> dict[str, Any]:
+    """One checkpoint with its leaves and files."""
+    return {
+        **summary(info),
+        "leaves": [leaf_document(leaf) for leaf in info.leaves],
+        "files": [
+            {"path": file.path, "nbytes": file.nbytes, "crc32c": f"{file.crc32c:08x}"}
+            for file in info.files
+        ],
+    }
+
+
+def leaf_document(leaf: LeafInfo) -> dict[str, Any]:
+    """One leaf: an array with its place, or a scalar with its value."""
+    if leaf.kind != "array":
+        return {"path": leaf.path, "kind": leaf.kind, "value": scalar(leaf.value)}
+    return {
+        "path": leaf.path,
+        "kind": leaf.kind,
+        "framework": leaf.framework,
+        "dtype": leaf.dtype,
+        "shape": leaf.shape,
+        "chunk_shape": leaf.chunk_shape,
+        "chunk_count": leaf.chunk_count,
+        "nbytes": leaf.nbytes,
+        "stored_nbytes": leaf.stored_nbytes,
+        "compression": leaf.compression,
+        "array": leaf.array,
+        "tied_to": leaf.tied_to,
+    }
+
+
+def verification(report: VerifyReport) -> dict[str, Any]:
+    """The outcome of one verification."""
+    return {
+        "location": report.location,
+        "step": report.step,
+        "ok": report.ok,
+        "leaf_count": report.leaf_count,
+        "read_nbytes": report.read_nbytes,
+        "damages": [
+            {
+                "leaf": damage.leaf,
+                "file": damage.file,
+                "offset": damage.offset,
+                "reason": damage.reason,
+            }
+            for damage in report.damages
+        ],
+    }
+
+
+def scalar(value: Any) -> Any:
+    """A scalar as JSON; bytes as base64, complex numbers as their two parts."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, complex):
+        return [number(value.real), number(value.imag)]
+    return number(value) if isinstance(value, float) else value
+
+
+def number(value: float) -> float | str:
+    """A float as JSON, which has no NaN and no infinities: these as strings."""
+    return value if math.isfinite(value) else repr(value)
+
+
+def created(info: CheckpointInfo) -> datetime.datetime:
+    """When it was committed, in the local time zone."""
+    return datetime.datetime.fromtimestamp(info.created_ns / 1e9).astimezone()
+
+
+def compact(value: Mapping[str, Any]) -> str:
+    """JSON on one line; empty for an empty object."""
+    return json.dumps(value, separators=(",", ":")) if value else ""

@@ -1,0 +1,353 @@
+"""Trains, is killed in the middle of a save, resumes, and compares with a run that was not.
+
+    make demo        or        python examples/demo.py [--root DIR] [--quick]
+
+Three processes run train_jax.py. The first is left alone. The second is stopped (SIGSTOP) while it
+saves a checkpoint, and killed (SIGKILL) if that checkpoint is not published yet. The third goes on
+where the second's newest checkpoint is. Every loss, the parameters and the optimizer state must
+equal the first run's bit by bit. Exit status: 0 if so, 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncckpt import blocking
+
+HERE = Path(__file__).resolve().parent
+DEFAULT_ROOT = HERE / "runs" / "demo"
+PATIENCE_S = 300.0
+"""A training process that takes longer is ended: the machine is too slow, or something hangs."""
+POLL_S = 0.0005
+KEPT = 3
+"""Checkpoints that train_jax.py keeps."""
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is trained: the wider the network, the longer a save can be caught at work."""
+
+    hidden: int
+    steps: int
+    save_every: int
+
+    @property
+    def saves(self) -> list[int]:
+        """The steps that are saved."""
+        every = range(self.save_every - 1, self.steps, self.save_every)
+        return sorted({*every, self.steps - 1})
+
+
+FULL = Scale(hidden=1536, steps=120, save_every=10)
+QUICK = Scale(hidden=768, steps=24, save_every=3)
+
+
+class DemoError(Exception):
+    """The demo could not be carried out, or what it shows is not so."""
+
+
+# ------------------------------------------------------------------------------- training runs
+
+
+class Run:
+    """One process of train_jax.py; leaving the block ends it, whatever state it is in."""
+
+    def __init__(self, name: str, folder: Path, root: Path, log: Path, scale: Scale) -> None:
+        self.name = name
+        self.output = folder / f"{name}.txt"
+        command = [sys.executable, str(HERE / "train_jax.py"), "--root", str(root)]
+        command += ["--log", str(log), "--hidden", str(scale.hidden)]
+        command += ["--steps", str(scale.steps), "--save-every", str(scale.save_every)]
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()  # ends a stopped process, too
+            self.process.wait()
+
+    def finish(self) -> None:
+        """The process has ended well."""
+        try:
+            status = self.process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            raise DemoError(f"the {self.name} run takes more than {PATIENCE_S:.0f} s") from None
+        if status:
+            raise self.failure()
+
+    def failure(self) -> DemoError:
+        """The error for a run that ended by itself and should not have."""
+        return DemoError(
+            f"the {self.name} run ended with status {self.process.returncode}; its output:\n"
+            + self.output.read_text()
+        )
+
+    def stop(self) -> bool:
+        """Every thread of the process stands still; False if it has ended instead."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        _, status = os.waitpid(self.process.pid, os.WUNTRACED)
+        if os.WIFSTOPPED(status):
+            return True
+        self.process.returncode = os.waitstatus_to_exitcode(status)
+        return False
+
+
+def attempt_of(root: Path, step: int) -> Path | None:
+    """The directory in which this step is being saved, or None."""
+    found = (root / ".asyncckpt").glob(f"epoch-*/{step}-*")
+    return next((path for path in found if path.suffix != ".owner"), None)
+
+
+def stop_in_a_save(run: Run, root: Path, steps: Sequence[int]) -> tuple[int, Path, int]:
+    """The process stands still with one of these steps begun and not published.
+
+    Returns the step, its attempt's directory, and how many saves were too quick before.
+
+    Raises:
+        DemoError: all of them were.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    for missed, step in enumerate(steps):
+        attempt = None
+        while attempt is None and not (root / str(step)).exists():
+            if run.process.poll() is not None:
+                raise run.failure()
+            if time.monotonic() > deadline:
+                raise DemoError(f"step {step} was not saved within {PATIENCE_S:.0f} s")
+            time.sleep(POLL_S)
+            attempt = attempt_of(root, step)
+        if attempt is None:
+            continue  # published between two looks
+        if not run.stop():
+            raise run.failure()
+        # Nothing moves any more, so that what is seen now is what the kill leaves.
+        if not (root / str(step)).exists() and attempt.exists():
+            return step, attempt, missed
+        run.process.send_signal(signal.SIGCONT)
+    raise DemoError(
+        f"all {len(steps)} saves were finished before the process could be stopped: try again, or "
+        "give --root on a slower disk"
+    )
+
+
+# --------------------------------------------------------------------------------- comparisons
+
+
+def read_log(path: Path) -> list[Line]:
+    """The lines of a run's log; a killed process may have left the last one unfinished."""
+    return [json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")]
+
+
+def compare_logs(reference: Sequence[Line], other: Sequence[Line]) -> list[str]:
+    """How the runs of `other` differ from the uninterrupted one; empty if in nothing.
+
+    A step that was computed twice, by the killed process and by the resumed one, counts twice.
+    """
+    differences = []
+    expected = {line["step"]: line["loss"] for line in reference if "step" in line}
+    found = [(line["step"], line["loss"]) for line in other if "step" in line]
+    for step, loss in found:
+        if loss != expected.get(step):
+            differences.append(
+                f"step {step}: the bits of the loss are {loss}, expected {expected.get(step)}"
+            )
+    if missing := sorted(expected.keys() - dict(found).keys()):
+        differences.append(f"steps without a loss: {', '.join(map(str, missing))}")
+    ends = [[line for line in log if "end" in line] for log in (reference, other)]
+    if not expected or not all(ends):
+        differences.append("a run did not come to its end")
+        return differences
+    for key in ("end", "parameters", "optimizer"):
+        wanted, got = (end[-1][key] for end in ends)
+        if wanted != got:
+            differences.append(f"{key}: {got}, expected {wanted}")
+    return differences
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Paths and leaves of a restored tree."""
+    if isinstance(tree, (dict, list, tuple)):
+        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        for key, child in items:
+            yield from leaves(child, f"{path}/{key}")
+    else:
+        yield path, tree
+
+
+def compare_trees(reference: Any, other: Any) -> list[str]:
+    """Paths whose dtype, shape or bits differ."""
+
+    def bits(leaf: Any) -> Any:
+        return (leaf.dtype, leaf.shape, leaf.tobytes()) if hasattr(leaf, "tobytes") else leaf
+
+    one, two = (dict(leaves(tree)) for tree in (reference, other))
+    differences = [f"{path}: only one run has this leaf" for path in sorted(one.keys() ^ two.keys())]
+    return differences + [
+        f"{path}: the bits differ"
+        for path in one
+        if path in two and bits(one[path]) != bits(two[path])
+    ]
+
+
+# ------------------------------------------------------------------------------------ the story
+
+
+def command_line(*arguments: str) -> tuple[int, str]:
+    """Exit status and output of `asyncckpt …`."""
+    command = [sys.executable, "-m", "asyncckpt", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return done.returncode, done.stdout.rstrip()
+
+
+def indent(text: str) -> str:
+    """The text as a block of its own."""
+    return "\n".join(f"     {line}".rstrip() for line in text.splitlines())
+
+
+def say(text: str = "") -> None:
+    """The text is on the terminal."""
+    print(text, flush=True)
+
+
+def published(root: Path) -> list[int]:
+    """The steps whose directories are in place."""
+    return sorted(int(path.name) for path in root.iterdir() if path.name.isdecimal())
+
+
+def leftovers(root: Path) -> list[str]:
+    """Files of attempts, with their sizes on disk."""
+    found = sorted(path for path in (root / ".asyncckpt").rglob("*") if path.is_file())
+    return [
+        f"{path.relative_to(root)}  {path.stat().st_blocks * 512 / 1e6:.1f} MB on disk"
+        for path in found
+        if path.name != "lock"
+    ]
+
+
+def stall(log: Sequence[Line]) -> str:
+    """What saving cost the training loop."""
+    blocked = [line["blocked_s"] * 1e3 for line in log if "save" in line]
+    (end,) = (line for line in log if "end" in line)
+    share = end["blocked_s"] / end["busy_s"]
+    return (
+        f"{len(blocked)} saves held up training for {statistics.median(blocked):.1f} ms each "
+        f"(median; {max(blocked):.1f} ms at most),\n"
+        f"{share:.1%} of its {end['busy_s']:.1f} s. A step took {end['step_s'] * 1e3:.1f} ms, and "
+        f"{end['step_while_saving_s'] * 1e3:.1f} ms while a save was under way."
+    )
+
+
+def demonstrate(folder: Path, scale: Scale) -> None:
+    """Everything is as promised.
+
+    Raises:
+        DemoError: it is not; says what.
+    """
+    whole, broken = folder / "uninterrupted", folder / "interrupted"
+    whole_log, broken_log = folder / "uninterrupted.jsonl", folder / "interrupted.jsonl"
+
+    say(f"1  Training {scale.steps} steps without interruption, a save every {scale.save_every}.")
+    with Run("uninterrupted", folder, whole, whole_log, scale) as run:
+        run.finish()
+    reference = read_log(whole_log)
+    info = blocking.inspect(whole / str(scale.saves[-1]))
+    say(indent(f"{len(info.leaves)} leaves, {info.nbytes / 1e6:.1f} MB per checkpoint."))
+    say(indent(stall(reference)))
+
+    say("\n2  The same again, to be killed in the middle of a save.")
+    with Run("killed", folder, broken, broken_log, scale) as run:
+        step, attempt, missed = stop_in_a_save(run, broken, scale.saves[2:])
+        run.process.kill()
+        run.process.wait()
+    if missed:
+        say(indent(f"{missed} saves were finished too soon to be caught, so it was continued."))
+    say(indent(f"Stopped while it saved step {step}, which was not published, and killed."))
+    _, listing = command_line("ls", str(broken))
+    say(indent(f"\n$ asyncckpt ls {os.path.relpath(broken)}\n{listing}\n"))
+    say(indent("Left of the save that was killed:"))
+    say(indent("\n".join(leftovers(broken)) or "nothing but its directory"))
+    before = [save for save in scale.saves if save < step]
+    if published(broken) != before[-KEPT:]:
+        raise DemoError(f"{broken} holds {published(broken)}, expected {before[-KEPT:]}")
+
+    say("\n3  Resuming in a new process.")
+    with Run("resumed", folder, broken, broken_log, scale) as run:
+        run.finish()
+    log = read_log(broken_log)
+    start = [line["start"] for line in log if "start" in line][-1]
+    say(indent(f"It went on from step {start - 1} and came to the end, step {scale.steps - 1}."))
+    if start - 1 != before[-1]:
+        raise DemoError(f"it resumed from step {start - 1}; the newest was {before[-1]}")
+    if attempt.exists() or leftovers(broken):
+        raise DemoError(f"leftovers of the killed save were not removed: {leftovers(broken)}")
+    say(indent("What the killed save had left was removed."))
+    for kept in published(broken):
+        status, output = command_line("verify", str(broken / str(kept)))
+        if status:
+            raise DemoError(f"asyncckpt verify found damage in step {kept}:\n{output}")
+    say(indent(f"asyncckpt verify read every byte of steps {published(broken)}: no damage."))
+
+    twice = sum("step" in line for line in log) - scale.steps
+    differences = compare_logs(reference, log)
+    last = str(scale.steps - 1)
+    trees = [blocking.restore(root / last) for root in (whole, broken)]
+    differences += compare_trees(*trees)
+    if differences:
+        raise DemoError("the runs differ:\n" + "\n".join(differences))
+    (end,) = (line for line in reference if "end" in line)
+    say("\nIdentical, bit by bit:")
+    say(indent(f"{scale.steps} losses ({twice} steps were computed twice)"))
+    say(indent(f"parameters       sha256 {end['parameters']}"))
+    say(indent(f"optimizer state  sha256 {end['optimizer']}"))
+    say(indent(f"all {len(info.leaves)} leaves of the last checkpoints"))
+    say(indent(f"accuracy on held-out digits: {end['accuracy']:.1%}"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The demo was shown; returns its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument(
+        "--root",
+        type=Path,
+        help="where checkpoints and logs go and stay: a new or empty directory (default: "
+        f"{os.path.relpath(DEFAULT_ROOT)}, emptied first)",
+    )
+    parser.add_argument("--quick", action="store_true", help="a smaller network and fewer steps")
+    given = parser.parse_args(arguments)
+    if given.root is None:
+        shutil.rmtree(DEFAULT_ROOT, ignore_errors=True)
+    elif given.root.exists() and any(given.root.iterdir()):
+        parser.error(f"--root: {given.root} is not empty")
+    folder: Path = (given.root or DEFAULT_ROOT).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    try:
+        demonstrate(folder, QUICK if given.quick else FULL)
+    except DemoError as error:
+        say(f"\nFAILED: {error}")
+        say(f"\nCheckpoints, logs and the runs' output are in {folder}")
+        return 1
+    say(f"\nCheckpoints, logs and the runs' output are in {folder}")
+    say(f"The demo took {time.monotonic() - began:.0f} s.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Trains a small network in JAX, saving in the background and resuming from the newest checkpoint.
+
+    python examples/train_jax.py --root /tmp/digits
+
+Run it again with more --steps and it goes on where it was, also after it was killed: losses,
+parameters and optimizer state are those of a run that was never interrupted, bit by bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from functools import partial
+from typing import Any, NamedTuple
+
+import digits
+import jax
+import jax.numpy as jnp
+import optax
+
+import asyncckpt
+
+# One thread computes every sum in one order, so that a run can be repeated bit by bit.
+REPEATABLE = {"xla_cpu_multi_thread_eigen": False}
+
+OPTIMIZER = optax.adam(optax.exponential_decay(1e-3, transition_steps=100, decay_rate=0.7))
+
+Layers = list[dict[str, jax.Array]]
+
+
+class State(NamedTuple):
+    """All that a run needs in order to go on."""
+
+    layers: Layers
+    optimizer: optax.OptState
+    dropout: jax.Array  # a typed PRNG key
+
+
+@partial(jax.jit, static_argnames="hidden", compiler_options=REPEATABLE)
+def initial(seed: int, hidden: int) -> State:
+    """The state before the first step."""
+    *keys, dropout = jax.random.split(jax.random.key(seed), 4)
+    layers: Layers = []
+    for key, (width, height) in zip(keys, [(64, hidden), (hidden, hidden), (hidden, 10)]):
+        weights = jax.random.normal(key, (width, height)) * (2 / width) ** 0.5
+        layers.append({"w": weights, "b": jnp.zeros(height)})
+    return State(layers, OPTIMIZER.init(layers), dropout)
+
+
+def forward(layers: Layers, images: jax.Array, dropout: jax.Array | None) -> jax.Array:
+    """Logits; with a key, a tenth of the hidden units drops out."""
+    x = images
+    for number, layer in enumerate(layers):
+        x = x @ layer["w"] + layer["b"]
+        if number < len(layers) - 1:
+            x = jax.nn.relu(x)
+            if dropout is not None:
+                kept = jax.random.bernoulli(jax.random.fold_in(dropout, number), 0.9, x.shape)
+                x = jnp.where(kept, x / 0.9, 0.0)
+    return x
+
+
+# The buffers of the old state are donated: XLA writes the new one over them. That is safe as soon
+# as `start_save` has returned, because it returns a copy taken, not a promise to read later.
+@partial(jax.jit, donate_argnums=0, compiler_options=REPEATABLE)
+def train_step(state: State, images: jax.Array, labels: jax.Array) -> tuple[State, jax.Array]:
+    """The state after one step, and the loss before it."""
+    dropout, used = jax.random.split(state.dropout)
+
+    def loss_of(layers: Layers) -> jax.Array:
+        logits = forward(layers, images, used)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    loss, gradients = jax.value_and_grad(loss_of)(state.layers)
+    updates, optimizer = OPTIMIZER.update(gradients, state.optimizer)
+    return State(optax.apply_updates(state.layers, updates), optimizer, dropout), loss
+
+
+def accuracy(state: State, held_out: digits.Digits) -> float:
+    """The share of held-out digits that the network names."""
+    found = jnp.argmax(forward(state.layers, jnp.asarray(held_out.images), None), axis=1)
+    return float(jnp.mean(found == held_out.labels))
+
+
+async def train(options: argparse.Namespace, log: digits.RunLog) -> None:
+    """The run has reached its last step, and its checkpoints are durable."""
+    data, held_out = digits.load()
+    state = initial(options.seed, options.hidden)
+    async with asyncckpt.Checkpointer(options.root, keep=asyncckpt.KeepLast(3)) as ckpt:
+        latest = await ckpt.latest_step()
+        if latest is not None:
+            state = await ckpt.restore(like=state)
+        start = 0 if latest is None else latest + 1
+        log.start(start, options.root)
+        await ckpt.prepare(state)  # allocates staging memory now, not in the first save
+        pending: asyncckpt.PendingSave | None = None
+        for step in range(start, options.steps):
+            began = time.perf_counter()
+            saving = pending is not None and not pending.done()
+            # This blocks the event loop for the whole step; the save in flight does not need it.
+            state, loss = jax.block_until_ready(
+                train_step(state, *data.batch(options.seed, step))
+            )
+            ended = time.perf_counter()
+            log.step(step, loss, ended - began, saving=saving)
+            if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
+                began = time.perf_counter()
+                pending = await ckpt.start_save(step, state, metadata={"loss": float(loss)})
+                log.save(step, loss, time.perf_counter() - began)
+    last = max(start, options.steps) - 1
+    kept: Any = jax.tree.map(jax.device_get, (state.layers, state.optimizer))
+    log.end(last, accuracy(state, held_out), *kept)
+
+
+if __name__ == "__main__":
+    arguments = digits.arguments("Train on the digits of scikit-learn with JAX.", hidden=512)
+    with digits.RunLog(arguments.log) as run_log:
+        asyncio.run(train(arguments, run_log))

@@ -1,0 +1,187 @@
+"""A kill, an error or a lost answer at every mutating system call of the local store.
+
+Whatever happens: a checkpoint that is listed is whole, the one before is never lost, and after a
+sweep nothing is left. Each test counts the points it visited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncckpt.errors import AsyncCheckpointError, SaveError
+from asyncckpt.flow.threads import Workers
+from asyncckpt.stores import posix, publish
+from asyncckpt.stores.local import LocalStore
+from asyncckpt.testing.conformance import expect, save
+from tests.crash.faults import ForkServer
+
+SCENARIOS = ("new", "overwrite", "overwrite_in_two_steps", "move_aside", "delete")
+
+
+def prepare(root: Path, scenario: str) -> None:
+    """What is there before: `0` always, and `1` (seed 1) where it is replaced or deleted."""
+
+    async def use(store: LocalStore) -> None:
+        await save(store, "0", "other", 0)
+        if scenario in ("overwrite", "overwrite_in_two_steps", "delete"):
+            await save(store, "1", "old", 1)
+        if scenario == "move_aside":
+            (root / "1").mkdir()
+            (root / "1" / "notes").write_text("mine")
+
+    with_store(root, use)
+
+
+def change(root: str, scenario: str) -> dict[str, bool]:
+    """The operation under test; says whether it was visible if it raised."""
+    if scenario == "overwrite_in_two_steps":
+        publish.rename_noreplace = unsupported
+        publish.rename_exchange = unsupported
+    state = {"done": False, "visible": False}
+
+    async def use(store: LocalStore) -> None:
+        try:
+            if scenario == "delete":
+                await store.delete("1")
+            else:
+                attempt = await store.begin("1", "new", overwrite=scenario.startswith("over"))
+                try:
+                    await save_into(attempt)
+                finally:
+                    await attempt.abort()
+            state["done"] = True
+        except SaveError as error:
+            state["visible"] = error.visible
+        except AsyncCheckpointError:
+            pass
+
+    with_store(Path(root), use)
+    return state
+
+
+async def save_into(attempt: Any) -> None:
+    class Once:
+        async def begin(self, name: str, save_id: str) -> Any:
+            return attempt
+
+    await save(Once(), "1", "new", 2)  # type: ignore[arg-type]
+
+
+def unsupported(source: str, target: str) -> None:
+    raise posix.UnsupportedCallError("renameat2")
+
+
+def with_store(root: Path, use: Callable[[LocalStore], Any]) -> None:
+    async def main() -> None:
+        workers = Workers(2, "io")
+        store = LocalStore(root, workers)
+        try:
+            await use(store)
+        finally:
+            await store.close()
+            workers.shutdown()
+
+    asyncio.run(main())
+
+
+def look(root: Path, scenario: str, *, swept: bool) -> set[int]:
+    """Seeds of the checkpoint `1` that is listed (none or one), after it was read completely."""
+    found: set[int] = set()
+
+    async def use(store: LocalStore) -> None:
+        if swept:
+            await store.sweep()
+        names = await store.names()
+        await expect(store, "0", 0)
+        if "1" in names and (root / "1" / "checkpoint.json").exists():
+            seed = int((root / "1" / "checkpoint.json").read_bytes().split()[1])
+            await expect(store, "1", seed)
+            found.add(seed)
+
+    with_store(root, use)
+    return found
+
+
+def left(root: Path) -> list[str]:
+    """What is below `.asyncckpt`, except things that stood in the way."""
+    paths = (p.relative_to(root / ".asyncckpt") for p in (root / ".asyncckpt").rglob("*"))
+    return [str(p) for p in paths if not str(p).startswith("aside-") and str(p) != "lock"]
+
+
+def allowed(scenario: str) -> list[set[int]]:
+    """What may be listed: the old set, or the new one."""
+    if scenario == "delete":
+        return [{1}, set()]
+    return [{1} if scenario.startswith("over") else set(), {2}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer(
+        imports=("numpy", "asyncckpt.stores.local", "tests.stores.children")
+    ) as running:
+        yield running
+
+
+def fresh(tmp_path: Path, scenario: str) -> Callable[[int], dict[str, Any]]:
+    def make(number: int) -> dict[str, Any]:
+        root = tmp_path / str(number)
+        prepare(root, scenario)
+        return {"root": str(root), "scenario": scenario}
+
+    return make
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_kill_leaves_the_old_or_the_new_and_nothing_after_a_sweep(
+    server: ForkServer, tmp_path: Path, scenario: str
+) -> None:
+    visited = 0
+    states = []
+    target = "tests.stores.test_crash_points:change"
+    for number, args, outcome in server.each_call(target, fresh(tmp_path, scenario)):
+        assert outcome.killed, outcome.describe()
+        root = Path(args["root"])
+        before = look(root, scenario, swept=False)
+        after = look(root, scenario, swept=True)
+        gap = scenario == "overwrite_in_two_steps" and before == set()
+        assert before in allowed(scenario) or gap, (number, outcome.describe())
+        assert after == before or (gap and after == {1}), (number, outcome.describe())
+        assert left(root) == [], (number, outcome.describe())
+        if scenario == "move_aside":
+            notes = [*root.glob("1/notes"), *root.glob(".asyncckpt/aside-*/notes")]
+            assert len(notes) == 1, (number, outcome.describe())
+        states.append(after)
+        visited += 1
+    assert visited > 10
+    assert states == sorted(states, key=allowed(scenario).index)  # one moment, no way back
+    print(f"{scenario}: {visited} points")
+
+
+@pytest.mark.parametrize("mode", ["error", "error_after"])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_an_error_leaves_what_it_says(
+    server: ForkServer, tmp_path: Path, scenario: str, mode: Any
+) -> None:
+    visited = 0
+    target = "tests.stores.test_crash_points:change"
+    for number, args, outcome in server.each_call(
+        target, fresh(tmp_path, scenario), mode=mode, errno=errno.EIO
+    ):
+        what = (number, outcome.describe())
+        assert outcome.exit_status == 0, what
+        root = Path(args["root"])
+        found = look(root, scenario, swept=False)
+        old, new = allowed(scenario)
+        expected = new if outcome.result["done"] or outcome.result["visible"] else old
+        assert found == expected or (scenario == "delete" and found in (old, new)), what
+        assert look(root, scenario, swept=True) == found, what
+        visited += 1
+    assert visited > 10
+    print(f"{scenario} {mode}: {visited} points")
