@@ -55,10 +55,10 @@ _EXPORTS = {
     "ArraySpec": "spec",
 }
 
-__all__ = [*_EXPORTS, "__version__", "blocking"]  # noqa: PLE0604
+__all__ = [*_EXPORTS, "__version__", "blocking"]
 
 if TYPE_CHECKING:
-    from asyncckpt import blocking as blocking
+    import asyncckpt.blocking as blocking
     from asyncckpt.checkpointer import Checkpointer as Checkpointer
     from asyncckpt.checkpointer import PendingSave as PendingSave
     from asyncckpt.checkpointer import inspect as inspect

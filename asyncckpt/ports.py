@@ -12,7 +12,7 @@ every `Store` must pass.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -229,6 +229,9 @@ class Target:
         identity: targets with equal identity are the same memory; None when unknown or immutable.
         span: first and one-past-last byte address of `buffer`, for overlap checks; None without.
         extra: facts that the saved leaf must agree with (PRNG implementation).
+        path: path of the leaf, for the errors of `place`.
+        fill: `place` copies into the leaf's own memory, which is no `buffer` (on a device, or in
+            another byte order).
     """
 
     spec: ArraySpec
@@ -237,7 +240,9 @@ class Target:
     boxes: tuple[Box, ...] | None = None
     identity: Hashable | None = None
     span: tuple[int, int] | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] | None = None
+    path: str = ""
+    fill: bool = False
 
 
 class ArrayAdapter(Protocol):
@@ -270,12 +275,9 @@ class ArrayAdapter(Protocol):
         """What must be restored for this leaf; with `in_place`, into its memory where it is mutable.
 
         Raises:
-            UnsupportedLeafError: names the path; also a 64-bit leaf that JAX would truncate.
+            UnsupportedLeafError: names the path.
+            DtypeMismatchError: a 64-bit leaf that JAX, as it is set, would truncate.
         """
-        ...
-
-    def allocate(self, target: Target, spec: ArraySpec) -> npt.NDArray[Any]:
-        """Uninitialised host memory of shape and dtype `spec`, page-aligned when 1 MiB or more."""
         ...
 
     def place(self, target: Target, values: npt.NDArray[Any]) -> Any:

@@ -6,6 +6,7 @@ unless their name ends in `nbytes`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -111,6 +112,12 @@ class ArraySpec:
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@functools.lru_cache(maxsize=4096)
+def array_spec(shape: tuple[int, ...], dtype: str) -> ArraySpec:
+    """The spec of an array; equal ones are one object, which makes comparing schemas cheap."""
+    return ArraySpec(shape, dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,11 @@ COPIES_IN_MEMORY = 6
 """At one time: state, targets, pool, a restored copy, the loop's state and a copy to compare."""
 
 SPARE_NBYTES = 768 * MIB
+
+SHORT_STEADY_S, FULL_STEADY_S = 20.0, 600.0
+"""Seconds per scenario within which unsteady samples are taken again: the short form is to end in
+eight minutes on a machine that is busy now and then."""
+
 BUFFER_NBYTES = 256 * MIB
 
 
@@ -42,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     size = options.size * MIB
+    if options.steady_s is None:
+        options.steady_s = FULL_STEADY_S if options.full else SHORT_STEADY_S
     peers = full_peers() if options.full else {}
     makers = _workloads(size, full=options.full)
     unknown = set(options.only) - makers.keys()
@@ -82,11 +89,10 @@ def _measure(
             f"raw write {floors.write_way}; raw read, warm {floors.warm_way}; raw read, cold "
             f"{floors.cold_way}; memcpy {floors.copy_way.threads} threads"
         )
-        minutes = options.minutes or (240 if options.full else 5)
         suite = Suite(
             directory,
             floors,
-            Protocol(samples=options.samples, repeats_until=start + 60 * minutes),
+            Protocol(samples=options.samples, repeats_for_s=options.steady_s),
             found,
             random.Random(options.seed),
             peers,
@@ -147,11 +153,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=int, default=5, help="samples per case; default 5")
     parser.add_argument("--seed", type=int, default=0, help="seed of the order; default 0")
     parser.add_argument(
-        "--minutes",
+        "--steady-s",
         type=float,
         default=None,
-        help="after so many minutes unsteady samples are kept instead of repeated; default 5 "
-        "(--full: 240)",
+        metavar="SECONDS",
+        help="how long each scenario may take again what was unsteady; default 20 (--full: 600)",
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="W", help="workloads to run")
     parser.add_argument(

@@ -45,9 +45,17 @@ def chill(path: Path) -> None:
             os.close(fd)
 
 
-def settle() -> None:
-    """Nothing that earlier samples wrote or deleted is still on its way to the disk."""
-    os.sync()
+def settle(directory: Path) -> None:
+    """What was deleted below the directory is deleted on disk, too, and no longer on its way there.
+
+    Everything measured ends with an fsync, so that only deletions are left to wait for. A sync of
+    the whole system would wait for everybody else's data as well.
+    """
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _directories(path: Path) -> list[Path]:

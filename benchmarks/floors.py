@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.files import chill, warm
+from benchmarks.files import chill, settle, warm
 from benchmarks.workloads import random_floats
 
 MIB = 1 << 20
@@ -145,7 +145,7 @@ class Floors:
         finally:
             os.close(fd)
             os.unlink(path)
-            os.sync()
+            settle(self._directory)
 
     def _read(self, way: Way, nbytes: int) -> float:
         flags = os.O_RDONLY | (os.O_DIRECT if way.direct else 0)

@@ -93,21 +93,21 @@ class Protocol:
         samples: samples per case; medians need at least five to mean something.
         max_repeats: attempts thrown away at most per sample.
         tolerance: difference of the floor probes, as a fraction, above which a sample is repeated.
-        repeats_until: value of `clock` after which nothing is repeated any more, so that the whole
-            run ends in time also on a busy machine; None: never.
+        repeats_for_s: seconds from the start of the rounds after which nothing is repeated any
+            more, so that a run ends in time also on a busy machine; None: no such limit.
         clock: seconds, monotonic.
     """
 
     samples: int = 5
     max_repeats: int = 5
     tolerance: float = 0.10
-    repeats_until: float | None = None
+    repeats_for_s: float | None = None
     clock: Callable[[], float] = time.monotonic
 
-    def may_repeat(self, repeats: int) -> bool:
+    def may_repeat(self, repeats: int, started_s: float) -> bool:
         """Whether one more attempt is allowed after `repeats` that were thrown away."""
         return repeats < self.max_repeats and (
-            self.repeats_until is None or self.clock() < self.repeats_until
+            self.repeats_for_s is None or self.clock() - started_s < self.repeats_for_s
         )
 
 
@@ -129,6 +129,7 @@ def rounds(
     if len(taken) != len(cases):
         raise ValueError(f"names of cases are not unique: {[case.name for case in cases]}")
     failed: set[str] = set()
+    started_s = protocol.clock()
 
     def guarded(case: Case, work: Callable[[], object]) -> None:
         try:
@@ -140,7 +141,7 @@ def rounds(
             on_error(case, error)
 
     def sampled(case: Case) -> None:
-        taken[case.name].append(take(case, protocol))
+        taken[case.name].append(take(case, protocol, started_s))
 
     for case in cases:
         if case.samples != 1:
@@ -154,7 +155,7 @@ def rounds(
     return {name: samples for name, samples in taken.items() if samples}
 
 
-def take(case: Case, protocol: Protocol) -> Sample:
+def take(case: Case, protocol: Protocol, started_s: float) -> Sample:
     """One sample whose floor probes agree, or the one of all attempts where they agree best."""
     best: Sample | None = None
     repeats = 0
@@ -162,7 +163,7 @@ def take(case: Case, protocol: Protocol) -> Sample:
         sample = _attempt(case, with_floor=True)
         if best is None or sample.floor_spread < best.floor_spread:
             best = sample
-        if sample.floor_spread <= protocol.tolerance or not protocol.may_repeat(repeats):
+        if sample.floor_spread <= protocol.tolerance or not protocol.may_repeat(repeats, started_s):
             break
         repeats += 1
     return Sample(

@@ -116,7 +116,7 @@ class Suite:
             for label, subject in subjects.items():
                 self._attempt(f"{workload.id} close of {label}", None, subject.close)
             shutil.rmtree(base, ignore_errors=True)
-            files.settle()
+            files.settle(self.directory)
 
     def _saves(self, workload: Workload, subjects: Mapping[str, Subject]) -> None:
         large = workload.nbytes >= LARGE_NBYTES
@@ -300,7 +300,7 @@ class _opened:
             self._subject.close()
         finally:
             shutil.rmtree(self._directory, ignore_errors=True)
-            files.settle()
+            files.settle(self._directory.parent)
 
 
 def _loops(workload: Workload) -> list[tuple[str, Callable[[], Any]]]:

@@ -29,7 +29,7 @@ class SaveRun:
         if self.saved is not None:
             saved, self.saved = self.saved, None
             self.subject.discard(saved)
-        files.settle()
+        files.settle(self.subject.directory)
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class FirstRun:
         self.subject.discard(first)
         times = []
         for _ in range(2):
-            files.settle()
+            files.settle(self.directory)
             saved = self.subject.save(self.workload)
             times.append(saved.values["wall_s"])
             self.subject.discard(saved)
@@ -106,4 +106,4 @@ class FirstRun:
             self.subject.close()
             self.subject = None
         shutil.rmtree(self.directory, ignore_errors=True)
-        files.settle()
+        files.settle(self.directory.parent)

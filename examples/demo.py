@@ -52,7 +52,7 @@ class Scale:
         return sorted({*every, self.steps - 1})
 
 
-FULL = Scale(hidden=1536, steps=120, save_every=10)
+FULL = Scale(hidden=1536, steps=150, save_every=15)
 QUICK = Scale(hidden=768, steps=24, save_every=3)
 
 
@@ -198,7 +198,9 @@ def compare_trees(reference: Any, other: Any) -> list[str]:
         return (leaf.dtype, leaf.shape, leaf.tobytes()) if hasattr(leaf, "tobytes") else leaf
 
     one, two = (dict(leaves(tree)) for tree in (reference, other))
-    differences = [f"{path}: only one run has this leaf" for path in sorted(one.keys() ^ two.keys())]
+    differences = [
+        f"{path}: only one run has this leaf" for path in sorted(one.keys() ^ two.keys())
+    ]
     return differences + [
         f"{path}: the bits differ"
         for path in one

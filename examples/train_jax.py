@@ -99,9 +99,7 @@ async def train(options: argparse.Namespace, log: digits.RunLog) -> None:
             began = time.perf_counter()
             saving = pending is not None and not pending.done()
             # This blocks the event loop for the whole step; the save in flight does not need it.
-            state, loss = jax.block_until_ready(
-                train_step(state, *data.batch(options.seed, step))
-            )
+            state, loss = jax.block_until_ready(train_step(state, *data.batch(options.seed, step)))
             ended = time.perf_counter()
             log.step(step, loss, ended - began, saving=saving)
             if (step + 1) % options.save_every == 0 or step + 1 == options.steps:

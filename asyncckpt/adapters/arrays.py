@@ -1,29 +1,17 @@
-"""What the adapters share: host memory, refusals by dtype, checks of what is restored."""
+"""What the adapters share: refusals by dtype, checks of what is restored."""
 
 from __future__ import annotations
 
-import mmap
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from asyncckpt.errors import DtypeMismatchError, ShapeMismatchError, UnsupportedLeafError
-from asyncckpt.options import MIB
-from asyncckpt.ports import Target
 from asyncckpt.spec import DTYPES, ArraySpec
-
-MAPPED_NBYTES = 1 * MIB
-"""From this size on arrays get a mapping of their own: page-aligned for direct reads, and with huge
-pages, where the first touch runs at 1.8 instead of 0.4 GB/s."""
 
 NUMPY_DTYPES = frozenset(n for n, dtype in DTYPES.items() if dtype.type.__module__ == "numpy")
 """Names of the dtypes that are NumPy's own; bfloat16, float8 and int4 come from ml_dtypes."""
-
-_PRIVATE_ANONYMOUS = 0 if sys.platform == "win32" else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 _CASTS = {
     "int1": "int8",
@@ -47,30 +35,6 @@ _CASTS = {
 }
 """Dtype that TensorStore's zarr3 driver cannot store -> the smallest that holds all its values
 (long doubles are rounded)."""
-
-
-@dataclass(slots=True, eq=False)
-class LeafTarget(Target):
-    """A `Target` that knows the path of its leaf, for the errors of `place`."""
-
-    path: str = ""
-
-
-def host_array(spec: ArraySpec) -> npt.NDArray[Any]:
-    """Uninitialised host memory; page-aligned and of huge pages when 1 MiB or more."""
-    nbytes, dtype = spec.nbytes, DTYPES[spec.dtype]
-    if nbytes < MAPPED_NBYTES or not _PRIVATE_ANONYMOUS:
-        return np.empty(spec.shape, dtype)
-    try:
-        mapping = mmap.mmap(-1, nbytes, flags=_PRIVATE_ANONYMOUS)
-    except OSError:
-        return np.empty(spec.shape, dtype)  # raises MemoryError with the size, if it must
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without it: slower, not wrong
-    return np.frombuffer(mapping, dtype).reshape(spec.shape)
 
 
 def unsupported_dtype(path: str, framework: str, dtype: str, cast: str | None = None) -> Exception:

@@ -22,14 +22,12 @@ import numpy.typing as npt
 
 from asyncckpt.adapters.arrays import (
     NUMPY_DTYPES,
-    LeafTarget,
     check_values,
-    host_array,
     unsupported_dtype,
 )
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
 from asyncckpt.ports import Source, Target
-from asyncckpt.spec import DTYPE_NAMES, ArraySpec, Box
+from asyncckpt.spec import DTYPE_NAMES, Box, array_spec
 
 _64_BIT = frozenset(("int64", "uint64", "float64", "complex128"))
 _PACKED = frozenset(("int4",))
@@ -40,7 +38,7 @@ _MAX_DYNAMIC_OFFSET = 2**31 - 1
 
 
 @dataclass(slots=True, eq=False)
-class JaxTarget(LeafTarget):
+class JaxTarget(Target):
     """A `Target` with what `place` replays in its thread.
 
     Attributes:
@@ -82,7 +80,7 @@ class JaxAdapter:
             raise _sharded(path, leaf.sharding)
         if leaf.is_deleted():
             raise _deleted(path)
-        source = Source(ArraySpec(leaf.shape, name), leaf, None, ("jax", id(leaf)), "jax")
+        source = Source(array_spec(leaf.shape, name), leaf, None, ("jax", id(leaf)), "jax")
         if on_cpu and name not in _PACKED and leaf.is_ready():
             source.view = _host_view(leaf, name)
         return source
@@ -140,7 +138,7 @@ class JaxAdapter:
             data = jax.eval_shape(jax.random.key_data, _abstract_array(shape, leaf.dtype))
             shape, name, impl = data.shape, DTYPE_NAMES[data.dtype], _key_impl(leaf.dtype)
         check_x64(path, name)
-        target = JaxTarget(ArraySpec(shape, name), leaf, path=path, prng_impl=impl)
+        target = JaxTarget(array_spec(shape, name), leaf, path=path, prng_impl=impl)
         if impl is not None:
             target.extra = {"prng_impl": impl}
         sharding = leaf.sharding
@@ -153,9 +151,6 @@ class JaxAdapter:
         else:
             (target.device,) = sharding.device_set
         return target
-
-    def allocate(self, target: Target, spec: ArraySpec) -> npt.NDArray[Any]:
-        return host_array(spec)
 
     def place(self, target: Target, values: npt.NDArray[Any]) -> Any:
         assert isinstance(target, JaxTarget)

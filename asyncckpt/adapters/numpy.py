@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters.arrays import (
-    LeafTarget,
     byte_span,
     check_values,
-    host_array,
     may_overlap_itself,
     unsupported_dtype,
 )
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.ports import Source, Target
-from asyncckpt.spec import DTYPE_NAMES, DTYPES, ArraySpec, Box
-
-
-@dataclass(slots=True, eq=False)
-class NumpyTarget(LeafTarget):
-    """A `Target` that knows whether an array without `buffer` is to be filled by `place`."""
-
-    fill: bool = False
+from asyncckpt.spec import DTYPE_NAMES, DTYPES, Box, array_spec
 
 
 class NumpyAdapter:
@@ -45,10 +35,10 @@ class NumpyAdapter:
     def source(self, path: str, leaf: Any) -> Source:
         name = DTYPE_NAMES.get(leaf.dtype)
         if name is not None and type(leaf) is np.ndarray:
-            return Source(ArraySpec(leaf.shape, name), leaf, leaf, _identity(leaf))
+            return Source(array_spec(leaf.shape, name), leaf, leaf, _identity(leaf))
         name = _dtype_name(path, leaf)
         plain = leaf.view(np.ndarray) if isinstance(leaf, np.ndarray) else np.asarray(leaf)
-        spec = ArraySpec(plain.shape, name)
+        spec = array_spec(plain.shape, name)
         identity = _identity(plain) if isinstance(leaf, np.ndarray) else None
         if plain.dtype != DTYPES[name]:
             return Source(spec, plain, None, identity)
@@ -60,41 +50,42 @@ class NumpyAdapter:
         np.copyto(out, values[index], casting="equiv")
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
-        name = _dtype_name(path, leaf)
-        spec = ArraySpec(leaf.shape, name)
+        known = DTYPE_NAMES.get(leaf.dtype) if type(leaf) is np.ndarray else None
+        name = known or _dtype_name(path, leaf)
+        spec = array_spec(leaf.shape, name)
         if not in_place or not isinstance(leaf, np.ndarray):
-            return NumpyTarget(spec, leaf, path=path)
+            return Target(spec, leaf, path=path)
         if not leaf.flags.writeable:
             raise UnsupportedLeafError(
                 f"{path}: this array is read-only and cannot be filled; pass a writable copy, or "
                 "use restore(like=...)",
                 path=path,
             )
-        if may_overlap_itself(leaf.shape, leaf.strides, leaf.itemsize):
+        contiguous = leaf.flags.c_contiguous
+        if not contiguous and may_overlap_itself(leaf.shape, leaf.strides, leaf.itemsize):
             raise UnsupportedLeafError(
                 f"{path}: elements of this array share memory (strides {leaf.strides}), so it "
                 "cannot be filled; pass a copy",
                 path=path,
             )
-        pointer = leaf.ctypes.data
-        target = NumpyTarget(
+        pointer: int = leaf.__array_interface__["data"][0]
+        span = (pointer, pointer + leaf.nbytes)
+        if not contiguous:
+            span = byte_span(pointer, leaf.shape, leaf.strides, leaf.itemsize)
+        target = Target(
             spec,
             leaf,
             identity=("memory", pointer, leaf.shape, leaf.strides, name) if leaf.size else None,
-            span=byte_span(pointer, leaf.shape, leaf.strides, leaf.itemsize),
+            span=span,
             path=path,
         )
         if leaf.dtype == DTYPES[name]:
-            target.buffer = leaf.view(np.ndarray)
+            target.buffer = leaf if known else leaf.view(np.ndarray)
         else:
             target.fill = True
         return target
 
-    def allocate(self, target: Target, spec: ArraySpec) -> npt.NDArray[Any]:
-        return host_array(spec)
-
     def place(self, target: Target, values: npt.NDArray[Any]) -> Any:
-        assert isinstance(target, NumpyTarget)
         check_values(target.path, target.spec, values.shape, values.dtype)
         if target.buffer is not None:
             return target.leaf
@@ -112,20 +103,10 @@ class NumpyAdapter:
 
 
 def _identity(array: npt.NDArray[Any]) -> Hashable | None:
-    # An address costs a microsecond, so that owners of their memory are known by their id, and
-    # plain views of an owner by its id and the distance from its start.
-    base = array.base
-    if base is None:
-        if array.size:
-            return (id(array), 0, array.shape, array.strides, array.dtype)
-        return None
     if not array.size:
         return None
-    pointer = array.__array_interface__["data"][0]
-    if type(base) is np.ndarray and base.base is None:
-        offset = pointer - base.__array_interface__["data"][0]
-        return (id(base), offset, array.shape, array.strides, array.dtype)
-    return (0, pointer, array.shape, array.strides, array.dtype)
+    pointer: int = array.__array_interface__["data"][0]
+    return (pointer, array.shape, array.strides, array.dtype)
 
 
 def _dtype_name(path: str, leaf: Any) -> str:

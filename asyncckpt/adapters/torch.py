@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,16 +17,14 @@ import torch
 
 from asyncckpt.adapters.arrays import (
     NUMPY_DTYPES,
-    LeafTarget,
     byte_span,
     check_values,
-    host_array,
     may_overlap_itself,
     unsupported_dtype,
 )
 from asyncckpt.errors import StagingError, UnsupportedLeafError
 from asyncckpt.ports import Bytes, Source, Target
-from asyncckpt.spec import DTYPE_NAMES, DTYPES, ArraySpec, Box
+from asyncckpt.spec import DTYPE_NAMES, DTYPES, Box, array_spec
 
 _NAMES: dict[torch.dtype, str] = {
     torch.bool: "bool",
@@ -62,13 +59,6 @@ _CARRIERS: dict[torch.dtype, tuple[torch.dtype, np.dtype[Any]]] = {
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-@dataclass(slots=True, eq=False)
-class TorchTarget(LeafTarget):
-    """A `Target` that knows whether a tensor without `buffer` is to be filled by `place`."""
-
-    fill: bool = False
-
-
 class TorchAdapter:
     """`torch.Tensor` and `Parameter`; requires_grad is a matter of the target, not of the bytes.
 
@@ -87,7 +77,7 @@ class TorchAdapter:
         if name is None or not plain:
             name = _check_kind(path, leaf)
         shape = tuple(leaf.shape)
-        source = Source(ArraySpec(shape, name), leaf, None, None, "torch")
+        source = Source(array_spec(shape, name), leaf, None, None, "torch")
         conj, neg = leaf.is_conj(), leaf.is_neg()
         if leaf.is_cpu:
             device = None
@@ -124,7 +114,7 @@ class TorchAdapter:
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
         name = _check_kind(path, leaf)
-        target = TorchTarget(ArraySpec(tuple(leaf.shape), name), leaf, path=path)
+        target = Target(array_spec(tuple(leaf.shape), name), leaf, path=path)
         if not in_place:
             return target
         if leaf.is_meta:
@@ -154,11 +144,7 @@ class TorchAdapter:
                 target.identity = (str(leaf.device), pointer, target.spec.shape, strides, name)
         return target
 
-    def allocate(self, target: Target, spec: ArraySpec) -> npt.NDArray[Any]:
-        return host_array(spec)
-
     def place(self, target: Target, values: npt.NDArray[Any]) -> Any:
-        assert isinstance(target, TorchTarget)
         like: torch.Tensor = target.leaf
         check_values(target.path, target.spec, values.shape, values.dtype)
         if target.buffer is not None:

@@ -1,4 +1,4 @@
-"""Capture: structure and scalars of a tree as they are at the call, and its arrays opened for staging.
+"""Capture: structure and scalars of a tree as they are at the call, and its arrays opened.
 
 Runs in the caller's thread, before the first await of a save: what it returns does not change when
 the caller rebinds dict entries or counts on.

@@ -558,7 +558,7 @@ def _globs(include: str | Sequence[str] | None) -> Sequence[str] | None:
 def _guarded(
     progress: Callable[[Progress], None] | None,
 ) -> Callable[[Progress], None] | None:
-    """The callback, which cannot break a save: its first error is logged, and it is not called again."""
+    """The callback, which cannot break a save: after its first error, logged, it is left alone."""
     if progress is None:
         return None
     if not callable(progress):

@@ -159,24 +159,8 @@ def match(
         else:
             result.unexpected.append(path)
     if strict:
-        for path in result.missing:
-            faults.append(
-                TreeMismatchError(
-                    f"{path}: the target has this leaf, the checkpoint does not",
-                    path=path,
-                    expected="a leaf",
-                    found="nothing",
-                )
-            )
-        for path in result.unexpected:
-            faults.append(
-                TreeMismatchError(
-                    f"{path}: the checkpoint has this leaf, the target does not",
-                    path=path,
-                    expected="nothing",
-                    found="a leaf",
-                )
-            )
+        faults += [_absent(path, "target", "checkpoint") for path in result.missing]
+        faults += [_absent(path, "checkpoint", "target") for path in result.unexpected]
     if faults:
         raise _combined(opened.location, faults)
     return result
@@ -192,6 +176,16 @@ def match_saved(
         for leaf, path in enumerate(paths)
         if selected is None or leaf in selected
     ]
+
+
+def _absent(path: str, having: str, lacking: str) -> TreeMismatchError:
+    wanted = having == "target"
+    return TreeMismatchError(
+        f"{path}: the {having} has this leaf, the {lacking} does not",
+        path=path,
+        expected="a leaf" if wanted else "nothing",
+        found="nothing" if wanted else "a leaf",
+    )
 
 
 def _saved(opened: OpenCheckpoint, path: str, leaf: int, array: int) -> Assignment:
@@ -245,12 +239,12 @@ def _assign(
                 found=spec.dtype,
             )
         )
-    elif (fault := _key_fault(extra, target.extra)) is not None:
+    elif (fault := _key_fault(extra, target.extra or _NO_FACTS)) is not None:
         faults.append(
             DtypeMismatchError(
                 f"{want.path}: {fault}",
                 path=want.path,
-                expected=target.extra.get("prng_impl"),
+                expected=(target.extra or _NO_FACTS).get("prng_impl"),
                 found=extra.get("prng_impl"),
             )
         )

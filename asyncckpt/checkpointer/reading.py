@@ -233,7 +233,7 @@ class _Verify:
         index: ChunkIndex | None,
         error: Exception,
     ) -> None:
-        leaves = self._leaves_of(
+        leaves: Sequence[str | None] = self._leaves_of(
             [] if index is None else [r for r in rows if index.offset[r] + index.nbytes[r] > offset]
         )
         for leaf in leaves or [None]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from asyncckpt.errors import (
     MismatchError,
     UsageError,
 )
+from asyncckpt.flow.arena import Arena
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.options import ALIGNED_CHUNK_NBYTES, RestoreOptions
 from asyncckpt.planning.restore import WholeArrays, plan_restore
@@ -42,6 +43,9 @@ GAP_NBYTES = 64 << 10
 
 PLACE_LEAVES = 512
 """Leaves finished by one call of a worker."""
+
+OVERLAP_WORK = 10_000
+"""Candidates that NumPy may try to settle whether two strided targets share memory."""
 
 Mode = Literal["saved", "like", "into"]
 
@@ -339,6 +343,9 @@ class _Restore:
 
     def _allocate(self, arrays: Sequence[Assignment]) -> None:
         own: dict[Any, int] = {}
+        arena = Arena(
+            sum(a.spec.nbytes for a in arrays if a.spec is not None and not self._fills(a))
+        )
         whole = {a.spec: Box.whole(a.spec.shape) for a in arrays if a.spec is not None}
         for assignment in arrays:
             assert assignment.spec is not None
@@ -359,9 +366,9 @@ class _Restore:
                 self._owners[number].append(assignment)
                 continue
             if assignment.values is None:
-                adapter = self._adapter(assignment)
-                model = target if target is not None else Target(assignment.spec, None)
-                assignment.values = adapter.allocate(model, assignment.spec)
+                spec = assignment.spec
+                memory = arena.take(spec.nbytes).view(DTYPES[spec.dtype])
+                assignment.values = memory.reshape(spec.shape)
             if key is not None:
                 own[key] = len(self._destinations)
             self._destinations.append(
@@ -388,12 +395,6 @@ class _Restore:
             and target.spec.dtype == assignment.spec.dtype
             and not self._request.options.atomic
         )
-
-    def _adapter(self, assignment: Assignment) -> ArrayAdapter:
-        want = assignment.wanted
-        if want is not None and want.adapter is not None:
-            return want.adapter
-        return self._request.framework
 
     def _check_overlaps(self) -> None:
         if self._request.mode != "into":
@@ -492,7 +493,7 @@ class _Restore:
             if target.spec.dtype != spec.dtype:
                 values = cast_values(want.path, values, target.spec.dtype)
             return want.adapter.place(target, values)
-        if target.buffer is None and not _placed_into(target):
+        if target.buffer is None and not target.fill:
             return self._compare(assignment, target, values)
         if target.buffer is None:
             if target.spec.dtype != spec.dtype:
@@ -543,7 +544,7 @@ class _Restore:
         assert want.adapter is not None
         target = want.target
         values = assignment.values
-        if self._request.mode == "into" and not (target.buffer is None and _placed_into(target)):
+        if self._request.mode == "into" and not (target.buffer is None and target.fill):
             if target.buffer is None:
                 return self._compare_scalar(assignment, target, values)
             np.copyto(target.buffer, values)
@@ -560,16 +561,12 @@ class _Restore:
             assignment.spec = None
 
 
-def _placed_into(target: Target) -> bool:
-    """Whether `place` fills a leaf that is no plain host memory (another byte order, a device)."""
-    return bool(getattr(target, "fill", False))
-
-
 def _share(one: Target, other: Target) -> bool:
     a = one.leaf if one.buffer is None else one.buffer
     b = other.leaf if other.buffer is None else other.buffer
     try:
-        return bool(np.shares_memory(a, b, max_work=10_000))
+        # A bound on exact work, which NumPy documents and its stubs know as two constants only.
+        return bool(np.shares_memory(a, b, max_work=cast(Any, OVERLAP_WORK)))
     except np.exceptions.TooHardError:
         return True
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from typing import Any
 
 from asyncckpt.errors import UsageError
@@ -10,7 +12,7 @@ from asyncckpt.flow.budget import ByteBudget
 from asyncckpt.flow.buffers import AnonymousMemory, SlotPool
 from asyncckpt.flow.engine import Engine
 from asyncckpt.options import SLOT_NBYTES, default_budget_nbytes
-from asyncckpt.ports import Store
+from asyncckpt.ports import HostMemory, Store
 from asyncckpt.stages.opened import is_record
 from asyncckpt.stores.local import LocalStore, open_local
 
@@ -30,7 +32,7 @@ class Runtime:
         self.engine = Engine(name)
         nbytes = default_budget_nbytes() if host_memory_nbytes is None else host_memory_nbytes
         self.budget = ByteBudget(max(1, nbytes // SLOT_NBYTES))
-        self.pool = SlotPool(self.budget, self.engine.compute, AnonymousMemory())
+        self.pool = SlotPool(self.budget, self.engine.compute, _host_memory())
 
     def __repr__(self) -> str:
         return f"Runtime({self.engine!r}, {self.pool!r})"
@@ -52,6 +54,15 @@ class Runtime:
         root, name = open_local(_local(location))
         store = LocalStore(root, self.engine.io, direct_io=direct_io, is_valid=is_record)
         return store, name
+
+
+def _host_memory() -> HostMemory:
+    """Page-locked memory where this process uses CUDA already, plain memory elsewhere."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        memory: HostMemory = importlib.import_module("asyncckpt.adapters.torch").PinnedMemory()
+        return memory
+    return AnonymousMemory()
 
 
 def _local(location: str | os.PathLike[str]) -> str | os.PathLike[str]:

@@ -26,10 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from asyncckpt.cli.commands import run
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in _EXTRA:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRA:
             raise
         print(
-            f"asyncckpt: the command line needs the package {error.name}: {INSTALL_LINE}",
+            f"asyncckpt: the command line needs the package {package}: {INSTALL_LINE}",
             file=sys.stderr,
         )
         return 2

@@ -110,9 +110,7 @@ def show(
         _print_json(documents.details(info))
         return
     console = tables.console()
-    for part in (tables.heading(info), tables.leaves(info), tables.files(info)):
-        console.print(part)
-        console.print()
+    console.print(tables.heading(info), "", tables.leaves(info), "", tables.files(info))
 
 
 @app.command()

@@ -34,21 +34,29 @@ class AnonymousMemory:
 
     def allocate(self, nbytes: int) -> Bytes:
         """A zeroed, page-aligned buffer whose every page has been touched. Blocking."""
-        mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_NBYTES, flags=_PRIVATE_ANONYMOUS)
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            if hasattr(mmap, advice):
-                try:
-                    mapping.madvise(getattr(mmap, advice))
-                except OSError:
-                    pass  # a kernel without it: slower, not wrong
-        whole = np.frombuffer(mapping, np.uint8)
-        start = -whole.ctypes.data % HUGE_PAGE_NBYTES
-        buffer = whole[start : start + nbytes]
+        buffer = map_anonymous(nbytes, forked=False)
         buffer.fill(0)  # numpy releases the interpreter lock here; mmap's populate would not
         return buffer
 
     def free(self, buffer: Bytes) -> None:
         """The mapping goes with its last view."""
+
+
+def map_anonymous(nbytes: int, *, forked: bool = True) -> Bytes:
+    """A private mapping of this size at a huge page's boundary, its pages not touched yet.
+
+    It is unmapped with its last view. With `forked` False, forked children do not have it.
+    """
+    mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_NBYTES, flags=_PRIVATE_ANONYMOUS)
+    for advice in ("MADV_HUGEPAGE",) if forked else ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            try:
+                mapping.madvise(getattr(mmap, advice))
+            except OSError:
+                pass  # a kernel without it: slower, not wrong
+    whole = np.frombuffer(mapping, np.uint8)
+    start = -whole.ctypes.data % HUGE_PAGE_NBYTES
+    return whole[start : start + nbytes]
 
 
 if sys.platform == "win32":  # refused at the surface; kept importable for tools that only inspect

@@ -12,6 +12,7 @@ facade share all logic: each hands a coroutine to the engine and waits for its e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
@@ -36,6 +37,9 @@ IO_THREADS = 4
 
 COMPUTE_THREADS_MAX = 8
 """Copying and checksumming gain nothing beyond the memory bandwidth, which eight threads exhaust."""
+
+EXIT_CLEANUP_S = 1.0
+"""What a save that is aborted as the process ends gets for removing its files."""
 
 logger = logging.getLogger("asyncckpt")
 
@@ -91,12 +95,15 @@ class Job(Generic[T]):
         if self._task is not None:
             self._task.cancel()
 
-    def _start(self, coroutine: Coroutine[Any, Any, T]) -> None:
+    def _start(self, function: Callable[[], Coroutine[Any, Any, T]]) -> None:
         if self._cancelled:
-            coroutine.close()
             self.future.set_exception(asyncio.CancelledError())
             return
-        self._task = asyncio.get_running_loop().create_task(coroutine)
+        try:
+            self._task = asyncio.get_running_loop().create_task(function())
+        except Exception as error:
+            self.future.set_exception(error)
+            return
         self._task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[T]) -> None:
@@ -168,7 +175,7 @@ class Engine:
             assert self._loop is not None
             self._jobs.add(job)
             job.future.add_done_callback(lambda _: self._jobs.discard(job))
-            self._loop.call_soon_threadsafe(lambda: job._start(function()))
+            self._loop.call_soon_threadsafe(job._start, function)
         return job
 
     def post(self, call: Callable[[], None]) -> None:
@@ -287,13 +294,16 @@ class Engine:
             loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
     def drain(self) -> None:
-        """Saves in flight have ended or `drain_deadline_s` has passed; runs as the process ends."""
+        """Saves in flight have ended or `drain_deadline_s` has passed; runs as the process ends.
+
+        What is still running then is aborted, or, stuck in a system call, ends with the process.
+        """
         if os.getpid() != self._pid or self._closed or self._thread is None:
             return
         pending = [f for f in (self.on_exit() if self.on_exit else []) if not f.done()]
         if pending:
             logger.warning(
-                "%s: the process ends without close(); waiting up to %.0f s for %d save(s) in flight",
+                "%s: the process ends without close(); waiting up to %g s for %d save(s) in flight",
                 self._name,
                 self.drain_deadline_s,
                 len(pending),
@@ -304,11 +314,13 @@ class Engine:
                 future.exception(timeout=max(0.0, end - time.monotonic()))
             except TimeoutError:
                 logger.error(
-                    "%s: a save was abandoned: it did not finish within %.0f s of the process's end",
+                    "%s: a save was abandoned: it did not finish within %g s of the process's end",
                     self._name,
                     self.drain_deadline_s,
                 )
-        self.close()
+        left_s = max(EXIT_CLEANUP_S, end - time.monotonic())
+        with contextlib.suppress(TimeoutError):
+            self.begin_close().result(left_s)
 
 
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +69,7 @@ def decompress(parts: Sequence[Bytes], nbytes: int) -> Bytes:
     view = memoryview(out)
     filled = 0
     try:
-        with zstandard.ZstdDecompressor().stream_reader(_Parts(parts)) as reader:
+        with zstandard.ZstdDecompressor().stream_reader(cast(Any, _Parts(parts))) as reader:
             while filled < nbytes:
                 count = reader.readinto(view[filled:])
                 if not count:

@@ -16,9 +16,6 @@ from asyncckpt.planning.runs import boxes_of_run
 from asyncckpt.ports import ArrayAdapter, Bytes, Source
 from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
 
-SCRATCH_NBYTES = 256 << 10
-"""Strided copies go through a buffer of this size, which stays in the second-level cache."""
-
 
 class ArrayReader:
     """Reads payload bytes of one source array, cast to its stored dtype.
@@ -42,19 +39,24 @@ class ArrayReader:
         """All bytes of the array."""
         if self.flat is not None:
             return self.flat.tobytes()
-        return self.read(Box.whole(self._source.spec.shape)).tobytes()
+        values = np.empty(self._source.spec.shape, self._dtype)
+        self.read(Box.whole(self._source.spec.shape), values)
+        return values.tobytes()
 
-    def read(self, box: Box) -> npt.NDArray[Any]:
-        """The values of `box` in the stored dtype; a view where possible."""
-        if self._view is not None:
-            values = self._view[box.slices()]
+    def read(self, box: Box, out: npt.NDArray[Any]) -> None:
+        """`out` (of the box's shape, in the stored dtype) holds the values of `box`."""
+        view = self._view
+        if view is None:
+            if self._dtype == DTYPES[self._source.spec.dtype]:
+                self._adapter.fetch(self._source, box, out)
+                return
+            view = np.empty(box.shape, DTYPES[self._source.spec.dtype])
+            self._adapter.fetch(self._source, box, view)
         else:
-            values = np.empty(box.shape, DTYPES[self._source.spec.dtype])
-            self._adapter.fetch(self._source, box, values)
-        if values.dtype != self._dtype:
-            with np.errstate(over="ignore", invalid="ignore"):
-                values = values.astype(self._dtype)
-        return values
+            index: Any = (*box.slices(), ...)
+            view = view[index]
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.copyto(out, view, casting="unsafe")
 
 
 def flat_bytes(array: npt.NDArray[Any]) -> Bytes | None:
@@ -65,7 +67,7 @@ def flat_bytes(array: npt.NDArray[Any]) -> Bytes | None:
 
 
 def gather(
-    read: Callable[[Box], npt.NDArray[Any]],
+    read: Callable[[Box, npt.NDArray[Any]], None],
     spec: ArraySpec,
     grid: ChunkGrid,
     cell: tuple[int, ...],
@@ -73,33 +75,42 @@ def gather(
     stop: int,
     out: Bytes,
 ) -> None:
-    """`out` holds bytes `start` to `stop` of the payload of chunk `cell`."""
+    """`out` holds bytes `start` to `stop` of the payload of chunk `cell`.
+
+    `read` fills an array with the values of a box of the source.
+    """
     clipped = grid.box(cell)
     itemsize = spec.itemsize
     dtype = DTYPES[spec.dtype]
-    step = max(1, SCRATCH_NBYTES // itemsize)
-    scratch = np.empty(step, dtype)
-    first, last = start // itemsize, -(-stop // itemsize)
-    for begin in range(first, last, step):
-        end = min(begin + step, last)
-        filled = 0
-        for box in boxes_of_run(grid.chunk_shape, begin, end):
-            part = scratch[filled : filled + box.size].reshape(box.shape)
-            inside = box.intersect(Box((0,) * len(clipped.shape), clipped.shape))
-            if inside is None or inside.shape != box.shape:
-                part.reshape(-1).view(np.uint8).fill(0)
-            if inside is not None:
-                origin = tuple(o + c for o, c in zip(inside.offset, clipped.offset, strict=True))
-                np.copyto(
-                    part[inside.relative_to(box.offset).slices()],
-                    read(Box(origin, inside.shape)),
-                    casting="no",
-                )
-            filled += box.size
-        # Windows may cut an element in two where its size exceeds their alignment.
-        low, high = max(start, begin * itemsize), min(stop, end * itemsize)
-        raw = scratch.view(np.uint8)[low - begin * itemsize : high - begin * itemsize]
-        np.copyto(out[low - start : high - start], raw)
+    position = start // itemsize * itemsize
+    for box in boxes_of_run(grid.chunk_shape, start // itemsize, -(-stop // itemsize)):
+        nbytes = box.size * itemsize
+        low, high = max(start, position), min(stop, position + nbytes)
+        if high - low == nbytes:
+            _fill(read, box, clipped, out[low - start : high - start].view(dtype))
+        else:
+            # A window may cut an element in two where elements exceed its alignment.
+            whole = np.empty(box.size, dtype)
+            _fill(read, box, clipped, whole)
+            raw = whole.view(np.uint8)[low - position : high - position]
+            np.copyto(out[low - start : high - start], raw)
+        position += nbytes
+
+
+def _fill(
+    read: Callable[[Box, npt.NDArray[Any]], None],
+    box: Box,
+    clipped: Box,
+    flat: npt.NDArray[Any],
+) -> None:
+    """`flat` holds the elements of `box` of a chunk whose part inside the array is `clipped`."""
+    inside = box.intersect(Box((0,) * len(clipped.shape), clipped.shape))
+    if inside is None or inside.shape != box.shape:
+        flat.view(np.uint8).fill(0)
+    if inside is not None:
+        origin = tuple(o + c for o, c in zip(inside.offset, clipped.offset, strict=True))
+        index: Any = (*inside.relative_to(box.offset).slices(), ...)
+        read(Box(origin, inside.shape), flat.reshape(box.shape)[index])
 
 
 def scatter(
@@ -111,9 +122,9 @@ def scatter(
     target: npt.NDArray[Any],
     wanted: Box,
 ) -> None:
-    """Elements of `payload` (bytes of chunk `cell` from `start` on) that lie in `wanted` are in `target`.
+    """Elements of `payload` that lie in `wanted` are in `target`.
 
-    `target` has the shape of `wanted`; `start` and the length of `payload` are multiples of the
+    `payload` holds bytes of chunk `cell` from `start` on, `target` has the shape of `wanted`; `start` and the length of `payload` are multiples of the
     element size; the dtype of `target` is that of the chunk.
     """
     clipped = grid.box(cell)

@@ -81,15 +81,22 @@ def trailed(payload: bytes) -> tuple[bytes, int]:
     return payload + crc.to_bytes(TRAILER_NBYTES, "little"), crc
 
 
+class _Contexts(threading.local):
+    """Compression contexts of one thread; they are costly to make and not to be shared."""
+
+    def __init__(self) -> None:
+        self.by_level: dict[int, zstandard.ZstdCompressor] = {}
+
+
 class Compressor:
     """zstd compression of staged chunks; one per save, used from several threads."""
 
     def __init__(self) -> None:
-        self._local = threading.local()
+        self._contexts = _Contexts()
 
     def compress(self, slots: list[Slot], nbytes: int, level: int) -> tuple[list[bytes], int, int]:
-        """Blocks of the stored chunk (trailer included), their size, and the payload's CRC. Blocking."""
-        contexts: dict[int, zstandard.ZstdCompressor] = self._local.__dict__
+        """Blocks of the stored chunk (trailer included), their size, the payload's CRC. Blocking."""
+        contexts = self._contexts.by_level
         context = contexts.get(level)
         if context is None:
             # The frame states its content size, so that readers can bound what they allocate.

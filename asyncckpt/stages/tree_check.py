@@ -85,9 +85,9 @@ def _same(
     entry: tuple[bytes | None, str, int, int], index: ChunkIndex, row: int, names: list[str]
 ) -> bool:
     value, file, offset, nbytes = entry
-    if nbytes != index.nbytes[row]:
+    if nbytes != int(index.nbytes[row]):
         return False
     if value is not None:
         # A tied leaf has a copy of the value under its own key.
-        return crc32c(value[:-TRAILER_NBYTES]) == index.crc32c[row]
-    return file == names[int(index.file[row])] and offset == index.offset[row]
+        return crc32c(value[:-TRAILER_NBYTES]) == int(index.crc32c[row])
+    return file == names[int(index.file[row])] and offset == int(index.offset[row])

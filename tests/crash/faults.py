@@ -8,7 +8,7 @@ and returns a JSON value; objects that must not cross a fork are made inside it.
     def save_once(root: str) -> None: ...
 
     with ForkServer(imports=("numpy", "asyncckpt")) as server:
-        for n, args, outcome in server.each_call("tests.crash.test_kill:save_once", fresh):
+        for run, args, outcome in server.each_call("tests.crash.test_kill:save_once", fresh):
             assert outcome.killed, outcome.describe()
 """
 
@@ -20,11 +20,13 @@ import errno as errnos
 import functools
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +46,12 @@ FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-U_FORTIFY_SOURCE")
 RUN_TIMEOUT_S = 60.0
 # Room for the server to report a run that it had to end.
 REPLY_MARGIN_S = 30.0
+
+# How often a call that threads have moved out of the way is looked for once more.
+TRIES_PER_CALL = 20
+
+# What differs between two runs of one scenario: ids and tokens of attempts.
+_ID = re.compile(r"[0-9a-f]{16,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,24 +317,63 @@ class ForkServer:
         mode: Mode = "kill",
         **options: Any,
     ) -> Iterator[tuple[int, Mapping[str, Any], Outcome]]:
-        """Run with the fault at call 1, 2, … up to the last; yields n, the arguments, the outcome.
+        """Run with the fault at every call; yields the run's number, its arguments, the outcome.
 
-        `fresh(n)` makes a new directory and returns the arguments of run n. Ends with the first run
-        that finishes before its call n, which is not yielded; that run must have succeeded.
+        The first runs have it at call 1, 2, … up to the last. Threads make the order and number of
+        calls differ from run to run, so that this may step over one: the calls of the run that
+        finished before its call n, which is not yielded, are then looked for until each was hit.
+        `fresh(run)` makes a new directory and returns the arguments.
 
         Raises:
-            RuntimeError: the scenario fails without any fault.
+            RuntimeError: the scenario fails without any fault, or a call was never hit.
         """
-        n = 0
+        hit: set[tuple[str, ...]] = set()
+        run = 0
         while True:
-            n += 1
-            args = fresh(n)
-            outcome = self.run(scenario, args, mode=mode, n=n, **options)
+            run += 1
+            args = fresh(run)
+            outcome = self.run(scenario, args, mode=mode, n=run, **options)
+            prefix = options.get("prefix") or args["root"]
             if outcome.at is None:
-                if outcome.exit_status != 0:
-                    raise RuntimeError(f"{scenario} fails by itself:\n{outcome.describe()}")
-                return
-            yield n, args, outcome
+                break
+            hit.add(_named(outcome.calls, prefix)[outcome.at])
+            yield run, args, outcome
+        if outcome.exit_status != 0:
+            raise RuntimeError(f"{scenario} fails by itself:\n{outcome.describe()}")
+        for wanted, name in _named(outcome.calls, prefix).items():
+            number = wanted.number
+            for _ in range(TRIES_PER_CALL):
+                if name in hit or _is_repeated_mkdir(name):
+                    break
+                run += 1
+                args = fresh(run)
+                outcome = self.run(scenario, args, mode=mode, n=number, **options)
+                if outcome.at is None:
+                    continue
+                names = _named(outcome.calls, options.get("prefix") or args["root"])
+                hit.add(names[outcome.at])
+                number = next((c.number for c, n in names.items() if n == name), wanted.number)
+                yield run, args, outcome
+            else:
+                raise RuntimeError(f"{scenario}: never hit {wanted}")
+
+
+def _named(calls: Sequence[Call], prefix: str | Path) -> dict[Call, tuple[str, ...]]:
+    """Names of calls that stay the same in every run: what, where, and for which time."""
+    names: dict[Call, tuple[str, ...]] = {}
+    times: Counter[tuple[str, ...]] = Counter()
+    root = os.path.realpath(prefix)
+    for call in calls:
+        paths = (_ID.sub("id", p.removeprefix(root)) for p in (call.path, call.second_path))
+        name = (call.name, *paths)
+        times[name] += 1
+        names[call] = (*name, str(times[name]))
+    return names
+
+
+def _is_repeated_mkdir(name: tuple[str, ...]) -> bool:
+    """Whether this makes a directory that another thread has just made, which changes nothing."""
+    return name[0].startswith("mkdir") and name[-1] != "1"
 
 
 def run_scenario(

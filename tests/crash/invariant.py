@@ -7,20 +7,35 @@ verifies; a save that returned is never lost; what was there before still restor
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from asyncckpt import blocking
 from asyncckpt.errors import AsyncCheckpointError
-from tests.crash.scenarios import OPTIONS, Scenario, State, same, state
+from tests.crash.scenarios import OPTIONS, SCENARIOS, Scenario, State, same, state
 
 AGAIN = 9
 """Version of what is saved last."""
 
 
+def roots(directory: Path, name: str, control: str = "") -> Callable[[int], dict[str, Any]]:
+    """Makes a fresh root for every run, a copy of one that was prepared."""
+    template = directory / f"{name}-before"
+    prepare(SCENARIOS[name], template)
+
+    def make(run: int) -> dict[str, Any]:
+        root = directory / f"{name}-{run}"
+        shutil.copytree(template, root)
+        return {"root": str(root), "name": name, "control": control}
+
+    return make
+
+
 def prepare(scenario: Scenario, root: Path) -> None:
     """The root is as the scenario expects it."""
-    root.mkdir(parents=True)
+    root.mkdir()
     if scenario.before:
         with blocking.Checkpointer(scenario.steps(root), save_options=OPTIONS) as ckpt:
             for step, version in scenario.before.items():

@@ -1,0 +1,264 @@
+"""One thread, one loop: jobs end when their work has ended, whatever their callers do."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError as FutureCancelledError
+
+import pytest
+
+from asyncckpt.errors import ClosedError, EngineDiedError
+from asyncckpt.flow.engine import Engine
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine("asyncckpt-test")
+    yield made
+    made.close()
+
+
+class Step:
+    """A job's coroutine, held at one await until a test lets it go."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.cancelled = threading.Event()
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.event: asyncio.Event | None = None
+        self.cleanups = 0
+        self.cancellations = 0
+
+    async def __call__(self) -> str:
+        self.loop = asyncio.get_running_loop()
+        self.event = asyncio.Event()
+        self.reached.set()
+        try:
+            await self.event.wait()
+        except asyncio.CancelledError:
+            # Clean-up that needs the test's permission, and outlives further cancellations.
+            while not self.event.is_set():
+                self.cancellations += 1
+                self.cancelled.set()
+                try:
+                    await self.event.wait()
+                except asyncio.CancelledError:
+                    continue
+            self.cleanups += 1
+            raise
+        return threading.current_thread().name
+
+    def go(self) -> None:
+        assert self.loop is not None and self.event is not None
+        self.loop.call_soon_threadsafe(self.event.set)
+
+
+async def answer() -> int:
+    return 42
+
+
+def names() -> set[str]:
+    return {t.name for t in threading.enumerate() if t.name.startswith("asyncckpt-test")}
+
+
+async def test_no_thread_exists_before_the_first_job(engine: Engine) -> None:
+    assert names() == set()
+    assert await engine.submit(answer).wait() == 42
+    assert "asyncckpt-test" in names()
+    await engine.aclose()
+    assert names() == set()
+    await engine.aclose()
+
+
+def test_a_job_may_be_waited_for_without_a_loop(engine: Engine) -> None:
+    assert engine.submit(answer).result() == 42
+
+
+async def test_the_error_of_a_job_is_its_result(engine: Engine) -> None:
+    async def fail() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        await engine.submit(fail).wait()
+
+
+async def test_a_function_that_makes_no_coroutine_fails_its_own_job_only(engine: Engine) -> None:
+    def broken() -> object:
+        raise ValueError("no coroutine")
+
+    with pytest.raises(ValueError, match="no coroutine"):
+        await engine.submit(broken).wait()  # type: ignore[arg-type]
+    assert await engine.submit(answer).wait() == 42
+
+
+@pytest.mark.parametrize("times", [1, 3])
+async def test_a_cancelled_wait_returns_after_the_jobs_clean_up(engine: Engine, times: int) -> None:
+    step = Step()
+    task = asyncio.create_task(engine.submit(step).wait())
+    await asyncio.to_thread(step.reached.wait, 30)
+    for _ in range(times):
+        task.cancel()
+        await engine.submit(answer).wait()  # the engine has seen the cancellation
+        assert not task.done()
+    step.go()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert step.cleanups == 1
+    # Repeated cancellation of the waiting does not cancel the clean-up again and again.
+    assert step.cancellations == 1
+
+
+async def test_a_job_cancelled_before_its_first_step_never_runs(engine: Engine) -> None:
+    await engine.submit(answer).wait()
+    step = Step()
+    block = threading.Event()
+    engine.post(lambda: block.wait(30) or None)
+    job = engine.submit(step)
+    job.cancel()
+    block.set()
+    with pytest.raises(asyncio.CancelledError):
+        await job.wait()
+    assert not step.reached.is_set()
+
+
+async def test_cancelling_a_finished_job_changes_nothing(engine: Engine) -> None:
+    job = engine.submit(answer)
+    assert await job.wait() == 42
+    job.cancel()
+    assert await job.wait() == 42
+    assert job.done()
+
+
+async def test_close_ends_jobs_that_nobody_cancelled_with_a_closed_error(engine: Engine) -> None:
+    step = Step()
+    job = engine.submit(step)
+    await asyncio.to_thread(step.reached.wait, 30)
+    closing = asyncio.create_task(engine.aclose())
+    await asyncio.to_thread(step.cancelled.wait, 30)
+    step.go()
+    with pytest.raises(ClosedError, match="was closed while this was outstanding"):
+        await job.wait()
+    await closing
+    with pytest.raises(ClosedError, match="is closed; create a new Checkpointer"):
+        engine.submit(answer)
+
+
+async def test_a_cancelled_close_waits_for_the_end(engine: Engine) -> None:
+    step = Step()
+    job = engine.submit(step)
+    await asyncio.to_thread(step.reached.wait, 30)
+    closing = asyncio.create_task(engine.aclose())
+    await asyncio.sleep(0)
+    for _ in range(3):
+        closing.cancel()
+        await asyncio.sleep(0)
+    assert not closing.done()
+    step.go()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert job.done()
+    assert names() == set()
+
+
+def test_closing_an_engine_that_was_never_used_is_fine() -> None:
+    engine = Engine("asyncckpt-test")
+    engine.close()
+    engine.close()
+    with pytest.raises(ClosedError):
+        engine.submit(answer)
+
+
+@pytest.mark.parametrize("death", [SystemExit, KeyboardInterrupt])
+async def test_when_the_loop_dies_every_outstanding_job_says_so(
+    engine: Engine, death: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting, running = Step(), asyncio.Event()
+
+    async def held() -> None:
+        waiting.loop = asyncio.get_running_loop()
+        waiting.reached.set()
+        await running.wait()
+
+    jobs = [engine.submit(held), engine.submit(held)]
+    await asyncio.to_thread(waiting.reached.wait, 30)
+
+    def die() -> None:
+        raise death("on purpose")
+
+    with caplog.at_level(logging.ERROR, "asyncckpt"):
+        engine.post(die)
+        for job in jobs:
+            with pytest.raises(EngineDiedError, match="ended while this was outstanding"):
+                await job.wait()
+    assert "ended by an error" in caplog.text
+    with pytest.raises(EngineDiedError, match="its thread has ended"):
+        engine.submit(answer)
+    assert not engine.usable
+    await engine.aclose()
+    assert names() == set()
+
+
+async def test_two_loops_may_wait_for_jobs_of_one_engine(engine: Engine) -> None:
+    async def other_loop() -> int:
+        return await engine.submit(answer).wait()
+
+    results: list[int] = []
+    thread = threading.Thread(target=lambda: results.append(asyncio.run(other_loop())))
+    thread.start()
+    assert await engine.submit(answer).wait() == 42
+    await asyncio.to_thread(thread.join, 30)
+    assert results == [42]
+
+
+async def test_the_engine_does_not_need_the_callers_loop(engine: Engine) -> None:
+    done = threading.Event()
+
+    async def work() -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+        await engine.compute.run(int)
+        done.set()
+
+    engine.submit(work)
+    assert done.wait(30)  # this thread's loop stands still meanwhile
+
+
+async def test_a_finished_engine_leaves_no_reference_to_what_it_ran(engine: Engine) -> None:
+    import weakref
+
+    class Big:
+        async def work(self) -> None:
+            pass
+
+    big = Big()
+    seen = weakref.ref(big)
+    job = engine.submit(big.work)
+    await job.wait()
+    await engine.submit(answer).wait()
+    del big, job
+    gc.collect()
+    assert seen() is None
+
+
+def test_a_drained_engine_ends_within_its_deadline(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine("asyncckpt-test")
+    step = Step()
+    job = engine.submit(step)
+    assert step.reached.wait(30)
+    engine.drain_deadline_s = 0.1
+    engine.on_exit = lambda: [job.future]
+    begun = time.monotonic()
+    with caplog.at_level(logging.WARNING, "asyncckpt"):
+        engine.drain()  # the job's clean-up hangs, too
+    assert time.monotonic() - begun < 5
+    assert "the process ends without close(); waiting up to" in caplog.text
+    assert "was abandoned" in caplog.text
+    step.go()
+    with pytest.raises((ClosedError, FutureCancelledError)):
+        job.future.result(30)
+    engine.close()

@@ -1,0 +1,83 @@
+"""Awaits that end when the work has ended."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asyncckpt.errors import StoreError
+from asyncckpt.flow.shield import leading_error, to_completion
+
+
+async def test_to_completion_ends_with_the_work_through_repeated_cancellations() -> None:
+    go = asyncio.Event()
+    log: list[str] = []
+
+    async def work() -> str:
+        await go.wait()
+        log.append("work")
+        return "done"
+
+    async def caller() -> str:
+        result = await to_completion(work())
+        log.append("caller")
+        await asyncio.sleep(0)  # the cancellations are forgotten, and do not come back here
+        task = asyncio.current_task()
+        assert task is not None and task.cancelling() == 0
+        return result
+
+    task = asyncio.create_task(caller())
+    for _ in range(4):
+        await asyncio.sleep(0)
+        task.cancel()
+    await asyncio.sleep(0)
+    assert log == []
+    go.set()
+    assert await task == "done"
+    assert log == ["work", "caller"]
+
+
+async def test_to_completion_raises_what_the_work_raises() -> None:
+    async def work() -> None:
+        raise StoreError("full")
+
+    with pytest.raises(StoreError, match="full"):
+        await to_completion(work())
+
+
+async def test_to_completion_keeps_an_earlier_cancellation_in_mind() -> None:
+    async def caller() -> int:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            await to_completion(asyncio.sleep(0))
+            assert task.cancelling() == 1
+            raise
+        return 0
+
+    task = asyncio.create_task(caller())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_the_leading_error_is_no_cancellation_and_the_others_are_its_notes() -> None:
+    first = StoreError("disk full")
+    group = BaseExceptionGroup(
+        "all",
+        [
+            asyncio.CancelledError(),
+            BaseExceptionGroup("inner", [first, ValueError("bad"), StoreError("disk full")]),
+        ],
+    )
+    assert leading_error(group) is first
+    assert first.__notes__ == ["at the same time: ValueError: bad"]
+
+
+def test_a_group_of_cancellations_leads_with_one() -> None:
+    group = BaseExceptionGroup("all", [asyncio.CancelledError(), asyncio.CancelledError()])
+    assert isinstance(leading_error(group), asyncio.CancelledError)

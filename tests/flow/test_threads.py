@@ -1,0 +1,161 @@
+"""Worker threads: what they were given is theirs until they have ended."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from asyncckpt.flow.threads import ThreadAbandonedError, Workers, finished
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    made = Workers(2, "asyncckpt-test", abandon_s=0.05)
+    yield made
+    made.shutdown()
+
+
+class Held:
+    """A call that a test lets go."""
+
+    def __init__(self) -> None:
+        self.started = threading.Event()
+        self.go = threading.Event()
+        self.ended = threading.Event()
+
+    def __call__(self, error: BaseException | None = None) -> int:
+        self.started.set()
+        assert self.go.wait(30)
+        self.ended.set()
+        if error is not None:
+            raise error
+        return 7
+
+
+async def test_results_and_errors_arrive(workers: Workers) -> None:
+    assert await workers.run(divmod, 7, 2) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        await workers.run(divmod, 7, 0)
+
+
+async def test_base_exceptions_of_a_call_arrive_and_its_thread_lives_on(workers: Workers) -> None:
+    def leave() -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        await asyncio.shield(asyncio.wrap_future(workers.submit(leave)))
+    assert await workers.run(int, "5") == 5
+
+
+async def test_threads_are_few_named_and_joined() -> None:
+    workers = Workers(2, "asyncckpt-few")
+    barrier = threading.Barrier(2)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(2):
+            group.create_task(workers.run(barrier.wait, 30))
+    for _ in range(20):
+        await workers.run(int)
+    names = {t.name for t in threading.enumerate() if t.name.startswith("asyncckpt-few")}
+    assert names == {"asyncckpt-few-1", "asyncckpt-few-2"}
+    assert all(t.daemon for t in threading.enumerate() if t.name in names)
+    workers.shutdown()
+    workers.shutdown()
+    assert not {t.name for t in threading.enumerate() if t.name.startswith("asyncckpt-few")}
+    with pytest.raises(RuntimeError, match="closed"):
+        workers.submit(int)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+async def test_a_cancelled_run_returns_after_its_thread(times: int) -> None:
+    workers = Workers(1, "asyncckpt-test")
+    held = Held()
+    task = asyncio.create_task(workers.run(held))
+    await asyncio.to_thread(held.started.wait, 30)
+    for _ in range(times):
+        task.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not task.done()
+    held.go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert held.ended.is_set()
+    workers.shutdown()
+
+
+async def test_a_cancelled_run_hides_the_error_of_its_call() -> None:
+    workers = Workers(1, "asyncckpt-test")
+    held = Held()
+    task = asyncio.create_task(workers.run(held, OSError("late")))
+    await asyncio.to_thread(held.started.wait, 30)
+    task.cancel()
+    await asyncio.sleep(0)
+    held.go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    workers.shutdown()
+
+
+async def test_a_call_that_has_not_begun_is_dropped_when_it_is_cancelled() -> None:
+    workers = Workers(1, "asyncckpt-test")
+    held = Held()
+    running = asyncio.create_task(workers.run(held))
+    await asyncio.to_thread(held.started.wait, 30)
+    called: list[int] = []
+    queued = asyncio.create_task(workers.run(called.append, 1))
+    await asyncio.sleep(0)
+    queued.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await queued  # at once: nothing was running
+    held.go.set()
+    assert await running == 7
+    assert await workers.run(len, called) == 0
+    workers.shutdown()
+
+
+async def test_a_stuck_thread_is_abandoned_named_and_replaced(workers: Workers) -> None:
+    held, second = Held(), Held()
+    task = asyncio.create_task(workers.run(held))
+    other = asyncio.create_task(workers.run(second))
+    await asyncio.to_thread(held.started.wait, 30)
+    await asyncio.to_thread(second.started.wait, 30)
+    task.cancel()
+    with pytest.raises(ThreadAbandonedError, match="stuck in .*Held.* was abandoned") as caught:
+        await task
+    assert not caught.value.future.done()
+    # Both threads are taken, one for good: the third one does the work.
+    assert await workers.run(int, "3") == 3
+    second.go.set()
+    assert await other == 7
+    held.go.set()
+    assert await asyncio.wrap_future(caught.value.future) == 7
+
+
+async def test_an_idle_thread_holds_neither_arguments_nor_results(workers: Workers) -> None:
+    class Big:
+        pass
+
+    argument = Big()
+    seen = weakref.ref(argument)
+    assert await workers.run(lambda big: None, argument) is None
+    await workers.run(int)
+    del argument
+    gc.collect()
+    assert seen() is None
+
+
+async def test_finished_waits_through_cancellations_and_stops_at_its_limit() -> None:
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    assert not await finished(future, timeout_s=0.01)
+    task = asyncio.create_task(finished(future))
+    await asyncio.sleep(0)
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0)
+    future.set_result(None)
+    assert await task
