@@ -65,7 +65,11 @@ class Checkpointer:
         return f"blocking.Checkpointer{self._core!r}"
 
     def __enter__(self) -> Self:
-        self._core.call(self._core.open).result()
+        try:
+            self._core.call(self._core.open).result()
+        except BaseException:
+            self._core.close()  # without __enter__ there is no __exit__
+            raise
         return self
 
     def __exit__(

@@ -49,8 +49,11 @@ def settle(directory: Path) -> None:
     """What was deleted below the directory is deleted on disk, too, and no longer on its way there.
 
     Everything measured ends with an fsync, so that only deletions are left to wait for. A sync of
-    the whole system would wait for everybody else's data as well.
+    the whole system would wait for everybody else's data as well. A directory that was never made
+    stands for the nearest one that was.
     """
+    while not directory.exists():
+        directory = directory.parent
     fd = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(fd)

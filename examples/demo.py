@@ -110,9 +110,9 @@ class Run:
 
 
 def attempt_of(root: Path, step: int) -> Path | None:
-    """The directory in which this step is being saved, or None."""
-    found = (root / ".asyncckpt").glob(f"epoch-*/{step}-*")
-    return next((path for path in found if path.suffix != ".owner"), None)
+    """The directory in which this step is being saved, once it has a data file, or None."""
+    found = (root / ".asyncckpt").glob(f"epoch-*/{step}-*/default/d/*")
+    return next((path.parents[2] for path in found), None)
 
 
 def stop_in_a_save(run: Run, root: Path, steps: Sequence[int]) -> tuple[int, Path, int]:
@@ -208,6 +208,16 @@ def compare_trees(reference: Any, other: Any) -> list[str]:
     ]
 
 
+def require_equal(differences: Sequence[str]) -> None:
+    """There are no differences.
+
+    Raises:
+        DemoError: lists them.
+    """
+    if differences:
+        raise DemoError("the runs differ:\n" + "\n".join(differences))
+
+
 # ------------------------------------------------------------------------------------ the story
 
 
@@ -239,7 +249,7 @@ def leftovers(root: Path) -> list[str]:
     return [
         f"{path.relative_to(root)}  {path.stat().st_blocks * 512 / 1e6:.1f} MB on disk"
         for path in found
-        if path.name != "lock"
+        if path.name != "lock" and path.suffix != ".owner"
     ]
 
 
@@ -311,8 +321,7 @@ def demonstrate(folder: Path, scale: Scale) -> None:
     last = str(scale.steps - 1)
     trees = [blocking.restore(root / last) for root in (whole, broken)]
     differences += compare_trees(*trees)
-    if differences:
-        raise DemoError("the runs differ:\n" + "\n".join(differences))
+    require_equal(differences)
     (end,) = (line for line in reference if "end" in line)
     say("\nIdentical, bit by bit:")
     say(indent(f"{scale.steps} losses ({twice} steps were computed twice)"))

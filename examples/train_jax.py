@@ -41,10 +41,12 @@ class State(NamedTuple):
 def initial(seed: int, hidden: int) -> State:
     """The state before the first step."""
     *keys, dropout = jax.random.split(jax.random.key(seed), 4)
+    widths = [64, hidden, hidden, 10]
     layers: Layers = []
-    for key, (width, height) in zip(keys, [(64, hidden), (hidden, hidden), (hidden, 10)]):
-        weights = jax.random.normal(key, (width, height)) * (2 / width) ** 0.5
-        layers.append({"w": weights, "b": jnp.zeros(height)})
+    for number, key in enumerate(keys):
+        fan_in, fan_out = widths[number : number + 2]
+        weights = jax.random.normal(key, (fan_in, fan_out)) * (2 / fan_in) ** 0.5
+        layers.append({"w": weights, "b": jnp.zeros(fan_out)})
     return State(layers, OPTIMIZER.init(layers), dropout)
 
 
@@ -62,7 +64,7 @@ def forward(layers: Layers, images: jax.Array, dropout: jax.Array | None) -> jax
 
 
 # The buffers of the old state are donated: XLA writes the new one over them. That is safe as soon
-# as `start_save` has returned, because it returns a copy taken, not a promise to read later.
+# as `start_save` has returned, because everything was copied by then.
 @partial(jax.jit, donate_argnums=0, compiler_options=REPEATABLE)
 def train_step(state: State, images: jax.Array, labels: jax.Array) -> tuple[State, jax.Array]:
     """The state after one step, and the loss before it."""

@@ -12,7 +12,7 @@ from asyncckpt.checkpointer.core import Core, number_of
 from asyncckpt.checkpointer.finish import finish_into, finish_tree
 from asyncckpt.checkpointer.pending import PendingSave
 from asyncckpt.checkpointer.prepare import tree_nbytes
-from asyncckpt.flow.shield import to_completion
+from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.options import RestoreOptions, SaveOptions
 from asyncckpt.reports import (
     CheckpointInfo,
@@ -68,7 +68,12 @@ class Checkpointer:
         return f"Checkpointer{self._core!r}"
 
     async def __aenter__(self) -> Self:
-        await self._core.call(self._core.open).wait()
+        try:
+            await self._core.call(self._core.open).wait()
+        except BaseException:
+            # Without __aenter__ there is no __aexit__.
+            await uninterrupted(self._core.aclose())
+            raise
         return self
 
     async def __aexit__(
@@ -328,10 +333,10 @@ class Checkpointer:
         except asyncio.CancelledError:
             for pending in core.in_flight():
                 pending.cancel()
-                await to_completion(pending._settled())
+                await uninterrupted(pending._settled())
             raise
         finally:
-            await to_completion(core.aclose())
+            await uninterrupted(core.aclose())
         if failure is not None:
             raise failure
 
@@ -370,7 +375,7 @@ async def save(
         )
         return await pending._wait_owned()
     finally:
-        await to_completion(core.aclose())
+        await uninterrupted(core.aclose())
 
 
 async def restore(
@@ -408,7 +413,7 @@ async def restore(
         outcome = await core.call(lambda: core.restore(None, request)).wait()
         return finish_tree(outcome, flat, adapters)
     finally:
-        await to_completion(core.aclose())
+        await uninterrupted(core.aclose())
 
 
 async def restore_into(
@@ -446,7 +451,7 @@ async def restore_into(
         assert flat is not None
         return finish_into(outcome, flat, adapters)
     finally:
-        await to_completion(core.aclose())
+        await uninterrupted(core.aclose())
 
 
 async def inspect(
@@ -457,7 +462,7 @@ async def inspect(
     try:
         return await core.call(lambda: core.inspect(None)).wait()
     finally:
-        await to_completion(core.aclose())
+        await uninterrupted(core.aclose())
 
 
 async def verify(
@@ -471,4 +476,4 @@ async def verify(
     try:
         return await core.call(lambda: core.verify(None, progress)).wait()
     finally:
-        await to_completion(core.aclose())
+        await uninterrupted(core.aclose())

@@ -26,6 +26,25 @@ async def to_completion(coroutine: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
+async def uninterrupted(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The coroutine's result; a cancellation of the caller is raised once it has ended.
+
+    For clean-up on behalf of callers, whose own cancellation must not be lost.
+    """
+    task = asyncio.create_task(coroutine)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        if not task.cancelled():
+            task.exception()  # seen: the cancellation is what the caller hears of
+        raise asyncio.CancelledError
+    return task.result()
+
+
 def leading_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first error of a task group that is no mere cancellation; the others become its notes.
 

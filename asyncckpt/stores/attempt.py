@@ -285,8 +285,10 @@ class LocalAttempt:
         finally:
             self._keep = publication.keep_source
         self._ended = True
-        with contextlib.suppress(OSError):
-            remove_owner(self._path)
+        # A replaced checkpoint that could not be removed is there still, and is swept by its owner.
+        if not os.path.lexists(self._path):
+            with contextlib.suppress(OSError):
+                remove_owner(self._path)
         self._release()
 
     def _flush_directory(self, path: str) -> None:

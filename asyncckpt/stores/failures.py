@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from asyncckpt.errors import StoreError
 
 _NEXT_STEPS = {
-    errno.ENOSPC: "free space or save elsewhere; nothing of this save is visible",
+    errno.ENOSPC: "free space or save elsewhere",
     errno.EDQUOT: "the quota is used up: remove files or raise it",
     errno.EFBIG: "the file is larger than this file system or the process's limit allows; "
     "lower target_data_file_nbytes or raise the limit (ulimit -f)",

@@ -21,6 +21,7 @@ from jax.experimental.layout import Format, Layout
 from asyncckpt import errors
 from asyncckpt.adapters import jax as module
 from asyncckpt.adapters.jax import JaxAdapter, JaxNodes
+from asyncckpt.flow.arena import Arena
 from asyncckpt.spec import DTYPES, ArraySpec, Box
 from asyncckpt.tree import flatten, unflatten, unflatten_like
 
@@ -263,7 +264,8 @@ def test_restored_arrays_adopt_large_memory() -> None:
     leaf = array("float32", (1 << 18,))
     target = adapter.target("p", leaf, in_place=True)
     assert target.buffer is None, "JAX arrays are immutable"
-    memory = np.empty(target.spec.shape, DTYPES[target.spec.dtype])
+    taken = Arena(target.spec.nbytes).take(target.spec.nbytes)
+    memory = taken.view(DTYPES[target.spec.dtype]).reshape(target.spec.shape)
     memory[...] = 2
     placed = adapter.place(target, memory)
     assert pointer(placed) == memory.ctypes.data

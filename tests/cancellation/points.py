@@ -104,14 +104,14 @@ class Points:
 
 
 def _site(coroutine: Any) -> str:
-    """The innermost line of asyncckpt that is awaiting."""
-    found = "?"
+    """The lines of asyncckpt that are awaiting, the two innermost ones, outside first."""
+    lines = []
     while isinstance(coroutine, CoroutineType):
         frame = coroutine.cr_frame
-        if frame is not None and "asyncckpt" in frame.f_code.co_filename:
-            found = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        if frame is not None and f"{os.sep}asyncckpt{os.sep}" in frame.f_code.co_filename:
+            lines.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
         coroutine = coroutine.cr_await
-    return found
+    return ">".join(lines[-2:]) or "?"
 
 
 def small_slots(ckpt: asyncckpt.Checkpointer, monkeypatch: pytest.MonkeyPatch) -> Core:
@@ -125,7 +125,7 @@ def small_slots(ckpt: asyncckpt.Checkpointer, monkeypatch: pytest.MonkeyPatch) -
     return core
 
 
-def options(**changes: Any) -> SaveOptions:
+def options(*, chunk_nbytes: int = 1 * MIB) -> SaveOptions:
     """Some leaves are compressed, and chunks are smaller than leaves."""
 
     def leaf(path: str, spec: ArraySpec) -> LeafOptions | None:
@@ -133,9 +133,7 @@ def options(**changes: Any) -> SaveOptions:
             return LeafOptions(compression="zstd", chunk_nbytes=96 * KIB)
         return None
 
-    return SaveOptions(
-        host_memory_nbytes=64 * MIB, chunk_nbytes=1 * MIB, leaf_options=leaf, **changes
-    )
+    return SaveOptions(host_memory_nbytes=64 * MIB, chunk_nbytes=chunk_nbytes, leaf_options=leaf)
 
 
 def state(seed: int = 0) -> dict[str, Any]:

@@ -11,11 +11,11 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-from asyncckpt.checkpointer.core import Core
 from asyncckpt.stores import attempt, datafile, posix, publish
 from asyncckpt.stores.attempt import LocalAttempt
 from asyncckpt.stores.datafile import LocalDataFile
 from asyncckpt.stores.layout import RECORD_FILE
+from asyncckpt.stores.local import LocalStore
 
 
 def data_after_publication() -> None:
@@ -62,14 +62,14 @@ def old_removed_first() -> None:
 
 def retention_first() -> None:
     """Old steps are deleted before the new one is saved."""
-    save = Core._save
+    begin = LocalStore.begin
 
-    async def delete_then_save(self: Core, save_: Any, request: Any) -> Any:
-        for step in (await self.steps())[:-1]:
-            await self.store.delete(str(step))
-        return await save(self, save_, request)
+    async def delete_then_begin(self: LocalStore, *args: Any, **kwargs: Any) -> LocalAttempt:
+        for name in sorted(await self.names())[:-1]:
+            await self.delete(name)
+        return await begin(self, *args, **kwargs)
 
-    Core._save = delete_then_save  # type: ignore[method-assign]
+    LocalStore.begin = delete_then_begin  # type: ignore[method-assign]
 
 
 def flush_errors_ignored() -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from asyncckpt.errors import StoreError
-from asyncckpt.flow.shield import leading_error, to_completion
+from asyncckpt.flow.shield import leading_error, to_completion, uninterrupted
 
 
 async def test_to_completion_ends_with_the_work_through_repeated_cancellations() -> None:
@@ -63,6 +63,38 @@ async def test_to_completion_keeps_an_earlier_cancellation_in_mind() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_uninterrupted_ends_with_the_work_and_raises_the_cancellation(fails: bool) -> None:
+    go = asyncio.Event()
+    log: list[str] = []
+
+    async def work() -> None:
+        await go.wait()
+        log.append("work")
+        if fails:
+            raise StoreError("full")
+
+    task = asyncio.create_task(uninterrupted(work()))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert log == ["work"]
+
+
+async def test_uninterrupted_gives_results_and_errors() -> None:
+    async def work() -> None:
+        raise StoreError("full")
+
+    assert await uninterrupted(asyncio.sleep(0, 5)) == 5
+    with pytest.raises(StoreError, match="full"):
+        await uninterrupted(work())
 
 
 def test_the_leading_error_is_no_cancellation_and_the_others_are_its_notes() -> None:

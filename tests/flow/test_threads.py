@@ -125,7 +125,7 @@ async def test_a_stuck_thread_is_abandoned_named_and_replaced(workers: Workers) 
     await asyncio.to_thread(held.started.wait, 30)
     await asyncio.to_thread(second.started.wait, 30)
     task.cancel()
-    with pytest.raises(ThreadAbandonedError, match="stuck in .*Held.* was abandoned") as caught:
+    with pytest.raises(ThreadAbandonedError, match=r"stuck in .*Held.* was abandoned") as caught:
         await task
     assert not caught.value.future.done()
     # Both threads are taken, one for good: the third one does the work.

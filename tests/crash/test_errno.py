@@ -1,0 +1,154 @@
+"""A mutating system call that fails makes the save raise and leave nothing, or changes nothing.
+
+An error arrives once, or from then on at every call; before the call has taken effect, or after.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.crash.faults import ForkServer, Mode, Outcome
+from tests.crash.invariant import roots, violations
+from tests.crash.scenarios import ACT, SCENARIOS, Scenario, State, returned
+from tests.crash.test_kill import FEWEST_CALLS
+
+FLUSHES = ("fsync", "fdatasync")
+RENAMES = ("rename", "renameat", "renameat2")
+MAIN = ("new", "overwrite", "retention", "delete", "nested")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A way of failing.
+
+    Attributes:
+        harmless: the library makes good for it, so that the save must succeed.
+        only: the calls that it is tried on, all if empty.
+    """
+
+    mode: Mode = "error"
+    errno: int = errno.EIO
+    persistent: bool = False
+    harmless: bool = False
+    only: tuple[str, ...] = ()
+
+
+KINDS = {
+    "EIO": Kind(),
+    "ENOSPC": Kind(errno=errno.ENOSPC),
+    "EDQUOT": Kind(errno=errno.EDQUOT),
+    "EIO-for-good": Kind(persistent=True),
+    "ENOSPC-for-good": Kind(errno=errno.ENOSPC, persistent=True),
+    "EROFS-for-good": Kind(errno=errno.EROFS, persistent=True),
+    "EINTR": Kind(errno=errno.EINTR, harmless=True),
+    "short-write": Kind("short", harmless=True),
+    "flush-fails-late": Kind("error_after", only=FLUSHES),
+    "rename-fails-late": Kind("error_after", only=RENAMES),
+}
+FREQUENT = ("EIO", "ENOSPC")
+
+
+def fail_at_each_call(
+    server: ForkServer, scratch: Path, name: str, kind: Kind, control: str = ""
+) -> tuple[int, list[str]]:
+    """How many calls were made to fail, and what was wrong afterwards."""
+    visited, wrong = 0, []
+    for number, args, outcome in server.each_call(
+        ACT,
+        roots(scratch, name, control),
+        mode=kind.mode,
+        errno=kind.errno,
+        persistent=kind.persistent,
+        only=kind.only,
+    ):
+        root = Path(args["root"])
+        found = complaints(SCENARIOS[name], root, kind, outcome)
+        wrong += [f"{problem}\n{outcome.describe()}\n{outcome.result}" for problem in found]
+        visited = number
+        shutil.rmtree(root)
+    print(f"{name} {control}: {visited} calls failed")
+    return visited, wrong
+
+
+def complaints(scenario: Scenario, root: Path, kind: Kind, outcome: Outcome) -> list[str]:
+    """What is wrong with how the scenario ended, and with what it left."""
+    if outcome.exit_status != 0:
+        return ["the process did not end by itself"]
+    failure: dict[str, Any] | None = outcome.result["failure"]
+    wrong = [f"{what} is left in the process" for what in outcome.result["left"]]
+    assert outcome.at is not None
+    labels = returned(outcome.calls)
+    if failure is None:
+        if outcome.at.name in FLUSHES and not _is_of_deletion(outcome):
+            wrong.append("a flush failed and the save was acknowledged")
+    else:
+        wrong += _complaints_about(failure, root, kind)
+    wrong += violations(scenario, root, _possible(scenario, labels, failure))
+    return wrong
+
+
+def _is_of_deletion(outcome: Outcome) -> bool:
+    """Whether the first failing call belongs to removing a checkpoint after the save was durable."""
+    assert outcome.at is not None
+    before = outcome.calls[: outcome.at.number]
+    return any(Path(call.path).name.startswith("trash-") for call in before)
+
+
+def _complaints_about(failure: dict[str, Any], root: Path, kind: Kind) -> list[str]:
+    wrong = []
+    if kind.harmless:
+        wrong.append("the library does not make good for it")
+    if not failure["ours"]:
+        wrong.append(f"a {failure['type']} was raised")
+    if str(root) not in failure["text"] or not str(failure["location"]).startswith(str(root)):
+        wrong.append("the error does not say where it happened")
+    if f"({errno.errorcode[kind.errno]})" not in failure["text"]:
+        wrong.append("the error does not say what happened")
+    if "removing the attempt" in failure["text"]:
+        wrong.append("the error is that of the clean-up")
+    return wrong
+
+
+def _possible(
+    scenario: Scenario, labels: Sequence[str], failure: dict[str, Any] | None
+) -> tuple[State, ...]:
+    """What may be listed after a save that returned, or after one that raised."""
+    if scenario is SCENARIOS["delete"]:
+        return scenario.states[1:] if failure is None else scenario.states
+    if failure is None:
+        # Old steps that could not be deleted are tried again by the next save.
+        saved = scenario.states[-1]
+        return tuple(s for s in scenario.states if saved.items() <= s.items())
+    if failure["visible"]:
+        return scenario.states[1:]
+    return scenario.states[max((scenario.floor[label] for label in labels), default=0) :][:1]
+
+
+def holds_at_each_call(server: ForkServer, scratch: Path, name: str, kind: str) -> None:
+    visited, wrong = fail_at_each_call(server, scratch, name, KINDS[kind])
+    assert wrong == []
+    assert visited >= (1 if KINDS[kind].only else FEWEST_CALLS[name])
+
+
+@pytest.mark.parametrize("kind", FREQUENT)
+@pytest.mark.parametrize("name", MAIN)
+def test_a_call_that_fails_raises_and_leaves_nothing(
+    server: ForkServer, scratch: Path, name: str, kind: str
+) -> None:
+    holds_at_each_call(server, scratch, name, kind)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_call_of_every_save_fails_in_every_way(
+    server: ForkServer, scratch: Path, name: str, kind: str
+) -> None:
+    holds_at_each_call(server, scratch, name, kind)

@@ -1,0 +1,240 @@
+"""The examples of README and documentation run, and what the pages list is what there is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import asyncckpt
+from asyncckpt import blocking, errors
+from asyncckpt.stores.failures import store_error
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+WITH_EXAMPLES = [page for page in PAGES if BLOCK.search(page.read_text())]
+
+
+def page(name: str) -> str:
+    return (REPOSITORY / "docs" / name).read_text()
+
+
+@pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: path.name)
+def test_the_examples_of_a_page_run_in_order(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = path.read_text()
+    names: dict[str, Any] = {"__name__": path.stem}
+    for found in BLOCK.finditer(text):
+        # Errors then name the page and the line in it.
+        lines = "\n" * text.count("\n", 0, found.start(1))
+        exec(compile(lines + found[1], str(path), "exec"), names)
+    assert [file for file in tmp_path.rglob("*") if ".asyncckpt" in file.parts] == []
+
+
+def test_readme_is_short_and_has_what_it_must() -> None:
+    text = PAGES[0].read_text()
+    assert text.count("\n") <= 150
+    assert "make demo" in text and "make test" in text and "<!-- figures -->" in text
+    assert "make bench" in text and "What it is not yet" in text
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for path in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(r"^  - .+: (\w+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.M)
+    assert sorted(listed) == sorted(path.name for path in PAGES[1:])
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    """With mkdocs installed as `make docs` does; without it, the two tests above have to do."""
+    if importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("material") is None:
+        return
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_public_name_is_on_the_api_page() -> None:
+    text = page("api.md")
+    missing = [name for name in asyncckpt.__all__ if not re.search(rf"\b{name}\b", text)]
+    assert missing == []
+
+
+def test_every_method_of_the_checkpointer_is_on_the_api_page() -> None:
+    text = page("api.md")
+    for kind in (asyncckpt.Checkpointer, asyncckpt.PendingSave, blocking.PendingSave):
+        public = [name for name in vars(kind) if not name.startswith("_")]
+        assert [name for name in public if f"{name}" not in text] == []
+
+
+def test_the_error_tree_is_on_the_api_page() -> None:
+    text = page("api.md")
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type) and issubclass(kind, errors.AsyncCheckpointError):
+            assert re.search(rf"^[│ ├└─]*{name}\b", text, re.M), name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [asyncckpt.SaveOptions, asyncckpt.LeafOptions, asyncckpt.RestoreOptions],
+    ids=lambda options: options.__name__,
+)
+def test_the_options_table_states_the_defaults(options: Any) -> None:
+    section = page("options.md").split(f"## {options.__name__}\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \| (.+) \|$", section, re.MULTILINE)
+    listed = [(name, default) for name, default, _ in rows]
+    assert listed == [(f.name, repr(f.default)) for f in dataclasses.fields(options)]
+    assert all(len(reason) > 20 for _, _, reason in rows)
+
+
+# -------------------------------------------------------------------------------------- errors
+
+
+def exists(where: Path) -> None:
+    blocking.save(where / "taken", {"x": 1})
+    blocking.save(where / "taken", {"x": 1})
+
+
+def damaged(where: Path) -> None:
+    blocking.save(where / "damaged", {"x": np.zeros(1000)})
+    (file,) = (where / "damaged" / "default" / "d").glob("*-0")
+    file.write_bytes(b"\1" + file.read_bytes()[1:])
+    blocking.restore(where / "damaged")
+
+
+def unlike(saved: Any, like: Any, **options: Any) -> Callable[[Path], None]:
+    def run(where: Path) -> None:
+        blocking.save(where / "saved", {"x": saved})
+        blocking.restore(where / "saved", like=like, **options)
+
+    return run
+
+
+def closed(where: Path) -> None:
+    run = blocking.Checkpointer(where)
+    run.close()
+    run.steps()
+
+
+def cancelled(where: Path) -> None:
+    async def run() -> None:
+        async with asyncckpt.Checkpointer(where) as ckpt:
+            pending = await ckpt.start_save(0, {"x": np.zeros(1 << 22)})
+            pending.cancel()
+            with contextlib.suppress(asyncckpt.UsageError):
+                await pending
+
+    asyncio.run(run())
+
+
+def late(where: Path) -> None:
+    options = asyncckpt.SaveOptions(deadline_s=1e-9)
+    blocking.save(where / "late", {"x": np.zeros(1 << 20)}, options=options)
+
+
+def donated(where: Path) -> None:
+    array = jnp.zeros(3)
+    array.delete()
+    blocking.save(where / "donated", {"x": array})
+
+
+def system(number: int, text: str) -> Callable[[Path], None]:
+    def run(where: Path) -> None:
+        raise store_error("writing", str(where), OSError(number, text))
+
+    return run
+
+
+FLOATS = np.zeros(3)
+
+CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "existing": ("a checkpoint stands here already; pass overwrite=True to replace it", exists),
+    "leaf": (
+        "cannot be stored",
+        lambda where: blocking.save(where / "x", {"x": {1, 2}}),
+    ),
+    "key": (
+        "keys are str or int: convert it, for example with str(key)",
+        lambda where: blocking.save(where / "x", {1.5: 1}),
+    ),
+    "donated": ("this array was deleted or donated", donated),
+    "step": (
+        "a step is a non-negative integer",
+        lambda where: blocking.Checkpointer(where).save(-1, {}),
+    ),
+    "full": ("No space left on device (ENOSPC)", system(errno.ENOSPC, "No space left on device")),
+    "permission": (
+        "this user may not do that: check the owner and mode of the directory",
+        system(errno.EACCES, "Permission denied"),
+    ),
+    "read-only": (
+        "the file system is mounted read-only",
+        system(errno.EROFS, "Read-only file system"),
+    ),
+    "deadline": ("the save did not finish within", late),
+    "cancelled": ("the save was cancelled in", cancelled),
+    "no step": (
+        "there is no checkpoint to restore",
+        lambda where: blocking.Checkpointer(where).restore(),
+    ),
+    "nothing": (
+        "no such file; there is no checkpoint here",
+        lambda where: blocking.restore(where / "gone"),
+    ),
+    "several": (
+        "leaves do not fit the target; nothing was read",
+        unlike(FLOATS, {"x": np.zeros(4), "y": 1}),
+    ),
+    "shape": ("the checkpoint holds shape", unlike(FLOATS, {"x": np.zeros(4)})),
+    "dtype": ("cast=True converts", unlike(FLOATS, {"x": np.zeros(3, "f4")})),
+    "x64": (
+        "cannot be restored into JAX with 64-bit types disabled",
+        lambda where: (
+            blocking.save(where / "x64", {"x": FLOATS}),
+            blocking.restore(where / "x64", leaves="jax"),
+        ),
+    ),
+    "range": (
+        "is out of range of",
+        unlike(np.array([1e9]), {"x": np.zeros(1, np.int8)}, cast=True),
+    ),
+    "damaged": ("is damaged", damaged),
+    "closed": ("is closed; create a new Checkpointer", closed),
+    "object store": (
+        "object stores are not supported yet",
+        lambda where: blocking.restore("gs://bucket/run"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_troubleshooting_page_quotes_errors_as_they_are(case: str, tmp_path: Path) -> None:
+    quoted, provoke = CASES[case]
+    with jax.enable_x64(False), pytest.raises(asyncckpt.AsyncCheckpointError) as caught:
+        provoke(tmp_path)
+    assert quoted in str(caught.value)
+    text = page("troubleshooting.md")
+    found = [line for line in text.splitlines() if line.startswith("- **") and quoted in line]
+    if case != "leaf":
+        assert len(found) == 1, quoted
+        assert f"`{type(caught.value).__name__}`" in found[0]

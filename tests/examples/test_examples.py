@@ -1,0 +1,264 @@
+"""The training scripts resume bit by bit, and the demo shows it and notices when it is not so."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLES = REPOSITORY / "examples"
+STEPS, HALF, SAVE_EVERY, HIDDEN = 120, 50, 10, 32
+TIMEOUT_S = 200.0
+
+# A pipe this small holds the log of fewer steps than are left when the process is killed, so that
+# it cannot come to its end before.
+PIPE_NBYTES = 4096
+
+
+def command(framework: str, root: Path, log: Path, steps: int) -> list[str]:
+    script = str(EXAMPLES / f"train_{framework}.py")
+    run = [sys.executable, script, "--root", str(root), "--log", str(log), "--steps", str(steps)]
+    return [*run, "--save-every", str(SAVE_EVERY), "--hidden", str(HIDDEN)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+
+
+def train(framework: str, root: Path, log: Path, steps: int) -> str:
+    """The run has ended well; returns what it printed."""
+    done = subprocess.run(
+        command(framework, root, log, steps),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def lines(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def losses(log: list[dict[str, Any]]) -> list[tuple[int, str]]:
+    return [(line["step"], line["loss"]) for line in log if "step" in line]
+
+
+def sums(line: dict[str, Any]) -> tuple[int, str, str]:
+    return line["end"], line["parameters"], line["optimizer"]
+
+
+@pytest.fixture(scope="module", params=["jax", "torch"])
+def framework(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(framework: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp(f"uninterrupted-{framework}")
+    train(framework, folder / "root", folder / "log", STEPS)
+    log = lines(folder / "log")
+    assert [step for step, _ in losses(log)] == list(range(STEPS))
+    return log
+
+
+def killed_at(framework: str, root: Path, fifo: Path, step: int) -> list[dict[str, Any]]:
+    """The run was killed (SIGKILL) once it had logged this step; returns its log."""
+    os.mkfifo(fifo)
+    reading = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(reading, True)
+    with open(reading) as log:
+        if sys.platform == "linux":
+            import fcntl
+
+            fcntl.fcntl(log, fcntl.F_SETPIPE_SZ, PIPE_NBYTES)
+        found: list[dict[str, Any]] = []
+        process = subprocess.Popen(command(framework, root, fifo, STEPS), env=environment())
+        # Until the script has opened the pipe there is no writer, which reads as its end.
+        holding = os.open(fifo, os.O_WRONLY)
+        try:
+            while not any(line.get("step") == step for line in found):
+                found.append(json.loads(log.readline()))
+        finally:
+            process.kill()
+            os.close(holding)
+            status = process.wait(TIMEOUT_S)
+        assert status == -signal.SIGKILL
+        found += [json.loads(line) for line in log.read().splitlines()]
+    return found
+
+
+def test_killed_run_resumes_with_equal_losses_and_state(
+    framework: str, uninterrupted: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    before = killed_at(framework, root, tmp_path / "fifo", HALF)
+    printed = train(framework, root, tmp_path / "log", STEPS)
+    after = lines(tmp_path / "log")
+    start = after[0]["start"]
+    assert 0 < start <= losses(before)[-1][0] + 1
+    assert f"resuming from step {start - 1}" in printed
+    expected = losses(uninterrupted)
+    assert losses(before) == expected[: len(losses(before))]
+    assert losses(after) == expected[start:]
+    assert sums(after[-1]) == sums(uninterrupted[-1])
+
+
+def test_second_run_against_the_same_root_goes_on(
+    framework: str, uninterrupted: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    root, log = tmp_path / "root", tmp_path / "log"
+    assert "starting" in train(framework, root, log, HALF)
+    printed = train(framework, root, log, STEPS)
+    assert f"resuming from step {HALF - 1}" in printed
+    assert "training was held up for" in printed
+    found = lines(log)
+    assert losses(found) == losses(uninterrupted)
+    assert sums(found[-1]) == sums(uninterrupted[-1])
+    steps = sorted(int(path.name) for path in root.iterdir() if path.name.isdecimal())
+    assert steps == [STEPS - 1 - 2 * SAVE_EVERY, STEPS - 1 - SAVE_EVERY, STEPS - 1]
+
+
+def test_run_that_is_complete_trains_no_further(tmp_path: Path) -> None:
+    root, log = tmp_path / "root", tmp_path / "log"
+    train("jax", root, log, SAVE_EVERY)
+    (first,) = (line for line in lines(log) if "end" in line)
+    train("jax", root, log, SAVE_EVERY)
+    again = lines(log)[-1]
+    assert sums(again) == sums(first)
+    assert len(losses(lines(log))) == SAVE_EVERY
+
+
+# -------------------------------------------------------------------------------------- the demo
+
+
+def load_demo() -> Any:
+    spec = importlib.util.spec_from_file_location("demo", EXAMPLES / "demo.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+demo = load_demo()
+
+LOG = [
+    {"start": 0},
+    {"step": 0, "loss": "40163a5c"},
+    {"step": 1, "loss": "3fe2d2f1"},
+    {"save": 1, "blocked_s": 0.001},
+    {"end": 1, "parameters": "aa", "optimizer": "bb"},
+]
+RESUMED = [*LOG[:4], {"start": 1}, LOG[2], LOG[4]]
+
+
+def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / "demo.py"), "--quick", *arguments],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def test_demo_kills_resumes_and_compares(tmp_path: Path) -> None:
+    done = run_demo("--root", str(tmp_path / "demo"))
+    assert done.returncode == 0, done.stdout
+    for text in (
+        "saves held up training for",
+        "which was not published, and killed",
+        "$ asyncckpt ls",
+        "Left of the save that was killed:",
+        "Resuming in a new process",
+        "no damage",
+        "Identical, bit by bit",
+        str(tmp_path / "demo"),
+    ):
+        assert text in done.stdout
+    assert {path.name for path in (tmp_path / "demo").iterdir() if path.is_dir()} == {
+        "interrupted",
+        "uninterrupted",
+    }
+
+
+def test_demo_leaves_a_directory_alone_that_is_not_empty(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    done = run_demo("--root", str(tmp_path))
+    assert done.returncode == 2
+    assert "is not empty" in done.stdout
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("loss", "step 1: the bits of the loss are 3fe2d2f0, expected 3fe2d2f1"),
+        ("parameters", "parameters: ab, expected aa"),
+        ("optimizer", "optimizer: ab, expected bb"),
+        ("missing", "steps without a loss: 1"),
+        ("unfinished", "a run did not come to its end"),
+        ("beyond", "step 2: the bits of the loss are 00000000, expected None"),
+    ],
+)
+def test_demo_fails_on_logs_that_differ(
+    fault: str,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = copy.deepcopy(RESUMED)
+    if fault == "loss":
+        found[5]["loss"] = "3fe2d2f0"
+    elif fault == "missing":
+        found = [line for line in found if line.get("step") != 1]
+    elif fault == "unfinished":
+        del found[-1]
+    elif fault == "beyond":
+        found.insert(6, {"step": 2, "loss": "00000000"})
+    else:
+        found[-1][fault] = "ab"
+    assert demo.compare_logs(LOG, RESUMED) == []
+    assert demo.compare_logs(LOG, found) == [expected]
+
+    def demonstrate(folder: Path, scale: object) -> None:
+        demo.require_equal(demo.compare_logs(LOG, found))
+
+    monkeypatch.setattr(demo, "demonstrate", demonstrate)
+    assert demo.main(["--root", str(tmp_path / "demo")]) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED: the runs differ" in printed
+    assert expected in printed
+    assert str(tmp_path / "demo") in printed
+
+
+def test_demo_compares_leaves_by_their_bits() -> None:
+    one = {"a": [np.float32(0.0), np.arange(3)], "step": 3}
+    assert demo.compare_trees(one, copy.deepcopy(one)) == []
+    assert demo.compare_trees(one, {"a": [np.float32(-0.0), np.arange(3)], "step": 4}) == [
+        "/a/0: the bits differ",
+        "/step: the bits differ",
+    ]
+    assert demo.compare_trees(one, {"a": [np.float32(0.0), np.arange(3.0)]}) == [
+        "/step: only one run has this leaf",
+        "/a/1: the bits differ",
+    ]
