@@ -8,9 +8,12 @@ has the same names for ordinary loops. Importing this package imports no framewo
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+logging.getLogger("asyncckpt").addHandler(logging.NullHandler())
 
 _EXPORTS = {
     "Checkpointer": "checkpointer",

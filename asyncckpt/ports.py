@@ -18,7 +18,25 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from asyncckpt.format.record import RECORD_NAME
 from asyncckpt.spec import ArraySpec, Box, Shard
+
+__all__ = [
+    "RECORD_NAME",
+    "ArrayAdapter",
+    "Attempt",
+    "Bytes",
+    "CheckpointFiles",
+    "Coordinator",
+    "DataFile",
+    "HostMemory",
+    "NodeAdapter",
+    "Source",
+    "Stateful",
+    "Store",
+    "StoreCapabilities",
+    "Target",
+]
 
 Bytes = npt.NDArray[np.uint8]
 """A contiguous one-dimensional buffer of bytes."""
@@ -115,8 +133,17 @@ class CheckpointFiles(Protocol):
         """
         ...
 
-    async def read_into(self, path: str, offset: int, buffers: Sequence[Bytes]) -> None:
+    async def read_into(
+        self, path: str, offset: int, buffers: Sequence[Bytes], *, direct: bool = False
+    ) -> None:
         """The buffers are filled, one after the other, from a run of the file at `offset`.
+
+        Args:
+            path: relative path of the file.
+            offset: where the run begins, in bytes.
+            buffers: what to fill.
+            direct: the buffers are the pipeline's own memory, so that the store may read past
+                the page cache into those that are aligned.
 
         Cancellation: waits until nobody writes to the buffers, then raises.
 

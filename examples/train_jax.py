@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import digits
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import asyncckpt
@@ -37,17 +38,14 @@ class State(NamedTuple):
     dropout: jax.Array  # a typed PRNG key
 
 
-@partial(jax.jit, static_argnames="hidden", compiler_options=REPEATABLE)
 def initial(seed: int, hidden: int) -> State:
     """The state before the first step."""
-    *keys, dropout = jax.random.split(jax.random.key(seed), 4)
-    widths = [64, hidden, hidden, 10]
+    rng = np.random.default_rng(seed)
     layers: Layers = []
-    for number, key in enumerate(keys):
-        fan_in, fan_out = widths[number : number + 2]
-        weights = jax.random.normal(key, (fan_in, fan_out)) * (2 / fan_in) ** 0.5
-        layers.append({"w": weights, "b": jnp.zeros(fan_out)})
-    return State(layers, OPTIMIZER.init(layers), dropout)
+    for fan_in, fan_out in [(64, hidden), (hidden, hidden), (hidden, 10)]:
+        weights = rng.normal(scale=(2 / fan_in) ** 0.5, size=(fan_in, fan_out))
+        layers.append({"w": jnp.asarray(weights, jnp.float32), "b": jnp.zeros(fan_out)})
+    return State(layers, jax.jit(OPTIMIZER.init)(layers), jax.random.key(seed))
 
 
 def forward(layers: Layers, images: jax.Array, dropout: jax.Array | None) -> jax.Array:
@@ -79,10 +77,10 @@ def train_step(state: State, images: jax.Array, labels: jax.Array) -> tuple[Stat
     return State(optax.apply_updates(state.layers, updates), optimizer, dropout), loss
 
 
-def accuracy(state: State, held_out: digits.Digits) -> float:
-    """The share of held-out digits that the network names."""
-    found = jnp.argmax(forward(state.layers, jnp.asarray(held_out.images), None), axis=1)
-    return float(jnp.mean(found == held_out.labels))
+@jax.jit
+def accuracy(layers: Layers, images: jax.Array, labels: jax.Array) -> jax.Array:
+    """The share of digits that the network names."""
+    return jnp.mean(jnp.argmax(forward(layers, images, None), axis=1) == labels)
 
 
 async def train(options: argparse.Namespace, log: digits.RunLog) -> None:
@@ -110,7 +108,7 @@ async def train(options: argparse.Namespace, log: digits.RunLog) -> None:
                 log.save(step, loss, time.perf_counter() - began)
     last = max(start, options.steps) - 1
     kept: Any = jax.tree.map(jax.device_get, (state.layers, state.optimizer))
-    log.end(last, accuracy(state, held_out), *kept)
+    log.end(last, float(accuracy(state.layers, *held_out)), *kept)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,8 @@ COPYING_CALLS = ("numpy.copyto", "numpy.ascontiguousarray", "numpy.array", "crc3
 # Calls that blockbuster knows, and that read no disk.
 HARMLESS_CALLS = ("os.getcwd", "os.path.abspath")
 IMPORTING = ("<frozen importlib._bootstrap>", ("_find_and_load",))
+# Files of the kernel's memory, not of a disk.
+READING_LIMITS = ("asyncckpt/options.py", ("memory_limit_nbytes",))
 
 
 def _is_short(buffer: Any, *_: Any, **__: Any) -> bool:
@@ -65,6 +67,7 @@ def _detector() -> BlockBuster:
         )
     for function in detector.functions.values():
         function.can_block_in(*IMPORTING)
+        function.can_block_in(*READING_LIMITS)
     return detector
 
 

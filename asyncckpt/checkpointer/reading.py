@@ -28,7 +28,7 @@ from asyncckpt.reports import (
     Progress,
     VerifyReport,
 )
-from asyncckpt.stages.opened import OpenCheckpoint, open_checkpoint, read_index
+from asyncckpt.stages.opened import RECORD, OpenCheckpoint, open_checkpoint, read_index
 from asyncckpt.stages.serialize import TRAILER_NBYTES
 from asyncckpt.stages.tree_check import check_database
 from asyncckpt.tree import unflatten
@@ -140,7 +140,7 @@ class _Verify:
         try:
             read_structure(opened)
         except CorruptCheckpointError as error:
-            self._damage(None, "checkpoint.json", None, str(error))
+            self._damage(None, RECORD, None, str(error))
         index: ChunkIndex | None = None
         index_file = record.files[record.chunk_index.file].path
         try:
@@ -187,7 +187,7 @@ class _Verify:
             while offset < entry.nbytes:
                 nbytes = min(pool.slot_nbytes, entry.nbytes - offset)
                 data = slots[0].buffer[:nbytes]
-                await self._opened.files.read_into(entry.path, offset, [data])
+                await self._opened.files.read_into(entry.path, offset, [data], direct=True)
                 await self._runtime.engine.compute.run(checker.feed, data)
                 if number in self._kept:
                     self._kept[number] += data.tobytes()

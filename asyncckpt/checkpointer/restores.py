@@ -34,7 +34,7 @@ from asyncckpt.reports import Progress, RestoreReport
 from asyncckpt.spec import DTYPES, ArraySpec, Box
 from asyncckpt.stages.decode import flat_target
 from asyncckpt.stages.fetch import Destination, Fetch
-from asyncckpt.stages.opened import OpenCheckpoint, open_checkpoint, read_index
+from asyncckpt.stages.opened import RECORD, OpenCheckpoint, open_checkpoint, read_index
 from asyncckpt.stages.place import cast_values, python_value, same_bits
 from asyncckpt.tree import Structure, match_glob
 
@@ -158,7 +158,7 @@ def read_structure(opened: OpenCheckpoint) -> Structure:
     except ValueError as error:
         raise CorruptCheckpointError(
             f"{opened.location}: the commit record's {error}; restore an older step",
-            file="checkpoint.json",
+            file=RECORD,
             location=opened.location,
         ) from None
     return structure
@@ -310,6 +310,7 @@ class _Restore:
             self._runtime.pool,
             self._compute,
             concurrency=self._runtime.concurrency(self._request.options.concurrency),
+            own_memory=self._request.mode != "into" or self._request.options.atomic,
             arrived=self._has_arrived,
             progress=self._progress,
         )

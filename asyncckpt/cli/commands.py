@@ -90,7 +90,7 @@ def list_steps(
     if as_json:
         _print_json([documents.summary(info) for info in infos])
     elif infos:
-        tables.console().print(tables.listing(infos))
+        tables.show([tables.listing(infos)])
     elif not failed:
         typer.echo(f"no checkpoints in {tables.printable(root)}")
     if failed:
@@ -109,8 +109,7 @@ def show(
     if as_json:
         _print_json(documents.details(info))
         return
-    console = tables.console()
-    console.print(tables.heading(info), "", tables.leaves(info), "", tables.files(info))
+    tables.show([tables.heading(info), tables.leaves(info), tables.files(info)])
 
 
 @app.command()
@@ -140,7 +139,7 @@ def verify(
             typer.echo(f"{tables.printable(report.location)}: {found}")
         damaged = [report for report in reports if not report.ok]
         if damaged:
-            tables.console().print(tables.damages(damaged))
+            tables.show([tables.damages(damaged)])
     if not all(report.ok for report in reports):
         raise typer.Exit(1)
 

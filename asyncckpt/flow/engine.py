@@ -242,7 +242,11 @@ class Engine:
             await asyncio.shield(waiter)
         finally:
             await finished(waiter)
-            self._join()
+            # The thread's last act resolved the future: it ends within microseconds, but waiting
+            # for that would be a blocking call.
+            while self._thread is not None and self._thread.is_alive():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0)
 
     def _join(self) -> None:
         if self._thread is not None and self._thread is not threading.current_thread():

@@ -65,6 +65,7 @@ class Fetch:
         compute: Workers,
         *,
         concurrency: int,
+        own_memory: bool,
         arrived: Callable[[int], None],
         progress: Callable[[int], None],
     ) -> None:
@@ -75,6 +76,7 @@ class Fetch:
         self._pool = pool
         self._compute = compute
         self._streams = asyncio.Semaphore(concurrency)
+        self._own_memory = own_memory
         self._arrived = arrived
         self._progress = progress
         self._nbytes = index.nbytes.tolist()
@@ -149,7 +151,7 @@ class Fetch:
                 await self._direct(batch, path)
             elif batch.nbytes <= self._pool.slot_nbytes:
                 data = slots[0].buffer[: batch.nbytes]
-                await self._opened.files.read_into(path, batch.offset, [data])
+                await self._opened.files.read_into(path, batch.offset, [data], direct=True)
                 await self._compute.run(self._small, batch, data)
             elif self._compressed(batch.parts[0]):
                 await self._large_compressed(batch, path, slots)
@@ -178,7 +180,9 @@ class Fetch:
         assert flat is not None
         data = flat[part.direct : part.direct + part.nbytes]
         tail = np.empty(batch.nbytes - part.nbytes, np.uint8)
-        await self._opened.files.read_into(path, batch.offset, [data, tail])
+        await self._opened.files.read_into(
+            path, batch.offset, [data, tail], direct=self._own_memory
+        )
         await self._compute.run(self._check_direct, batch, data, tail)
 
     async def _large(self, batch: ReadBatch, path: str, slot: Slot) -> None:
@@ -192,7 +196,7 @@ class Fetch:
             trailer = np.empty(TRAILER_NBYTES, np.uint8)
             if stop == payload:
                 buffers.append(trailer)
-            await self._opened.files.read_into(path, batch.offset + start, buffers)
+            await self._opened.files.read_into(path, batch.offset + start, buffers, direct=True)
             crc = await self._compute.run(self._large_piece, batch, data, start, crc)
             start = stop
         row = batch.parts[0].row
@@ -207,7 +211,7 @@ class Fetch:
         if left:
             # Beyond the whole budget: restored alone, in memory of its own.
             parts = [np.empty(batch.nbytes, np.uint8)]
-        await self._opened.files.read_into(path, batch.offset, parts)
+        await self._opened.files.read_into(path, batch.offset, parts, direct=True)
         await self._compute.run(self._decode_compressed, batch, parts)
 
     # -- in worker threads

@@ -11,14 +11,14 @@ import numpy as np
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.format.chunks import ChunkIndex, decode_chunk_index
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.record import CommitRecord, decode_record
+from asyncckpt.format.record import RECORD_NAME, CommitRecord, decode_record
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import MAX_RECORD_NBYTES
 from asyncckpt.planning.restore import StoredArrays
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.spec import ArraySpec, ChunkGrid
 
-RECORD = "checkpoint.json"
+RECORD = RECORD_NAME
 
 RECORD_TAIL_NBYTES = 12
 """The checksum that ends a record: a quote, 8 digits, a quote, a brace and a line feed."""

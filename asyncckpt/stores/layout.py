@@ -20,11 +20,12 @@ import re
 from dataclasses import dataclass
 
 from asyncckpt.errors import UsageError
+from asyncckpt.ports import RECORD_NAME
 
 CONTROL = ".asyncckpt"
 """Directory below the root for everything that is not a checkpoint."""
 
-RECORD_FILE = "checkpoint.json"
+RECORD_FILE = RECORD_NAME
 """Name of the commit record in a checkpoint's directory."""
 
 OWNER_SUFFIX = ".owner"

@@ -29,9 +29,9 @@ from asyncckpt.errors import (
     CorruptCheckpointError,
     UsageError,
 )
-from asyncckpt.ports import Attempt, Bytes, Store
+from asyncckpt.ports import RECORD_NAME, Attempt, Bytes, Store
 
-RECORD = "checkpoint.json"
+RECORD = RECORD_NAME
 PAGE = 4096
 KIB = 1024
 LENGTHS = (0, 1, PAGE - 1, PAGE, PAGE + 1, 64 * KIB, 256 * KIB + 1, 1024 * KIB - 1)

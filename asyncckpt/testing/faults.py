@@ -229,7 +229,9 @@ class FaultFiles:
                 data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
         return data
 
-    async def read_into(self, path: str, offset: int, buffers: Sequence[Bytes]) -> None:
+    async def read_into(
+        self, path: str, offset: int, buffers: Sequence[Bytes], *, direct: bool = False
+    ) -> None:
         """As the inner files, with what the script does to the data.
 
         Raises:
@@ -239,7 +241,7 @@ class FaultFiles:
             total = sum(buffer.size for buffer in buffers)
             short = any(fault.data == "short" for fault in faults)
             await self._inner.read_into(
-                path, offset, _first(buffers, total // 2) if short else buffers
+                path, offset, _first(buffers, total // 2) if short else buffers, direct=direct
             )
         if short:
             raise CorruptCheckpointError(

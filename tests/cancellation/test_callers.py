@@ -78,7 +78,11 @@ async def cancelled_at(caller: Caller, points: Points, root: Path, *at: int) -> 
 
 
 @pytest.mark.parametrize("caller", [train, one_shot])
-@pytest.mark.parametrize("gaps", [(), (1,), (1, 2)], ids=["once", "twice", "three times"])
+@pytest.mark.parametrize(
+    "gaps",
+    [(), pytest.param((1,), marks=pytest.mark.long), pytest.param((1, 2), marks=pytest.mark.long)],
+    ids=["once", "twice", "three times"],
+)
 async def test_a_caller_cancelled_at_any_await_leaves_nothing_running(
     tmp_path: Path, caller: Caller, gaps: tuple[int, ...]
 ) -> None:
@@ -88,7 +92,7 @@ async def test_a_caller_cancelled_at_any_await_leaves_nothing_running(
     while await cancelled_at(caller, points, tmp_path / str(n), n, *(n + gap for gap in gaps)):
         n += 1
     report(f"{caller.__name__} cancelled {len(gaps) + 1} times", n - 1, list(points.sites))
-    assert n - 1 >= 15 if caller is train else 10
+    assert n - 1 >= (15 if caller is train else 10)
 
 
 async def test_timing_out_a_save_aborts_it_and_cleans_up(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
-STEPS, HALF, SAVE_EVERY, HIDDEN = 120, 50, 10, 32
+KILLED, HALF, STEPS = 50, 80, 120
+SAVE_EVERY, HIDDEN = 10, 32
 TIMEOUT_S = 200.0
 
 # A pipe this small holds the log of fewer steps than are left when the process is killed, so that
@@ -35,19 +38,25 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(REPOSITORY)}
 
 
-def train(framework: str, root: Path, log: Path, steps: int) -> str:
-    """The run has ended well; returns what it printed."""
-    done = subprocess.run(
+def start(framework: str, root: Path, log: Path, steps: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         command(framework, root, log, steps),
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=TIMEOUT_S,
-        check=False,
     )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """The run has ended well; returns what it printed."""
+    with process:
+        try:
+            printed, _ = process.communicate(timeout=TIMEOUT_S)
+        finally:
+            process.kill()
+    assert process.returncode == 0, printed
+    return printed
 
 
 def lines(log: Path) -> list[dict[str, Any]]:
@@ -58,23 +67,9 @@ def losses(log: list[dict[str, Any]]) -> list[tuple[int, str]]:
     return [(line["step"], line["loss"]) for line in log if "step" in line]
 
 
-def sums(line: dict[str, Any]) -> tuple[int, str, str]:
+def end(log: list[dict[str, Any]]) -> tuple[int, str, str]:
+    (line,) = (line for line in log if "end" in line)
     return line["end"], line["parameters"], line["optimizer"]
-
-
-@pytest.fixture(scope="module", params=["jax", "torch"])
-def framework(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(framework: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp(f"uninterrupted-{framework}")
-    train(framework, folder / "root", folder / "log", STEPS)
-    log = lines(folder / "log")
-    assert [step for step, _ in losses(log)] == list(range(STEPS))
-    return log
 
 
 def killed_at(framework: str, root: Path, fifo: Path, step: int) -> list[dict[str, Any]]:
@@ -84,64 +79,99 @@ def killed_at(framework: str, root: Path, fifo: Path, step: int) -> list[dict[st
     os.set_blocking(reading, True)
     with open(reading) as log:
         if sys.platform == "linux":
-            import fcntl
-
             fcntl.fcntl(log, fcntl.F_SETPIPE_SZ, PIPE_NBYTES)
         found: list[dict[str, Any]] = []
-        process = subprocess.Popen(command(framework, root, fifo, STEPS), env=environment())
-        # Until the script has opened the pipe there is no writer, which reads as its end.
+        # Without a writer, before the script has opened the pipe, reading it would meet its end.
         holding = os.open(fifo, os.O_WRONLY)
+        process = start(framework, root, fifo, STEPS)
         try:
             while not any(line.get("step") == step for line in found):
                 found.append(json.loads(log.readline()))
         finally:
             process.kill()
             os.close(holding)
-            status = process.wait(TIMEOUT_S)
-        assert status == -signal.SIGKILL
+            with process:
+                printed, _ = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == -signal.SIGKILL, printed
         found += [json.loads(line) for line in log.read().splitlines()]
     return found
 
 
-def test_killed_run_resumes_with_equal_losses_and_state(
-    framework: str, uninterrupted: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    root = tmp_path / "root"
-    before = killed_at(framework, root, tmp_path / "fifo", HALF)
-    printed = train(framework, root, tmp_path / "log", STEPS)
-    after = lines(tmp_path / "log")
-    start = after[0]["start"]
-    assert 0 < start <= losses(before)[-1][0] + 1
-    assert f"resuming from step {start - 1}" in printed
-    expected = losses(uninterrupted)
-    assert losses(before) == expected[: len(losses(before))]
-    assert losses(after) == expected[start:]
-    assert sums(after[-1]) == sums(uninterrupted[-1])
+@dataclass(frozen=True)
+class Runs:
+    """Logs of one run without interruption, and of one that went on twice in one root."""
+
+    whole: list[dict[str, Any]]
+    killed: list[dict[str, Any]]
+    resumed: list[dict[str, Any]]
+    resumed_output: str
+    longer: list[dict[str, Any]]
+    longer_output: str
+    root: Path
 
 
-def test_second_run_against_the_same_root_goes_on(
-    framework: str, uninterrupted: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    root, log = tmp_path / "root", tmp_path / "log"
-    assert "starting" in train(framework, root, log, HALF)
-    printed = train(framework, root, log, STEPS)
-    assert f"resuming from step {HALF - 1}" in printed
-    assert "training was held up for" in printed
-    found = lines(log)
-    assert losses(found) == losses(uninterrupted)
-    assert sums(found[-1]) == sums(uninterrupted[-1])
-    steps = sorted(int(path.name) for path in root.iterdir() if path.name.isdecimal())
-    assert steps == [STEPS - 1 - 2 * SAVE_EVERY, STEPS - 1 - SAVE_EVERY, STEPS - 1]
+@pytest.fixture(scope="module", params=["jax", "torch"])
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    framework: str = request.param
+    folder = tmp_path_factory.mktemp(framework)
+    root = folder / "interrupted"
+    whole = start(framework, folder / "whole", folder / "whole.log", STEPS)
+    try:
+        killed = killed_at(framework, root, folder / "fifo", KILLED)
+        resumed_output = finish(start(framework, root, folder / "resumed.log", HALF))
+        longer_output = finish(start(framework, root, folder / "longer.log", STEPS))
+        finish(whole)
+    finally:
+        whole.kill()
+    return Runs(
+        whole=lines(folder / "whole.log"),
+        killed=killed,
+        resumed=lines(folder / "resumed.log"),
+        resumed_output=resumed_output,
+        longer=lines(folder / "longer.log"),
+        longer_output=longer_output,
+        root=root,
+    )
+
+
+def test_killed_run_resumes_with_equal_losses(runs: Runs) -> None:
+    expected = losses(runs.whole)
+    assert [step for step, _ in expected] == list(range(STEPS))
+    start = runs.resumed[0]["start"]
+    assert KILLED - 2 * SAVE_EVERY <= start <= losses(runs.killed)[-1][0] + 1
+    assert f"resuming from step {start - 1}" in runs.resumed_output
+    assert losses(runs.killed) == expected[: len(losses(runs.killed))]
+    assert losses(runs.resumed) == expected[start:HALF]
+
+
+def test_second_run_against_the_same_root_goes_on(runs: Runs) -> None:
+    assert f"resuming from step {HALF - 1}" in runs.longer_output
+    assert "training was held up for" in runs.longer_output
+    assert losses(runs.longer) == losses(runs.whole)[HALF:]
+
+
+def test_parameters_and_optimizer_of_a_run_killed_and_resumed_are_equal(runs: Runs) -> None:
+    assert end(runs.longer) == end(runs.whole)
+    assert end(runs.resumed) != end(runs.whole)
+    assert "end" not in runs.killed[-1]
+
+
+def test_resumed_run_keeps_the_newest_three_and_nothing_else(runs: Runs) -> None:
+    newest = range(STEPS - 1 - 2 * SAVE_EVERY, STEPS, SAVE_EVERY)
+    assert sorted(path.name for path in runs.root.iterdir() if path.name != ".asyncckpt") == sorted(
+        map(str, newest)
+    )
+    assert not list(runs.root.glob(".asyncckpt/epoch-*/*"))
 
 
 def test_run_that_is_complete_trains_no_further(tmp_path: Path) -> None:
-    root, log = tmp_path / "root", tmp_path / "log"
-    train("jax", root, log, SAVE_EVERY)
-    (first,) = (line for line in lines(log) if "end" in line)
-    train("jax", root, log, SAVE_EVERY)
-    again = lines(log)[-1]
-    assert sums(again) == sums(first)
-    assert len(losses(lines(log))) == SAVE_EVERY
+    logs = [tmp_path / "first", tmp_path / "second"]
+    for log in logs:
+        finish(start("jax", tmp_path / "root", log, SAVE_EVERY))
+    first, second = map(lines, logs)
+    assert len(losses(first)) == SAVE_EVERY
+    assert losses(second) == []
+    assert end(second) == end(first)
 
 
 # -------------------------------------------------------------------------------------- the demo
@@ -226,7 +256,7 @@ def test_demo_fails_on_logs_that_differ(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = copy.deepcopy(RESUMED)
+    found = [dict(line) for line in RESUMED]
     if fault == "loss":
         found[5]["loss"] = "3fe2d2f0"
     elif fault == "missing":

@@ -1,0 +1,223 @@
+"""A failed save is heard of: by every await of it, else exactly once by whatever comes next."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import asyncckpt
+from asyncckpt.errors import DeadlineExceededError, SaveError, StoreError, UsageError
+from tests.checkpointer.script import Script
+
+pytestmark = pytest.mark.usefixtures("no_blocking")
+
+TREE = {"w": np.arange(20_000.0), "step": 1}
+
+Next = Callable[[asyncckpt.Checkpointer], Awaitable[object]]
+
+
+async def failed_unseen(ckpt: asyncckpt.Checkpointer, error: Exception | None = None) -> Script:
+    """A save of step 1 has failed and nobody has heard of it."""
+    script = Script(ckpt)
+    script.fail("seal", error or StoreError("disk on fire"))
+    await ckpt.start_save(1, TREE)
+    for pending in ckpt._core.in_flight():
+        with pytest.raises(StoreError):
+            await ckpt._core.call(lambda p=pending: wait_quietly(p)).wait()
+    return script
+
+
+async def wait_quietly(pending: asyncckpt.PendingSave) -> None:
+    import asyncio
+
+    await asyncio.wrap_future(pending._job.future)
+
+
+NEXT: dict[str, Next] = {
+    "save": lambda ckpt: ckpt.save(2, TREE),
+    "start_save": lambda ckpt: ckpt.start_save(2, TREE),
+    "wait": lambda ckpt: ckpt.wait(),
+    "close": lambda ckpt: ckpt.close(),
+}
+
+
+@pytest.mark.parametrize("name", NEXT)
+async def test_an_unseen_failure_is_raised_exactly_once_by_the_next_call(
+    tmp_path: Path, name: str
+) -> None:
+    ckpt = asyncckpt.Checkpointer(tmp_path)
+    script = await failed_unseen(ckpt)
+    begun = script.count("begin")
+    with pytest.raises(StoreError, match="disk on fire"):
+        await NEXT[name](ckpt)
+    assert script.count("begin") == begun  # nothing was started
+    if name != "close":
+        await ckpt.save(3, TREE)
+        assert await ckpt.steps() == [3]
+    await ckpt.close()
+
+
+async def test_the_end_of_the_block_raises_an_unseen_failure(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="disk on fire"):
+        async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+            await failed_unseen(ckpt)
+
+
+async def test_the_end_of_the_block_waits_for_saves_in_flight(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        pending = await ckpt.start_save(1, TREE)
+    assert pending.done()
+    assert (await asyncckpt.verify(tmp_path / "1")).ok
+
+
+async def test_the_exception_of_the_body_is_not_replaced_and_the_saves_error_is_a_note(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(KeyError) as caught:
+        async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+            Script(ckpt).fail("publish", StoreError("disk on fire"))
+            pending = await ckpt.start_save(1, TREE)
+            raise KeyError("body")
+    assert pending.done()
+    assert caught.value.__notes__ == ["a save failed, too: StoreError: disk on fire"]
+
+
+async def test_after_an_exception_of_the_body_saves_in_flight_are_still_finished(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(KeyError) as caught:
+        async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+            await ckpt.start_save(1, TREE)
+            raise KeyError("body")
+    assert not hasattr(caught.value, "__notes__")
+    assert (await asyncckpt.verify(tmp_path / "1")).ok
+
+
+async def test_every_await_of_a_failed_save_raises_and_nothing_else_does(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        Script(ckpt).fail("seal", StoreError("disk on fire"))
+        pending = await ckpt.start_save(1, TREE)
+        for _ in range(3):
+            with pytest.raises(StoreError, match="disk on fire"):
+                await pending
+        await ckpt.wait()
+        await ckpt.save(2, TREE)
+        assert await ckpt.steps() == [2]
+
+
+async def test_a_failure_raised_by_save_is_seen(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        script = Script(ckpt)
+        script.fail("write", StoreError("disk on fire"))
+        with pytest.raises(StoreError):
+            await ckpt.save(1, TREE)
+        script.fail("begin", StoreError("disk on fire"))
+        with pytest.raises(StoreError):
+            await ckpt.start_save(1, TREE)  # fails while it is being staged
+        await ckpt.wait()
+
+
+async def test_on_failed_save_log_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = asyncckpt.SaveOptions(on_failed_save="log")
+    async with asyncckpt.Checkpointer(tmp_path, save_options=options) as ckpt:
+        await failed_unseen(ckpt)
+        with caplog.at_level(logging.ERROR, "asyncckpt"):
+            await ckpt.save(2, TREE)
+        assert "an earlier save failed: disk on fire" in caplog.text
+        assert await ckpt.steps() == [2]
+
+
+async def test_two_unseen_failures_are_one_error_with_a_note(tmp_path: Path) -> None:
+    import asyncio
+
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        script = Script(ckpt)
+        hold = script.hold("publish")
+        script.fail("publish", StoreError("first"))
+        script.fail("publish", StoreError("second"), 2)
+        await ckpt.start_save(1, TREE)
+        await hold.reached()
+        queued = asyncio.create_task(ckpt.start_save(2, TREE))
+        await asyncio.sleep(0)
+        hold.go()
+        await queued
+        with pytest.raises(StoreError, match="first") as caught:
+            await ckpt.wait()
+        assert caught.value.__notes__ == ["another save failed too: second"]
+        await ckpt.wait()
+
+
+async def test_a_failing_clean_up_does_not_hide_why_the_save_failed(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        script = Script(ckpt)
+        script.fail("write", StoreError("disk on fire"))
+        script.fail("abort", StoreError("still burning"))
+        with pytest.raises(StoreError, match="disk on fire") as caught:
+            await ckpt.save(1, TREE)
+        assert caught.value.__notes__ == ["cleaning up failed too: still burning"]
+
+
+async def test_a_deadline_aborts_the_save_says_where_it_was_and_cleans_up(tmp_path: Path) -> None:
+    options = asyncckpt.SaveOptions(deadline_s=0.05)
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(0, TREE)
+        script = Script(ckpt)
+        script.hold("write")
+        with pytest.raises(
+            DeadlineExceededError, match=r"did not finish within 0\.05 s .*in upload, at 0%"
+        ) as caught:
+            await ckpt.save(1, TREE, options=options)
+        assert (caught.value.stage, caught.value.location) == ("upload", str(tmp_path / "1"))
+        assert isinstance(caught.value, SaveError) and not caught.value.visible
+        assert await ckpt.steps() == [0]
+        assert ckpt._core.runtime.budget.in_use == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+async def test_a_deadline_counts_from_the_call_also_behind_another_save(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        script = Script(ckpt)
+        publish = script.hold("publish")
+        first = await ckpt.start_save(1, TREE)
+        await publish.reached()
+        with pytest.raises(DeadlineExceededError):
+            await ckpt.start_save(2, TREE, options=asyncckpt.SaveOptions(deadline_s=0.05))
+        publish.go()
+        await first
+        assert script.count("begin") == 1
+
+
+async def test_a_restore_past_its_deadline_is_aborted(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(1, TREE)
+        Script(ckpt).hold("read_into", 2)
+        with pytest.raises(DeadlineExceededError, match=r"restore did not finish within 0\.05 s"):
+            await ckpt.restore(options=asyncckpt.RestoreOptions(deadline_s=0.05))
+        assert (await ckpt.restore())["step"] == 1
+
+
+async def test_overlapping_saves_wait_or_are_skipped_or_are_an_error(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        publish = Script(ckpt).hold("publish")
+        first = await ckpt.start_save(1, TREE)
+        await publish.reached()
+        skip = asyncckpt.SaveOptions(on_overlap="skip")
+        skipped = await ckpt.start_save(2, TREE, options=skip)
+        assert skipped.skipped and skipped.done() and not skipped.cancel()
+        report = await skipped
+        assert report.skipped and report.step == 2
+        assert str(report) == f"skipped {tmp_path / '2'}: another save was in flight"
+        assert repr(skipped) == "<PendingSave step 2: skipped>"
+        error = asyncckpt.SaveOptions(on_overlap="error")
+        with pytest.raises(UsageError, match=r"another save is in flight .*step 1.*await it first"):
+            await ckpt.start_save(3, TREE, options=error)
+        publish.go()
+        await first
+        for step, options in ((4, skip), (5, error)):
+            assert not (await ckpt.start_save(step, TREE, options=options)).skipped
+            await ckpt.wait()
+        assert await ckpt.steps() == [1, 4, 5]

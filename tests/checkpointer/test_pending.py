@@ -1,0 +1,200 @@
+"""A save in the background: what its `PendingSave` shows, and whom a cancellation concerns."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncckpt
+from asyncckpt.errors import SaveAbortedError, StoreError
+from tests.checkpointer.script import Script
+
+pytestmark = pytest.mark.usefixtures("no_blocking")
+
+
+def tree(n: int = 300_000) -> dict[str, Any]:
+    return {"w": np.arange(n, dtype=np.float32), "step": 3}
+
+
+async def test_start_save_returns_when_the_state_is_taken_and_the_rest_goes_on(
+    tmp_path: Path,
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        script = Script(ckpt)
+        publish = script.hold("publish")
+        pending = await ckpt.start_save(3, tree())
+        await publish.reached()
+        assert not pending.done()
+        assert await ckpt.steps() == []
+        publish.go()
+        report = await pending
+        assert pending.done()
+        assert (report.step, report.location) == (3, str(tmp_path / "3"))
+        assert (report.leaf_count, report.array_count, report.nbytes) == (2, 1, 1_200_000)
+        assert 0 < report.blocked_s <= report.total_s
+        assert await ckpt.steps() == [3]
+        assert (await pending) is report  # as often as one likes
+
+
+async def test_the_repr_shows_step_stage_and_percent(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        script = Script(ckpt)
+        write = script.hold("write")
+        pending = await ckpt.start_save(12, tree())
+        await write.reached()
+        assert re.fullmatch(r"<PendingSave step 12: upload 0% of 1\.1 MiB>", repr(pending))
+        assert pending.progress.fraction == 0.0
+        write.go()
+        await pending
+        assert repr(pending) == "<PendingSave step 12: committed>"
+        assert pending.progress.fraction == 1.0
+        script.fail("begin", StoreError("no space on disk"))
+        failed = await started(ckpt, 13)
+        assert failed is None
+
+
+async def started(ckpt: asyncckpt.Checkpointer, step: int) -> asyncckpt.PendingSave | None:
+    try:
+        return await ckpt.start_save(step, tree())
+    except StoreError:
+        return None
+
+
+async def test_the_repr_of_a_failed_save_shows_why(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        Script(ckpt).fail("seal", StoreError("disk on fire"))
+        pending = await ckpt.start_save(1, tree())
+        with pytest.raises(StoreError):
+            await pending
+        assert repr(pending) == "<PendingSave step 1: failed: disk on fire>"
+
+
+async def test_timing_out_an_await_of_a_pending_save_stops_only_the_waiting(
+    tmp_path: Path,
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        publish = Script(ckpt).hold("publish")
+        pending = await ckpt.start_save(1, tree())
+        await publish.reached()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pending, 0.01)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await pending
+        assert not pending.done()
+        publish.go()
+        assert (await pending).step == 1
+
+
+async def test_cancelling_an_await_of_a_pending_save_stops_only_the_waiting(
+    tmp_path: Path,
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        publish = Script(ckpt).hold("publish")
+        pending = await ckpt.start_save(1, tree())
+        await publish.reached()
+        waits = [pending.future() for _ in range(3)]
+        await asyncio.sleep(0)
+        assert all(isinstance(wait, asyncio.Future) for wait in waits)
+        for wait in waits[:2]:
+            wait.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await wait
+        assert not pending.done()
+        publish.go()
+        assert (await waits[2]) is (await pending)
+
+
+async def test_cancel_aborts_the_save_and_leaves_nothing(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        script = Script(ckpt)
+        write = script.hold("write")
+        pending = await ckpt.start_save(1, tree())
+        await write.reached()
+        assert pending.cancel()
+        for _ in range(2):
+            with pytest.raises(SaveAbortedError, match="was cancelled in upload and cleaned up") as caught:
+                await pending
+        assert caught.value.location == str(tmp_path / "1")
+        assert script.count("abort") == 1
+        assert not pending.cancel()
+        assert await ckpt.steps() == []
+        assert ckpt._core.runtime.budget.in_use == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_cancelling_a_save_whose_publication_has_begun_commits_it(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        publish = Script(ckpt).hold("publish")
+        pending = await ckpt.start_save(1, tree())
+        await publish.reached()
+        assert pending.cancel()
+        assert pending.cancel()
+        publish.go()
+        assert (await pending).step == 1
+        assert await ckpt.steps() == [1]
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("background", [False, True], ids=["save", "start_save"])
+async def test_cancelling_the_call_aborts_the_save_and_returns_after_its_clean_up(
+    tmp_path: Path, times: int, background: bool
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        script = Script(ckpt)
+        held = script.hold("begin" if background else "write")
+        abort = script.hold("abort") if not background else None
+        call = ckpt.start_save(1, tree()) if background else ckpt.save(1, tree())
+        task = asyncio.create_task(call)
+        await held.reached()
+        task.cancel()
+        if abort is not None:
+            await abort.reached()
+            for _ in range(times - 1):
+                task.cancel()
+                await ckpt.latest_step()
+            assert not task.done()
+            abort.go()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ckpt._core.in_flight() == []
+        assert await ckpt.steps() == []
+        await ckpt.save(2, tree())
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]
+
+
+async def test_a_queued_save_that_is_cancelled_never_begins(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        script = Script(ckpt)
+        publish = script.hold("publish")
+        first = await ckpt.start_save(1, tree())
+        await publish.reached()
+        queued = asyncio.create_task(ckpt.start_save(2, tree()))
+        await asyncio.sleep(0)
+        queued.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await queued
+        publish.go()
+        await first
+        assert script.count("begin") == 1
+
+
+async def test_saves_commit_in_the_order_of_their_calls(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        publish = Script(ckpt).hold("publish")
+        first = await ckpt.start_save(5, tree())
+        second = asyncio.create_task(ckpt.start_save(4, tree()))
+        await publish.reached()
+        await asyncio.sleep(0)
+        assert not second.done()
+        assert await ckpt.steps() == []
+        publish.go()
+        await first
+        assert await ckpt.steps() == [5]
+        await (await second)
+        assert await ckpt.steps() == [4, 5]
