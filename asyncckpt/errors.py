@@ -67,7 +67,7 @@ class UsageError(AsyncCheckpointError):
 
 
 class UnsupportedLeafError(UsageError):
-    """A leaf or a key of the tree cannot be stored; the message names its path and a cast that can."""
+    """A leaf or key cannot be stored; the message names its path and what can be."""
 
 
 class ClosedError(UsageError):

@@ -7,6 +7,7 @@ written and not in the middle of a save.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 import os
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncckpt.errors import UsageError
-from asyncckpt.spec import ArraySpec
+from asyncckpt.spec import DTYPES, ArraySpec
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -80,12 +81,15 @@ class LeafOptions:
         """Refuse values out of range."""
         if self.chunk_nbytes is not None:
             _integer("chunk_nbytes", self.chunk_nbytes, 1, 16 * GIB, "bytes")
-        if self.chunk_shape is not None and not all(
-            isinstance(n, int) and n > 0 for n in self.chunk_shape
+        if self.chunk_shape is not None and not (
+            isinstance(self.chunk_shape, tuple)
+            and all(type(n) is int and n > 0 for n in self.chunk_shape)
         ):
             raise UsageError(
-                f"chunk_shape={self.chunk_shape!r}: pass positive ints, one per dimension"
+                f"chunk_shape={self.chunk_shape!r}: pass a tuple of positive ints"
             )
+        if self.dtype is not None:
+            _choice("dtype", self.dtype, tuple(DTYPES))
         _choice("compression", self.compression, (None, "zstd", "none"))
         if self.compression_level is not None:
             _integer("compression_level", self.compression_level, 1, 22, "a zstd level")
@@ -157,6 +161,10 @@ class SaveOptions:
         _integer("compression_level", self.compression_level, 1, 22, "a zstd level")
         _choice("direct_io", self.direct_io, ("auto", True, False))
         _seconds("deadline_s", self.deadline_s)
+        if self.exit_deadline_s is None:
+            raise UsageError(
+                "exit_deadline_s=None: pass a positive number of seconds; a process must end"
+            )
         _seconds("exit_deadline_s", self.exit_deadline_s)
         _choice("snapshot", self.snapshot, ("copy", "reference"))
         _choice("on_overlap", self.on_overlap, ("wait", "skip", "error"))
@@ -262,7 +270,7 @@ def _integer(name: str, value: object, low: int, high: int, unit: str) -> None:
 def _seconds(name: str, value: object) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise UsageError(f"{name}={value!r}: pass a positive number of seconds", found=value)
 
 

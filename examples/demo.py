@@ -291,7 +291,9 @@ def demonstrate(folder: Path, scale: Scale) -> None:
     if missed:
         say(indent(f"{missed} saves were finished too soon to be caught, so it was continued."))
     say(indent(f"Stopped while it saved step {step}, which was not published, and killed."))
-    _, listing = command_line("ls", str(broken))
+    status, listing = command_line("ls", str(broken))
+    if status:
+        raise DemoError(f"asyncckpt ls ended with status {status}:\n{listing}")
     say(indent(f"\n$ asyncckpt ls {os.path.relpath(broken)}\n{listing}\n"))
     say(indent("Left of the save that was killed:"))
     say(indent("\n".join(leftovers(broken)) or "nothing but its directory"))

@@ -42,10 +42,16 @@ from asyncckpt.errors import (
     UsageError,
 )
 from asyncckpt.flow.engine import Job, wait_quietly
-from asyncckpt.options import SLOT_NBYTES, RestoreOptions, SaveOptions, step_number
+from asyncckpt.options import (
+    MAX_RECORD_NBYTES,
+    SLOT_NBYTES,
+    RestoreOptions,
+    SaveOptions,
+    step_number,
+)
 from asyncckpt.reports import CheckpointInfo, Progress, SaveReport, VerifyReport
 from asyncckpt.retention import Retention
-from asyncckpt.stages.opened import open_checkpoint
+from asyncckpt.stages.opened import RECORD, open_checkpoint
 from asyncckpt.tree import Flat, flatten
 
 T = TypeVar("T")
@@ -387,7 +393,23 @@ class Core:
                 await files.close()
 
     async def delete(self, name: str) -> None:
-        """The checkpoint is gone."""
+        """The checkpoint is gone; what has no record is none, and is left alone.
+
+        Raises:
+            CheckpointNotFoundError: there is no checkpoint of this name.
+        """
+        files = self.store.files(name)
+        try:
+            await files.read(RECORD, max_nbytes=MAX_RECORD_NBYTES)
+        except CorruptCheckpointError:
+            pass  # a damaged checkpoint is one that can be deleted
+        except CheckpointNotFoundError:
+            raise CheckpointNotFoundError(
+                f"{self.store.url}/{name}: there is no checkpoint to delete",
+                location=f"{self.store.url}/{name}",
+            ) from None
+        finally:
+            await files.close()
         await self.store.delete(name)
 
     async def delete_after(self, step: int) -> list[int]:

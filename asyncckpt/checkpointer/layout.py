@@ -26,7 +26,7 @@ from asyncckpt.options import (
 )
 from asyncckpt.planning.save import LeafLayout, SavePlan, plan_save
 from asyncckpt.ports import ArrayAdapter, Source
-from asyncckpt.spec import DTYPES, ArraySpec
+from asyncckpt.spec import ArraySpec
 from asyncckpt.stages.commit import Catalog, make_catalog
 from asyncckpt.tree import Structure, array_names
 
@@ -212,13 +212,6 @@ def _with_options(
     if not isinstance(own, LeafOptions):
         raise UsageError(
             f"{path}: leaf_options returned {own!r}; return a LeafOptions or None", path=path
-        )
-    if own.dtype is not None and own.dtype not in DTYPES:
-        raise UsageError(
-            f"{path}: LeafOptions(dtype={own.dtype!r}) is no zarr v3 dtype; pass one of "
-            f"{', '.join(DTYPES)}",
-            path=path,
-            found=own.dtype,
         )
     compression = own.compression or options.compression or "none"
     level = None

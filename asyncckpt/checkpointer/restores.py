@@ -343,68 +343,63 @@ class _Restore:
     # -- plan
 
     def _allocate(self, arrays: Sequence[Assignment]) -> None:
-        own: dict[Any, int] = {}
-        arena = Arena(
-            sum(a.spec.nbytes for a in arrays if a.spec is not None and not self._fills(a))
-        )
-        whole = {a.spec: Box.whole(a.spec.shape) for a in arrays if a.spec is not None}
+        in_place = self._request.mode == "into" and not self._request.options.atomic
+        own: list[Assignment] = []
         for assignment in arrays:
-            assert assignment.spec is not None
-            want = assignment.wanted
+            want, spec = assignment.wanted, assignment.spec
             target = want.target if want is not None else None
-            row = self._opened.first_rows[assignment.array]
-            key: Any = None
-            if self._fills(assignment):
-                assert target is not None
-                assignment.values = target.buffer
-                key = None if target.identity is None else (row, target.identity)
-            elif target is None and assignment.spec.size:
-                # Leaves that were tied when they were saved come back as one array.
-                key = (row, assignment.spec)
-            if key is not None and key in own:
-                number = own[key]
-                assignment.values = self._destinations[number].values
-                self._owners[number].append(assignment)
-                continue
-            if assignment.values is None:
-                spec = assignment.spec
-                memory = arena.take(spec.nbytes).view(DTYPES[spec.dtype])
-                assignment.values = memory.reshape(spec.shape)
-            if key is not None:
-                own[key] = len(self._destinations)
-            self._destinations.append(
-                Destination(
-                    assignment.path,
-                    assignment.array,
-                    whole[assignment.spec],
-                    assignment.values,
-                    flat_target(assignment.values),
-                )
+            if in_place and target is not None and target.buffer is not None:
+                assert spec is not None
+                if target.spec.dtype == spec.dtype:
+                    assignment.values = target.buffer
+                    continue
+            own.append(assignment)
+        self._allocate_own(own)
+        shared: dict[Any, int] = {}
+        tied = self._opened.record.arrays.tied
+        in_ties = set(tied) | set(tied.values())
+        destinations, owners = self._destinations, self._owners
+        for assignment in arrays:
+            values, array = assignment.values, assignment.array
+            if array in in_ties:
+                # The chunks of tied arrays are read once into memory that their targets share.
+                key = (self._opened.first_rows[array], values.__array_interface__["data"][0])
+                number = shared.setdefault((key, values.strides), len(destinations))
+                if number < len(destinations):
+                    owners[number].append(assignment)
+                    continue
+            destinations.append(
+                Destination(assignment.path, array, None, values, flat_target(values))
             )
-            self._owners.append([assignment])
+            owners.append([assignment])
         self._check_overlaps()
 
-    def _fills(self, assignment: Assignment) -> bool:
-        """Whether the payload goes into the target's own memory."""
-        want = assignment.wanted
-        if self._request.mode != "into" or want is None or want.target is None:
-            return False
-        target = want.target
-        return (
-            target.buffer is not None
-            and assignment.spec is not None
-            and target.spec.dtype == assignment.spec.dtype
-            and not self._request.options.atomic
-        )
+    def _allocate_own(self, arrays: Sequence[Assignment]) -> None:
+        """Memory of our own; leaves that were tied come back as one array where no target asks."""
+        arena = Arena(sum(a.spec.nbytes for a in arrays if a.spec is not None))
+        tied = self._opened.record.arrays.tied
+        made: dict[int, Any] = {}
+        for assignment in arrays:
+            spec = assignment.spec
+            assert spec is not None
+            first = tied.get(assignment.array, assignment.array)
+            if assignment.wanted is None and first in made:
+                assignment.values = made[first]
+                continue
+            memory = arena.take(spec.nbytes).view(DTYPES[spec.dtype])
+            assignment.values = memory.reshape(spec.shape)
+            if assignment.wanted is None and tied:
+                made[first] = assignment.values
 
     def _check_overlaps(self) -> None:
         if self._request.mode != "into":
             return
         spans = []
         for assignment in self._all:
-            target = assignment.wanted.target if assignment.wanted is not None else None
-            if target is not None and target.span is not None:
-                spans.append((*target.span, assignment.array, target, assignment.path))
+            want = assignment.wanted
+            target = want.target if want is not None else None
+            if target is not None and (extent := target.span) is not None:
+                spans.append((*extent, assignment.array, target, assignment.path))
         spans.sort(key=itemgetter(0, 1))
         # Most targets do not even come near each other: one vectorised look settles it.
         starts = np.array([span[0] for span in spans], np.int64)

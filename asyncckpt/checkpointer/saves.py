@@ -224,6 +224,7 @@ class Save:
             total_s=time.perf_counter() - request.begun,
             stage_s=dict(data.clock.busy_s),
             plan_cached=cached,
+            referenced_nbytes=data.referenced_nbytes,
             peak_staged_nbytes=runtime.budget.peak * runtime.pool.slot_nbytes,
             orbax=layout.orbax is not None,
             notes=layout.notes,
@@ -263,6 +264,7 @@ class Save:
             concurrency=runtime.concurrency(request.options.concurrency),
             data_file_nbytes=DEFAULT_DATA_FILE_NBYTES if size == "auto" else size,
             stall_first=request.stall_first,
+            reference=request.options.snapshot == "reference",
             staged=self._all_staged,
             progress=self._progressed,
         )

@@ -1,1 +1,1 @@
-"""What runs the pipeline: the byte budget, staging buffers, worker threads and the engine's loop."""
+"""What runs the pipeline: byte budget, staging buffers, worker threads, the engine's loop."""

@@ -34,7 +34,7 @@ class ByteBudget:
         )
 
     def try_acquire(self, count: int = 1, *, limit: int | None = None) -> bool:
-        """Whether `count` slots were taken, which they are only if nobody waits for them already."""
+        """Whether `count` slots were taken, which they are only if nobody waits for some."""
         if self._waiters or not self._fits(count, limit):
             return False
         self._take(count)

@@ -24,7 +24,7 @@ HUGE_PAGE_NBYTES = 2 << 20
 
 PIPELINE_SLOTS = 24
 """Slots that keep copying, checksumming and writing busy at once. A save that its caller waits for
-anyway does not touch new memory beyond these: a fresh page costs more than waiting for a used one."""
+anyway does not touch new memory beyond these: fresh pages cost more than waiting for used ones."""
 
 
 class AnonymousMemory:

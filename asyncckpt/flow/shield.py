@@ -51,18 +51,22 @@ def leading_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     A pipeline fails for one reason; what fails after it, because of it, is context.
     """
     errors: list[BaseException] = []
-    _flatten(group, errors)
+    notes: list[str] = []
+    _flatten(group, errors, notes)
     errors.sort(key=lambda error: isinstance(error, asyncio.CancelledError))
     first = errors[0]
     for other in errors[1:]:
         if not isinstance(other, asyncio.CancelledError) and str(other) != str(first):
             first.add_note(f"at the same time: {type(other).__name__}: {other}")
+    for note in notes:
+        first.add_note(note)
     return first
 
 
-def _flatten(error: BaseException, into: list[BaseException]) -> None:
+def _flatten(error: BaseException, into: list[BaseException], notes: list[str]) -> None:
     if isinstance(error, BaseExceptionGroup):
+        notes += getattr(error, "__notes__", ())
         for inner in error.exceptions:
-            _flatten(inner, into)
+            _flatten(inner, into, notes)
     else:
         into.append(error)

@@ -25,7 +25,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 ABANDON_S = 30.0
-"""How long a cancelled await waits for a thread that is stuck in a system call (a dead NFS mount)."""
+"""How long a cancelled await waits for a thread stuck in a system call (a dead NFS mount)."""
 
 ABANDONED_JOIN_S = 0.1
 """Once a thread was abandoned, which one is unknown: each gets this long to end."""

@@ -1,1 +1,1 @@
-"""The awaitable stages of a save (stage, serialize, upload, commit) and of a restore (fetch, decode, place)."""
+"""The stages of a save (stage, serialize, upload, commit) and a restore (fetch, decode, place)."""

@@ -40,14 +40,14 @@ class Destination:
     Attributes:
         path: path of the leaf, for errors.
         array: index of the stored array.
-        box: the wanted part.
+        box: the wanted part; None for all of it.
         values: memory of the box's shape, in the stored dtype.
         flat: the same memory as one run of bytes, or None.
     """
 
     path: str
     array: int
-    box: Box
+    box: Box | None
     values: npt.NDArray[Any]
     flat: Bytes | None = None
 
@@ -287,7 +287,7 @@ class Fetch:
             tuple(int(i) for i in cell) if grid.shape else (),
             start,
             destination.values,
-            destination.box,
+            destination.box or Box.whole(grid.shape),
         )
 
     def _expect(self, batch: ReadBatch, row: int, crc: int, trailer: Bytes) -> None:

@@ -79,6 +79,7 @@ class DataStages:
         concurrency: int,
         data_file_nbytes: int,
         stall_first: bool,
+        reference: bool,
         staged: Callable[[], None],
         progress: Callable[[str, int], None],
     ) -> None:
@@ -91,6 +92,7 @@ class DataStages:
         self._concurrency = concurrency
         self._data_file_nbytes = data_file_nbytes
         self._stall_first = stall_first
+        self._reference = reference
         self._staged = staged
         self._progress = progress
         self._staging = Staging(plan, sources, adapters, paths, pool, compute, grow=stall_first)
@@ -102,6 +104,11 @@ class DataStages:
             nbytes=plan.row_payload + TRAILER_NBYTES,
             crc=np.zeros(rows, np.uint32),
         )
+
+    @property
+    def referenced_nbytes(self) -> int:
+        """Bytes of leaves that were held instead of copied."""
+        return self._staging.referenced_nbytes
 
     async def run(self) -> Payload:
         """All data files are durable, and every leaf was copied before `staged` was called.
@@ -155,6 +162,9 @@ class DataStages:
         start = time.perf_counter()
         plan = self._plan
         inline = await self._staging.inline()
+        held = self._reference and await self._staging.hold_immutable()
+        if held:
+            self._staged()
         early: list[StagedWindow] = []
 
         def flush() -> None:
@@ -164,7 +174,7 @@ class DataStages:
 
         # While the caller waits and memory lasts, copying has the processors and the memory
         # bandwidth to itself; checksums and writes follow as soon as either ends.
-        emit = early.append if self._stall_first else windows.put_nowait
+        emit = early.append if self._stall_first and not held else windows.put_nowait
         await self._staging.windows(emit, flush)
         flush()
         windows.put_nowait(None)
@@ -172,7 +182,8 @@ class DataStages:
         chunks.put_nowait(None)
         self.clock.add("stage", start)
         self._staging.forget()
-        self._staged()
+        if not held:
+            self._staged()
         start = time.perf_counter()
         stored: list[bytes] = []
         for first in range(0, len(inline), INLINE_VALUES):

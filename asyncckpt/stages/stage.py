@@ -18,17 +18,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncckpt.errors import AsyncCheckpointError, StagingError
+from asyncckpt.flow.arena import Arena
 from asyncckpt.flow.buffers import Slot, SlotPool
 from asyncckpt.flow.threads import Workers
 from asyncckpt.options import PAGE_NBYTES
 from asyncckpt.planning.save import SavePlan, Window
 from asyncckpt.ports import ArrayAdapter, Bytes, Source
-from asyncckpt.spec import ArraySpec
+from asyncckpt.spec import DTYPES, ArraySpec, Box
 from asyncckpt.stages.payload import ArrayReader, gather
 
 GROUP_WINDOWS = 8
 """Windows copied by one call of a worker: a hop between threads costs about 0.1 ms, a window's
 copy 0.4 ms."""
+
+IMMUTABLE_FRAMEWORKS = frozenset(("jax",))
+"""Whose arrays never change: a reference is as good as a copy, as long as nobody donates them."""
 
 INLINE_LEAVES = 1024
 """Small leaves copied by one call of a worker, about a millisecond of work."""
@@ -81,6 +85,8 @@ class Staging:
         self._readers: dict[int, ArrayReader] = {}
         self.held: set[Slot] = set()
         self.held_units = 0
+        self.referenced_nbytes = 0
+        self._copy_units = 0
 
     async def inline(self) -> list[bytes]:
         """The bytes of every leaf that stands in the B+tree, in the order of `plan.inline`.
@@ -165,8 +171,42 @@ class Staging:
                 await self._compute.run(self._copy_chunk, leaf, chunk)
                 emit(chunk)
 
+    async def hold_immutable(self) -> bool:
+        """Immutable leaves are held as they are and all others were copied; False if those are many.
+
+        Afterwards the caller may mutate everything that can be mutated, and staging goes on from
+        what is held. The copies count in the budget until `forget`; where they would take more
+        than half of it, nothing is done.
+        """
+        plan = self._plan
+        inline = set(plan.inline)
+        mutable = []
+        held_nbytes = 0
+        for leaf, source in enumerate(self._sources):
+            if leaf in inline or plan.leaves[leaf].tied_to is not None:
+                continue
+            if source.framework in IMMUTABLE_FRAMEWORKS:
+                held_nbytes += source.spec.nbytes
+            else:
+                mutable.append(leaf)
+        nbytes = sum(self._sources[leaf].spec.nbytes for leaf in mutable)
+        units = -(-nbytes // self._pool.slot_nbytes)
+        if units > self._pool.budget.capacity // 2:
+            return False
+        if units:
+            await self._pool.budget.acquire(units)
+            self.held_units += units
+            self._copy_units = units
+            await self._compute.run(self._copy_mutable, mutable, nbytes)
+        self.referenced_nbytes = held_nbytes
+        self._grow = False
+        return True
+
     def forget(self) -> None:
         """No leaf is held any more: what the caller drops is freed at once."""
+        if self._copy_units:
+            self.give((), self._copy_units)
+            self._copy_units = 0
         self._readers.clear()
         for source in self._sources:
             source.leaf = source.view = source.stream = None
@@ -191,6 +231,21 @@ class Staging:
             self._pool.budget.release(units)
 
     # -- in worker threads
+
+    def _copy_mutable(self, leaves: Sequence[int], nbytes: int) -> None:
+        arena = Arena(nbytes)
+        for leaf in leaves:
+            source = self._sources[leaf]
+            dtype = DTYPES[source.spec.dtype]
+            copy = arena.take(source.spec.nbytes).view(dtype).reshape(source.spec.shape)
+            try:
+                if source.view is not None:
+                    np.copyto(copy, source.view, casting="no")
+                else:
+                    self._adapters[leaf].fetch(source, Box.whole(source.spec.shape), copy)
+            except Exception as error:
+                raise self._failed(leaf, error) from error
+            source.view = copy
 
     def _copy_windows(self, part: Sequence[StagedWindow]) -> None:
         for item in part:
@@ -261,7 +316,7 @@ class Staging:
             return error
         return StagingError(
             f"{self._paths[leaf]}: copying {self._sources[leaf].spec} to host memory failed: "
-            f"{type(error).__name__}: {error}; the save was aborted, earlier checkpoints are intact",
+            f"{type(error).__name__}: {error}; the save was aborted, earlier ones are intact",
             path=self._paths[leaf],
             stage="stage",
         )

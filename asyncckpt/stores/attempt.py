@@ -316,12 +316,13 @@ class LocalAttempt:
         for file in self._files:
             file.close()
         try:
-            if self._path and not self._keep:
-                with reported("removing the attempt", self._path):
-                    remove_tree(self._path, first=RECORD_FILE)
-            # With `_keep` the path holds the replaced checkpoint; without owner it is never swept.
             if self._path:
-                remove_owner(self._path)
+                with reported("removing the attempt", self._path):
+                    # With `_keep` the path holds the replaced checkpoint, which is never swept
+                    # without its owner.
+                    if not self._keep:
+                        remove_tree(self._path, first=RECORD_FILE)
+                    remove_owner(self._path)
         finally:
             self._release()
 

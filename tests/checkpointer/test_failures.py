@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -12,8 +13,6 @@ import pytest
 import asyncckpt
 from asyncckpt.errors import DeadlineExceededError, SaveError, StoreError, UsageError
 from tests.checkpointer.script import Script
-
-pytestmark = pytest.mark.usefixtures("no_blocking")
 
 TREE = {"w": np.arange(20_000.0), "step": 1}
 
@@ -32,8 +31,6 @@ async def failed_unseen(ckpt: asyncckpt.Checkpointer, error: Exception | None = 
 
 
 async def wait_quietly(pending: asyncckpt.PendingSave) -> None:
-    import asyncio
-
     await asyncio.wrap_future(pending._job.future)
 
 
@@ -132,8 +129,6 @@ async def test_on_failed_save_log_goes_on(tmp_path: Path, caplog: pytest.LogCapt
 
 
 async def test_two_unseen_failures_are_one_error_with_a_note(tmp_path: Path) -> None:
-    import asyncio
-
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:
         script = Script(ckpt)
         hold = script.hold("publish")

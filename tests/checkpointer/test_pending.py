@@ -118,7 +118,9 @@ async def test_cancel_aborts_the_save_and_leaves_nothing(tmp_path: Path) -> None
         await write.reached()
         assert pending.cancel()
         for _ in range(2):
-            with pytest.raises(SaveAbortedError, match="was cancelled in upload and cleaned up") as caught:
+            with pytest.raises(
+                SaveAbortedError, match="was cancelled in upload and cleaned up"
+            ) as caught:
                 await pending
         assert caught.value.location == str(tmp_path / "1")
         assert script.count("abort") == 1

@@ -7,6 +7,7 @@ import fcntl
 import importlib.util
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ EXAMPLES = REPOSITORY / "examples"
 KILLED, HALF, STEPS = 50, 80, 120
 SAVE_EVERY, HIDDEN = 10, 32
 TIMEOUT_S = 200.0
+POLL_S = 1.0
 
 # A pipe this small holds the log of fewer steps than are left when the process is killed, so that
 # it cannot come to its end before.
@@ -76,25 +78,25 @@ def killed_at(framework: str, root: Path, fifo: Path, step: int) -> list[dict[st
     """The run was killed (SIGKILL) once it had logged this step; returns its log."""
     os.mkfifo(fifo)
     reading = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    os.set_blocking(reading, True)
-    with open(reading) as log:
-        if sys.platform == "linux":
-            fcntl.fcntl(log, fcntl.F_SETPIPE_SZ, PIPE_NBYTES)
-        found: list[dict[str, Any]] = []
-        # Without a writer, before the script has opened the pipe, reading it would meet its end.
-        holding = os.open(fifo, os.O_WRONLY)
-        process = start(framework, root, fifo, STEPS)
-        try:
-            while not any(line.get("step") == step for line in found):
-                found.append(json.loads(log.readline()))
-        finally:
-            process.kill()
-            os.close(holding)
-            with process:
-                printed, _ = process.communicate(timeout=TIMEOUT_S)
-        assert process.returncode == -signal.SIGKILL, printed
-        found += [json.loads(line) for line in log.read().splitlines()]
-    return found
+    if sys.platform == "linux":
+        fcntl.fcntl(reading, fcntl.F_SETPIPE_SZ, PIPE_NBYTES)
+    # As long as there is a writer, an empty pipe is not taken for the end of the log.
+    holding = os.open(fifo, os.O_WRONLY)
+    process = start(framework, root, fifo, STEPS)
+    data = b""
+    try:
+        while f'"step": {step},'.encode() not in data and process.poll() is None:
+            if select.select([reading], [], [], POLL_S)[0]:
+                data += os.read(reading, PIPE_NBYTES)
+    finally:
+        process.kill()
+        os.close(holding)
+        with process:
+            printed, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == -signal.SIGKILL, printed
+    with open(reading, "rb") as log:
+        data += log.read() or b""
+    return [json.loads(line) for line in data.splitlines()]
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ def load_demo() -> Any:
 
 demo = load_demo()
 
-LOG = [
+LOG: list[dict[str, Any]] = [
     {"start": 0},
     {"step": 0, "loss": "40163a5c"},
     {"step": 1, "loss": "3fe2d2f1"},
@@ -279,6 +281,50 @@ def test_demo_fails_on_logs_that_differ(
     assert "FAILED: the runs differ" in printed
     assert expected in printed
     assert str(tmp_path / "demo") in printed
+
+
+class StandIn:
+    """A training process as the demo sees it, whose saves take as long as the test says."""
+
+    def __init__(self, root: Path, publishes: set[int]) -> None:
+        self.process = self
+        self.signals: list[int] = []
+        self.root, self.publishes = root, publishes
+
+    def poll(self) -> None:
+        return None
+
+    def begin(self, step: int) -> Path:
+        attempt = self.root / ".asyncckpt" / "epoch-0" / f"{step}-abc"
+        (attempt / "default" / "d").mkdir(parents=True)
+        (attempt / "default" / "d" / "abc-0").write_bytes(b"payload")
+        return attempt
+
+    def stop(self) -> bool:
+        begun = [step for step in (1, 2) if demo.attempt_of(self.root, step)]
+        if begun[0] in self.publishes:
+            demo.attempt_of(self.root, begun[0]).rename(self.root / str(begun[0]))
+        return True
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+
+def test_demo_continues_a_process_whose_save_was_published_in_time(tmp_path: Path) -> None:
+    run = StandIn(tmp_path, publishes={1})
+    run.begin(1)
+    attempt = run.begin(2)
+    assert demo.stop_in_a_save(run, tmp_path, [1, 2]) == (2, attempt, 1)
+    assert run.signals == [signal.SIGCONT]
+
+
+def test_demo_gives_up_when_every_save_was_published_in_time(tmp_path: Path) -> None:
+    run = StandIn(tmp_path, publishes={1, 2})
+    run.begin(1)
+    run.begin(2)
+    with pytest.raises(demo.DemoError, match="all 2 saves were finished before"):
+        demo.stop_in_a_save(run, tmp_path, [1, 2])
+    assert run.signals == [signal.SIGCONT, signal.SIGCONT]
 
 
 def test_demo_compares_leaves_by_their_bits() -> None:

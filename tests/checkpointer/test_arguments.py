@@ -1,0 +1,289 @@
+"""What is wrong with a call is said at once, and nothing is written."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncckpt
+from asyncckpt.errors import UnsupportedLeafError, UsageError
+from asyncckpt.options import GIB, KIB, MIB
+from tests.checkpointer.script import Script
+
+TREE = {"w": np.arange(10.0)}
+
+OUT_OF_RANGE: list[tuple[Callable[..., Any], str, list[Any]]] = [
+    (
+        asyncckpt.SaveOptions,
+        "host_memory_nbytes",
+        [0, -1, 64 * MIB - 1, (1 << 50) + 1, 1e9, "1GB", True],
+    ),
+    (asyncckpt.SaveOptions, "chunk_nbytes", [None, 0, 4 * KIB - 1, 16 * GIB + 1, 1e6, True]),
+    (
+        asyncckpt.SaveOptions,
+        "target_data_file_nbytes",
+        [None, 0, 8 * MIB - 1, (1 << 42) + 1, "big", 1e9],
+    ),
+    (asyncckpt.SaveOptions, "concurrency", [None, 0, -1, 1025, 2.0, "many", True]),
+    (asyncckpt.SaveOptions, "compression", ["gzip", True, 3]),
+    (asyncckpt.SaveOptions, "compression_level", [None, 0, 23, 3.0, True]),
+    (asyncckpt.SaveOptions, "direct_io", [None, 1, 0, "yes"]),
+    (asyncckpt.SaveOptions, "deadline_s", [0, -1, math.nan, math.inf, "1", True]),
+    (asyncckpt.SaveOptions, "exit_deadline_s", [None, 0, -1, math.nan, math.inf, "1", True]),
+    (asyncckpt.SaveOptions, "snapshot", [None, "none", True]),
+    (asyncckpt.SaveOptions, "on_overlap", [None, "queue"]),
+    (asyncckpt.SaveOptions, "on_failed_save", [None, "ignore"]),
+    (asyncckpt.SaveOptions, "private", [None, 1, 0, "yes"]),
+    (asyncckpt.SaveOptions, "layout", [None, "ragged"]),
+    (asyncckpt.SaveOptions, "tree", [None, "other"]),
+    (asyncckpt.SaveOptions, "leaf_options", [3, "f", {}]),
+    (asyncckpt.RestoreOptions, "concurrency", [None, 0, 1025, 2.0, "many", True]),
+    (asyncckpt.RestoreOptions, "atomic", [None, 1, "yes"]),
+    (asyncckpt.RestoreOptions, "broadcast", [None, 1, "yes"]),
+    (asyncckpt.RestoreOptions, "deadline_s", [0, -1, math.nan, math.inf, "1", True]),
+    (asyncckpt.RestoreOptions, "host_memory_nbytes", [0, 64 * MIB - 1, 1e9, True]),
+    (asyncckpt.LeafOptions, "chunk_nbytes", [0, -1, 16 * GIB + 1, 1.0, True]),
+    (asyncckpt.LeafOptions, "chunk_shape", [(0,), (-1, 2), (1.0,), 5, "ab", (True,), [2]]),
+    (asyncckpt.LeafOptions, "dtype", [3, "float", "f4", []]),
+    (asyncckpt.LeafOptions, "compression", ["gzip", True]),
+    (asyncckpt.LeafOptions, "compression_level", [0, 23, 3.0, True]),
+    (asyncckpt.KeepLast, "n", [0, -1, 1.5, "3", True, None]),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        pytest.param(kind, name, value, id=f"{kind.__name__}.{name}={value!r}")
+        for kind, name, values in OUT_OF_RANGE
+        for value in values
+    ],
+)
+def test_an_option_out_of_range_fails_where_it_is_made(
+    kind: Callable[..., Any], name: str, value: Any
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        kind(**{name: value})
+    text = str(caught.value)
+    assert repr(value) in text
+    assert "pass" in text
+    assert name in text or kind is asyncckpt.KeepLast
+
+
+def test_every_option_has_been_tried() -> None:
+    import dataclasses
+
+    tried = {(kind, name) for kind, name, _ in OUT_OF_RANGE}
+    for kind in (asyncckpt.SaveOptions, asyncckpt.RestoreOptions, asyncckpt.LeafOptions):
+        names = {field.name for field in dataclasses.fields(kind)}
+        assert names == {name for k, name in tried if k is kind}
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Number(float):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("leaf", "hint"),
+    [
+        (object(), "convert it to an array, a scalar, str or bytes"),
+        ({1, 2}, r"store sorted\(value\)"),
+        (bytearray(b"x"), r"store bytes\(value\)"),
+        (Colour.RED, "store its value"),
+        (Number(1.0), r"subclass of float: store float\(value\)"),
+        (lambda: None, "code is not stored"),
+        (int, "classes are not stored"),
+        (np.array([object()]), "store a list of its items"),
+        (np.array(["a"]), r"store x\.tolist\(\)"),
+        (np.ma.masked_array([1.0]), "masked arrays cannot be stored"),
+        (np.zeros(2, [("a", "f4")]), "one array per field"),
+        (np.longdouble(1), "cast it to float64"),
+        (np.datetime64(1, "s"), r"x\.astype\('int64'\)"),
+    ],
+)
+async def test_an_unsupported_leaf_is_named_and_told_what_to_do(
+    tmp_path: Path, leaf: Any, hint: str
+) -> None:
+    tree = {"ok": np.zeros(3), "model": [1, {"bad": leaf}]}
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        for call in (
+            lambda: ckpt.save(1, tree),
+            lambda: ckpt.start_save(1, tree),
+            lambda: ckpt.prepare(tree),
+            lambda: asyncckpt.save(tmp_path / "one", tree),
+        ):
+            with pytest.raises(UnsupportedLeafError, match=f"model/1/bad: .*{hint}") as caught:
+                await call()
+            assert caught.value.path == "model/1/bad"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("key", [1.5, None, (1, 2), b"x", True, np.int64(3)])
+async def test_an_unsupported_key_is_named(tmp_path: Path, key: Any) -> None:
+    with pytest.raises(UnsupportedLeafError, match=r"model: key .* keys are str or int") as caught:
+        await asyncckpt.save(tmp_path / "x", {"model": {key: 1}})
+    assert caught.value.path == "model"
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_tree_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    tree: dict[str, Any] = {"a": {}}
+    tree["a"]["b"] = tree
+    with pytest.raises(UsageError, match="a/b"):
+        await asyncckpt.save(tmp_path / "x", tree)
+
+
+async def test_leaves_whose_names_would_collide_are_told_apart(tmp_path: Path) -> None:
+    tree = {
+        "a": {"b": np.float32(1), "b.c": np.float32(2)},
+        "a.b": {"c": np.float32(3)},
+        "a/b": np.float32(4),
+        "a%2Fb": np.float32(5),
+        1: np.float32(6),
+        "1": np.float32(7),
+        "": {"": np.float32(8)},
+        "..": {".": np.float32(9)},
+        "nul\0": np.float32(10),
+        "Ä": {"ß": np.float32(11)},
+    }
+    await asyncckpt.save(tmp_path / "x", tree)
+    restored = await asyncckpt.restore(tmp_path / "x")
+    assert list(restored) == list(tree)
+    assert restored == tree
+    info = await asyncckpt.inspect(tmp_path / "x")
+    arrays = [leaf.array for leaf in info.leaves]
+    assert len(set(arrays)) == len(arrays) == 11
+    assert (await asyncckpt.verify(tmp_path / "x")).ok
+
+
+@pytest.mark.parametrize(
+    ("metadata", "reason"),
+    [
+        ({"x": object()}, "not JSON serializable"),
+        ({"x": math.nan}, "not JSON compliant"),
+        ({"x": {1, 2}}, "not JSON serializable"),
+        ({(1, 2): 3}, "keys must be str"),
+        ({"x": b"bytes"}, "not JSON serializable"),
+        ({"x": np.float32(1)}, "not JSON serializable"),
+        ([1, 2], "pass a dict of JSON values"),
+        ("text", "pass a dict of JSON values"),
+    ],
+)
+async def test_metadata_that_is_not_json_is_refused(
+    tmp_path: Path, metadata: Any, reason: str
+) -> None:
+    with pytest.raises(UsageError, match=reason):
+        await asyncckpt.save(tmp_path / "x", TREE, metadata=metadata)
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_metadata_and_metrics_are_taken_at_the_call_and_come_back(tmp_path: Path) -> None:
+    metadata: dict[str, Any] = {"tokens": 10**9, "nested": [1, {"a": None}], "text": "Ä\n"}
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        pending = await ckpt.start_save(1, TREE, metadata=metadata, metrics={"loss": np.float32(2)})
+        metadata["nested"][1]["a"] = "changed"
+        await pending
+        info = await ckpt.inspect(1)
+        assert info.metadata == {"tokens": 10**9, "nested": [1, {"a": None}], "text": "Ä\n"}
+        assert info.metrics == {"loss": 2.0}
+        with pytest.raises(UsageError, match=r"metrics\['loss'\]='low'"):
+            await ckpt.save(2, TREE, metrics={"loss": "low"})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("location", "reason"),
+    [
+        ("gs://bucket/run", "object stores are not supported yet"),
+        ("s3://bucket/run?secret=hunter2", "object stores are not supported yet"),
+        ("ftp://host/x", "ftp://"),
+        ("", "pass the path of a directory"),
+        (5, "pass a path"),
+        (None, "pass a path"),
+    ],
+)
+async def test_a_location_that_is_no_path_is_refused(location: Any, reason: str) -> None:
+    for call in (
+        lambda: asyncckpt.save(location, TREE),
+        lambda: asyncckpt.restore(location),
+        lambda: asyncckpt.inspect(location),
+        lambda: asyncckpt.verify(location),
+    ):
+        with pytest.raises(UsageError, match=reason) as caught:
+            await call()
+        assert "hunter2" not in str(caught.value)
+    with pytest.raises(UsageError, match=reason):
+        asyncckpt.Checkpointer(location)
+
+
+async def test_storage_options_with_a_local_path_are_refused_and_not_shown(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(UsageError, match="storage_options apply to object stores") as caught:
+        await asyncckpt.save(tmp_path / "x", TREE, storage_options={"token": "hunter2"})
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(UsageError, match="storage_options"):
+        asyncckpt.Checkpointer(tmp_path, storage_options={"token": "hunter2"})
+
+
+async def test_paths_may_be_relative_and_file_urls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    await asyncckpt.save("runs/one", TREE)
+    assert (await asyncckpt.verify(f"file://{tmp_path}/runs/one")).ok
+    assert (await asyncckpt.inspect(tmp_path / "runs" / "one")).location == str(
+        tmp_path / "runs" / "one"
+    )
+
+
+async def test_arguments_of_the_wrong_kind_are_refused(tmp_path: Path) -> None:
+    made = asyncckpt.Checkpointer
+    for wrong in (
+        lambda: made(tmp_path, keep=3),  # type: ignore[arg-type]
+        lambda: made(tmp_path, save_options={"chunk_nbytes": 1}),  # type: ignore[arg-type]
+        lambda: made(tmp_path, restore_options=asyncckpt.SaveOptions()),  # type: ignore[arg-type]
+        lambda: made(tmp_path, coordinator="jax"),
+    ):
+        with pytest.raises(UsageError, match="pass"):
+            wrong()
+    async with made(tmp_path) as ckpt:
+        with pytest.raises(UsageError, match="progress=5: pass a function"):
+            await ckpt.save(1, TREE, progress=5)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="options="):
+            await ckpt.save(1, TREE, options=asyncckpt.RestoreOptions())  # type: ignore[arg-type]
+        await ckpt.save(1, TREE)
+        with pytest.raises(UsageError, match="include="):
+            await ckpt.restore(include=[1])  # type: ignore[list-item]
+        with pytest.raises(UsageError, match="leaves='arrow': pass \"numpy\""):
+            await ckpt.restore(leaves="arrow")  # type: ignore[arg-type]
+
+
+async def test_a_job_of_several_processes_is_told_to_save_from_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(UsageError, match=r"WORLD_SIZE=8.*call it on rank 0 only"):
+        await asyncckpt.save(tmp_path / "x", TREE)
+    await asyncckpt.save(tmp_path / "x", TREE, coordinator="single")
+
+
+async def test_wrong_arguments_touch_neither_engine_nor_store(tmp_path: Path) -> None:
+    ckpt = asyncckpt.Checkpointer(tmp_path)
+    script = Script(ckpt)
+    with pytest.raises(UsageError):
+        await ckpt.save(-1, TREE)
+    with pytest.raises(UsageError):
+        await ckpt.save(1, {"x": object()})
+    assert script.kinds == []
+    assert not ckpt._core.runtime.engine.usable
+    await ckpt.close()

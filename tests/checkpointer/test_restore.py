@@ -1,0 +1,370 @@
+"""What a restore returns: what was saved, or the same values as things like a target."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt.errors import (
+    DtypeMismatchError,
+    MismatchError,
+    ShapeMismatchError,
+    TreeMismatchError,
+    UsageError,
+)
+from tests.checkpointer.script import Script
+
+pytestmark = pytest.mark.usefixtures("no_blocking")
+
+
+class State(NamedTuple):
+    params: Any
+    step: Any
+
+
+@dataclasses.dataclass
+class Schedule:
+    rate: Any
+    name: Any = "cosine"
+
+
+async def saved(tmp_path: Path, tree: Any, **options: Any) -> Path:
+    await asyncckpt.save(tmp_path / "x", tree, **options)
+    return tmp_path / "x"
+
+
+async def test_without_like_containers_are_plain_and_leaves_are_numpy(tmp_path: Path) -> None:
+    tree = {
+        "state": State({"w": np.ones((2, 3), np.float32)}, 7),
+        "schedule": Schedule(0.5),
+        "ordered": OrderedDict(b=1, a=2),
+        "list": [1, (2.5, None), {}],
+        3: "text",
+        "bytes": b"\x00\xff" * 3000,
+        "flag": True,
+        "complex": 1 + 2j,
+        "big": 1 << 200,
+        "scalar": np.float16(2),
+        "none": None,
+    }
+    place = await saved(tmp_path, tree)
+    restored = await asyncckpt.restore(place)
+    assert list(restored) == list(tree)
+    assert list(restored["state"]) == ["params", "step"]
+    np.testing.assert_array_equal(restored["state"]["params"]["w"], np.ones((2, 3), np.float32))
+    assert restored["state"]["step"] == 7
+    assert restored["schedule"] == {"rate": 0.5, "name": "cosine"}
+    assert list(restored["ordered"].items()) == [("b", 1), ("a", 2)]
+    assert restored["list"] == [1, (2.5, None), {}]
+    for key in (3, "bytes", "flag", "complex", "big", "none"):
+        assert restored[key] == tree[key] and type(restored[key]) is type(tree[key])
+    assert restored["scalar"].dtype == np.float16 and restored["scalar"].shape == ()
+
+
+async def test_a_tree_may_be_one_leaf_or_empty(tmp_path: Path) -> None:
+    for name, tree in (("a", np.arange(5)), ("b", 3.5), ("c", {}), ("d", []), ("e", None)):
+        await asyncckpt.save(tmp_path / name, tree)
+        found = await asyncckpt.restore(tmp_path / name)
+        np.testing.assert_equal(found, tree)
+        assert type(found) is type(tree)
+        assert (await asyncckpt.verify(tmp_path / name)).ok
+
+
+@pytest.mark.parametrize("leaves", ["numpy", "jax", "torch"])
+async def test_leaves_chooses_the_framework(tmp_path: Path, leaves: Any) -> None:
+    tree = {"f": np.arange(6, dtype=np.float32).reshape(2, 3), "h": jnp.ones(3, jnp.bfloat16)}
+    restored = await asyncckpt.restore(await saved(tmp_path, tree), leaves=leaves)
+    kind = {"numpy": np.ndarray, "jax": jax.Array, "torch": torch.Tensor}[leaves]
+    assert all(isinstance(leaf, kind) for leaf in restored.values())
+    dtypes = [str(leaf.dtype).removeprefix("torch.") for leaf in restored.values()]
+    assert dtypes == ["float32", "bfloat16"]
+    values = [np.asarray(leaf.float() if leaves == "torch" else leaf) for leaf in restored.values()]
+    np.testing.assert_array_equal(values[0], tree["f"])
+    np.testing.assert_array_equal(values[1].astype(np.float32), np.ones(3))
+
+
+async def test_leaves_of_a_framework_that_lacks_the_dtype_are_refused(tmp_path: Path) -> None:
+    place = await saved(tmp_path, {"a": np.zeros(3, ml_dtypes.int4)})
+    with pytest.raises(asyncckpt.AsyncCheckpointError, match="a: torch dtype int4"):
+        await asyncckpt.restore(place, leaves="torch")
+
+
+async def test_like_gives_types_containers_and_frameworks(tmp_path: Path) -> None:
+    tree = {
+        "state": State({"w": np.arange(4.0, dtype=np.float32)}, np.int32(7)),
+        "s": Schedule(2.5),
+    }
+    place = await saved(tmp_path, tree)
+    like = {
+        "s": Schedule(0.0, ""),
+        "state": State({"w": jax.ShapeDtypeStruct((4,), jnp.float32)}, 0),
+    }
+    restored = await asyncckpt.restore(place, like=like)
+    assert list(restored) == ["s", "state"]  # the order of like
+    assert isinstance(restored["state"], State) and restored["state"].step == 7
+    assert type(restored["state"].step) is int
+    assert restored["s"] == Schedule(2.5, "cosine")
+    assert isinstance(restored["state"].params["w"], jax.Array)
+    meta = {
+        "state": State({"w": torch.empty(4, device="meta")}, torch.tensor(0, dtype=torch.int32))
+    }
+    restored = await asyncckpt.restore(place, like=meta, include="state/*")
+    assert restored["state"].params["w"].tolist() == [0, 1, 2, 3]
+    assert restored["state"].params["w"].device.type == "cpu"
+    assert restored["state"].step.item() == 7
+
+
+async def test_like_of_every_framework_gets_the_same_bits(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
+    place = await saved(tmp_path, {"a": torch.from_numpy(values.copy())})
+    for like in (
+        np.zeros((3, 5), np.float32),
+        jnp.zeros((3, 5)),
+        torch.zeros(3, 5),
+        torch.nn.Parameter(torch.zeros(3, 5)),
+        jax.ShapeDtypeStruct((3, 5), np.float32),
+    ):
+        restored = (await asyncckpt.restore(place, like={"a": like}))["a"]
+        assert isinstance(restored, jax.Array) == isinstance(
+            like, (jax.Array, jax.ShapeDtypeStruct)
+        )
+        assert isinstance(restored, torch.nn.Parameter) == isinstance(like, torch.nn.Parameter)
+        if isinstance(restored, torch.Tensor):
+            restored = restored.detach().numpy()
+        assert np.asarray(restored).tobytes() == values.tobytes()
+
+
+async def test_rank_0_arrays_and_python_scalars_restore_into_each_other(tmp_path: Path) -> None:
+    tree = {"i": 5, "f": 0.1, "b": True, "ai": np.int32(6), "af": np.float32(0.5), "ab": np.True_}
+    like = {
+        "i": jnp.zeros((), jnp.int32),
+        "f": np.zeros((), np.float32),
+        "b": torch.tensor(False),
+        "ai": 0,
+        "af": 0.0,
+        "ab": False,
+    }
+    restored = await asyncckpt.restore(await saved(tmp_path, tree), like=like)
+    assert (restored["ai"], restored["af"], restored["ab"]) == (6, 0.5, True)
+    assert [type(restored[key]) for key in ("ai", "af", "ab")] == [int, float, bool]
+    assert isinstance(restored["i"], jax.Array) and restored["i"].dtype == jnp.int32
+    assert int(restored["i"]) == 5
+    assert restored["f"] == np.float32(0.1) and restored["f"].dtype == np.float32
+    assert restored["b"].item() is True
+
+
+async def test_a_scalar_that_does_not_fit_is_a_mismatch(tmp_path: Path) -> None:
+    place = await saved(tmp_path, {"n": 300, "x": 0.5, "a": np.float32(1), "v": np.zeros(2)})
+    like = {"n": np.zeros((), np.int8), "x": 1, "a": 1, "v": 1.0}
+    with pytest.raises(DtypeMismatchError) as caught:
+        await asyncckpt.restore(place, like=like)
+    text = str(caught.value)
+    for part in (
+        "4 leaves do not fit the target; nothing was read",
+        "n: the saved value 300 does not fit int8",
+        "x: the checkpoint holds a float, the target a int",
+        "a: the checkpoint holds an array float32[], the target a int",
+        "v: the checkpoint holds an array float64[2], the target a float",
+    ):
+        assert part in text
+
+
+async def test_all_mismatches_are_listed_at_once_before_any_payload_is_read(
+    tmp_path: Path,
+) -> None:
+    tree = {"w": np.zeros((2, 3)), "b": np.zeros(4, np.float32), "extra": np.zeros(1), "s": 1}
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(1, tree)
+        script = Script(ckpt)
+        like = {"w": np.zeros((3, 2)), "b": np.zeros(4), "new": np.zeros(2), "s": 1}
+        with pytest.raises(MismatchError) as caught:
+            await ckpt.restore(like=like)
+        text = str(caught.value)
+        for part in (
+            f"{tmp_path / '1'}: 4 leaves do not fit the target; nothing was read.",
+            "w: the checkpoint holds shape (2, 3), the target wants (3, 2)",
+            "b: the checkpoint holds float32, the target wants float64; cast=True converts",
+            "new: the target has this leaf, the checkpoint does not",
+            "extra: the checkpoint has this leaf, the target does not",
+            "Pass strict=False",
+            "include=",
+        ):
+            assert part in text
+        target = {key: np.full_like(value, 7) for key, value in like.items() if key != "s"}
+        with pytest.raises(MismatchError):
+            await ckpt.restore_into({**target, "s": 1})
+        assert all((array == 7).all() for array in target.values())
+        assert script.count("read_into") == 0  # neither index nor data were looked at
+
+
+@pytest.mark.parametrize(
+    ("like", "error", "text"),
+    [
+        ({}, TreeMismatchError, "w: the checkpoint has this leaf, the target does not"),
+        ({"w": np.zeros(3), "v": 1}, TreeMismatchError, "v: the target has this leaf"),
+        ({"w": np.zeros(4)}, ShapeMismatchError, r"holds shape \(3,\), the target wants \(4,\)"),
+        ({"w": np.zeros(3, "f4")}, DtypeMismatchError, "holds float64, the target wants float32"),
+        ({"w": "text"}, DtypeMismatchError, r"an array float64\[3\], the target a str"),
+        ({"w": {"v": np.zeros(3)}}, TreeMismatchError, "w/v: the target has this leaf"),
+    ],
+)
+async def test_a_single_mismatch_is_an_error_of_its_kind(
+    tmp_path: Path, like: Any, error: type[MismatchError], text: str
+) -> None:
+    place = await saved(tmp_path, {"w": np.arange(3.0)})
+    with pytest.raises(error, match=text) as caught:
+        await asyncckpt.restore(place, like=like)
+    assert caught.value.path is not None
+    assert caught.value.location == str(place)
+    assert caught.value.stage == "plan"
+
+
+async def test_a_long_list_of_mismatches_is_cut(tmp_path: Path) -> None:
+    place = await saved(tmp_path, {f"l{i}": i for i in range(50)})
+    with pytest.raises(TreeMismatchError, match=r"50 leaves do not fit") as caught:
+        await asyncckpt.restore(place, like={})
+    assert "… and 30 more" in str(caught.value)
+
+
+async def test_not_strict_restores_what_both_have(tmp_path: Path) -> None:
+    place = await saved(tmp_path, {"w": np.arange(3.0), "extra": 1})
+    own = np.full(2, 9.0)
+    restored = await asyncckpt.restore(place, like={"w": np.zeros(3), "new": own}, strict=False)
+    np.testing.assert_array_equal(restored["w"], np.arange(3.0))
+    assert restored["new"] is own
+    report = await asyncckpt.restore_into(place, {"w": np.zeros(3), "new": own}, strict=False)
+    assert (report.missing, report.unexpected) == (("new",), ("extra",))
+    # Not strict is about the tree; a shape that differs is still an error.
+    with pytest.raises(ShapeMismatchError):
+        await asyncckpt.restore(place, like={"w": np.zeros(4)}, strict=False)
+
+
+async def test_include_takes_globs_on_paths(tmp_path: Path) -> None:
+    tree = {
+        "params": {"a": np.ones(2), "b": {"c": np.ones(3)}},
+        "opt": [np.zeros(1), np.zeros(2)],
+        "odd/key": 1,
+    }
+    place = await saved(tmp_path, tree)
+    only = await asyncckpt.restore(place, include="params/*")
+    assert list(only) == ["params"] and list(only["params"]) == ["a", "b"]
+    two = await asyncckpt.restore(place, include=["params/a", "opt/1"])
+    assert list(two) == ["params", "opt"] and list(two["params"]) == ["a"]
+    assert two["opt"][0] is None and two["opt"][1].shape == (2,)
+    assert await asyncckpt.restore(place, include="odd%2Fkey") == {"odd/key": 1}
+    kept = np.full(2, 5.0)
+    like = {"params": {"a": kept, "b": {"c": np.zeros(3)}}, "opt": [None, None], "odd/key": 0}
+    restored = await asyncckpt.restore(place, like=like, include="params/b/*")
+    assert restored["params"]["a"] is kept and restored["odd/key"] == 0
+    np.testing.assert_array_equal(restored["params"]["b"]["c"], np.ones(3))
+    with pytest.raises(
+        UsageError, match=r"include='nothing\*' matches no leaf of .*; it has params/a"
+    ):
+        await asyncckpt.restore(place, include=["params/a", "nothing*"])
+
+
+async def test_include_reads_only_what_it_selects(tmp_path: Path) -> None:
+    tree = {"large": np.zeros(2_000_000, np.uint8), "small": np.arange(3000.0)}
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(1, tree)
+        target = np.zeros(3000)
+        report = await ckpt.restore_into({"small": target}, include="small", strict=False)
+        assert report.read_nbytes < 200_000
+        np.testing.assert_array_equal(target, tree["small"])
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "expected"),
+    [
+        (np.array([0.1, 1e30]), np.float32, np.array([0.1, 1e30], np.float32)),
+        (np.array([1, -2], np.int64), np.float32, np.array([1, -2], np.float32)),
+        (np.array([1.9, -2.9]), np.int32, np.array([1, -2], np.int32)),
+        (np.array([300, -7], np.int32), np.int16, np.array([300, -7], np.int16)),
+        (np.array([1.5, np.inf, np.nan]), ml_dtypes.bfloat16, None),
+        (np.array([0, 2, -1], np.int8), np.bool_, np.array([False, True, True])),
+        (np.array([1 + 0j]), np.float64, np.array([1.0])),
+        (np.zeros((0, 2)), np.int8, np.zeros((0, 2), np.int8)),
+    ],
+)
+async def test_cast_converts_dtypes(tmp_path: Path, values: Any, dtype: Any, expected: Any) -> None:
+    place = await saved(tmp_path, {"a": values})
+    like = {"a": np.zeros(values.shape, dtype)}
+    if expected is None:
+        expected = values.astype(dtype)
+    with pytest.raises(DtypeMismatchError, match="cast=True converts"):
+        await asyncckpt.restore(place, like=like)
+    restored = (await asyncckpt.restore(place, like=like, cast=True))["a"]
+    assert restored.dtype == dtype and restored.tobytes() == expected.tobytes()
+    await asyncckpt.restore_into(place, like, cast=True)
+    assert like["a"].tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "bad"),
+    [
+        (np.array([1.0, 1e39]), np.float32, "1e\\+39"),
+        (np.array([1, 200], np.int16), np.int8, "200"),
+        (np.array([-1, 2], np.int16), np.uint64, "-1"),
+        (np.array([2**63], np.uint64), np.int64, str(2**63)),
+        (np.array([1.0, np.nan]), np.int32, "nan"),
+        (np.array([3e9]), np.int32, "3000000000"),
+        (np.array([1 + 2j]), np.float32, "1\\+2j"),
+        (np.array([1e6]), ml_dtypes.float8_e5m2, "1000000"),
+    ],
+)
+async def test_cast_refuses_values_out_of_range(
+    tmp_path: Path, values: Any, dtype: Any, bad: str
+) -> None:
+    place = await saved(tmp_path, {"layer": {"a": values}})
+    with pytest.raises(DtypeMismatchError, match=f"layer/a: .*{bad}.*out of range") as caught:
+        await asyncckpt.restore(
+            place, like={"layer": {"a": np.zeros(values.shape, dtype)}}, cast=True
+        )
+    assert caught.value.path == "layer/a"
+
+
+async def test_a_64_bit_leaf_is_not_truncated_by_jax(tmp_path: Path) -> None:
+    place = await saved(
+        tmp_path, {"a": np.arange(3), "b": np.arange(3.0), "c": np.arange(3, dtype="f4")}
+    )
+    with pytest.raises(asyncckpt.AsyncCheckpointError, match=r"a: .*int64.*x64"):
+        await asyncckpt.restore(place, leaves="jax")
+    restored = await asyncckpt.restore(place, leaves="jax", include="c")
+    assert restored["c"].dtype == jnp.float32
+    with jax.enable_x64(True):
+        restored = await asyncckpt.restore(place, leaves="jax")
+        assert [leaf.dtype for leaf in restored.values()] == [jnp.int64, jnp.float64, jnp.float32]
+        like = {"a": jnp.zeros(3, jnp.int64), "b": jnp.zeros(3), "c": jnp.zeros(3, jnp.float32)}
+        assert (await asyncckpt.restore(place, like=like))["a"].dtype == jnp.int64
+
+
+async def test_inspect_tells_what_a_checkpoint_holds_without_its_payload(tmp_path: Path) -> None:
+    tied = np.arange(6.0)
+    tree = {"w": np.zeros((3, 4), np.float32), "t": tied, "u": tied, "n": 5, "s": {"x": "text"}}
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        report = await ckpt.save(4, tree, metadata={"note": 1})
+        script = Script(ckpt)
+        info = await ckpt.inspect()
+        assert script.count("read_into") == 1  # the chunk index
+        assert (info.step, info.save_id, info.metadata) == (4, report.save_id, {"note": 1})
+        assert [leaf.path for leaf in info.leaves] == ["w", "t", "u", "n", "s/x"]
+        assert (info["w"].shape, info["w"].dtype, info["w"].nbytes) == ((3, 4), "float32", 48)
+        assert info["u"].tied_to == "t"
+        assert (info["n"].kind, info["n"].value) == ("int", 5)
+        assert info.tree["s"]["x"].value == "text"
+        assert info.nbytes == 48 + 48
+        assert info.stored_nbytes == sum(file.nbytes for file in info.files)
+        with pytest.raises(KeyError, match="has no leaf 'nope'"):
+            info["nope"]
+        with pytest.raises(TypeError, match="a int has no array"):
+            info["n"].tensorstore_spec()

@@ -1,0 +1,70 @@
+"""`snapshot="reference"`: immutable leaves are held, everything else is copied at the call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+import asyncckpt
+
+BUDGET = 64 << 20
+
+
+async def test_reference_holds_jax_arrays_and_copies_mutable_leaves(tmp_path: Path) -> None:
+    held = jnp.arange(1 << 20, dtype=jnp.float32)
+    mutable = np.arange(1 << 18, dtype=np.int64)
+    tree = {"held": held, "mutable": mutable, "small": np.arange(3), "n": 5}
+    options = asyncckpt.SaveOptions(snapshot="reference", host_memory_nbytes=BUDGET)
+    async with asyncckpt.Checkpointer(tmp_path, save_options=options) as ckpt:
+        pending = await ckpt.start_save(1, tree)
+        mutable[:] = -1
+        tree["small"][:] = -1
+        report = await pending
+        assert report.referenced_nbytes == held.nbytes
+        restored = await ckpt.restore(1)
+    np.testing.assert_array_equal(restored["held"], np.arange(1 << 20, dtype=np.float32))
+    np.testing.assert_array_equal(restored["mutable"], np.arange(1 << 18))
+    np.testing.assert_array_equal(restored["small"], np.arange(3))
+
+
+async def test_reference_copies_as_usual_where_mutable_leaves_are_many(tmp_path: Path) -> None:
+    mutable = np.arange(BUDGET // 8, dtype=np.int64)
+    options = asyncckpt.SaveOptions(snapshot="reference", host_memory_nbytes=BUDGET)
+    async with asyncckpt.Checkpointer(tmp_path, save_options=options) as ckpt:
+        pending = await ckpt.start_save(1, {"mutable": mutable, "held": jnp.zeros(1000)})
+        mutable[:] = -1
+        report = await pending
+        assert report.referenced_nbytes == 0
+        restored = await ckpt.restore(1)
+    np.testing.assert_array_equal(restored["mutable"], np.arange(BUDGET // 8))
+
+
+async def test_copy_is_the_default_and_refers_to_nothing(tmp_path: Path) -> None:
+    report = await asyncckpt.save(tmp_path / "x", {"a": jnp.zeros(1 << 16)})
+    assert report.referenced_nbytes == 0
+
+
+async def test_delete_leaves_directories_without_a_record_alone(tmp_path: Path) -> None:
+    foreign = tmp_path / "2024"
+    foreign.mkdir()
+    (foreign / "notes.txt").write_text("mine")
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        try:
+            await ckpt.delete(2024)
+        except asyncckpt.CheckpointNotFoundError as error:
+            assert "there is no checkpoint to delete" in str(error)
+        else:
+            raise AssertionError("a directory that is no checkpoint was deleted")
+    assert (foreign / "notes.txt").read_text() == "mine"
+
+
+async def test_delete_removes_a_checkpoint_with_a_damaged_record(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(3, {"a": np.zeros(4)})
+        record = tmp_path / "3" / "checkpoint.json"
+        record.write_bytes(record.read_bytes()[:-40])
+        assert await ckpt.steps() == []
+        await ckpt.delete(3)
+    assert not (tmp_path / "3").exists()
