@@ -85,9 +85,7 @@ class LeafOptions:
             isinstance(self.chunk_shape, tuple)
             and all(type(n) is int and n > 0 for n in self.chunk_shape)
         ):
-            raise UsageError(
-                f"chunk_shape={self.chunk_shape!r}: pass a tuple of positive ints"
-            )
+            raise UsageError(f"chunk_shape={self.chunk_shape!r}: pass a tuple of positive ints")
         if self.dtype is not None:
             _choice("dtype", self.dtype, tuple(DTYPES))
         _choice("compression", self.compression, (None, "zstd", "none"))
@@ -174,7 +172,8 @@ class SaveOptions:
         _choice("tree", self.tree, ("auto", "same", "union"))
         if self.leaf_options is not None and not callable(self.leaf_options):
             raise UsageError(
-                f"leaf_options={self.leaf_options!r}: pass a function (path, ArraySpec) -> LeafOptions"
+                f"leaf_options={self.leaf_options!r}: pass a function of path and ArraySpec "
+                "that returns LeafOptions or None"
             )
 
 
@@ -188,7 +187,7 @@ class RestoreOptions:
             `restore_into` leaves its targets as they were (costs memory for the whole state).
         broadcast: read once and exchange between processes (``"auto"``, True, False).
         deadline_s: seconds after which a restore is aborted; None waits without end.
-        host_memory_nbytes: budget in bytes for the one-shot functions; a `Checkpointer` uses its own.
+        host_memory_nbytes: budget in bytes of the one-shot functions (a `Checkpointer` has its own).
     """
 
     concurrency: int | Literal["auto"] = "auto"

@@ -1,4 +1,4 @@
-"""The four seams of the library: where bytes live, whose arrays they are, who else saves, and host memory.
+"""The four seams of the library: stores, array adapters, coordinators and host memory.
 
 A protocol here says what the pipeline relies on and nothing else. Implementations are in
 `stores/`, `adapters/` and `coordinators/`; `asyncckpt.testing` holds the conformance suite that
@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from asyncckpt.errors import DtypeMismatchError
 from asyncckpt.format.record import RECORD_NAME
 from asyncckpt.spec import ArraySpec, Box, Shard
 
@@ -206,7 +207,7 @@ class Store(Protocol):
         ...
 
     async def sweep(self) -> Sequence[str]:
-        """Leftovers of attempts and deletions that can be proven dead are removed; returns their names."""
+        """Leftovers that can be proven dead are removed; returns their names."""
         ...
 
     async def close(self) -> None:
@@ -295,11 +296,11 @@ class ArrayAdapter(Protocol):
         ...
 
     def fetch(self, source: Source, box: Box, out: npt.NDArray[Any]) -> None:
-        """`out` (contiguous, `box.shape`, dtype of the spec) holds the values of `box`. Blocking."""
+        """`out` (of the box's shape, in the spec's dtype) holds the values of `box`. Blocking."""
         ...
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
-        """What must be restored for this leaf; with `in_place`, into its memory where it is mutable.
+        """What must be restored for this leaf; with `in_place`, into its memory if it is mutable.
 
         Raises:
             UnsupportedLeafError: names the path.
@@ -312,6 +313,10 @@ class ArrayAdapter(Protocol):
 
         `values` belongs to the leaf from here on and never returns to a pool.
         """
+        ...
+
+    def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
+        """Why `leaf` cannot hold this zarr dtype as it is, naming the path; None where it can."""
         ...
 
     def leaf(self, path: str, values: npt.NDArray[Any], extra: Mapping[str, Any]) -> Any:

@@ -168,7 +168,7 @@ class LeafInfo:
     location: str = ""
 
     def tensorstore_spec(self) -> dict[str, Any]:
-        """A TensorStore spec that opens this array for slicing: ``await ts.open(info.tensorstore_spec())``.
+        """A TensorStore spec that opens this array for slicing, with ``ts.open(spec)``.
 
         Raises:
             TypeError: the leaf is no array.

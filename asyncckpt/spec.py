@@ -122,7 +122,7 @@ def array_spec(shape: tuple[int, ...], dtype: str) -> ArraySpec:
 
 @dataclass(frozen=True, slots=True)
 class ChunkGrid:
-    """A regular zarr chunk grid. Cells on the far edge reach past the array and are stored full size.
+    """A regular zarr chunk grid. Cells on the far edge reach past the array, stored full size.
 
     `chunk_shape` has the rank of `shape` and positive entries, also where `shape` has zeros.
     """

@@ -63,6 +63,11 @@ class JaxAdapter:
 
     name = "jax"
 
+    def __init__(self) -> None:
+        # As they are in the thread of the caller; `leaf` runs in another one.
+        self._x64 = bool(_config("jax_enable_x64"))
+        self._device = _config("jax_default_device")
+
     def owns(self, kind: type) -> bool:
         return issubclass(kind, (jax.Array, jax.ShapeDtypeStruct)) or issubclass(
             kind, jax.core.Tracer
@@ -169,9 +174,18 @@ class JaxAdapter:
             return jax.random.wrap_key_data(array, impl=target.prng_impl)
         return array.block_until_ready()
 
+    def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
+        if dtype not in _64_BIT or self._x64:
+            return None
+        return _truncated(path, dtype)
+
     def leaf(self, path: str, values: npt.NDArray[Any], extra: Mapping[str, Any]) -> Any:
-        check_x64(path, DTYPE_NAMES[values.dtype])
-        array = jax.device_put(values)
+        name = DTYPE_NAMES[values.dtype]
+        fault = self.refuses(path, name)
+        if fault is not None:
+            raise fault
+        with _x64_for(name), jax.default_device(self._device):
+            array = jax.device_put(values)
         if "prng_impl" in extra:
             return jax.random.wrap_key_data(array, impl=extra["prng_impl"])
         return array
@@ -200,14 +214,18 @@ def check_x64(path: str, name: str) -> None:
         DtypeMismatchError: it would truncate it to 32 bits.
     """
     if name in _64_BIT and not _config("jax_enable_x64"):
-        raise DtypeMismatchError(
-            f"{path}: {name} cannot be restored into JAX with 64-bit types disabled, it would be "
-            'truncated; call jax.config.update("jax_enable_x64", True) first, or restore this '
-            "leaf as a NumPy array",
-            path=path,
-            expected="jax_enable_x64 = True",
-            found="jax_enable_x64 = False",
-        )
+        raise _truncated(path, name)
+
+
+def _truncated(path: str, name: str) -> DtypeMismatchError:
+    return DtypeMismatchError(
+        f"{path}: {name} cannot be restored into JAX with 64-bit types disabled, it would be "
+        'truncated; call jax.config.update("jax_enable_x64", True) first, or restore this '
+        "leaf as a NumPy array",
+        path=path,
+        expected="jax_enable_x64 = True",
+        found="jax_enable_x64 = False",
+    )
 
 
 def _config(name: str) -> Any:

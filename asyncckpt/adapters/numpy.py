@@ -14,7 +14,7 @@ from asyncckpt.adapters.arrays import (
     may_overlap_itself,
     unsupported_dtype,
 )
-from asyncckpt.errors import UnsupportedLeafError
+from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
 from asyncckpt.ports import Source, Target
 from asyncckpt.spec import DTYPE_NAMES, DTYPES, Box, array_spec
 
@@ -97,6 +97,9 @@ class NumpyAdapter:
         if target.leaf.dtype != values.dtype:
             return values.astype(target.leaf.dtype)
         return values
+
+    def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
+        return None
 
     def leaf(self, path: str, values: npt.NDArray[Any], extra: Mapping[str, Any]) -> Any:
         return values

@@ -22,7 +22,7 @@ from asyncckpt.adapters.arrays import (
     may_overlap_itself,
     unsupported_dtype,
 )
-from asyncckpt.errors import StagingError, UnsupportedLeafError
+from asyncckpt.errors import DtypeMismatchError, StagingError, UnsupportedLeafError
 from asyncckpt.ports import Bytes, Source, Target
 from asyncckpt.spec import DTYPE_NAMES, DTYPES, Box, array_spec
 
@@ -164,12 +164,21 @@ class TorchAdapter:
             return torch.nn.Buffer(tensor, persistent=like.persistent)
         return tensor.requires_grad_(like.requires_grad)
 
+    def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
+        if dtype in _DTYPES:
+            return None
+        return DtypeMismatchError(
+            f"{path}: the checkpoint holds {dtype}, which PyTorch does not have; restore it with "
+            'leaves="numpy" or "jax"',
+            path=path,
+            expected=tuple(_DTYPES),
+            found=dtype,
+        )
+
     def leaf(self, path: str, values: npt.NDArray[Any], extra: Mapping[str, Any]) -> Any:
-        name = DTYPE_NAMES[values.dtype]
-        if name not in _DTYPES:
-            raise unsupported_dtype(
-                path, "torch", name, f'PyTorch has no {name}; restore with leaves="numpy" or "jax"'
-            )
+        fault = self.refuses(path, DTYPE_NAMES[values.dtype])
+        if fault is not None:
+            raise fault
         return tensor_view(values)
 
 

@@ -188,6 +188,26 @@ def _absent(path: str, having: str, lacking: str) -> TreeMismatchError:
     )
 
 
+def check_framework(
+    opened: OpenCheckpoint, assignments: Sequence[Assignment], framework: ArrayAdapter
+) -> None:
+    """The framework can hold every array as it was saved.
+
+    Raises:
+        DtypeMismatchError: lists those that it cannot.
+    """
+    faults: list[MismatchError] = []
+    for assignment in assignments:
+        extra = opened.record.leaves.extra.get(assignment.saved, _NO_FACTS)
+        if assignment.spec is None or "python" in extra:
+            continue
+        fault = framework.refuses(assignment.path, assignment.spec.dtype)
+        if fault is not None:
+            faults.append(fault)
+    if faults:
+        raise _combined(opened.location, faults)
+
+
 def _saved(opened: OpenCheckpoint, path: str, leaf: int, array: int) -> Assignment:
     if array >= 0:
         return Assignment(leaf, path, leaf, array, opened.specs[array])

@@ -17,7 +17,14 @@ import numpy.typing as npt
 
 from asyncckpt.adapters import AdapterSet
 from asyncckpt.adapters.scalars import scalar_from_array, scalar_kind, unsupported
-from asyncckpt.checkpointer.match import Assignment, Matching, Wanted, match, match_saved
+from asyncckpt.checkpointer.match import (
+    Assignment,
+    Matching,
+    Wanted,
+    check_framework,
+    match,
+    match_saved,
+)
 from asyncckpt.checkpointer.runtime import Runtime
 from asyncckpt.errors import (
     AsyncCheckpointError,
@@ -190,7 +197,9 @@ def _match(
     selected: set[int] | None,
 ) -> Matching:
     if request.mode == "saved":
-        return Matching(match_saved(opened, paths, selected))
+        saved = match_saved(opened, paths, selected)
+        check_framework(opened, saved, request.framework)
+        return Matching(saved)
     roots = tuple(request.stateful)
     below = tuple(f"{root}/" for root in roots if root)
 

@@ -17,6 +17,7 @@ import logging
 import os
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -36,7 +37,7 @@ IO_THREADS = 4
 """Direct writes of 8 MiB reach the top speed of the disks measured with two to four in flight."""
 
 COMPUTE_THREADS_MAX = 8
-"""Copying and checksumming gain nothing beyond the memory bandwidth, which eight threads exhaust."""
+"""Copies and checksums gain nothing beyond the memory bandwidth, which eight threads exhaust."""
 
 EXIT_CLEANUP_S = 1.0
 """What a save that is aborted as the process ends gets for removing its files."""
@@ -306,25 +307,29 @@ class Engine:
             return
         pending = [f for f in (self.on_exit() if self.on_exit else []) if not f.done()]
         if pending:
-            logger.warning(
-                "%s: the process ends without close(); waiting up to %g s for %d save(s) in flight",
-                self._name,
-                self.drain_deadline_s,
-                len(pending),
+            _warn(
+                f"{self._name}: the process ends without close(); waiting up to "
+                f"{self.drain_deadline_s:g} s for {len(pending)} save(s) in flight"
             )
         end = time.monotonic() + self.drain_deadline_s
         for future in pending:
             try:
                 future.exception(timeout=max(0.0, end - time.monotonic()))
             except TimeoutError:
-                logger.error(
-                    "%s: a save was abandoned: it did not finish within %g s of the process's end",
-                    self._name,
-                    self.drain_deadline_s,
+                _warn(
+                    f"{self._name}: a save was abandoned: it did not finish within "
+                    f"{self.drain_deadline_s:g} s of the process's end"
                 )
         left_s = max(EXIT_CLEANUP_S, end - time.monotonic())
         with contextlib.suppress(TimeoutError):
             self.begin_close().result(left_s)
+
+
+def _warn(message: str) -> None:
+    """The message is logged, and seen by a person also where nobody configured logging."""
+    logger.warning(message)
+    with contextlib.suppress(RuntimeWarning):  # where warnings are errors, the hook must go on
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -128,14 +128,19 @@ def encode_index(
     chunks = payload.chunks
     values: list[bytes | None] = [*catalog.templates, *payload.inline, None]
     row = catalog.row
-    file = np.where(catalog.inline < 0, chunks.file[row], -1)
+    in_file = np.flatnonzero(catalog.inline < 0)
+    file = np.full(len(row), -1, np.int64)
+    file[in_file] = chunks.file[row[in_file]]
+    offsets, lengths = np.zeros_like(file), np.zeros_like(file)
+    offsets[in_file] = chunks.offset[row[in_file]]
+    lengths[in_file] = chunks.nbytes[row[in_file]]
     tree = encode_tree(
         catalog.columns,
         ValueColumns(
             inline=[values[i] for i in catalog.inline.tolist()],
             file=file,
-            offset=np.where(file >= 0, chunks.offset[row], 0),
-            nbytes=np.where(file >= 0, chunks.nbytes[row], 0),
+            offset=offsets,
+            nbytes=lengths,
         ),
         data_files=[name for name, _, _ in payload.files],
         node_file=path,

@@ -65,7 +65,7 @@ class OpenCheckpoint:
 
 
 def is_record(data: bytes) -> bool:
-    """Whether these bytes are a commit record whose checksum holds; its contents are not decoded."""
+    """Whether these bytes are a commit record whose checksum holds; they are not decoded."""
     tail = data[-RECORD_TAIL_NBYTES:]
     if len(tail) < RECORD_TAIL_NBYTES or not data.startswith(b'{"format":"asyncckpt",'):
         return False

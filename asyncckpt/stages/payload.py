@@ -124,8 +124,9 @@ def scatter(
 ) -> None:
     """Elements of `payload` that lie in `wanted` are in `target`.
 
-    `payload` holds bytes of chunk `cell` from `start` on, `target` has the shape of `wanted`; `start` and the length of `payload` are multiples of the
-    element size; the dtype of `target` is that of the chunk.
+    `payload` holds bytes of chunk `cell` from `start` on, and `target` has the shape of `wanted`;
+    `start` and the length of `payload` are multiples of the element size; the dtype of `target` is
+    that of the chunk.
     """
     clipped = grid.box(cell)
     dtype = DTYPES[spec.dtype]

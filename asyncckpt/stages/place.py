@@ -24,9 +24,13 @@ def cast_values(
     if out is None:
         out = np.empty(values.shape, wanted)
     with np.errstate(over="ignore", invalid="ignore"):
-        np.copyto(out, values.astype(wanted, copy=False), casting="no")
+        numbers = values
+        if numeric_class(values.dtype.name) == "complex" and numeric_class(dtype) in _REAL:
+            numbers = values.real  # whose imaginary part must be zero: looked at below
+        np.copyto(out, numbers.astype(wanted, copy=False), casting="no")
         fault = _out_of_range(values, out, dtype)
     if fault is not None:
+        fault = fault.item() if isinstance(fault, np.generic) else fault
         raise DtypeMismatchError(
             f"{path}: {fault!r} of the checkpoint is out of range of {dtype}; restore it in the "
             f"saved dtype {values.dtype.name}",
@@ -36,6 +40,9 @@ def cast_values(
             found=values.dtype.name,
         )
     return out
+
+
+_REAL = ("int", "float")
 
 
 def numeric_class(dtype: str) -> str:
@@ -59,9 +66,9 @@ def _out_of_range(values: npt.NDArray[Any], cast: npt.NDArray[Any], dtype: str) 
         return None
     if source == "complex" and wanted != "complex":
         bad = values.imag != 0
-        values = values.real
         if bad.any():
             return values[bad].reshape(-1)[0]
+        values = values.real
         source = "float"
     if wanted == "int":
         low, high = _int_range(dtype)

@@ -95,7 +95,7 @@ class Compressor:
         self._contexts = _Contexts()
 
     def compress(self, slots: list[Slot], nbytes: int, level: int) -> tuple[list[bytes], int, int]:
-        """Blocks of the stored chunk (trailer included), their size, the payload's CRC. Blocking."""
+        """Blocks of the stored chunk with its trailer, their size, the payload's CRC. Blocking."""
         contexts = self._contexts.by_level
         context = contexts.get(level)
         if context is None:

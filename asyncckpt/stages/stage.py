@@ -172,7 +172,7 @@ class Staging:
                 emit(chunk)
 
     async def hold_immutable(self) -> bool:
-        """Immutable leaves are held as they are and all others were copied; False if those are many.
+        """Immutable leaves are held, all others were copied; False if those are too many.
 
         Afterwards the caller may mutate everything that can be mutated, and staging goes on from
         what is held. The copies count in the budget until `forget`; where they would take more

@@ -220,7 +220,8 @@ def test_64_bit_leaves_need_x64_in_the_calling_thread(
         assert 'jax.config.update("jax_enable_x64", True)' in str(e.value)
     with jax.enable_x64(True):
         target = adapter.target("a/b", jax.ShapeDtypeStruct((3,), name), in_place=False)
-        assert adapter.leaf("a/b", values(name, (3,)), {}).dtype == name
+        own = JaxAdapter()
+    assert worker.submit(own.leaf, "a/b", values(name, (3,)), {}).result().dtype == name
     placed = worker.submit(adapter.place, target, values(name, (3,))).result()
     assert placed.dtype == name, "x64 is replayed in the worker"
 

@@ -261,7 +261,7 @@ def test_wrapper_tensors_are_refused_and_plain_subclasses_are_not() -> None:
 
 @pytest.mark.parametrize("name", MISSING)
 def test_dtypes_that_torch_lacks_are_named(name: str) -> None:
-    with pytest.raises(errors.UnsupportedLeafError, match=f'^a/b: .*{name}.*leaves="numpy"'):
+    with pytest.raises(errors.DtypeMismatchError, match=f'^a/b: .*{name}.*leaves="numpy"'):
         adapter.leaf("a/b", values(name, (3,)), {})
 
 

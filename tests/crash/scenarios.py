@@ -167,6 +167,7 @@ class Scenario:
         run: the operation.
         states: what may be listed, from the state before to the state after, in order.
         floor: by label of a marker, the first of `states` that is possible once it was reached.
+        after_error: what may be listed when it raised, `states[0]` if empty.
         again: the step that is saved again afterwards.
         below: path of the steps' directory below the root.
         between: what may be listed before a sweep besides `states`.
@@ -176,6 +177,7 @@ class Scenario:
     run: Callable[[str], None]
     states: tuple[State, ...]
     floor: Mapping[str, int]
+    after_error: tuple[State, ...] = ()
     again: int = 2
     below: str = ""
     between: tuple[State, ...] = ()
@@ -195,16 +197,22 @@ class Scenario:
         return self.states[max((self.floor[label] for label in labels), default=0) :]
 
 
+DELETED: tuple[State, ...] = ({1: 1, 2: 2}, {2: 2})
+
 SCENARIOS: dict[str, Scenario] = {
     "new": Scenario(new, ({1: 1}, {1: 1, 2: 2}), {"2": 1}),
     "overwrite": Scenario(overwrite, ({1: 1}, {1: 2}), {"1": 1}, again=1),
     "retention": Scenario(
         retention, ({1: 1, 2: 2}, {1: 1, 2: 2, 3: 3}, {2: 2, 3: 3}), {"3": 2}, again=3
     ),
-    "delete": Scenario(delete, ({1: 1, 2: 2}, {2: 2}), {"delete": 1}, again=1),
+    "delete": Scenario(delete, DELETED, {"delete": 1}, after_error=DELETED, again=1),
     "nested": Scenario(nested, ({}, {2: 2}), {"2": 1}, below="a/b"),
     "background": Scenario(
-        background, ({1: 1}, {1: 1, 2: 2}, {1: 1, 2: 2, 3: 3}), {"2": 1, "3": 2}, again=3
+        background,
+        ({1: 1}, {1: 1, 2: 2}, {1: 1, 2: 2, 3: 3}),
+        {"2": 1, "3": 2},
+        after_error=({1: 1}, {1: 1, 2: 2}, {1: 1, 3: 3}),
+        again=3,
     ),
     "zstd": Scenario(zstd, ({1: 1}, {1: 1, 2: 2}), {"2": 1}),
     "overwrite_in_two_steps": Scenario(

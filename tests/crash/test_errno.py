@@ -119,16 +119,15 @@ def _complaints_about(failure: dict[str, Any], root: Path, kind: Kind) -> list[s
 def _possible(
     scenario: Scenario, labels: Sequence[str], failure: dict[str, Any] | None
 ) -> tuple[State, ...]:
-    """What may be listed after a save that returned, or after one that raised."""
-    if scenario is SCENARIOS["delete"]:
-        return scenario.states[1:] if failure is None else scenario.states
+    """What may be listed after the scenario returned, or raised."""
     if failure is None:
         # Old steps that could not be deleted are tried again by the next save.
-        saved = scenario.states[-1]
-        return tuple(s for s in scenario.states if saved.items() <= s.items())
+        after = scenario.states[-1]
+        return tuple(state for state in scenario.states if after.items() <= state.items())
     if failure["visible"]:
         return scenario.states[1:]
-    return scenario.states[max((scenario.floor[label] for label in labels), default=0) :][:1]
+    states = scenario.after_error or scenario.states[:1]
+    return tuple(state for state in states if all(int(label) in state for label in labels))
 
 
 def holds_at_each_call(server: ForkServer, scratch: Path, name: str, kind: str) -> None:
