@@ -128,7 +128,7 @@ def _pending_tasks() -> dict[int, str]:
     return {
         id(task): repr(task)
         for task in gc.get_objects()
-        if isinstance(task, asyncio.Task) and not task.done()
+        if issubclass(type(task), asyncio.Task) and not task.done()
     }
 
 
