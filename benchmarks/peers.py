@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+import asyncckpt
 from benchmarks.files import fsync_tree
 from benchmarks.subject import Restored, Saved, Subject
 from benchmarks.workloads import Tree, Workload, flat_arrays, leaves, map_leaves
@@ -263,7 +264,6 @@ def full_peers() -> dict[str, Callable[[Path], Subject]]:
 def versions() -> dict[str, str]:
     """Versions of every package that is measured or underneath."""
     names = (
-        "asyncckpt",
         "numpy",
         "safetensors",
         "jax",
@@ -273,7 +273,7 @@ def versions() -> dict[str, str]:
         "crc32c",
         "uvloop",
     )
-    found = {}
+    found = {"asyncckpt": asyncckpt.__version__}
     for name in names:
         try:
             found[name] = importlib.metadata.version(name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Literal, cast
@@ -128,8 +128,6 @@ async def run_restore(
     except AsyncCheckpointError as error:
         raise restore.failed(error) from None
     changed += restore.changed
-    if changed and request.strict:
-        raise _changed_error(opened.location, changed)
     additions = {a.saved: restore.results[id(a)] for a in matching.additions}
     values = {a.number: restore.results[id(a)] for a in matching.assignments}
     arrays = [a for a in (*matching.assignments, *matching.additions) if a.spec is not None]
@@ -286,12 +284,21 @@ class _Restore:
 
     async def run(self) -> int:
         """All assignments have their results; returns the bytes read."""
-        for assignment in self._all:
-            if assignment.spec is None:
-                self.results[id(assignment)] = self._scalar(assignment)
         arrays = [a for a in self._all if a.spec is not None]
-        if not arrays:
-            return 0
+        scalars = [a for a in self._all if a.spec is None]
+        self._set_scalars(a for a in scalars if not self._touches(a))
+        read_nbytes = await self._read(arrays) if arrays else 0
+        late = self._late
+        if late:
+            await self._compute.run(self._set, [a for a in late if not self._touches(a)])
+        if self.changed and self._request.strict:
+            raise _changed_error(self._opened.location, self.changed)
+        if late:
+            await self._compute.run(self._set, [a for a in late if self._touches(a)])
+        self._set_scalars(a for a in scalars if self._touches(a))
+        return read_nbytes
+
+    async def _read(self, arrays: Sequence[Assignment]) -> int:
         index = await read_index(self._opened)
         await self._compute.run(self._allocate, arrays)
         destinations = self._destinations
@@ -329,8 +336,6 @@ class _Restore:
             await fetch.run()
             self._arrived.set()
             await placing
-        if self._late:
-            await self._compute.run(self._finish_late)
         return fetch.read_nbytes
 
     def failed(self, error: BaseException) -> BaseException:
@@ -341,7 +346,7 @@ class _Restore:
             and self._started
             and not self._request.options.atomic
         ):
-            written = [d.path for d in self._destinations]
+            written = [a.path for a in self._all if self._touches(a)]
             error.written = tuple(written)
             error.add_note(
                 f"the contents of {len(written)} targets are undefined now (error.written lists "
@@ -467,6 +472,7 @@ class _Restore:
         made: dict[int, Any] = {}
         for assignment in batch:
             if self._request.mode == "into" and self._request.options.atomic:
+                self._convert(assignment)
                 self._late.append(assignment)
                 continue
             shared = made.get(id(assignment.values)) if assignment.wanted is None else None
@@ -474,9 +480,30 @@ class _Restore:
             made[id(assignment.values)] = value
             self.results[id(assignment)] = value
 
-    def _finish_late(self) -> None:
-        for assignment in self._late:
+    def _convert(self, assignment: Assignment) -> None:
+        # What does not fit must be known before any target is touched.
+        target = assignment.wanted.target if assignment.wanted is not None else None
+        if target is not None and assignment.spec is not None:
+            if target.spec.dtype != assignment.spec.dtype:
+                assignment.values = cast_values(
+                    assignment.path, assignment.values, target.spec.dtype
+                )
+                assignment.spec = ArraySpec(assignment.spec.shape, target.spec.dtype)
+
+    def _set(self, assignments: Sequence[Assignment]) -> None:
+        for assignment in assignments:
             self.results[id(assignment)] = self._value(assignment)
+
+    def _set_scalars(self, assignments: Iterable[Assignment]) -> None:
+        for assignment in assignments:
+            self.results[id(assignment)] = self._scalar(assignment)
+
+    def _touches(self, assignment: Assignment) -> bool:
+        """Whether finishing it writes to memory of the caller."""
+        target = assignment.wanted.target if assignment.wanted is not None else None
+        if target is None or self._request.mode != "into":
+            return False
+        return target.buffer is not None or target.fill
 
     def _value(self, assignment: Assignment) -> Any:
         spec, values, want = assignment.spec, assignment.values, assignment.wanted

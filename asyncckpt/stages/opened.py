@@ -139,8 +139,16 @@ async def read_index(opened: OpenCheckpoint) -> ChunkIndex:
             expected=place.crc32c,
             found=found,
         )
-    index = decode_chunk_index(data.tobytes(), file=path)
-    record.validate_index(index)
+    try:
+        index = decode_chunk_index(data.tobytes(), file=path)
+        record.validate_index(index)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(
+            f"{opened.location}: {error}",
+            file=path,
+            offset=place.offset,
+            location=opened.location,
+        ) from None
     return index
 
 

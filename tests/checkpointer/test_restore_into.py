@@ -243,6 +243,34 @@ async def test_atomic_leaves_the_targets_as_they_were_also_when_a_value_does_not
     assert all((array == 7).all() for array in target.values())
 
 
+async def test_atomic_leaves_the_targets_as_they_were_also_when_an_immutable_leaf_differs(
+    tmp_path: Path,
+) -> None:
+    place = await saved(tmp_path, {"a": np.arange(5.0), "j": np.ones(3, "f4"), "n": 3})
+    target = {"a": np.full(5, 7.0), "j": jnp.zeros(3), "n": np.array(7)}
+    atomic = asyncckpt.RestoreOptions(atomic=True)
+    with pytest.raises(MismatchError, match="j: the target's value differs") as caught:
+        await asyncckpt.restore_into(place, target, options=atomic)
+    assert caught.value.written == ()
+    assert (target["a"] == 7).all() and target["n"] == 7
+    with pytest.raises(MismatchError, match="j: the target's value differs") as caught:
+        await asyncckpt.restore_into(place, target)
+    assert caught.value.written == ("a", "n")
+    await asyncckpt.restore_into(place, target, options=atomic, strict=False)
+    assert target["a"].tolist() == [0, 1, 2, 3, 4] and target["n"] == 3
+
+
+async def test_targets_that_overlap_are_found_before_any_of_them_is_touched(
+    tmp_path: Path,
+) -> None:
+    place = await saved(tmp_path, {"n": 3, "a": np.ones(3), "b": np.ones(3)})
+    base = np.full(5, 7.0)
+    target = {"n": np.array(7), "a": base[:3], "b": base[2:]}
+    with pytest.raises(UsageError, match="overlap"):
+        await asyncckpt.restore_into(place, target)
+    assert target["n"] == 7 and (base == 7).all()
+
+
 async def test_a_read_error_lists_what_was_written(tmp_path: Path) -> None:
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:
         await ckpt.save(1, damaged_tree())

@@ -48,7 +48,7 @@ RUN_TIMEOUT_S = 60.0
 REPLY_MARGIN_S = 30.0
 
 # How often a call that threads have moved out of the way is looked for once more.
-TRIES_PER_CALL = 20
+TRIES_PER_CALL = 40
 
 # What differs between two runs of one scenario: ids and tokens of attempts.
 _ID = re.compile(r"[0-9a-f]{16,}")
@@ -349,10 +349,12 @@ class ForkServer:
                 args = fresh(run)
                 outcome = self.run(scenario, args, mode=mode, n=number, **options)
                 if outcome.at is None:
+                    number = wanted.number
                     continue
                 names = _named(outcome.calls, options.get("prefix") or args["root"])
                 hit.add(names[outcome.at])
-                number = next((c.number for c, n in names.items() if n == name), wanted.number)
+                # It came earlier than thought, or is still to come.
+                number = next((c.number for c, n in names.items() if n == name), number + 1)
                 yield run, args, outcome
             else:
                 raise RuntimeError(f"{scenario}: never hit {wanted}")

@@ -253,10 +253,11 @@ def test_a_drained_engine_ends_within_its_deadline(caplog: pytest.LogCaptureFixt
     engine.drain_deadline_s = 0.1
     engine.on_exit = lambda: [job.future]
     begun = time.monotonic()
-    with caplog.at_level(logging.WARNING, "asyncckpt"):
+    with caplog.at_level(logging.WARNING, "asyncckpt"), pytest.warns(RuntimeWarning) as warned:
         engine.drain()  # the job's clean-up hangs, too
     assert time.monotonic() - begun < 5
-    assert "the process ends without close(); waiting up to" in caplog.text
+    assert len(warned) == 2
+    assert "the process ends without close(); waiting up to 0.1 s for 1 save(s)" in caplog.text
     assert "was abandoned" in caplog.text
     step.go()
     with pytest.raises((ClosedError, FutureCancelledError)):

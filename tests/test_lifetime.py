@@ -1,0 +1,411 @@
+"""From the first use of a `Checkpointer` to the end of its process, in order and out of order."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import asyncckpt
+from asyncckpt import blocking
+from asyncckpt.errors import ClosedError, EngineDiedError, UsageError
+from tests import children
+from tests.checkpointer.script import Script, in_thread
+from tests.watch import nothing_left_behind
+
+TREE = {"w": np.arange(50_000.0), "step": 1}
+
+HANGING_WRITE = """
+import os, sys, threading, time
+import numpy as np
+import asyncckpt
+from asyncckpt import blocking
+from asyncckpt.stores.datafile import LocalDataFile
+
+begun = threading.Event()
+real = LocalDataFile._write
+def hang(self, offset, data):
+    begun.set()
+    threading.Event().wait()
+"""
+
+
+def engine_threads() -> list[str]:
+    return sorted(t.name for t in threading.enumerate() if t.name.startswith("asyncckpt"))
+
+
+def test_importing_asyncckpt_imports_no_framework_and_no_backend() -> None:
+    loaded = children.output(
+        """
+        import sys
+        import asyncckpt
+        before = set(sys.modules)
+        from asyncckpt import blocking
+        asyncckpt.Checkpointer, asyncckpt.save, asyncckpt.SaveOptions()
+        print(len(before), *sorted(sys.modules))
+        """
+    ).split()
+    heavy = {
+        *("jax", "jaxlib", "torch", "tensorstore", "orbax", "gcsfs", "s3fs", "obstore", "boto3"),
+        *("fsspec", "aiohttp", "typer", "rich"),
+    }
+    assert heavy.isdisjoint(loaded)
+
+
+def test_saving_numpy_arrays_imports_no_framework(tmp_path: Path) -> None:
+    children.output(
+        """
+        import sys
+        import numpy as np
+        from asyncckpt import blocking
+        blocking.save(sys.argv[1], {"w": np.arange(5)})
+        assert blocking.restore(sys.argv[1])["w"].tolist() == [0, 1, 2, 3, 4]
+        blocking.verify(sys.argv[1])
+        assert not {"jax", "torch", "tensorstore"} & set(sys.modules)
+        """,
+        tmp_path / "x",
+    )
+
+
+def test_every_public_name_is_there_and_nothing_else_is() -> None:
+    assert set(asyncckpt.__all__) <= set(dir(asyncckpt))
+    for name in asyncckpt.__all__:
+        assert getattr(asyncckpt, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        asyncckpt.nonsense  # noqa: B018
+
+
+async def test_use_after_close_is_an_error(tmp_path: Path) -> None:
+    ckpt = asyncckpt.Checkpointer(tmp_path)
+    await ckpt.save(1, TREE)
+    await ckpt.close()
+    await ckpt.close()
+    await ckpt.wait()
+    for call in (
+        lambda: ckpt.save(2, TREE),
+        lambda: ckpt.start_save(2, TREE),
+        lambda: ckpt.restore(),
+        lambda: ckpt.restore_into(TREE),
+        lambda: ckpt.prepare(TREE),
+        lambda: ckpt.steps(),
+        lambda: ckpt.latest_step(),
+        lambda: ckpt.inspect(),
+        lambda: ckpt.verify(),
+        lambda: ckpt.delete(1),
+        lambda: ckpt.delete_after(1),
+        lambda: ckpt.__aenter__(),
+    ):
+        with pytest.raises(ClosedError, match="is closed; create a new Checkpointer"):
+            await call()
+    assert "closed" in repr(ckpt)
+
+
+async def test_with_is_optional_and_no_thread_exists_before_the_first_use(tmp_path: Path) -> None:
+    ckpt = asyncckpt.Checkpointer(tmp_path)
+    assert engine_threads() == []
+    await ckpt.save(1, TREE)
+    assert "asyncckpt" in engine_threads()
+    await ckpt.close()
+    assert engine_threads() == []
+
+
+async def test_a_one_shot_call_leaves_no_thread(tmp_path: Path) -> None:
+    await asyncckpt.save(tmp_path / "x", TREE)  # what is opened once per process
+    with nothing_left_behind():
+        await asyncckpt.save(tmp_path / "y", TREE)
+        await asyncckpt.restore(tmp_path / "y")
+        await asyncckpt.verify(tmp_path / "y")
+        await asyncckpt.inspect(tmp_path / "y")
+        with pytest.raises(asyncckpt.CheckpointExistsError):
+            await asyncckpt.save(tmp_path / "y", TREE)
+        with pytest.raises(asyncckpt.CheckpointNotFoundError):
+            await asyncckpt.restore(tmp_path / "z")
+
+
+async def test_a_checkpointer_dropped_without_close_leaks_no_thread(tmp_path: Path) -> None:
+    ckpt = asyncckpt.Checkpointer(tmp_path)
+    await ckpt.save(1, TREE)
+    threads = [t for t in threading.enumerate() if t.name.startswith("asyncckpt")]
+    assert threads
+    del ckpt
+    gc.collect()
+    for thread in threads:
+        await in_thread(lambda t=thread: t.join(30))
+    assert engine_threads() == []
+
+
+async def test_a_checkpointer_dropped_with_a_save_in_flight_finishes_it(tmp_path: Path) -> None:
+    ckpt = asyncckpt.Checkpointer(tmp_path)
+    publish = Script(ckpt).hold("publish")
+    pending = await ckpt.start_save(1, TREE)
+    await publish.reached()
+    del ckpt
+    gc.collect()
+    assert not pending.done()
+    publish.go()
+    assert (await pending).step == 1
+    assert (await asyncckpt.verify(tmp_path / "1")).ok
+
+
+async def test_one_checkpointer_serves_two_event_loops_and_threads(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+
+        async def elsewhere(first: int) -> list[int]:
+            pending = [await ckpt.start_save(step, TREE) for step in range(first, first + 3)]
+            for one in pending:
+                await one
+            found = await ckpt.restore(first)
+            assert found["w"].tobytes() == TREE["w"].tobytes()
+            return [report.step or 0 for report in [await one for one in pending]]
+
+        others = [in_thread(lambda n=n: asyncio.run(elsewhere(n))) for n in (10, 20)]
+        assert await elsewhere(0) == [0, 1, 2]
+        assert [await other for other in others] == [[10, 11, 12], [20, 21, 22]]
+        assert await ckpt.steps() == [0, 1, 2, 10, 11, 12, 20, 21, 22]
+
+
+async def test_a_pending_save_may_be_awaited_from_another_loop(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        pending = await ckpt.start_save(1, TREE)
+
+        async def wait() -> int | None:
+            return (await pending).step
+
+        assert await in_thread(lambda: asyncio.run(wait())) == 1
+        assert (await pending).step == 1
+
+
+async def test_the_death_of_the_engine_fails_what_is_outstanding(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ckpt = asyncckpt.Checkpointer(tmp_path)
+    await ckpt.save(1, TREE)
+    script = Script(ckpt)
+    write = script.hold("write")
+    pending = await ckpt.start_save(2, TREE)
+    await write.reached()
+    read = script.hold("read_into")
+    restoring = asyncio.create_task(ckpt.restore(1))
+    await read.reached()
+
+    def die() -> None:
+        raise SystemExit("on purpose")
+
+    with caplog.at_level(logging.CRITICAL, "asyncckpt"):
+        ckpt._core.runtime.engine.post(die)
+        with pytest.raises(EngineDiedError, match="create a new Checkpointer"):
+            await pending
+        with pytest.raises(EngineDiedError):
+            await restoring
+    with pytest.raises(EngineDiedError, match="its thread has ended"):
+        await ckpt.save(3, TREE)
+    await ckpt.close()
+    assert engine_threads() == []
+    # What was committed stays, the rest was cleaned up.
+    async with asyncckpt.Checkpointer(tmp_path) as again:
+        assert await again.steps() == [1]
+        assert (await again.verify(1)).ok
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
+def test_a_forked_child_is_told_so_and_may_make_its_own(tmp_path: Path) -> None:
+    out = children.output(
+        """
+        import os, sys, warnings
+        import numpy as np
+        from asyncckpt import blocking, errors
+        warnings.filterwarnings("ignore", message=".*fork.*")
+        root = sys.argv[1]
+        ckpt = blocking.Checkpointer(root)
+        ckpt.save(1, {"w": np.arange(5)})
+        pending = ckpt.start_save(2, {"w": np.arange(5)})
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                for call in (lambda: ckpt.save(3, {}), lambda: ckpt.restore(), ckpt.steps):
+                    try:
+                        call()
+                    except errors.ClosedError as error:
+                        assert "was created before this process was forked" in str(error), error
+                    else:
+                        raise AssertionError("no error")
+                ckpt.close()
+                with blocking.Checkpointer(root + "/child") as own:
+                    own.save(1, {"w": np.arange(7)})
+                    assert own.restore()["w"].tolist() == list(range(7))
+                del ckpt
+                status = 0
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        pending.result()
+        print(*ckpt.steps())
+        ckpt.close()
+        """,
+        tmp_path / "run",
+    )
+    assert out.split() == ["1", "2"]
+    assert blocking.restore(tmp_path / "run" / "child" / "1")["w"].tolist() == list(range(7))
+
+
+def test_a_process_that_ends_without_close_finishes_its_saves_and_warns(tmp_path: Path) -> None:
+    child = children.start(
+        """
+        import sys
+        import numpy as np
+        from asyncckpt import blocking
+        ckpt = blocking.Checkpointer(sys.argv[1])
+        ckpt.start_save(1, {"w": np.arange(2_000_000.0)})
+        ckpt.start_save(2, {"w": np.arange(2_000_000.0)})
+        """,
+        tmp_path,
+        warnings="default",
+    )
+    status, _, err = children.finish(child)
+    assert status == 0, err
+    assert "the process ends without close(); waiting up to 60 s for 1 save(s) in flight" in err
+    for step in ("1", "2"):
+        assert blocking.verify(tmp_path / step).ok
+
+
+def test_an_event_loop_that_ends_without_close_finishes_its_saves_too(tmp_path: Path) -> None:
+    children.output(
+        """
+        import asyncio, sys
+        import numpy as np
+        import asyncckpt
+        async def main():
+            ckpt = asyncckpt.Checkpointer(sys.argv[1])
+            await ckpt.start_save(1, {"w": np.arange(2_000_000.0)})
+        asyncio.run(main())
+        """,
+        tmp_path,
+    )
+    assert blocking.verify(tmp_path / "1").ok
+
+
+def test_a_process_that_ends_by_an_exception_finishes_its_saves(tmp_path: Path) -> None:
+    child = children.start(
+        """
+        import sys
+        import numpy as np
+        from asyncckpt import blocking
+        ckpt = blocking.Checkpointer(sys.argv[1])
+        ckpt.start_save(1, {"w": np.arange(2_000_000.0)})
+        raise RuntimeError("the training failed")
+        """,
+        tmp_path,
+    )
+    status, _, err = children.finish(child)
+    assert status == 1 and "the training failed" in err
+    assert blocking.verify(tmp_path / "1").ok
+
+
+def test_a_process_whose_save_hangs_ends_within_its_exit_deadline(tmp_path: Path) -> None:
+    child = children.start(
+        HANGING_WRITE
+        + """
+LocalDataFile._write = hang
+options = asyncckpt.SaveOptions(exit_deadline_s=0.5)
+ckpt = blocking.Checkpointer(sys.argv[1], save_options=options)
+pending = ckpt.start_save(1, {"w": np.arange(2_000_000.0)})
+begun.wait()
+print("ending", flush=True)
+""",
+        tmp_path,
+        warnings="default",
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ending\n"
+    begun = time.monotonic()
+    status, _, err = children.finish(child)
+    assert time.monotonic() - begun < 10
+    assert status == 0
+    assert "a save was abandoned: it did not finish within 0.5 s" in err
+    assert blocking.Checkpointer(tmp_path).steps() == []
+
+
+async def test_a_crashed_attempt_is_swept_when_a_run_is_entered(tmp_path: Path) -> None:
+    child = children.start(
+        HANGING_WRITE
+        + """
+LocalDataFile._write = hang
+ckpt = blocking.Checkpointer(sys.argv[1])
+pending = ckpt.start_save(1, {"w": np.arange(2_000_000.0)})
+begun.wait()
+os._exit(9)
+""",
+        tmp_path,
+    )
+    assert (await in_thread(lambda: children.finish(child)))[0] == 9
+    assert list((tmp_path / ".asyncckpt").rglob("*"))
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        assert await ckpt.steps() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_save_is_committed_while_the_callers_loop_is_blocked(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        state = {"w": np.arange(2_000_000.0), "step": 1}
+        pending = await ckpt.start_save(1, state)
+        time.sleep(2.0)  # a train step that holds this loop's thread
+        assert pending.done()
+        assert (tmp_path / "1" / "checkpoint.json").exists()
+        assert (await pending).total_s < 2.0
+
+
+async def test_a_restore_goes_on_while_the_callers_loop_is_blocked(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(1, TREE)
+        target = {"w": np.zeros(50_000), "step": 1}
+        done = threading.Event()
+        request, _, _ = ckpt._core.restore_request(
+            "into",
+            target,
+            leaves="numpy",
+            include=None,
+            strict=True,
+            cast=False,
+            options=None,
+            progress=None,
+        )
+        job = ckpt._core.call(lambda: ckpt._core.restore(1, request))
+        job.future.add_done_callback(lambda _: done.set())
+        assert done.wait(30)  # this thread's loop stands still meanwhile
+        await job.wait()
+        assert target["w"].tobytes() == TREE["w"].tobytes()
+
+
+async def test_logging_is_silent_by_default() -> None:
+    out = await in_thread(
+        lambda: children.output(
+            """
+            import logging
+            import asyncckpt
+            logger = logging.getLogger("asyncckpt")
+            assert logger.level == logging.NOTSET and logger.propagate
+            print(len(logging.getLogger().handlers))
+            """
+        )
+    )
+    assert out == "0\n"
+
+
+def test_windows_is_refused_clearly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncckpt.checkpointer import runtime
+
+    class Windows:
+        name = "nt"
+
+    monkeypatch.setattr(runtime, "os", Windows)
+    with pytest.raises(UsageError, match="on Windows use WSL"):
+        asyncckpt.Checkpointer(tmp_path)
