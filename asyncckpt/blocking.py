@@ -223,8 +223,7 @@ class Checkpointer:
             core.wait_blocking()
         except KeyboardInterrupt:
             for pending in core.in_flight():
-                pending.cancel()
-            core.wait_blocking()
+                pending._job.abort()
             raise
         finally:
             core.close()

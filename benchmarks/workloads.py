@@ -44,7 +44,7 @@ class Workload:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(leaf.nbytes for _, leaf in leaves(self.tree) if isinstance(leaf, np.ndarray))
+        return sum(getattr(leaf, "nbytes", 0) for _, leaf in leaves(self.tree))
 
 
 def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:

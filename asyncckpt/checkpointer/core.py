@@ -458,14 +458,16 @@ class Core:
         await engine.aclose()
 
     def wait_blocking(self) -> None:
-        """No save is in flight; how they ended is not looked at."""
+        """No save is in flight, or they were abandoned; how they ended is not looked at."""
+        if self.runtime.engine.abandoned:
+            return
         for pending in self.in_flight():
             wait_quietly(pending._job.future)
 
     def close(self) -> None:
         """As `aclose`, blocking."""
         engine = self.runtime.engine
-        if engine.usable:
+        if engine.usable and not engine.abandoned:
             self.call(self._release).result()
         engine.close()
 

@@ -164,8 +164,7 @@ class BlockingPendingSave(PendingSave):
             self._staged.result()
         except KeyboardInterrupt:
             self._seen = True
-            self._job.cancel()
-            self._job.future.exception()
+            self._job.abort()
             raise
         except AsyncCheckpointError:
             pass  # raised below, from where it belongs

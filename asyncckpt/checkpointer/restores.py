@@ -408,6 +408,18 @@ class _Restore:
     def _check_overlaps(self) -> None:
         if self._request.mode != "into":
             return
+        # Most targets do not even come near each other: one vectorised look settles it.
+        extents = [
+            a.wanted.target.span
+            for a in self._all
+            if a.wanted is not None and a.wanted.target is not None
+        ]
+        bounds = np.array([extent for extent in extents if extent is not None], np.int64)
+        if not len(bounds):
+            return
+        bounds = bounds[np.argsort(bounds[:, 0], kind="stable")]
+        if not np.any(bounds[1:, 0] < np.maximum.accumulate(bounds[:-1, 1])):
+            return
         spans = []
         for assignment in self._all:
             want = assignment.wanted
@@ -415,11 +427,6 @@ class _Restore:
             if target is not None and (extent := target.span) is not None:
                 spans.append((*extent, assignment.array, target, assignment.path))
         spans.sort(key=itemgetter(0, 1))
-        # Most targets do not even come near each other: one vectorised look settles it.
-        starts = np.array([span[0] for span in spans], np.int64)
-        stops = np.maximum.accumulate(np.array([span[1] for span in spans], np.int64))
-        if not np.any(starts[1:] < stops[:-1]):
-            return
         open_spans: list[tuple[int, int, int, Target, str]] = []
         for span in spans:
             open_spans = [other for other in open_spans if other[1] > span[0]]

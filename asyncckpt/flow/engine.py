@@ -87,8 +87,16 @@ class Job(Generic[T]):
         try:
             return self.future.result()
         except KeyboardInterrupt:
-            self.cancel()
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """The job was cancelled and has ended. Blocking; Ctrl-C abandons its clean-up."""
+        self.cancel()
+        try:
             wait_quietly(self.future)
+        except KeyboardInterrupt:
+            self._engine.abandoned = True
             raise
 
     def _cancel(self) -> None:
@@ -136,6 +144,7 @@ class Engine:
         self._jobs: set[Job[Any]] = set()
         self._closed = False
         self._died = False
+        self.abandoned = False
         self.drain_deadline_s = 0.0
         self.on_exit: Callable[[], list[Future[Any]]] | None = None
         self.io = Workers(IO_THREADS, f"{name}-io")
@@ -227,11 +236,13 @@ class Engine:
         return self._ended
 
     def close(self) -> None:
-        """All threads have ended. Idempotent. Blocking."""
+        """All threads have ended, unless somebody has abandoned them. Idempotent. Blocking."""
         if self.forked:
             return
-        self.begin_close().result()
-        self._join()
+        ended = self.begin_close()
+        if not self.abandoned:
+            ended.result()
+            self._join()
 
     async def aclose(self) -> None:
         """All threads have ended. Idempotent.

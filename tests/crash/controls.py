@@ -83,6 +83,18 @@ def flush_errors_ignored() -> None:
         setattr(module, name, _quiet(getattr(posix, name)))
 
 
+def files_not_flushed() -> None:
+    """Files are written and never flushed."""
+    for module in (attempt, datafile):
+        module.flush_file = _nothing  # type: ignore[attr-defined]
+
+
+def directories_not_flushed() -> None:
+    """Names are made and never flushed."""
+    for module in (attempt, publish):
+        module.flush_directory = _nothing  # type: ignore[attr-defined]
+
+
 def write_errors_ignored() -> None:
     """A failed write is taken for a success."""
     for module in (attempt, datafile):
@@ -114,3 +126,7 @@ def _quiet(call: Callable[..., Any]) -> Callable[..., None]:
             call(*args, **kwargs)
 
     return quiet
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass

@@ -1,4 +1,4 @@
-"""What the crash tests do to a root: small saves and deletions, run in a process that may be killed.
+"""What the crash tests do to a root: small saves and deletions, in a process that may be killed.
 
 A version is a number from which a tree is made; a state is the version of every step that is
 listed. `marker` leaves a line in the log of calls, which tells that a save had returned.

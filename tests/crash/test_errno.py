@@ -99,7 +99,7 @@ def complaints(scenario: Scenario, root: Path, kind: Kind, outcome: Outcome) -> 
 
 
 def _is_of_deletion(outcome: Outcome) -> bool:
-    """Whether the first failing call belongs to removing a checkpoint after the save was durable."""
+    """Whether the first failing call is of a deletion, which comes after the save."""
     assert outcome.at is not None
     before = outcome.calls[: outcome.at.number]
     return any(Path(call.path).name.startswith("trash-") for call in before)

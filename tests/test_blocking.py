@@ -1,0 +1,336 @@
+"""The blocking facade: the same names and promises, and what Ctrl-C does."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncckpt
+from asyncckpt import blocking
+from asyncckpt.errors import CheckpointExistsError, SaveAbortedError, StoreError
+from tests import children
+from tests.checkpointer.script import Script, in_thread
+from tests.watch import nothing_left_behind
+
+TREE: dict[str, Any] = {"w": np.arange(50_000.0), "step": 1}
+
+HELD_WRITE = """
+import os, signal, sys, threading
+from pathlib import Path
+import numpy as np
+from asyncckpt import blocking
+from asyncckpt.stores.datafile import LocalDataFile
+
+real = LocalDataFile._write
+def held(self, offset, data):
+    print("writing", flush=True)
+    sys.stdin.readline()
+    real(self, offset, data)
+
+def interrupted(number, frame):
+    print("signal", flush=True)
+    signal.default_int_handler(number, frame)
+
+signal.signal(signal.SIGINT, interrupted)
+root = Path(sys.argv[1])
+tree = {"w": np.arange(50_000.0)}
+blocking.save(root / "0", tree)
+LocalDataFile._write = held
+"""
+
+
+def line(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return child.stdout.readline().strip()
+
+
+def say(child: subprocess.Popen[str]) -> None:
+    assert child.stdin is not None
+    child.stdin.write("go\n")
+    child.stdin.flush()
+
+
+@pytest.mark.parametrize(
+    "name", ["Checkpointer", "save", "restore", "restore_into", "inspect", "verify"]
+)
+def test_names_and_arguments_are_those_of_the_async_facade(name: str) -> None:
+    own, other = getattr(blocking, name), getattr(asyncckpt, name)
+    assert name in blocking.__all__
+
+    def parameters(function: Any) -> list[tuple[str, Any, Any]]:
+        return [
+            (p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()
+        ]
+
+    assert parameters(own) == parameters(other)
+    if name != "Checkpointer":
+        return
+    public = {n for n, _ in inspect.getmembers(other, callable) if not n.startswith("_")}
+    assert public == {n for n, _ in inspect.getmembers(own, callable) if not n.startswith("_")}
+    for method in public:
+        assert parameters(getattr(own, method)) == parameters(getattr(other, method)), method
+
+
+def test_a_run_from_an_ordinary_loop(tmp_path: Path) -> None:
+    with blocking.Checkpointer(tmp_path, keep=asyncckpt.KeepLast(2)) as ckpt:
+        assert ckpt.latest_step() is None
+        assert ckpt.prepare(TREE) > 0
+        for step in range(3):
+            pending = ckpt.start_save(step, {**TREE, "step": step})
+        report = pending.result()
+        assert report.step == 2 and pending.result() is report
+        assert ckpt.steps() == [1, 2]
+        assert ckpt.restore()["step"] == 2
+        target = {"w": np.zeros(50_000), "step": 1}
+        assert ckpt.restore_into(target, step=1).step == 1
+        assert target["w"].tobytes() == TREE["w"].tobytes()
+        assert ckpt.inspect(1).step == 1
+        assert ckpt.verify().ok
+        with pytest.raises(CheckpointExistsError):
+            ckpt.save(2, TREE)
+        ckpt.save(2, TREE, overwrite=True)
+        assert ckpt.delete_after(1) == [2]
+        ckpt.delete(1)
+        ckpt.wait()
+        assert ckpt.steps() == []
+        assert "saves in flight" in repr(ckpt)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_shot_functions(tmp_path: Path) -> None:
+    place = tmp_path / "x"
+    assert blocking.save(place, TREE).leaf_count == 2
+    assert blocking.restore(place)["step"] == 1
+    assert blocking.restore_into(place, {"w": np.zeros(50_000), "step": 1}).leaf_count == 2
+    assert blocking.inspect(place)["w"].shape == (50_000,)
+    assert blocking.verify(place).ok
+
+
+def test_leaving_the_block_leaves_nothing_behind(tmp_path: Path) -> None:
+    blocking.save(tmp_path / "x", TREE)
+    with nothing_left_behind(), blocking.Checkpointer(tmp_path) as ckpt:
+        ckpt.start_save(1, TREE)
+    assert blocking.verify(tmp_path / "1").ok
+
+
+async def test_it_works_inside_a_running_loop(tmp_path: Path) -> None:
+    with blocking.Checkpointer(tmp_path) as ckpt:
+        pending = ckpt.start_save(1, TREE)
+        assert pending.result().step == 1
+        assert (await pending).step == 1  # awaiting it works as well
+        assert ckpt.restore()["step"] == 1
+    blocking.save(tmp_path / "x", TREE)
+    assert blocking.restore(tmp_path / "x")["step"] == 1
+
+
+def test_one_checkpointer_serves_several_threads(tmp_path: Path) -> None:
+    with blocking.Checkpointer(tmp_path) as ckpt:
+        threads = [
+            threading.Thread(target=ckpt.save, args=(step, TREE), daemon=True) for step in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert ckpt.steps() == [0, 1, 2, 3]
+
+
+def test_result_stops_waiting_after_its_timeout(tmp_path: Path) -> None:
+    with blocking.Checkpointer(tmp_path) as ckpt:
+        publish = Script(ckpt).hold("publish")
+        pending = ckpt.start_save(1, TREE)
+        with pytest.raises(TimeoutError):
+            pending.result(0.01)
+        assert not pending.done()
+        publish.go()
+        assert pending.result(60).step == 1
+
+
+def test_a_failure_raised_by_result_is_seen_and_another_is_raised_once(tmp_path: Path) -> None:
+    with blocking.Checkpointer(tmp_path) as ckpt:
+        script = Script(ckpt)
+        script.fail("seal", StoreError("disk on fire"))
+        pending = ckpt.start_save(1, TREE)
+        for _ in range(2):
+            with pytest.raises(StoreError, match="disk on fire"):
+                pending.result()
+        ckpt.wait()
+        script.fail("seal", StoreError("disk on fire"))
+        ckpt.start_save(2, TREE)
+        with pytest.raises(StoreError, match="disk on fire"):
+            ckpt.wait()
+        ckpt.save(3, TREE)
+
+
+def test_the_exception_of_the_body_is_not_replaced(tmp_path: Path) -> None:
+    with pytest.raises(KeyError) as caught, blocking.Checkpointer(tmp_path) as ckpt:
+        Script(ckpt).fail("publish", StoreError("disk on fire"))
+        ckpt.start_save(1, TREE)
+        raise KeyError("body")
+    assert caught.value.__notes__ == ["a save failed, too: StoreError: disk on fire"]
+
+
+def test_cancel_aborts_the_save(tmp_path: Path) -> None:
+    with blocking.Checkpointer(tmp_path) as ckpt:
+        write = Script(ckpt).hold("write")
+        pending = ckpt.start_save(1, TREE)
+        write.reached_blocking()
+        assert pending.cancel()
+        with pytest.raises(SaveAbortedError):
+            pending.result()
+        assert ckpt.steps() == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "ckpt.save(1, tree)",
+        "ckpt.start_save(1, tree, options=options).result(); ckpt.wait()",
+        "blocking.save(root / '1', tree)",
+    ],
+    ids=["save", "result", "one-shot"],
+)
+def test_ctrl_c_aborts_waits_for_the_clean_up_and_raises(tmp_path: Path, call: str) -> None:
+    waits_only = "result" in call
+    child = children.start(
+        HELD_WRITE
+        + f"""
+options = None
+ckpt = blocking.Checkpointer(root)
+try:
+    {call}
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+if {waits_only}:
+    (pending,) = ckpt._core.in_flight()
+    pending.cancel()
+    ckpt._core.wait_blocking()
+    ckpt._core.unseen_error()
+print(*ckpt.steps(), flush=True)
+print(*sorted(p.name for p in root.rglob("*") if not p.is_dir() and "0" not in p.parts))
+LocalDataFile._write = real
+ckpt.save(2, tree)
+ckpt.close()
+""",
+        tmp_path,
+    )
+    assert line(child) == "writing"
+    child.send_signal(signal.SIGINT)
+    assert line(child) == "signal"
+    if waits_only:
+        # Waiting for a result is no save of its own: Ctrl-C stops the waiting.
+        assert line(child) == "interrupted"
+        say(child)
+    else:
+        say(child)
+        assert line(child) == "interrupted"
+    status, out, err = children.finish(child)
+    assert status == 0, err
+    assert out.splitlines() == ["0", ""]
+    assert blocking.Checkpointer(tmp_path).steps() == [0, 2]
+
+
+@pytest.mark.parametrize("block", [False, True], ids=["save", "with"])
+def test_a_second_ctrl_c_abandons_the_clean_up(tmp_path: Path, block: bool) -> None:
+    body = "with blocking.Checkpointer(root) as ckpt: ckpt.save(1, tree)"
+    child = children.start(
+        HELD_WRITE
+        + f"""
+try:
+    {body if block else "blocking.Checkpointer(root).save(1, tree)"}
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    raise SystemExit(5)
+""",
+        tmp_path,
+    )
+    assert line(child) == "writing"
+    child.send_signal(signal.SIGINT)
+    assert line(child) == "signal"
+    child.send_signal(signal.SIGINT)
+    assert line(child) == "signal"
+    begun = time.monotonic()
+    assert line(child) == "interrupted"  # although the write never returns
+    status, _, err = children.finish(child)
+    assert status == 5, err
+    assert time.monotonic() - begun < 15
+    # The directory of the dead attempt is swept by the next run.
+    with blocking.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.steps() == [0]
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+def test_ctrl_c_while_the_block_is_left_aborts_the_saves_in_flight(tmp_path: Path) -> None:
+    child = children.start(
+        HELD_WRITE
+        + """
+try:
+    with blocking.Checkpointer(root) as ckpt:
+        ckpt.start_save(1, tree)
+        print("leaving", flush=True)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+""",
+        tmp_path,
+    )
+    assert {line(child), line(child)} == {"writing", "leaving"}
+    child.send_signal(signal.SIGINT)
+    assert line(child) == "signal"
+    say(child)
+    assert line(child) == "interrupted"
+    assert children.finish(child)[0] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+def test_ctrl_c_in_asyncio_run_aborts_the_save_and_cleans_up(tmp_path: Path) -> None:
+    child = children.start(
+        HELD_WRITE
+        + """
+import asyncio
+import asyncckpt
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+async def main():
+    cancel = signal.getsignal(signal.SIGINT)
+    def handler(number, frame):
+        cancel(number, frame)
+        print("signal", flush=True)
+    signal.signal(signal.SIGINT, handler)
+    async with asyncckpt.Checkpointer(root) as ckpt:
+        try:
+            await ckpt.save(1, tree)
+        except asyncio.CancelledError:
+            print("cancelled", await ckpt.steps(), flush=True)
+            raise
+try:
+    asyncio.run(main())
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+""",
+        tmp_path,
+    )
+    assert line(child) == "writing"
+    child.send_signal(signal.SIGINT)
+    assert line(child) == "signal"
+    say(child)
+    assert children.finish(child)[:2] == (0, "cancelled [0]\ninterrupted\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+async def test_a_blocked_thread_does_not_block_the_loops_of_others(tmp_path: Path) -> None:
+    with blocking.Checkpointer(tmp_path) as ckpt:
+        publish = Script(ckpt).hold("publish")
+        saving = in_thread(lambda: ckpt.save(1, TREE))
+        await asyncio.sleep(0)
+        assert not saving.done()
+        publish.go()
+        assert (await saving).step == 1
