@@ -33,7 +33,7 @@ COPIES_IN_MEMORY = 6
 
 SPARE_NBYTES = 768 * MIB
 
-SHORT_STEADY_S, FULL_STEADY_S = 20.0, 600.0
+SHORT_STEADY_S, FULL_STEADY_S = 15.0, 600.0
 """Seconds per scenario within which unsteady samples are taken again: the short form is to end in
 eight minutes on a machine that is busy now and then."""
 
@@ -157,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=None,
         metavar="SECONDS",
-        help="how long each scenario may take again what was unsteady; default 20 (--full: 600)",
+        help="how long each scenario may take again what was unsteady; default 15 (--full: 600)",
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="W", help="workloads to run")
     parser.add_argument(

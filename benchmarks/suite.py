@@ -130,6 +130,7 @@ class Suite:
                     run=runs.run,
                     finish=runs.finish,
                     floor=floor,
+                    fresh_nbytes=_fresh_nbytes(workload),
                     standing_nbytes=self._standing_nbytes(subject, workload),
                     samples=self._samples(label, workload),
                 )
@@ -179,6 +180,7 @@ class Suite:
                         prepare=runs.prepare,
                         finish=runs.finish,
                         floor=floor,
+                        fresh_nbytes=_fresh_nbytes(workload),
                         samples=self._samples(label, workload),
                     )
                 )
@@ -280,6 +282,11 @@ class Suite:
                 tuple(samples),
             )
         )
+
+
+def _fresh_nbytes(workload: Workload) -> int:
+    # A copy of the state, in memory or in the page cache, and a quarter to spare.
+    return workload.nbytes * 5 // 4 if workload.nbytes >= LARGE_NBYTES else 0
 
 
 def _keep(saved: dict[str, Saved], label: str, subject: Subject, workload: Workload) -> None:

@@ -56,6 +56,16 @@ _CARRIERS: dict[torch.dtype, tuple[torch.dtype, np.dtype[Any]]] = {
 }
 """Dtypes unknown to `Tensor.numpy()` -> the integer that carries their bits, NumPy dtype."""
 
+_VIEWS: dict[torch.dtype, tuple[str, int, np.dtype[Any] | None]] = {
+    dtype: (
+        ("<i2" if dtype.itemsize == 2 else "|u1", dtype.itemsize, DTYPES[name])
+        if dtype in _CARRIERS
+        else (DTYPES[name].str, dtype.itemsize, None)
+    )
+    for dtype, name in _NAMES.items()
+}
+"""Type code and size with which memory is shown to NumPy, and the dtype to view it as after that."""
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -182,14 +192,36 @@ class TorchAdapter:
         return tensor_view(values)
 
 
+class _Memory:
+    """A tensor's memory, as NumPy asks for it; keeps the tensor alive."""
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor, type_code: str, itemsize: int) -> None:
+        self._tensor = tensor
+        strides = None
+        if not tensor.is_contiguous():
+            strides = tuple([step * itemsize for step in tensor.stride()])
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(tensor.shape),
+            "typestr": type_code,
+            "data": (tensor.data_ptr(), False),
+            "strides": strides,
+        }
+
+
 def numpy_view(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The memory of a CPU tensor as an array of the same strides; without autograd."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    carrier = _CARRIERS.get(tensor.dtype)
-    if carrier is None:
-        return tensor.numpy()
-    return tensor.view(carrier[0]).numpy().view(carrier[1])
+    """The memory of a CPU tensor as an array of the same strides; without autograd.
+
+    `Tensor.numpy()` is not used: it makes the storage unresizable for good, and its owner may
+    resize it later (as FSDP does).
+    """
+    type_code, itemsize, dtype = _VIEWS[tensor.dtype]
+    if not tensor.numel():
+        return np.empty(tuple(tensor.shape), dtype or type_code)
+    view = np.asarray(_Memory(tensor, type_code, itemsize))
+    return view if dtype is None else view.view(dtype)
 
 
 def tensor_view(array: npt.NDArray[Any]) -> torch.Tensor:

@@ -102,6 +102,8 @@ class Core:
         self._layouts = LayoutCache()
         self._saves: list[PendingSave] = []
         self._turn = asyncio.Lock()
+        self._swept = False
+        self._to_sweep = False
         self._reading: Counter[str] = Counter()
         engine = self.runtime.engine
         engine.drain_deadline_s = self.save_options.exit_deadline_s
@@ -208,6 +210,7 @@ class Core:
         job.future.add_done_callback(lambda _: all_staged())
         pending = kind(job, staged, state, location=location, step=step)
         self._saves.append(pending)
+        self._to_sweep = not self._swept
         return pending
 
     def restore_request(
@@ -432,6 +435,7 @@ class Core:
 
     async def open(self) -> None:
         """Leftovers of dead attempts below the root are swept; a failure to do so is logged."""
+        self._swept, self._to_sweep = True, False
         try:
             swept = await self.store.sweep()
         except AsyncCheckpointError as error:
@@ -441,6 +445,9 @@ class Core:
                 logger.info("%s: removed leftovers %s", self.store.url, ", ".join(swept))
 
     async def _release(self) -> None:
+        if self._to_sweep:
+            # Nobody opened this with a `with` block: one-shot saves, for example.
+            await self.open()
         await self.store.close()
         self.runtime.pool.close()
 

@@ -314,7 +314,7 @@ class Engine:
 
         What is still running then is aborted, or, stuck in a system call, ends with the process.
         """
-        if os.getpid() != self._pid or self._closed or self._thread is None:
+        if self.forked or self._closed or self.abandoned or self._thread is None:
             return
         pending = [f for f in (self.on_exit() if self.on_exit else []) if not f.done()]
         if pending:

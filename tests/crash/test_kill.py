@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.crash.faults import ForkServer
-from tests.crash.invariant import roots, violations
+from tests.crash.invariant import leftovers, roots, violations
 from tests.crash.scenarios import ACT, SCENARIOS, returned
 
 # Fewest calls that each scenario can make: below, something was not counted.
@@ -63,6 +63,16 @@ def test_a_kill_before_any_call_of_a_rarer_save(
     server: ForkServer, scratch: Path, name: str
 ) -> None:
     holds_at_each_call(server, scratch, name)
+
+
+def test_a_save_for_itself_sweeps_what_killed_ones_left(server: ForkServer, scratch: Path) -> None:
+    args = roots(scratch, "nested")(1)
+    steps = SCENARIOS["nested"].steps(Path(args["root"]))
+    for _ in range(2):
+        assert server.run(ACT, args, mode="kill", n=1, only=("fdatasync",)).killed
+    assert len(leftovers(steps)) > 4
+    assert server.run(ACT, args).result == {"failure": None, "left": []}
+    assert [path.name for path in steps.iterdir()] == ["2"]
 
 
 @pytest.mark.parametrize(
