@@ -92,11 +92,11 @@ floor is what plain system calls or copies took for as many bytes, probed right 
 each sample. Samples whose two probes differ by more than 10 % are taken again, at most five times;
 *unsteady samples* counts those that still differed. As much free memory as a sample may need is
 touched and freed right before it, because virtual machines lose free pages to their host and get
-them back slowly. *Extra memory* is the peak of resident memory
-above what was resident before, the pool that asyncckpt keeps for saves included. CPU seconds are
-those of the process; the kernel's write-back of buffered files is not in them. *Read from disk* is
-the share of the bytes that came from the device: about 100 % is cold, 0 % is warm. Every restore
-was compared with its source, outside the timed part.
+them back slowly. *Extra memory* is the peak of resident memory above what was resident before, the
+pool that asyncckpt keeps for saves included. CPU seconds are those of the process; the kernel's
+write-back of buffered files is not in them. *Read from disk* is the share of the bytes that came
+from the device: about 100 % is cold, 0 % is warm. Every restore was compared with its source,
+outside the timed part.
 """
 
 

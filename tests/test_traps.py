@@ -14,6 +14,7 @@ import asyncckpt
 from asyncckpt import blocking
 from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.stores import datafile
+from tests.checkpointer.script import Script
 
 
 class _Disk(OSError):
@@ -142,3 +143,46 @@ def test_zero_size_arrays_keep_shape_and_dtype(tmp_path: Path) -> None:
         "b": (4, 0),
         "c": (2, 0, 5),
     }
+
+
+async def test_a_buffer_is_not_used_again_before_it_was_written(tmp_path: Path) -> None:
+    # veScale: buffers were reused before the copy had finished.
+    options = asyncckpt.SaveOptions(host_memory_nbytes=64 << 20, direct_io=False)
+    tree = {str(n): np.full(5 << 20, n, np.uint8) for n in range(24)}  # twice the budget
+    async with asyncckpt.Checkpointer(tmp_path, save_options=options) as ckpt:
+        script = Script(ckpt)
+        first, third = script.hold("write", 1), script.hold("write", 3)
+        saving = asyncio.create_task(ckpt.save(1, tree))
+        await first.reached()
+        await third.reached()
+        # Everything that can be written without these two is; their memory is still theirs.
+        while script.count("write") < 9:
+            await ckpt.latest_step()
+        third.go()
+        first.go()
+        await saving
+        restored = await ckpt.restore(1)
+        assert all((restored[key] == int(key)).all() for key in tree)
+
+
+async def test_nothing_refers_to_data_before_they_are_durable(tmp_path: Path) -> None:
+    # veScale: metadata was written before the data had landed.
+    options = asyncckpt.SaveOptions(target_data_file_nbytes=8 << 20)
+    tree = {str(n): np.full(6 << 20, n, np.uint8) for n in range(5)} | {"n": 1}
+    async with asyncckpt.Checkpointer(tmp_path, save_options=options) as ckpt:
+        script = Script(ckpt)
+        held = script.hold("seal", 2)
+        pending = await ckpt.start_save(1, tree)
+        await held.reached()
+        while script.count("write") < 5:
+            await ckpt.latest_step()
+        created = [o.subject for o in script.store.log if o.kind == "create"]
+        assert not any(path.endswith("-index") for path in created)
+        assert not any(o.subject.endswith("manifest.ocdbt") for o in script.store.log)
+        assert script.count("publish") == 0
+        held.go()
+        await pending
+        kinds = [o.kind for o in script.store.log]
+        last_data = max(n for n, o in enumerate(script.store.log) if o.kind == "seal")
+        assert kinds.index("publish") > last_data
+        assert script.count("publish") == 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -149,9 +149,9 @@ class SlotPool:
         Where their last use ended with `ThreadAbandonedError`, they are quarantined until the
         abandoned thread has ended after all: it may still read or write them.
         """
-        stuck = next((e.future for e in _abandoned(error) if not e.future.done()), None)
+        stuck = error.future if isinstance(error, ThreadAbandonedError) else None
         for slot in slots:
-            if stuck is not None:
+            if stuck is not None and not stuck.done():
                 self._quarantine(slot, stuck)
             else:
                 self._free.append(slot)
@@ -214,11 +214,3 @@ class SlotPool:
                 loop.call_soon_threadsafe(ended)
 
         user.add_done_callback(from_thread)
-
-
-def _abandoned(error: BaseException | None) -> Iterator[ThreadAbandonedError]:
-    if isinstance(error, ThreadAbandonedError):
-        yield error
-    elif isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _abandoned(inner)

@@ -93,6 +93,7 @@ class Workers(Executor):
             # wrap_future passes a cancellation of the waiter on; here the call itself is asked.
             if not future.cancel() and not await finished(waiter, timeout_s=self._abandon_s):
                 self._replace_thread()
+                waiter.add_done_callback(_seen)
                 error = ThreadAbandonedError(
                     f"{self._name}: a thread was stuck in {getattr(fn, '__qualname__', fn)} for "
                     f"{self._abandon_s:.0f} s after it was cancelled; it was abandoned and its "
@@ -153,6 +154,11 @@ class Workers(Executor):
                 del result
             # Neither the arguments nor the result may outlive the call in this frame.
             del future, call
+
+
+def _seen(waiter: asyncio.Future[Any]) -> None:
+    if not waiter.cancelled():
+        waiter.exception()
 
 
 async def finished(waiter: asyncio.Future[Any], *, timeout_s: float | None = None) -> bool:

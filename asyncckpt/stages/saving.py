@@ -140,9 +140,8 @@ class DataStages:
                 group.create_task(self._serialize(windows, checksums, paths))
                 group.create_task(self._compress(chunks, appender))
                 inline = await self._stage(windows, chunks)
-        except BaseException as error:
-            self._staging.release(error)
-            raise
+        finally:
+            self._staging.release()
         files = [
             (data_file_path(self._save_id, i), nbytes, crc)
             for i, (nbytes, crc) in enumerate(
@@ -207,17 +206,26 @@ class DataStages:
             paths,
             self._plan.file_nbytes,
             self._plan.windows,
-            concurrency=self._concurrency,
             written=lambda n: self._progress("upload", n),
         )
         begun = time.perf_counter()
+        sealed: asyncio.Queue[StagedWindow | None] = asyncio.Queue()
+
+        async def stream() -> None:
+            while (item := await sealed.get()) is not None:
+                await upload.write(item, self._written_or_failed)
+
         async with asyncio.TaskGroup() as group:
+            streams = min(self._concurrency, len(self._plan.windows))
+            for _ in range(streams):
+                group.create_task(stream())
             while (item := await windows.get()) is not None:
                 start = time.perf_counter()
-                await self._compute.run(checksums.seal, item.window, item.slot.buffer)
+                await self._staging.use([item.slot], checksums.seal, item.window, item.slot.buffer)
                 self.clock.add("serialize", start)
-                await upload.ready()
-                group.create_task(upload.write(item, self._written_or_failed))
+                sealed.put_nowait(item)
+            for _ in range(streams):
+                sealed.put_nowait(None)
         if self._plan.windows:
             self.clock.add("upload", begun)
 
@@ -247,7 +255,9 @@ class DataStages:
             while (item := await chunks.get()) is not None:
                 level = self._plan.leaves[int(self._plan.row_array[item.row])].zstd_level
                 assert level is not None
-                call = self._compute.run(compressor.compress, item.slots, item.nbytes, level)
+                call = self._staging.use(
+                    item.slots, compressor.compress, item.slots, item.nbytes, level
+                )
                 running.append((item, group.create_task(call)))
                 # The queue may be empty because the budget is taken: then the oldest must drain.
                 while running and (len(running) > self._compute.count or chunks.empty()):

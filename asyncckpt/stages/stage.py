@@ -14,22 +14,29 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 
 from asyncckpt.errors import AsyncCheckpointError, StagingError
 from asyncckpt.flow.arena import Arena
 from asyncckpt.flow.buffers import Slot, SlotPool
-from asyncckpt.flow.threads import Workers
+from asyncckpt.flow.threads import ThreadAbandonedError, Workers
 from asyncckpt.options import PAGE_NBYTES
 from asyncckpt.planning.save import SavePlan, Window
 from asyncckpt.ports import ArrayAdapter, Bytes, Source
 from asyncckpt.spec import DTYPES, ArraySpec, Box
 from asyncckpt.stages.payload import ArrayReader, gather
 
+T = TypeVar("T")
+P = ParamSpec("P")
+
 GROUP_WINDOWS = 8
 """Windows copied by one call of a worker: a hop between threads costs about 0.1 ms, a window's
 copy 0.4 ms."""
+
+SMALL_GROUP_WINDOWS = 2
+"""The same where nobody waits for the copies: the first write begins after the first group."""
 
 IMMUTABLE_FRAMEWORKS = frozenset(("jax",))
 """Whose arrays never change: a reference is as good as a copy, as long as nobody donates them."""
@@ -128,11 +135,14 @@ class Staging:
 
         async with asyncio.TaskGroup() as group:
             windows = self._plan.windows
+            # One thread, if it gets stuck, must not take the whole budget with it.
+            largest = GROUP_WINDOWS if self._grow else SMALL_GROUP_WINDOWS
+            most = max(1, min(largest, self._pool.budget.capacity // 4))
             if self._grow:
                 group.create_task(self._pool.prepare(len(windows)))
             done = 0
             while done < len(windows):
-                slots = self._pool.take_ready(min(GROUP_WINDOWS, len(windows) - done))
+                slots = self._pool.take_ready(min(most, len(windows) - done))
                 if not slots and running:
                     await emit_oldest()
                     continue
@@ -145,7 +155,7 @@ class Staging:
                     for window, slot in zip(windows[done : done + len(slots)], slots, strict=True)
                 ]
                 done += len(part)
-                copy = self._compute.run(self._copy_windows, part)
+                copy = self.use(slots, self._copy_windows, part)
                 running.append((part, group.create_task(copy)))
                 if len(running) > self._compute.count:
                     await emit_oldest()
@@ -168,7 +178,7 @@ class Staging:
                 self.held.update(slots)
                 self.held_units += count
                 chunk = StagedChunk(row, nbytes, slots, count)
-                await self._compute.run(self._copy_chunk, leaf, chunk)
+                await self.use(slots, self._copy_chunk, leaf, chunk)
                 emit(chunk)
 
     async def hold_immutable(self) -> bool:
@@ -211,9 +221,22 @@ class Staging:
         for source in self._sources:
             source.leaf = source.view = source.stream = None
 
-    def release(self, error: BaseException | None = None) -> None:
-        """Slots and units that nobody gave back go back; `error` is how the save ended."""
-        self._pool.give(self.held, error)
+    async def use(
+        self, slots: Sequence[Slot], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """The result of the call, made in a worker thread, that reads or writes these slots.
+
+        Cancellation: waits for the thread; if it is abandoned, the slots are quarantined.
+        """
+        try:
+            return await self._compute.run(function, *args, **kwargs)
+        except ThreadAbandonedError as error:
+            self.give(slots, error=error)
+            raise
+
+    def release(self) -> None:
+        """Slots and units that nobody gave back go back; for the end of a failed save."""
+        self._pool.give(self.held)
         self.held.clear()
         if self.held_units:
             self._pool.budget.release(self.held_units)

@@ -24,7 +24,7 @@ def data_file_path(save_id: str, index: int) -> str:
 
 
 class WindowUpload:
-    """Writes the planned windows, several at a time, and seals each file after its last one."""
+    """Writes the planned windows, in any order, and seals each file after its last one."""
 
     def __init__(
         self,
@@ -33,7 +33,6 @@ class WindowUpload:
         file_nbytes: Sequence[int],
         windows: Sequence[Window],
         *,
-        concurrency: int,
         written: Callable[[int], None],
     ) -> None:
         self._attempt = attempt
@@ -44,19 +43,14 @@ class WindowUpload:
             self._left[window.file] += 1
         self._files: dict[int, DataFile] = {}
         self._open = asyncio.Lock()
-        self._streams = asyncio.Semaphore(concurrency)
         self._written = written
-
-    async def ready(self) -> None:
-        """One more write may be started: the bound on writes in flight."""
-        await self._streams.acquire()
 
     async def write(
         self, item: StagedWindow, done: Callable[[StagedWindow, BaseException | None], None]
     ) -> None:
         """The window is in its file, and `done` was called; the file is sealed with its last one.
 
-        To be called after `ready`, which it undoes. Cancellation: waits for the write.
+        Cancellation: waits for the write.
         """
         window = item.window
         try:
@@ -67,10 +61,7 @@ class WindowUpload:
         except BaseException as error:
             done(item, error)
             raise
-        else:
-            done(item, None)
-        finally:
-            self._streams.release()
+        done(item, None)
         self._written(window.nbytes)
         self._left[window.file] -= 1
         if self._left[window.file] == 0:

@@ -251,3 +251,21 @@ async def test_saves_and_restores_share_one_budget_and_may_overlap(tmp_path: Pat
         budget = ckpt._core.runtime.budget
         assert budget.peak <= budget.capacity and budget.in_use == 0
         assert ckpt._core.runtime.pool.allocated_nbytes <= 64 * MIB
+
+
+async def test_an_int_that_outgrows_64_bits_is_not_served_from_the_plan_cache(
+    tmp_path: Path,
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        for step, counter in enumerate((2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**63 - 1)):
+            report = await ckpt.save(step, {"counter": counter, "w": np.zeros(3)})
+            assert report.orbax == (-(2**63) <= counter < 2**63)
+            assert (await ckpt.restore(step))["counter"] == counter
+
+
+async def test_a_tree_of_nothing_but_empty_arrays_is_saved(tmp_path: Path) -> None:
+    tree = {"a": np.zeros((0, 3), np.int8), "b": {"c": np.zeros((4, 0))}}
+    await asyncckpt.save(tmp_path / "x", tree)
+    restored = await asyncckpt.restore(tmp_path / "x")
+    assert restored["a"].shape == (0, 3) and restored["b"]["c"].shape == (4, 0)
+    assert (await asyncckpt.verify(tmp_path / "x")).ok

@@ -1,0 +1,126 @@
+"""A thread stuck in a system call is abandoned: named, replaced, and its memory not used again."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncckpt
+from asyncckpt.flow.threads import ThreadAbandonedError
+from asyncckpt.stages import saving
+from asyncckpt.stages.fetch import Fetch
+from asyncckpt.stages.serialize import WindowChecksums
+from asyncckpt.stages.stage import Staging
+from asyncckpt.stores.datafile import LocalDataFile
+from asyncckpt.stores.files import LocalFiles
+from tests.cancellation.points import assert_equal, options, small_slots, state
+
+ABANDON_S = 0.05
+
+
+class Stuck:
+    """The first call of a function that a test holds."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.go = threading.Event()
+        self._first = threading.Lock()
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._first.acquire(blocking=False):
+                self.reached.set()
+                assert self.go.wait(60)
+            return function(*args, **kwargs)
+
+        return call
+
+
+@pytest.fixture
+def stuck() -> Iterator[Stuck]:
+    made = Stuck()
+    yield made
+    made.go.set()
+
+
+PLACES = {
+    "copying": (Staging, "_copy_windows", "_copy_windows"),
+    "copying a chunk": (Staging, "_copy_chunk", "_copy_chunk"),
+    "checksums": (WindowChecksums, "seal", "seal"),
+    "compressing": (saving.Compressor, "compress", "compress"),
+    "writing": (LocalDataFile, "_write", "_write"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+async def test_a_save_with_a_stuck_thread_ends_names_it_and_spares_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: Stuck, place: str
+) -> None:
+    owner, name, shown = PLACES[place]
+    async with asyncckpt.Checkpointer(tmp_path, save_options=options()) as ckpt:
+        core = small_slots(ckpt, monkeypatch)
+        engine, budget = core.runtime.engine, core.runtime.budget
+        engine.io._abandon_s = engine.compute._abandon_s = ABANDON_S
+        await ckpt.save(0, state(0))
+        monkeypatch.setattr(owner, name, stuck.wrap(getattr(owner, name)))
+        task = asyncio.create_task(ckpt.save(1, state(1)))
+        await asyncio.to_thread(stuck.reached.wait, 60)
+        (pending,) = core.in_flight()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(ThreadAbandonedError, match=rf"stuck in .*{shown}|stuck in .*call"):
+            await pending
+        assert budget.in_use > 0  # what the thread may still touch
+        # The rest of the memory and a new thread serve the next saves.
+        for step in (2, 3):
+            await ckpt.save(step, state(step))
+            assert_equal(await ckpt.restore(step), state(step))
+        assert await ckpt.steps() == [0, 2, 3]
+        stuck.go.set()
+        while budget.in_use:
+            await ckpt.latest_step()
+        pool = core.runtime.pool
+        assert not pool._quarantined and len(pool._free) == pool._allocated
+
+
+async def test_a_restore_with_a_stuck_thread_ends_and_spares_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: Stuck
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path, save_options=options()) as ckpt:
+        core = small_slots(ckpt, monkeypatch)
+        await ckpt.save(0, {"small": {str(i): np.arange(400.0) + i for i in range(9)}})
+        monkeypatch.setattr(Fetch, "_small", stuck.wrap(Fetch._small))
+        core.runtime.engine.compute._abandon_s = ABANDON_S
+        task = asyncio.create_task(ckpt.restore(0))
+        await asyncio.to_thread(stuck.reached.wait, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert core.runtime.budget.in_use == 1
+        assert (await ckpt.restore(0))["small"]["3"][0] == 3
+        stuck.go.set()
+        while core.runtime.budget.in_use:
+            await ckpt.latest_step()
+
+
+async def test_reading_that_is_stuck_is_abandoned_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: Stuck
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(0, {"a": np.arange(5.0)})
+        monkeypatch.setattr(LocalFiles, "_read", stuck.wrap(LocalFiles._read))
+        ckpt._core.runtime.engine.io._abandon_s = ABANDON_S
+        task = asyncio.create_task(ckpt.restore(0))
+        await asyncio.to_thread(stuck.reached.wait, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await ckpt.restore(0))["a"].tolist() == [0, 1, 2, 3, 4]
+        stuck.go.set()
