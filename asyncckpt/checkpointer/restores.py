@@ -40,13 +40,10 @@ from asyncckpt.ports import ArrayAdapter, CheckpointFiles, Target
 from asyncckpt.reports import Progress, RestoreReport
 from asyncckpt.spec import DTYPES, ArraySpec, Box
 from asyncckpt.stages.decode import flat_target
-from asyncckpt.stages.fetch import Destination, Fetch
+from asyncckpt.stages.fetch import GAP_NBYTES, Destination, Fetch
 from asyncckpt.stages.opened import RECORD, OpenCheckpoint, open_checkpoint, read_index
 from asyncckpt.stages.place import cast_values, python_value, same_bits
 from asyncckpt.tree import Structure, match_glob
-
-GAP_NBYTES = 64 << 10
-"""Unwanted bytes that a read takes along instead of ending: a read costs about as much time."""
 
 PLACE_LEAVES = 512
 """Leaves finished by one call of a worker."""

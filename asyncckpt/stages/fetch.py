@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +31,14 @@ from asyncckpt.stages.serialize import TRAILER_NBYTES
 
 TAIL_NBYTES = 1 << 20
 """Longest padding that is read along behind a payload that goes straight into its target."""
+
+
+GAP_NBYTES = 64 << 10
+"""Unwanted bytes that a read takes along instead of ending: a read costs about as much time."""
+
+RUN_NBYTES = 16 << 20
+"""Neighbouring chunks that go straight into targets are read by one call up to this size: a hop
+between threads costs as much as reading a megabyte."""
 
 
 @dataclass(slots=True, eq=False)
@@ -99,16 +107,42 @@ class Fetch:
             if left == 0:
                 self._arrived(number)
         async with asyncio.TaskGroup() as group:
-            for batch in self._plan.batches:
+            for batches in self._reads():
                 await self._streams.acquire()
                 try:
-                    slots, units = await self._lease(batch)
+                    slots, units = await self._lease(batches[0])
                 except BaseException:
                     self._streams.release()
                     raise
-                task = group.create_task(self._batch(batch, slots))
+                task = group.create_task(self._read(batches, slots))
                 # A task that is cancelled before its first step never runs its `finally`.
                 task.add_done_callback(partial(self._free, slots, units))
+
+    def _reads(self) -> Iterator[list[ReadBatch]]:
+        """Batches that one call reads: neighbours that go straight into targets, else one."""
+        run: list[ReadBatch] = []
+        for batch in self._plan.batches:
+            if self._is_direct(batch):
+                if run and not self._continues(run, batch):
+                    yield run
+                    run = []
+                run.append(batch)
+                continue
+            if run:
+                yield run
+                run = []
+            yield [batch]
+        if run:
+            yield run
+
+    @staticmethod
+    def _continues(run: Sequence[ReadBatch], batch: ReadBatch) -> bool:
+        first, last = run[0], run[-1]
+        return (
+            batch.file == last.file
+            and 0 <= batch.offset - last.offset - last.nbytes <= GAP_NBYTES
+            and batch.offset + batch.nbytes - first.offset <= RUN_NBYTES
+        )
 
     def _free(self, slots: list[Slot], units: int, task: asyncio.Task[None]) -> None:
         self._streams.release()
@@ -144,11 +178,12 @@ class Fetch:
         opened = self._opened
         return opened.grids[array].chunk_size * opened.specs[array].itemsize
 
-    async def _batch(self, batch: ReadBatch, slots: list[Slot]) -> None:
+    async def _read(self, batches: list[ReadBatch], slots: list[Slot]) -> None:
+        batch = batches[0]
         path = self._opened.record.files[batch.file].path
         try:
             if not slots:
-                await self._direct(batch, path)
+                await self._direct(batches, path)
             elif batch.nbytes <= self._pool.slot_nbytes:
                 data = slots[0].buffer[: batch.nbytes]
                 await self._opened.files.read_into(path, batch.offset, [data], direct=True)
@@ -162,28 +197,36 @@ class Fetch:
         except CorruptCheckpointError as error:
             if error.path is None:
                 # The store knows the file only, not whose bytes stand there.
-                leaf = self._destinations[batch.parts[0].request].path
+                at = error.offset or batch.offset
+                near = next((b for b in batches if b.offset + b.nbytes > at), batches[-1])
+                leaf = self._destinations[near.parts[0].request].path
                 error.path = leaf
                 error.add_note(f"while reading leaf {leaf}")
             raise
-        self.read_nbytes += batch.nbytes
-        self._progress(batch.nbytes)
+        nbytes = sum(b.nbytes for b in batches)
+        self.read_nbytes += nbytes
+        self._progress(nbytes)
         left = self._left
-        for request in batch.parts.column(1):
-            left[request] -= 1
-            if left[request] == 0:
-                self._arrived(request)
+        for done in batches:
+            for request in done.parts.column(1):
+                left[request] -= 1
+                if left[request] == 0:
+                    self._arrived(request)
 
-    async def _direct(self, batch: ReadBatch, path: str) -> None:
-        part = batch.parts[0]
-        flat = self._destinations[part.request].flat
-        assert flat is not None
-        data = flat[part.direct : part.direct + part.nbytes]
-        tail = np.empty(batch.nbytes - part.nbytes, np.uint8)
+    async def _direct(self, batches: list[ReadBatch], path: str) -> None:
+        buffers: list[Bytes] = []
+        ends = [b.offset for b in batches[1:]] + [batches[-1].offset + batches[-1].nbytes]
+        for batch, end in zip(batches, ends, strict=True):
+            part = batch.parts[0]
+            flat = self._destinations[part.request].flat
+            assert flat is not None
+            buffers.append(flat[part.direct : part.direct + part.nbytes])
+            # Padding, trailer, and what lies before the next chunk of the run.
+            buffers.append(np.empty(end - batch.offset - part.nbytes, np.uint8))
         await self._opened.files.read_into(
-            path, batch.offset, [data, tail], direct=self._own_memory
+            path, batches[0].offset, buffers, direct=self._own_memory
         )
-        await self._compute.run(self._check_direct, batch, data, tail)
+        await self._compute.run(self._check_direct, batches, buffers)
 
     async def _large(self, batch: ReadBatch, path: str, slot: Slot) -> None:
         # Pieces are whole elements: the slot's size is a multiple of every element size.
@@ -216,9 +259,11 @@ class Fetch:
 
     # -- in worker threads
 
-    def _check_direct(self, batch: ReadBatch, data: Bytes, tail: Bytes) -> None:
-        crc = crc32c(tail[:-TRAILER_NBYTES], crc32c(data))
-        self._expect(batch, batch.parts[0].row, crc, tail[-TRAILER_NBYTES:])
+    def _check_direct(self, batches: Sequence[ReadBatch], buffers: Sequence[Bytes]) -> None:
+        for batch, data, rest in zip(batches, buffers[::2], buffers[1::2], strict=True):
+            tail = rest[: batch.nbytes - data.nbytes]
+            crc = crc32c(tail[:-TRAILER_NBYTES], crc32c(data))
+            self._expect(batch, batch.parts[0].row, crc, tail[-TRAILER_NBYTES:])
 
     def _large_piece(self, batch: ReadBatch, data: Bytes, start: int, crc: int) -> int:
         for part in batch.parts:

@@ -181,7 +181,8 @@ class Quiet:
 
     async def check(self) -> None:
         """Nothing more is held than then: task, thread, descriptor, slot, file."""
-        assert await self._held() == self._before
+        held = await self._held()
+        assert held == self._before, f"{held} instead of {self._before}"
         runtime = self._core.runtime
         assert runtime.budget.in_use == 0
         assert runtime.budget.waiting == 0

@@ -149,6 +149,8 @@ async def test_a_replacement_cancelled_at_any_await_leaves_the_old_or_the_new(
             points = Points(core.runtime.engine)
             await count_tasks_of(core, points)
             await ckpt.save(3, old)
+            await ckpt.save(3, old, overwrite=True)
+            await ckpt.restore(3)
             quiet = Quiet(core, tmp_path)
             await quiet.note()
             n = 1
