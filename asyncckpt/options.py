@@ -187,7 +187,7 @@ class RestoreOptions:
             `restore_into` leaves its targets as they were (costs memory for the whole state).
         broadcast: read once and exchange between processes (``"auto"``, True, False).
         deadline_s: seconds after which a restore is aborted; None waits without end.
-        host_memory_nbytes: budget in bytes of the one-shot functions (a `Checkpointer` has its own).
+        host_memory_nbytes: budget in bytes of the one-shot functions; others have their own.
     """
 
     concurrency: int | Literal["auto"] = "auto"

@@ -64,7 +64,7 @@ _VIEWS: dict[torch.dtype, tuple[str, int, np.dtype[Any] | None]] = {
     )
     for dtype, name in _NAMES.items()
 }
-"""Type code and size with which memory is shown to NumPy, and the dtype to view it as after that."""
+"""Type code and size in which memory is shown to NumPy, and the dtype to view it as then."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 

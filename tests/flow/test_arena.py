@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ def test_buffers_are_disjoint_and_large_ones_aligned(sizes: list[int]) -> None:
     buffers = [arena.take(nbytes) for nbytes in sizes]
     spans = sorted((b.ctypes.data, b.ctypes.data + b.nbytes) for b in buffers if b.nbytes)
     assert [b.nbytes for b in buffers] == sizes
-    assert all(stop <= start for (_, stop), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
     for buffer in buffers:
         assert buffer.flags.writeable
         if buffer.nbytes >= SMALL_NBYTES:
