@@ -145,6 +145,7 @@ def state(seed: int = 0) -> dict[str, Any]:
         "zipped": {
             "many": rng.integers(0, 9, 40_000),
             "few": np.full(3000, seed, np.int16),
+            "dense": rng.standard_normal(20_000),
         },
         "small": {str(i): rng.standard_normal(400, np.float32) for i in range(12)},
         "inline": {str(i): np.arange(i + 5) for i in range(5)},

@@ -20,7 +20,7 @@ Caller = Callable[[Path], Coroutine[Any, Any, None]]
 
 def tree(seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
-    return {"w": rng.standard_normal(300_000), "b": rng.standard_normal(10), "step": seed}
+    return {"w": rng.standard_normal(30_000), "b": rng.standard_normal(10), "step": seed}
 
 
 async def train(root: Path) -> None:

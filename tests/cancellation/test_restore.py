@@ -14,6 +14,7 @@ import pytest
 import asyncckpt
 from asyncckpt.checkpointer import restores
 from asyncckpt.options import KIB
+from asyncckpt.stages import fetch
 from tests.cancellation.points import (
     Points,
     Quiet,
@@ -39,7 +40,7 @@ def targets() -> dict[str, Any]:
     wrong = state(9)
     # Read straight into place; through a slot, piece by piece; scattered with a stride.
     wrong["large"] = np.full_like(wrong["large"], -1)
-    wrong["turned"] = np.full(wrong["turned"].shape, -1.0)
+    wrong["turned"] = np.full(wrong["turned"].shape[::-1], -1.0).T
     wide = np.full((80_000,), -1)
     wrong["zipped"]["many"] = wide[::2]
     wrong["step"], wrong["name"] = 1, "run"
@@ -86,10 +87,32 @@ class Restores:
         return fired
 
 
+WAYS = ("_direct", "_small", "_large", "_large_compressed")
+"""The ways from a file to a target."""
+
+
+def ways_taken(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The ways that restores take from now on."""
+    taken: set[str] = set()
+
+    def seen(name: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            taken.add(name)
+            return function(*args)
+
+        return call
+
+    for name in WAYS:
+        monkeypatch.setattr(fetch.Fetch, name, seen(name, getattr(fetch.Fetch, name)))
+    return taken
+
+
 @contextlib.asynccontextmanager
 async def restoring(root: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Restores]:
     await warm_up()
     monkeypatch.setattr(restores, "ALIGNED_CHUNK_NBYTES", 64 * KIB)
+    monkeypatch.setattr(fetch, "RUN_NBYTES", 128 * KIB)  # each chunk is read by itself
+    taken = ways_taken(monkeypatch)
     with nothing_left_behind():
         async with asyncckpt.Checkpointer(
             root, save_options=options(chunk_nbytes=128 * KIB)
@@ -105,6 +128,7 @@ async def restoring(root: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
             target = targets()
             await ckpt.restore_into(target)
             assert_equal(target, state(1))
+            assert taken == set(WAYS)
 
 
 async def every_await(made: Restores, *gaps: int, in_place: bool, stride: int = 1) -> int:
