@@ -245,6 +245,12 @@ def test_a_second_ctrl_c_abandons_the_clean_up(tmp_path: Path, block: bool) -> N
     child = children.start(
         HELD_WRITE
         + f"""
+from asyncckpt.flow.engine import Job
+cancel = Job._cancel
+def cancelled(self):
+    cancel(self)
+    print("cancelled", flush=True)
+Job._cancel = cancelled
 try:
     {body if block else "blocking.Checkpointer(root).save(1, tree)"}
 except KeyboardInterrupt:
@@ -256,6 +262,7 @@ except KeyboardInterrupt:
     assert line(child) == "writing"
     child.send_signal(signal.SIGINT)
     assert line(child) == "signal"
+    assert line(child) == "cancelled"  # the clean-up is being waited for
     child.send_signal(signal.SIGINT)
     assert line(child) == "signal"
     begun = time.monotonic()

@@ -94,6 +94,11 @@ def test_every_entry_names_tests_that_exist_and_run() -> None:
     assert {name: found for name, found in problems.items() if found} == {}
 
 
+def test_every_promise_of_the_design_has_an_entry() -> None:
+    promises = tomllib.loads(PROMISES.read_text())["promises"]
+    assert list(promises) == [f"I{number}" for number in range(9)]
+
+
 def test_the_file_has_promises_bad_input_and_traps() -> None:
     assert set(tomllib.loads(PROMISES.read_text())) <= set(KINDS)
 

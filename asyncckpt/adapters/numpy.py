@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -113,7 +114,8 @@ def _identity(array: npt.NDArray[Any]) -> Hashable | None:
 
 
 def _dtype_name(path: str, leaf: Any) -> str:
-    if isinstance(leaf, np.ma.MaskedArray):
+    masked = sys.modules.get("numpy.ma")  # whose import would stall the first save
+    if masked is not None and isinstance(leaf, masked.MaskedArray):
         raise UnsupportedLeafError(
             f"{path}: masked arrays cannot be stored; store {{'data': x.data, 'mask': x.mask}}",
             path=path,

@@ -92,8 +92,8 @@ class Job(Generic[T]):
 
     def abort(self) -> None:
         """The job was cancelled and has ended. Blocking; Ctrl-C abandons its clean-up."""
-        self.cancel()
         try:
+            self.cancel()
             wait_quietly(self.future)
         except KeyboardInterrupt:
             self._engine.abandoned = True
