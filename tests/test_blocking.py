@@ -30,14 +30,17 @@ import numpy as np
 from asyncckpt import blocking
 from asyncckpt.stores.datafile import LocalDataFile
 
+def tell(text):  # in one piece, from any thread
+    os.write(1, text.encode() + b"\\n")
+
 real = LocalDataFile._write
 def held(self, offset, data):
-    print("writing", flush=True)
+    tell("writing")
     sys.stdin.readline()
     real(self, offset, data)
 
 def interrupted(number, frame):
-    print("signal", flush=True)
+    tell("signal")
     signal.default_int_handler(number, frame)
 
 signal.signal(signal.SIGINT, interrupted)
@@ -209,7 +212,7 @@ ckpt = blocking.Checkpointer(root)
 try:
     {call}
 except KeyboardInterrupt:
-    print("interrupted", flush=True)
+    tell("interrupted")
 if {waits_only}:
     (pending,) = ckpt._core.in_flight()
     pending.cancel()
@@ -249,12 +252,12 @@ from asyncckpt.flow.engine import Job
 cancel = Job._cancel
 def cancelled(self):
     cancel(self)
-    print("cancelled", flush=True)
+    tell("cancelled")
 Job._cancel = cancelled
 try:
     {body if block else "blocking.Checkpointer(root).save(1, tree)"}
 except KeyboardInterrupt:
-    print("interrupted", flush=True)
+    tell("interrupted")
     raise SystemExit(5)
 """,
         tmp_path,
@@ -283,9 +286,9 @@ def test_ctrl_c_while_the_block_is_left_aborts_the_saves_in_flight(tmp_path: Pat
 try:
     with blocking.Checkpointer(root) as ckpt:
         ckpt.start_save(1, tree)
-        print("leaving", flush=True)
+        tell("leaving")
 except KeyboardInterrupt:
-    print("interrupted", flush=True)
+    tell("interrupted")
 """,
         tmp_path,
     )
@@ -310,7 +313,7 @@ async def main():
     cancel = signal.getsignal(signal.SIGINT)
     def handler(number, frame):
         cancel(number, frame)
-        print("signal", flush=True)
+        tell("signal")
     signal.signal(signal.SIGINT, handler)
     async with asyncckpt.Checkpointer(root) as ckpt:
         try:
@@ -321,7 +324,7 @@ async def main():
 try:
     asyncio.run(main())
 except KeyboardInterrupt:
-    print("interrupted", flush=True)
+    tell("interrupted")
 """,
         tmp_path,
     )

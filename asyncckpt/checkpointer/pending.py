@@ -8,8 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from asyncckpt.checkpointer.saves import SaveState
-from asyncckpt.errors import AsyncCheckpointError
-from asyncckpt.flow.engine import Job
+from asyncckpt.flow.engine import Job, wait_quietly
 from asyncckpt.flow.threads import finished
 from asyncckpt.reports import Progress, SaveReport
 
@@ -147,11 +146,10 @@ class BlockingPendingSave(PendingSave):
             TimeoutError: it is not done after `timeout_s` seconds; it goes on.
             SaveError, StoreError, …: the save failed.
         """
-        try:
-            return self._job.future.result(timeout_s)
-        finally:
-            if self.done():
-                self._seen = True
+        if not wait_quietly(self._job.future, timeout_s):
+            raise TimeoutError(f"{self!r} is not done after {timeout_s} s; it goes on")
+        self._seen = True
+        return self._job.future.result()
 
     def _own_result(self) -> SaveReport:
         """As `_wait_owned`, blocking; Ctrl-C aborts the save and waits for its clean-up."""
@@ -161,11 +159,9 @@ class BlockingPendingSave(PendingSave):
     def _await_staged(self) -> None:
         """As `_wait_staged`, blocking; Ctrl-C aborts the save and waits for its clean-up."""
         try:
-            self._staged.result()
+            wait_quietly(self._staged)
         except KeyboardInterrupt:
             self._seen = True
             self._job.abort()
             raise
-        except AsyncCheckpointError:
-            pass  # raised below, from where it belongs
         self._raise_early()

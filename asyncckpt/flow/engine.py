@@ -39,6 +39,10 @@ IO_THREADS = 4
 COMPUTE_THREADS_MAX = 8
 """Copies and checksums gain nothing beyond the memory bandwidth, which eight threads exhaust."""
 
+SIGNAL_CHECK_S = 0.2
+"""A signal that comes just before a thread begins to wait for a lock is missed by it: waits that
+Ctrl-C shall end look up so often."""
+
 EXIT_CLEANUP_S = 1.0
 """What a save that is aborted as the process ends gets for removing its files."""
 
@@ -85,10 +89,11 @@ class Job(Generic[T]):
         Ctrl-C cancels the job and waits for its clean-up; a second Ctrl-C abandons it.
         """
         try:
-            return self.future.result()
+            wait_quietly(self.future)
         except KeyboardInterrupt:
             self.abort()
             raise
+        return self.future.result()
 
     def abort(self) -> None:
         """The job was cancelled and has ended. Blocking; Ctrl-C abandons its clean-up."""
@@ -347,12 +352,16 @@ _live: weakref.WeakSet[Engine] = weakref.WeakSet()
 _hook_registered = False
 
 
-def wait_quietly(future: Future[Any]) -> None:
-    """The future is done; its outcome is not looked at."""
-    try:
-        future.exception()
-    except asyncio.CancelledError:
-        pass
+def wait_quietly(future: Future[Any], timeout_s: float | None = None) -> bool:
+    """Whether the future was done within `timeout_s` seconds; its outcome is not looked at."""
+    end = None if timeout_s is None else time.monotonic() + timeout_s
+    while not future.done():
+        left_s = SIGNAL_CHECK_S if end is None else min(SIGNAL_CHECK_S, end - time.monotonic())
+        if left_s <= 0:
+            return False
+        with contextlib.suppress(TimeoutError):
+            future.exception(left_s)
+    return True
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
