@@ -50,7 +50,7 @@ def test_the_examples_of_a_page_run_in_order(
 def test_readme_is_short_and_has_what_it_must() -> None:
     text = PAGES[0].read_text()
     assert text.count("\n") <= 150
-    assert "make demo" in text and "make test" in text and "<!-- figures -->" in text
+    assert "make demo" in text and "make test" in text and "durable save" in text
     assert "make bench" in text and "What it is not yet" in text
 
 
