@@ -149,6 +149,7 @@ class Engine:
         self._jobs: set[Job[Any]] = set()
         self._closed = False
         self._died = False
+        self._ending = False
         self.abandoned = False
         self.drain_deadline_s = 0.0
         self.on_exit: Callable[[], list[Future[Any]]] | None = None
@@ -282,7 +283,8 @@ class Engine:
         self._thread.start()
 
     def _stop(self) -> None:
-        asyncio.get_running_loop().stop()
+        if not self._ending:  # the clean-up after a death must not be stopped by close()
+            asyncio.get_running_loop().stop()
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
@@ -291,6 +293,7 @@ class Engine:
         except BaseException:
             logger.exception("%s: the engine's loop ended by an error", self._name)
         finally:
+            self._ending = True
             with self._lock:
                 self._died = not self._closed
             try:
