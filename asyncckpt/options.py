@@ -6,14 +6,13 @@ written and not in the middle of a save.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import operator
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from asyncckpt.errors import UsageError
 from asyncckpt.spec import DTYPES, ArraySpec
@@ -250,11 +249,6 @@ def step_number(step: object) -> int:
             found=number,
         )
     return number
-
-
-def replace(options: Any, **changes: Any) -> Any:
-    """A copy of the options with some values changed, checked again."""
-    return dataclasses.replace(options, **changes)
 
 
 def _integer(name: str, value: object, low: int, high: int, unit: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -161,8 +160,3 @@ def missing(opened: OpenCheckpoint, path: str) -> CorruptCheckpointError:
         expected="a file",
         found="nothing",
     )
-
-
-def array_extra(opened: OpenCheckpoint, leaf: int) -> dict[str, Any]:
-    """Facts kept beside the bytes of a leaf."""
-    return dict(opened.record.leaves.extra.get(leaf, {}))
