@@ -82,25 +82,18 @@ class CheckpointExistsError(AsyncCheckpointError):
     """A checkpoint stands at the location already and `overwrite` was not given."""
 
 
-class CorruptCheckpointError(AsyncCheckpointError):
-    """Stored bytes are damaged, missing or hostile.
-
-    Attributes:
-        file: path of the damaged file, relative to the checkpoint, or None.
-        offset: byte offset of the damage in `file`, or None.
-    """
-
+class _DamagedFileError(AsyncCheckpointError):
     def __init__(
         self,
         message: str,
         *,
-        file: str | None = None,
-        offset: int | None = None,
         path: str | None = None,
         stage: str | None = None,
         location: str | None = None,
         expected: object = None,
         found: object = None,
+        file: str | None = None,
+        offset: int | None = None,
     ) -> None:
         super().__init__(
             message, path=path, stage=stage, location=location, expected=expected, found=found
@@ -109,8 +102,22 @@ class CorruptCheckpointError(AsyncCheckpointError):
         self.offset = offset
 
 
-class UnsupportedFormatError(AsyncCheckpointError):
-    """The checkpoint is of a kind or version that this release does not read."""
+class CorruptCheckpointError(_DamagedFileError):
+    """Stored bytes are damaged, missing or hostile.
+
+    Attributes:
+        file: path of the damaged file, relative to the checkpoint, or None.
+        offset: byte offset in it, or None.
+    """
+
+
+class UnsupportedFormatError(_DamagedFileError):
+    """The checkpoint is of a kind or version that this release does not read.
+
+    Attributes:
+        file: path of the file that says so, relative to the checkpoint, or None.
+        offset: byte offset in it, or None.
+    """
 
 
 class MismatchError(AsyncCheckpointError):
@@ -199,3 +206,11 @@ class RestoreError(AsyncCheckpointError):
 
 class EngineDiedError(AsyncCheckpointError):
     """The engine's thread ended while work was outstanding; create a new `Checkpointer`."""
+
+
+class RestoreWarning(UserWarning):
+    """A restore succeeded, and there is something about it that a person should know.
+
+    For example, that a checkpoint of another library has no checksums for some leaves. The
+    report's `notes` say the same.
+    """

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +30,10 @@ __all__ = [
     "CheckpointFiles",
     "Coordinator",
     "DataFile",
+    "Entry",
     "HostMemory",
     "NodeAdapter",
+    "ShardedAdapter",
     "Source",
     "Stateful",
     "Store",
@@ -119,6 +121,14 @@ class Attempt(Protocol):
         ...
 
 
+class Entry(NamedTuple):
+    """One name in a directory: a regular file with its size, or a directory; links are neither."""
+
+    name: str
+    nbytes: int
+    is_directory: bool
+
+
 class CheckpointFiles(Protocol):
     """Read access to the files of one checkpoint."""
 
@@ -152,6 +162,22 @@ class CheckpointFiles(Protocol):
             CheckpointNotFoundError: the file does not exist.
             CorruptCheckpointError: the file ends before the last buffer is full.
             StoreError: reading failed.
+        """
+        ...
+
+    async def entries(self, path: str = "", *, max_entries: int) -> list[Entry]:
+        """What stands in a directory of the checkpoint, one level, by name.
+
+        Where `path` is a regular file, it is the one entry, with the name ``""``; `read` and
+        `read_into` take the path ``""`` for a checkpoint that is itself one file.
+
+        Args:
+            path: relative path of the directory; ``""`` is the checkpoint itself.
+            max_entries: with more, the listing is refused.
+
+        Raises:
+            CheckpointNotFoundError: there is nothing at `path`.
+            CorruptCheckpointError: there are more entries, or `path` is a symbolic link.
         """
         ...
 
@@ -230,7 +256,10 @@ class Source:
         identity: leaves with equal identity share all bytes and are stored once; None for never.
         framework: `numpy`, `jax` or `torch`; what `leaves=` calls it.
         extra: facts to keep beside the bytes (PRNG implementation, requires_grad, …), JSON.
-        shards: the boxes that this process can read; None stands for one that covers the array.
+        shards: the distinct boxes that this process can read, each once however many replicas
+            of it there are; None stands for one that covers the array.
+        views: per shard its values in host memory, as `view`, or None where they must be fetched;
+            empty without `shards`.
         stream: whatever the adapter captured in the caller's thread to read the leaf later.
     """
 
@@ -241,6 +270,7 @@ class Source:
     framework: str = "numpy"
     extra: Mapping[str, Any] | None = None
     shards: tuple[Shard, ...] | None = None
+    views: tuple[npt.NDArray[Any] | None, ...] = ()
     stream: Any = None
 
 
@@ -253,9 +283,13 @@ class Target:
         leaf: the caller's `like` leaf or the array to fill.
         buffer: host memory to fill in place, in the NumPy dtype of `spec.dtype`, any strides;
             None when the pipeline allocates and `place` makes the leaf.
-        boxes: the parts of the array that are wanted; None stands for all of it.
+        boxes: the distinct parts of the array that are wanted, which may leave gaps; None stands
+            for all of it. `place_parts` takes the values of such a target, one array per box.
+        buffers: per box host memory to fill in place, as `buffer`; empty when the pipeline
+            allocates.
         identity: targets with equal identity are the same memory; None when unknown or immutable.
         span: first and one-past-last byte address of `buffer`, for overlap checks; None without.
+            Targets with `buffers` see to it themselves that these do not overlap.
         extra: facts that the saved leaf must agree with (PRNG implementation).
         path: path of the leaf, for the errors of `place`.
         fill: `place` copies into the leaf's own memory, which is no `buffer` (on a device, or in
@@ -266,6 +300,7 @@ class Target:
     leaf: Any
     buffer: npt.NDArray[Any] | None = None
     boxes: tuple[Box, ...] | None = None
+    buffers: tuple[npt.NDArray[Any], ...] = ()
     identity: Hashable | None = None
     span: tuple[int, int] | None = None
     extra: Mapping[str, Any] | None = None
@@ -324,6 +359,18 @@ class ArrayAdapter(Protocol):
 
         Raises:
             DtypeMismatchError: the framework cannot hold the dtype as it is; names the path.
+        """
+        ...
+
+
+@runtime_checkable
+class ShardedAdapter(ArrayAdapter, Protocol):
+    """An adapter whose targets may have `boxes`."""
+
+    def place_parts(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
+        """The finished leaf for a target with `boxes`, from the values of each box. Blocking.
+
+        As `place` otherwise.
         """
         ...
 

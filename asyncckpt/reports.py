@@ -101,6 +101,7 @@ class RestoreReport:
         unexpected: paths that the checkpoint has and the target lacks (`strict=False` only).
         unverified: paths whose bytes had no checksum to check (foreign checkpoints only).
         metadata: the user's metadata of the checkpoint.
+        notes: anything a person should know; each is also a `RestoreWarning`.
     """
 
     location: str
@@ -114,6 +115,7 @@ class RestoreReport:
     unexpected: tuple[str, ...] = ()
     unverified: tuple[str, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return (
@@ -124,11 +126,11 @@ class RestoreReport:
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """One file of a checkpoint: path relative to it, size in bytes, CRC-32C."""
+    """One file of a checkpoint: path relative to it, size in bytes, CRC-32C where it is known."""
 
     path: str
     nbytes: int
-    crc32c: int
+    crc32c: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,8 @@ class LeafInfo:
         array: name of its array in the OCDBT database, None for scalars.
         value: value of a scalar, None for arrays.
         tied_to: path of the leaf whose bytes it shares, or None.
-        location: path or URL of the OCDBT database that holds it.
+        location: path or URL of the OCDBT database that holds it; empty where there is none.
+        pieces: of a leaf stored as several arrays, the offset, name and shape of each.
     """
 
     path: str
@@ -166,6 +169,7 @@ class LeafInfo:
     value: Any = None
     tied_to: str | None = None
     location: str = ""
+    pieces: tuple[tuple[tuple[int, ...], str, tuple[int, ...]], ...] = ()
 
     def tensorstore_spec(self) -> dict[str, Any]:
         """A TensorStore spec that opens this array for slicing, with ``ts.open(spec)``.
@@ -200,6 +204,7 @@ class CheckpointInfo:
         metadata: the user's metadata.
         metrics: metrics given to `save`.
         tree: nested containers of `LeafInfo`, as saved.
+        format: ``asyncckpt``, or what else it is: ``orbax``, ``ocdbt``, ``safetensors``, ``dcp``.
     """
 
     location: str
@@ -212,6 +217,7 @@ class CheckpointInfo:
     metadata: Mapping[str, Any]
     metrics: Mapping[str, float]
     tree: Any = None
+    format: str = "asyncckpt"
 
     @property
     def nbytes(self) -> int:
@@ -261,6 +267,8 @@ class VerifyReport:
         leaf_count: leaves checked.
         read_nbytes: bytes read.
         total_s: seconds taken.
+        unverified: paths that were read and decoded, but whose bytes have no checksum (foreign
+            checkpoints only).
     """
 
     location: str
@@ -269,6 +277,7 @@ class VerifyReport:
     leaf_count: int
     read_nbytes: int
     total_s: float
+    unverified: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:

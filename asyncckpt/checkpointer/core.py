@@ -32,6 +32,7 @@ from asyncckpt.checkpointer.restores import (
     run_restore,
     wanted_leaves,
 )
+from asyncckpt.checkpointer.retain import History
 from asyncckpt.checkpointer.runtime import Runtime
 from asyncckpt.checkpointer.saves import Save, SaveRequest, SaveState, exists
 from asyncckpt.errors import (
@@ -51,7 +52,8 @@ from asyncckpt.options import (
 )
 from asyncckpt.reports import CheckpointInfo, Progress, SaveReport, VerifyReport
 from asyncckpt.retention import Retention
-from asyncckpt.stages.opened import RECORD, open_checkpoint
+from asyncckpt.stages.elsewhere import MAX_ENTRIES, open_any
+from asyncckpt.stages.opened import RECORD
 from asyncckpt.tree import Flat, flatten
 
 T = TypeVar("T")
@@ -98,7 +100,7 @@ class Core:
             self.store = self.runtime.store(
                 location, direct_io=direct_io, storage_options=storage_options
             )
-        self._keep = keep
+        self._history = None if keep is None else History(keep, self.runtime.engine.compute)
         self._layouts = LayoutCache()
         self._saves: list[PendingSave] = []
         self._turn = asyncio.Lock()
@@ -255,45 +257,20 @@ class Core:
     # -- on the engine
 
     async def _retained(self, report: SaveReport) -> SaveReport:
-        if self._keep is None or report.step is None:
+        if self._history is None or report.step is None:
             return report
-        deleted, notes = await self._retain(report.step)
+        deleted: list[int] = []
+        try:
+            deleted, notes = await self._history.retain(
+                self.store, await self._candidates(), report.step, self._reading
+            )
+        except AsyncCheckpointError as error:
+            # The save itself is durable.
+            logger.warning("no step was deleted: %s", error)
+            notes = [f"no step was deleted: {error}"]
         return dataclasses.replace(
             report, deleted_steps=tuple(deleted), notes=(*report.notes, *notes)
         )
-
-    async def _retain(self, saved: int) -> tuple[list[int], list[str]]:
-        assert self._keep is not None
-        steps = await self.steps()
-        metrics: Mapping[int, Mapping[str, float]] = {}
-        if getattr(self._keep, "uses_metrics", True):
-            metrics = {step: (await self._record_metrics(step)) for step in steps}
-        kept = self._keep.keep(steps, metrics)
-        deleted: list[int] = []
-        notes: list[str] = []
-        for step in steps:
-            # Never the step just saved, nor one that a restore of this run is reading.
-            if step in kept or step == saved or self._reading[str(step)]:
-                continue
-            try:
-                await self.store.delete(str(step))
-                deleted.append(step)
-            except CheckpointNotFoundError:
-                continue
-            except AsyncCheckpointError as error:
-                # The save itself is durable; what could not be deleted is tried again next time.
-                logger.warning("step %d could not be deleted: %s", step, error)
-                notes.append(f"step {step} could not be deleted: {error}")
-        return deleted, notes
-
-    async def _record_metrics(self, step: int) -> Mapping[str, float]:
-        files = self.store.files(str(step))
-        try:
-            return (await open_checkpoint(files)).record.metrics
-        except (CheckpointNotFoundError, CorruptCheckpointError):
-            return {}
-        finally:
-            await files.close()
 
     async def prepare(self, tree_nbytes: int) -> int:
         """Staging memory for a state of this size is allocated and touched; returns its bytes."""
@@ -355,8 +332,8 @@ class Core:
                     location=location,
                 ) from None
             except CorruptCheckpointError as error:
-                # Deleted under our hands is not damage: the record tells.
-                if name not in await self.store.names():
+                # Deleted under our hands is not damage.
+                if await self._is_gone(name):
                     raise CheckpointNotFoundError(
                         f"{location}: the checkpoint was deleted while being restored; restore "
                         "another step",
@@ -365,6 +342,18 @@ class Core:
                 raise
             finally:
                 await files.close()
+
+    async def _is_gone(self, name: str) -> bool:
+        files = self.store.files(name)
+        try:
+            await files.entries(max_entries=MAX_ENTRIES)
+        except CheckpointNotFoundError:
+            return True
+        except AsyncCheckpointError:
+            return False
+        finally:
+            await files.close()
+        return False
 
     @contextlib.contextmanager
     def _read(self, name: str) -> Iterator[str]:
@@ -379,7 +368,7 @@ class Core:
         name, number = await self._named(step)
         files = self.store.files(name)
         try:
-            return await info_of(await open_checkpoint(files), number)
+            return await info_of(await open_any(files), number)
         finally:
             await files.close()
 
@@ -416,11 +405,16 @@ class Core:
         await self.store.delete(name)
 
     async def delete_after(self, step: int) -> list[int]:
-        """All steps above `step` are gone; returns them."""
-        deleted = [number for number in await self.steps() if number > step]
-        for number in reversed(deleted):
-            await self.store.delete(str(number))
-        return deleted
+        """All steps above `step` are gone, those of saves in flight too; returns them."""
+        deleted: list[int] = []
+        async with self._turn:
+            for number in reversed(await self.steps()):
+                if number <= step:
+                    break
+                with contextlib.suppress(CheckpointNotFoundError):  # somebody else was faster
+                    await self.store.delete(str(number))
+                    deleted.append(number)
+        return deleted[::-1]
 
     async def _named(self, step: int | None) -> tuple[str, int | None]:
         if self.name:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from asyncckpt.adapters import AdapterSet
 from asyncckpt.checkpointer.restores import RestoreOutcome
-from asyncckpt.errors import RestoreError
+from asyncckpt.errors import RestoreError, RestoreWarning
 from asyncckpt.reports import RestoreReport
 from asyncckpt.tree import Flat, unflatten, unflatten_like, where
 
@@ -20,6 +21,7 @@ _ABSENT = _Absent()
 
 def finish_tree(outcome: RestoreOutcome, flat: Flat | None, adapters: AdapterSet) -> Any:
     """The restored tree, in the containers of `like` or in plain ones."""
+    _warn(outcome.report)
     if flat is not None:
         leaves = [outcome.values.get(n, leaf) for n, leaf in enumerate(flat.leaves)]
         return unflatten_like(flat, leaves, adapters.nodes)
@@ -28,6 +30,12 @@ def finish_tree(outcome: RestoreOutcome, flat: Flat | None, adapters: AdapterSet
         return unflatten(outcome.structure, [outcome.values[n] for n in range(count)])
     tree = unflatten(outcome.structure, [outcome.values.get(n, _ABSENT) for n in range(count)])
     return _prune(tree)
+
+
+def _warn(report: RestoreReport) -> None:
+    for note in report.notes:
+        # Above this function stand `finish_…`, the facade and its caller.
+        warnings.warn(f"{report.location}: {note}", RestoreWarning, stacklevel=4)
 
 
 def _prune(node: Any) -> Any:
@@ -85,4 +93,5 @@ def finish_into(outcome: RestoreOutcome, flat: Flat, adapters: AdapterSet) -> Re
                 stage="place",
                 location=outcome.report.location,
             ) from error
+    _warn(outcome.report)
     return outcome.report

@@ -5,10 +5,11 @@ Pure: it sees the record and the targets; every mismatch is listed at once.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy.typing as npt
 
 from asyncckpt.adapters.scalars import array_from_scalar
 from asyncckpt.errors import (
@@ -16,9 +17,8 @@ from asyncckpt.errors import (
     MismatchError,
     ShapeMismatchError,
     TreeMismatchError,
-    UnsupportedFormatError,
 )
-from asyncckpt.format.record import SCALAR_KINDS, decode_scalar
+from asyncckpt.format.record import SCALAR_KINDS, Piece, decode_scalar
 from asyncckpt.ports import ArrayAdapter, Target
 from asyncckpt.spec import ArraySpec
 from asyncckpt.stages.opened import OpenCheckpoint
@@ -46,21 +46,28 @@ class Assignment:
         number: ordinal of the target's leaf (of the saved leaf when restoring without a target).
         path: its path.
         saved: ordinal of the saved leaf.
-        array: array that holds it, -1 for scalars of the record.
-        spec: stored shape and dtype of the array.
+        pieces: the arrays that hold it; none for scalars of the record.
+        spec: shape and stored dtype of the leaf, None for scalars.
         wanted: the target, or None.
         scalar: value of a scalar from the record.
         values: host memory of an array, once allocated; a scalar that goes into a rank-0 array.
+        parts: the same per box of a target with boxes.
     """
 
     number: int
     path: str
     saved: int
-    array: int = -1
+    pieces: tuple[Piece, ...] = ()
     spec: ArraySpec | None = None
     wanted: Wanted | None = None
     scalar: Any = None
     values: Any = None
+    parts: list[npt.NDArray[Any]] = field(default_factory=list)
+
+    @property
+    def target(self) -> Target | None:
+        """What an adapter makes of it, or None."""
+        return None if self.wanted is None else self.wanted.target
 
 
 @dataclass(slots=True, eq=False)
@@ -79,29 +86,6 @@ class Matching:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     additions: list[Assignment] = field(default_factory=list)
-
-
-def saved_arrays(opened: OpenCheckpoint, paths: Sequence[str]) -> list[int]:
-    """The array of every saved leaf, -1 for scalars.
-
-    Raises:
-        UnsupportedFormatError: a leaf is stored in several pieces.
-    """
-    kinds = opened.record.leaves.kind
-    if not opened.record.leaves.pieces:
-        numbers = itertools.count()
-        return [-1 if kind in SCALAR_KINDS else next(numbers) for kind in kinds]
-    arrays: list[int] = []
-    for leaf, pieces in enumerate(opened.record.leaf_arrays()):
-        if len(pieces) > 1:
-            raise UnsupportedFormatError(
-                f"{paths[leaf]}: {opened.location} stores this leaf in {len(pieces)} pieces; "
-                "restore it with a newer release",
-                path=paths[leaf],
-                location=opened.location,
-            )
-        arrays.append(pieces[0].array if pieces else -1)
-    return arrays
 
 
 def match(
@@ -131,7 +115,7 @@ def match(
         DtypeMismatchError: dtypes differ.
         MismatchError: several of these.
     """
-    arrays = saved_arrays(opened, paths)
+    arrays = opened.leaf_arrays()
     place = {path: leaf for leaf, path in enumerate(paths)}
     result = Matching()
     faults: list[MismatchError] = []
@@ -146,7 +130,7 @@ def match(
                 result.missing.append(want.path)
             continue
         seen.add(saved)
-        if free(want.path) and (arrays[saved] < 0) != (want.target is None):
+        if free(want.path) and (not arrays[saved]) != (want.target is None):
             result.additions.append(_saved(opened, want.path, saved, arrays[saved]))
             continue
         assignment = _assign(opened, number, want, saved, arrays[saved], cast, faults)
@@ -170,7 +154,7 @@ def match_saved(
     opened: OpenCheckpoint, paths: Sequence[str], selected: set[int] | None
 ) -> list[Assignment]:
     """Assignments for restoring what was saved, without a target."""
-    arrays = saved_arrays(opened, paths)
+    arrays = opened.leaf_arrays()
     return [
         _saved(opened, path, leaf, arrays[leaf])
         for leaf, path in enumerate(paths)
@@ -198,7 +182,7 @@ def check_framework(
     """
     faults: list[MismatchError] = []
     for assignment in assignments:
-        extra = opened.record.leaves.extra.get(assignment.saved, _NO_FACTS)
+        extra = opened.leaves.extra.get(assignment.saved, _NO_FACTS)
         if assignment.spec is None or "python" in extra:
             continue
         fault = framework.refuses(assignment.path, assignment.spec.dtype)
@@ -208,10 +192,10 @@ def check_framework(
         raise _combined(opened.location, faults)
 
 
-def _saved(opened: OpenCheckpoint, path: str, leaf: int, array: int) -> Assignment:
-    if array >= 0:
-        return Assignment(leaf, path, leaf, array, opened.specs[array])
-    leaves = opened.record.leaves
+def _saved(opened: OpenCheckpoint, path: str, leaf: int, pieces: tuple[Piece, ...]) -> Assignment:
+    if pieces:
+        return Assignment(leaf, path, leaf, pieces, opened.leaf_spec(pieces))
+    leaves = opened.leaves
     return Assignment(leaf, path, leaf, scalar=decode_scalar(leaves.kind[leaf], leaves.value[leaf]))
 
 
@@ -220,19 +204,19 @@ def _assign(
     number: int,
     want: Wanted,
     saved: int,
-    array: int,
+    pieces: tuple[Piece, ...],
     cast: bool,
     faults: list[MismatchError],
 ) -> Assignment:
-    record = opened.record
-    result = Assignment(number, want.path, saved, array, wanted=want)
-    kind = record.leaves.kind[saved]
+    leaves = opened.leaves
+    result = Assignment(number, want.path, saved, pieces, wanted=want)
+    kind = leaves.kind[saved]
     if kind in SCALAR_KINDS:
-        result.scalar = decode_scalar(kind, record.leaves.value[saved])
+        result.scalar = decode_scalar(kind, leaves.value[saved])
         _match_scalar(result, want, faults)
         return result
-    spec = result.spec = opened.specs[array]
-    extra = record.leaves.extra.get(saved, _NO_FACTS)
+    spec = result.spec = opened.leaf_spec(pieces)
+    extra = leaves.extra.get(saved, _NO_FACTS)
     if want.target is None:
         if extra.get("python") == "bytes" and type(want.leaf) is bytes:
             return result

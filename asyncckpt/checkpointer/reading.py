@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from asyncckpt.checkpointer.match import saved_arrays
-from asyncckpt.checkpointer.restores import read_structure
+from asyncckpt.checkpointer.foreign import verify_foreign
 from asyncckpt.checkpointer.runtime import Runtime
 from asyncckpt.errors import (
     CheckpointNotFoundError,
@@ -18,7 +17,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.chunks import ChunkIndex
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.record import decode_scalar
+from asyncckpt.format.record import CommitRecord, Piece, decode_scalar
 from asyncckpt.ports import Bytes, CheckpointFiles
 from asyncckpt.reports import (
     CheckpointInfo,
@@ -28,7 +27,8 @@ from asyncckpt.reports import (
     Progress,
     VerifyReport,
 )
-from asyncckpt.stages.opened import RECORD, OpenCheckpoint, open_checkpoint, read_index
+from asyncckpt.stages.elsewhere import open_any
+from asyncckpt.stages.opened import RECORD, Extents, OpenCheckpoint, extents_of, read_index
 from asyncckpt.stages.serialize import TRAILER_NBYTES
 from asyncckpt.stages.tree_check import check_database
 from asyncckpt.tree import unflatten
@@ -39,64 +39,72 @@ DAMAGES_MAX = 1000
 
 async def info_of(opened: OpenCheckpoint, step: int | None) -> CheckpointInfo:
     """What a checkpoint holds."""
-    record = opened.record
-    structure = read_structure(opened)
+    structure = opened.structure()
     paths = structure.paths()
-    arrays = saved_arrays(opened, paths)
-    index = await read_index(opened) if record.arrays.name else None
+    table = opened.leaves
+    extents = await extents_of(opened) if opened.arrays.name else None
     leaves: list[LeafInfo] = []
-    first: dict[int, str] = {}
-    for leaf, path in enumerate(paths):
-        kind, array = record.leaves.kind[leaf], arrays[leaf]
-        if array < 0:
-            value = decode_scalar(kind, record.leaves.value[leaf])
+    first: dict[tuple[int, ...], str] = {}
+    tied = opened.arrays.tied
+    for leaf, (path, pieces) in enumerate(zip(paths, opened.leaf_arrays(), strict=True)):
+        kind = table.kind[leaf]
+        if not pieces:
+            value = decode_scalar(kind, table.value[leaf])
             leaves.append(LeafInfo(path, kind, value=value, location=opened.location))
             continue
-        tied_to = first.get(record.arrays.tied.get(array, -1))
-        first[array] = path
-        leaves.append(_array_info(opened, index, path, kind, array, tied_to))
+        arrays = tuple(piece.array for piece in pieces)
+        shared = tuple(tied.get(array, -1) for array in arrays)
+        first[arrays] = path
+        leaves.append(_array_info(opened, extents, path, kind, pieces, first.get(shared)))
     return CheckpointInfo(
         location=opened.location,
         step=step,
-        save_id=record.save_id,
-        created_ns=record.created_ns,
-        library=record.library,
+        save_id=opened.save_id,
+        created_ns=opened.created_ns,
+        library=opened.library,
         leaves=tuple(leaves),
-        files=tuple(FileInfo(file.path, file.nbytes, file.crc32c) for file in record.files),
-        metadata=record.metadata,
-        metrics=record.metrics,
+        files=tuple(FileInfo(file.path, file.nbytes, file.crc32c) for file in opened.stored_files),
+        metadata=opened.metadata,
+        metrics=opened.metrics,
         tree=unflatten(structure, leaves),
+        format=opened.format,
     )
 
 
 def _array_info(
     opened: OpenCheckpoint,
-    index: ChunkIndex | None,
+    extents: Extents | None,
     path: str,
     kind: str,
-    array: int,
+    pieces: Sequence[Piece],
     tied_to: str | None,
 ) -> LeafInfo:
-    record = opened.record
-    spec, grid = opened.specs[array], opened.grids[array]
-    start = opened.first_rows[array]
-    count = grid.chunk_count
-    stored = 0 if index is None else int(index.nbytes[start : start + count].sum())
-    level = record.specs[record.arrays.spec[array]].zstd_level
+    storages = [opened.storage(piece.array) for piece in pieces]
+    spec = opened.leaf_spec(pieces)
+    counts = [storage.grid.chunk_count for storage in storages]
+    stored = 0
+    for piece, count in zip(pieces, counts, strict=True):
+        start = opened.first_rows[piece.array]
+        stored += 0 if extents is None else int(extents.nbytes[start : start + count].sum())
+    names = opened.arrays.name
+    has_database = bool(opened.database) or opened.format == "ocdbt"
     return LeafInfo(
         path=path,
         kind="array",
         framework=kind,
         shape=spec.shape,
         dtype=spec.dtype,
-        chunk_shape=grid.chunk_shape,
-        chunk_count=count,
+        chunk_shape=storages[0].chunk_shape,
+        chunk_count=sum(counts),
         nbytes=spec.nbytes,
         stored_nbytes=stored,
-        compression=None if level is None else "zstd",
-        array=record.arrays.name[array],
+        compression=storages[0].codec.name or None,
+        array=names[pieces[0].array],
         tied_to=tied_to,
-        location=f"{opened.location}/{record.database}",
+        location=f"{opened.location}/{opened.database}".rstrip("/") if has_database else "",
+        pieces=tuple((p.offset, names[p.array], opened.storage(p.array).spec.shape) for p in pieces)
+        if len(pieces) > 1
+        else (),
     )
 
 
@@ -114,8 +122,10 @@ async def verify_checkpoint(
         UnsupportedFormatError: it is of a newer version.
     """
     begun = time.perf_counter()
-    opened = await open_checkpoint(files)
-    return await _Verify(runtime, opened, progress).run(step, begun)
+    opened = await open_any(files)
+    if opened.record is None:
+        return await verify_foreign(runtime, opened, step, progress, begun)
+    return await _Verify(runtime, opened, opened.record, progress).run(step, begun)
 
 
 class _Verify:
@@ -123,28 +133,30 @@ class _Verify:
         self,
         runtime: Runtime,
         opened: OpenCheckpoint,
+        record: CommitRecord,
         progress: Callable[[Progress], None] | None,
     ) -> None:
         self._runtime = runtime
         self._opened = opened
+        self._record = record
         self._progress = progress
         self._damages: list[Damage] = []
         self._read_nbytes = 0
-        self._total_nbytes = sum(file.nbytes for file in opened.record.files)
+        self._total_nbytes = sum(file.nbytes for file in record.files)
         self._kept: dict[int, bytearray] = {}
 
     async def run(self, step: int | None, begun: float) -> VerifyReport:
         opened = self._opened
-        record = opened.record
+        record = self._record
         leaf_count = len(record.leaves.kind)
         try:
-            read_structure(opened)
+            opened.structure()
         except CorruptCheckpointError as error:
             self._damage(None, RECORD, None, str(error))
         index: ChunkIndex | None = None
         index_file = record.files[record.chunk_index.file].path
         try:
-            index = await read_index(opened)
+            index = await read_index(opened.files, record)
         except (CorruptCheckpointError, UnsupportedFormatError, CheckpointNotFoundError) as error:
             self._damage(None, index_file, getattr(error, "offset", None), str(error))
         rows = self._rows_by_file(index)
@@ -156,7 +168,7 @@ class _Verify:
             await self._file(number, rows.get(number, []), index)
         if index is not None and not self._damages:
             for problem in await self._runtime.engine.compute.run(
-                check_database, opened, index, {n: bytes(b) for n, b in self._kept.items()}
+                check_database, record, index, {n: bytes(b) for n, b in self._kept.items()}
             ):
                 self._damage(None, index_file, None, problem)
         return VerifyReport(
@@ -178,7 +190,7 @@ class _Verify:
         return result
 
     async def _file(self, number: int, rows: Sequence[int], index: ChunkIndex | None) -> None:
-        entry = self._opened.record.files[number]
+        entry = self._record.files[number]
         pool = self._runtime.pool
         checker = _FileChecker(rows, index)
         offset = 0
@@ -245,19 +257,18 @@ class _Verify:
         if not rows:
             return []
         try:
-            paths = read_structure(opened).paths()
+            paths = opened.structure().paths()
         except CorruptCheckpointError:
             return []
-        arrays = saved_arrays(opened, paths)
         wanted = np.sort(np.asarray(rows))
         found = []
-        for leaf, array in enumerate(arrays):
-            if array < 0:
-                continue
-            start = opened.first_rows[array]
-            stop = start + opened.grids[array].chunk_count
-            if np.searchsorted(wanted, start) < np.searchsorted(wanted, stop):
-                found.append(paths[leaf])
+        for path, pieces in zip(paths, opened.leaf_arrays(), strict=True):
+            for piece in pieces:
+                start = opened.first_rows[piece.array]
+                stop = start + opened.storage(piece.array).grid.chunk_count
+                if np.searchsorted(wanted, start) < np.searchsorted(wanted, stop):
+                    found.append(path)
+                    break
         return found
 
     def _damage(self, leaf: str | None, file: str, offset: int | None, reason: str) -> None:

@@ -135,7 +135,7 @@ class RestorePlan:
     """
 
     batches: tuple[ReadBatch, ...]
-    inline: Sequence[Part]
+    inline: Table[Part]
     read_nbytes: int
     row_count: int
     counts: Sequence[int]

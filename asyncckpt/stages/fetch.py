@@ -19,15 +19,14 @@ import numpy.typing as npt
 from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.flow.buffers import Slot, SlotPool
 from asyncckpt.flow.threads import Workers
-from asyncckpt.format.chunks import ChunkIndex
+from asyncckpt.format.codecs import ChunkError, Codec
 from asyncckpt.format.crc import crc32c
-from asyncckpt.planning.restore import Part, ReadBatch, RestorePlan
+from asyncckpt.planning.restore import Part, ReadBatch, RestorePlan, intersection
 from asyncckpt.ports import Bytes
-from asyncckpt.spec import Box
-from asyncckpt.stages.decode import ChunkError, check, decompress, trailer_matches
-from asyncckpt.stages.opened import OpenCheckpoint, missing
+from asyncckpt.spec import DTYPES, Box
+from asyncckpt.stages.decode import check, trailer_matches
+from asyncckpt.stages.opened import Extents, OpenCheckpoint, missing
 from asyncckpt.stages.payload import scatter
-from asyncckpt.stages.serialize import TRAILER_NBYTES
 
 TAIL_NBYTES = 1 << 20
 """Longest padding that is read along behind a payload that goes straight into its target."""
@@ -49,14 +48,14 @@ class Destination:
         path: path of the leaf, for errors.
         array: index of the stored array.
         box: the wanted part; None for all of it.
-        values: memory of the box's shape, in the stored dtype.
+        values: memory of the box's shape, in the stored dtype; None to read and check only.
         flat: the same memory as one run of bytes, or None.
     """
 
     path: str
     array: int
     box: Box | None
-    values: npt.NDArray[Any]
+    values: npt.NDArray[Any] | None
     flat: Bytes | None = None
 
 
@@ -66,7 +65,7 @@ class Fetch:
     def __init__(
         self,
         opened: OpenCheckpoint,
-        index: ChunkIndex,
+        extents: Extents,
         plan: RestorePlan,
         destinations: Sequence[Destination],
         pool: SlotPool,
@@ -78,7 +77,7 @@ class Fetch:
         progress: Callable[[int], None],
     ) -> None:
         self._opened = opened
-        self._index = index
+        self._extents = extents
         self._plan = plan
         self._destinations = destinations
         self._pool = pool
@@ -87,11 +86,14 @@ class Fetch:
         self._own_memory = own_memory
         self._arrived = arrived
         self._progress = progress
-        self._nbytes = index.nbytes.tolist()
-        self._offset = index.offset.tolist()
-        self._crc = index.crc32c.tolist()
+        self._nbytes = extents.nbytes.tolist()
+        self._offset = extents.offset.tolist()
+        self._crc = None if extents.crc32c is None else extents.crc32c.tolist()
         self._left = list(plan.counts)
-        self._is_compressed = [spec.zstd_level is not None for spec in opened.record.specs]
+        self._grids = [storage.grid for storage in opened.storages]
+        self._codecs = [storage.codec for storage in opened.storages]
+        self._trailers = [codec.trailer_nbytes for codec in self._codecs]
+        self._any_encoded = any(codec.decode is not None for codec in self._codecs)
         self.read_nbytes = 0
 
     async def run(self) -> None:
@@ -106,6 +108,9 @@ class Fetch:
         for number, left in enumerate(self._left):
             if left == 0:
                 self._arrived(number)
+        if len(self._plan.inline):
+            await self._compute.run(self._without_extent)
+            self._count(self._plan.inline.column(1))
         async with asyncio.TaskGroup() as group:
             for batches in self._reads():
                 await self._streams.acquire()
@@ -154,11 +159,11 @@ class Fetch:
         if self._is_direct(batch):
             return [], 0
         slot_nbytes = self._pool.slot_nbytes
-        compressed = []
-        if any(self._is_compressed):
-            compressed = [p for p in batch.parts if self._compressed(p)]
-        largest = max((self._payload_nbytes(p) for p in compressed), default=0)
-        count = 1 if not compressed else max(1, -(-batch.nbytes // slot_nbytes))
+        encoded = []
+        if self._any_encoded:
+            encoded = [p for p in batch.parts if self._codec(p).decode is not None]
+        largest = max((self._payload_nbytes(p) for p in encoded), default=0)
+        count = 1 if not encoded else max(1, -(-batch.nbytes // slot_nbytes))
         capacity = self._pool.budget.capacity
         units = min(-(-largest // slot_nbytes), capacity - min(count, capacity))
         return await self._pool.take(count, grow=False, extra=units), units
@@ -169,18 +174,15 @@ class Fetch:
             return False
         return batch.nbytes - part.nbytes <= TAIL_NBYTES
 
-    def _compressed(self, part: Part) -> bool:
-        array = self._destinations[part.request].array
-        return self._is_compressed[self._opened.record.arrays.spec[array]]
+    def _codec(self, part: Part) -> Codec:
+        return self._codecs[self._opened.arrays.spec[self._destinations[part.request].array]]
 
     def _payload_nbytes(self, part: Part) -> int:
-        array = self._destinations[part.request].array
-        opened = self._opened
-        return opened.grids[array].chunk_size * opened.specs[array].itemsize
+        return self._opened.storage(self._destinations[part.request].array).chunk_nbytes
 
     async def _read(self, batches: list[ReadBatch], slots: list[Slot]) -> None:
         batch = batches[0]
-        path = self._opened.record.files[batch.file].path
+        path = self._opened.stored_files[batch.file].path
         try:
             if not slots:
                 await self._direct(batches, path)
@@ -188,12 +190,12 @@ class Fetch:
                 data = slots[0].buffer[: batch.nbytes]
                 await self._opened.files.read_into(path, batch.offset, [data], direct=True)
                 await self._compute.run(self._small, batch, data)
-            elif self._compressed(batch.parts[0]):
-                await self._large_compressed(batch, path, slots)
+            elif self._codec(batch.parts[0]).decode is not None:
+                await self._large_encoded(batch, path, slots)
             else:
                 await self._large(batch, path, slots[0])
         except CheckpointNotFoundError as error:
-            raise missing(self._opened, path) from error
+            raise missing(self._opened.location, path) from error
         except CorruptCheckpointError as error:
             if error.path is None:
                 # The store knows the file only, not whose bytes stand there.
@@ -206,12 +208,15 @@ class Fetch:
         nbytes = sum(b.nbytes for b in batches)
         self.read_nbytes += nbytes
         self._progress(nbytes)
-        left = self._left
         for done in batches:
-            for request in done.parts.column(1):
-                left[request] -= 1
-                if left[request] == 0:
-                    self._arrived(request)
+            self._count(done.parts.column(1))
+
+    def _count(self, requests: Sequence[int]) -> None:
+        left = self._left
+        for request in requests:
+            left[request] -= 1
+            if left[request] == 0:
+                self._arrived(request)
 
     async def _direct(self, batches: list[ReadBatch], path: str) -> None:
         buffers: list[Bytes] = []
@@ -230,22 +235,24 @@ class Fetch:
 
     async def _large(self, batch: ReadBatch, path: str, slot: Slot) -> None:
         # Pieces are whole elements: the slot's size is a multiple of every element size.
-        payload = batch.nbytes - TRAILER_NBYTES
+        row = batch.parts[0].row
+        codec = self._codec(batch.parts[0])
+        payload = batch.nbytes - codec.trailer_nbytes
+        self._check_length(batch, batch.parts[0], payload)
         start, crc = 0, 0
+        trailer = np.empty(codec.trailer_nbytes, np.uint8)
         while start < payload:
             stop = min(payload, start + slot.buffer.nbytes)
             data = slot.buffer[: stop - start]
             buffers = [data]
-            trailer = np.empty(TRAILER_NBYTES, np.uint8)
             if stop == payload:
                 buffers.append(trailer)
             await self._opened.files.read_into(path, batch.offset + start, buffers, direct=True)
             crc = await self._compute.run(self._large_piece, batch, data, start, crc)
             start = stop
-        row = batch.parts[0].row
         self._expect(batch, row, crc, trailer)
 
-    async def _large_compressed(self, batch: ReadBatch, path: str, slots: list[Slot]) -> None:
+    async def _large_encoded(self, batch: ReadBatch, path: str, slots: list[Slot]) -> None:
         parts: list[Bytes] = []
         left = batch.nbytes
         for slot in slots:
@@ -255,59 +262,101 @@ class Fetch:
             # Beyond the whole budget: restored alone, in memory of its own.
             parts = [np.empty(batch.nbytes, np.uint8)]
         await self._opened.files.read_into(path, batch.offset, parts, direct=True)
-        await self._compute.run(self._decode_compressed, batch, parts)
+        await self._compute.run(self._decode, batch, parts)
 
     # -- in worker threads
 
+    def _without_extent(self) -> None:
+        """Chunks that stand in the metadata, and those that were never stored."""
+        values = self._extents.values
+        inline = self._plan.inline
+        for part in inline:
+            data = values.get(part.row)
+            if data is None:
+                self._fill(part)
+                continue
+            batch = ReadBatch(-1, 0, len(data), inline)
+            self._scatter(part, self._payload(batch, part, np.frombuffer(data, np.uint8)), 0)
+
+    def _fill(self, part: Part) -> None:
+        destination = self._destinations[part.request]
+        if destination.values is None:
+            return
+        storage = self._opened.storage(destination.array)
+        element = np.frombuffer(storage.fill or bytes(storage.spec.itemsize), np.uint8)
+        dtype = DTYPES[storage.spec.dtype]
+        _, within = intersection(
+            storage.grid,
+            part.row - self._opened.first_rows[destination.array],
+            destination.box or Box.whole(storage.spec.shape),
+        )
+        destination.values[within] = element.view(dtype)[0]
+
     def _check_direct(self, batches: Sequence[ReadBatch], buffers: Sequence[Bytes]) -> None:
         for batch, data, rest in zip(batches, buffers[::2], buffers[1::2], strict=True):
+            part = batch.parts[0]
             tail = rest[: batch.nbytes - data.nbytes]
-            crc = crc32c(tail[:-TRAILER_NBYTES], crc32c(data))
-            self._expect(batch, batch.parts[0].row, crc, tail[-TRAILER_NBYTES:])
+            trailer = tail[tail.nbytes - self._codec(part).trailer_nbytes :]
+            if self._crc is None and not trailer.nbytes:
+                continue
+            crc = crc32c(tail[: tail.nbytes - trailer.nbytes], crc32c(data))
+            self._expect(batch, part.row, crc, trailer)
 
     def _large_piece(self, batch: ReadBatch, data: Bytes, start: int, crc: int) -> int:
         for part in batch.parts:
             self._scatter(part, data, start)
+        if self._crc is None and not self._codec(batch.parts[0]).crc32c:
+            return 0
         return crc32c(data, crc)
 
-    def _decode_compressed(self, batch: ReadBatch, stored: list[Bytes]) -> None:
-        data = b"".join(stored) if len(stored[-1]) < TRAILER_NBYTES else None
-        parts = list(stored) if data is None else [np.frombuffer(data, np.uint8)]
-        trailer = parts[-1][-TRAILER_NBYTES:]
-        parts[-1] = parts[-1][:-TRAILER_NBYTES]
-        crc = 0
-        for stored_part in parts:
-            crc = crc32c(stored_part, crc)
-        row = batch.parts[0].row
-        self._expect(batch, row, crc, trailer)
+    def _decode(self, batch: ReadBatch, stored: list[Bytes]) -> None:
+        part = batch.parts[0]
+        codec = self._codec(part)
+        parts = list(stored)
+        if len(parts[-1]) < codec.trailer_nbytes:
+            parts = [np.concatenate(parts)]
+        end = parts[-1].nbytes - codec.trailer_nbytes
+        trailer, parts[-1] = parts[-1][end:], parts[-1][:end]
+        if self._crc is not None or codec.crc32c:
+            crc = 0
+            for stored_part in parts:
+                crc = crc32c(stored_part, crc)
+            self._expect(batch, part.row, crc, trailer)
+        assert codec.decode is not None
         try:
-            payload = decompress(parts, self._payload_nbytes(batch.parts[0]))
+            payload = codec.decode(parts, self._payload_nbytes(part))
         except ChunkError as error:
-            raise self._damaged(batch, row, str(error)) from None
-        for part in batch.parts:
-            self._scatter(part, payload, 0)
+            raise self._damaged(batch, part.row, str(error)) from None
+        for each in batch.parts:
+            self._scatter(each, payload, 0)
 
     def _small(self, batch: ReadBatch, data: Bytes) -> None:
         # The loop that decides what a small leaf costs: no object per part, few lookups.
+        if self._crc is None:
+            self._small_foreign(batch, data)
+            return
         view = memoryview(data)
         offset, nbytes, crcs = self._offset, self._nbytes, self._crc
-        destinations, specs = self._destinations, self._opened.record.arrays.spec
-        is_compressed = self._is_compressed
+        destinations, specs = self._destinations, self._opened.arrays.spec
+        codecs, trailers = self._codecs, self._trailers
         payload: Bytes | None = None
         last = -1
         rows, requests = batch.parts.column(0), batch.parts.column(1)
         for number, (row, request) in enumerate(zip(rows, requests, strict=True)):
             destination = destinations[request]
             if row != last:
+                kind = specs[destination.array]
                 start = offset[row] - batch.offset
-                stop = start + nbytes[row] - TRAILER_NBYTES
+                end = start + nbytes[row]
+                stop = end - trailers[kind]
                 try:
                     check(view[start:stop], crcs[row])
-                    if not trailer_matches(view[stop : stop + TRAILER_NBYTES], crcs[row]):
+                    if not trailer_matches(view[stop:end], crcs[row]):
                         raise ChunkError("the checksum behind the chunk differs from its bytes")
                     payload = data[start:stop]
-                    if is_compressed[specs[destination.array]]:
-                        payload = decompress([payload], self._payload_nbytes(batch.parts[number]))
+                    decode = codecs[kind].decode
+                    if decode is not None:
+                        payload = decode([payload], self._payload_nbytes(batch.parts[number]))
                 except ChunkError as error:
                     raise self._damaged(batch, row, str(error)) from None
                 last = row
@@ -319,15 +368,52 @@ class Fetch:
             else:
                 self._scatter(batch.parts[number], payload, 0)
 
+    def _small_foreign(self, batch: ReadBatch, data: Bytes) -> None:
+        payload: Bytes | None = None
+        last = -1
+        for part in batch.parts:
+            if part.row != last:
+                start = self._offset[part.row] - batch.offset
+                payload = self._payload(batch, part, data[start : start + self._nbytes[part.row]])
+                last = part.row
+            assert payload is not None
+            self._scatter(part, payload, 0)
+
+    def _payload(self, batch: ReadBatch, part: Part, stored: Bytes) -> Bytes:
+        """The checked elements of a stored chunk of which no checksum is kept elsewhere."""
+        codec = self._codec(part)
+        end = stored.nbytes - codec.trailer_nbytes
+        if end < 0:
+            raise self._damaged(batch, part.row, f"{stored.nbytes} bytes hold no checksum")
+        data = stored[:end]
+        if codec.crc32c and not trailer_matches(stored[end:], crc32c(data)):
+            raise self._damaged(batch, part.row, "the checksum behind the chunk differs")
+        if codec.decode is None:
+            self._check_length(batch, part, end)
+            return data
+        try:
+            return codec.decode([data], self._payload_nbytes(part))
+        except ChunkError as error:
+            raise self._damaged(batch, part.row, str(error)) from None
+
+    def _check_length(self, batch: ReadBatch, part: Part, nbytes: int) -> None:
+        expected = self._payload_nbytes(part)
+        if nbytes != expected:
+            reason = f"it has {nbytes} bytes, the array needs {expected}"
+            raise self._damaged(batch, part.row, reason)
+
     def _scatter(self, part: Part, payload: Bytes, start: int) -> None:
         destination = self._destinations[part.request]
+        if destination.values is None:
+            return
         opened = self._opened
         array = destination.array
-        grid = opened.grids[array]
+        kind = opened.arrays.spec[array]
+        grid = self._grids[kind]
         cell = np.unravel_index(part.row - opened.first_rows[array], grid.counts or (1,))
         scatter(
             payload,
-            opened.specs[array],
+            opened.storages[kind].spec,
             grid,
             tuple(int(i) for i in cell) if grid.shape else (),
             start,
@@ -336,17 +422,25 @@ class Fetch:
         )
 
     def _expect(self, batch: ReadBatch, row: int, crc: int, trailer: Bytes) -> None:
-        if crc != self._crc[row]:
+        if self._crc is not None and crc != self._crc[row]:
             raise self._damaged(
                 batch, row, f"CRC-32C is {crc:08x}, the chunk index says {self._crc[row]:08x}"
             )
-        if not trailer_matches(trailer, crc):
+        if trailer.nbytes and not trailer_matches(trailer, crc):
             raise self._damaged(batch, row, "the checksum behind the chunk differs from its bytes")
 
     def _damaged(self, batch: ReadBatch, row: int, reason: str) -> AsyncCheckpointError:
         opened = self._opened
         path = next(self._destinations[p.request].path for p in batch.parts if p.row == row)
-        file = opened.record.files[batch.file].path
+        if batch.file < 0:
+            return CorruptCheckpointError(
+                f"{path}: {opened.location}: a chunk in the metadata is damaged: {reason}; "
+                "use another checkpoint, or leave this path out with include=",
+                path=path,
+                stage="decode",
+                location=opened.location,
+            )
+        file = opened.stored_files[batch.file].path
         offset = self._offset[row]
         return CorruptCheckpointError(
             f"{path}: {opened.location}: the chunk at byte {offset} of {file} is damaged: "

@@ -1,21 +1,41 @@
-"""A checkpoint opened for reading: its record, checked, and its chunk index."""
+"""A checkpoint opened for reading: what it holds, and where.
+
+`open_checkpoint` reads our own; the modules of `stages/elsewhere/` make the same `OpenCheckpoint`
+of what other libraries wrote, so that everything above needs to know one kind of checkpoint.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
-from dataclasses import dataclass
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.format.chunks import ChunkIndex, decode_chunk_index
+from asyncckpt.format.codecs import RAW, ZSTD, Codec
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.record import RECORD_NAME, CommitRecord, decode_record
+from asyncckpt.format.record import (
+    RECORD_NAME,
+    SCALAR_KINDS,
+    ArrayTable,
+    CommitRecord,
+    JsonValue,
+    LeafTable,
+    Piece,
+    decode_record,
+)
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import MAX_RECORD_NBYTES
 from asyncckpt.planning.restore import StoredArrays
+from asyncckpt.planning.table import Column
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.spec import ArraySpec, ChunkGrid
+from asyncckpt.tree import Structure
 
 RECORD = RECORD_NAME
 
@@ -26,41 +46,209 @@ logger = logging.getLogger("asyncckpt")
 
 
 @dataclass(frozen=True, slots=True)
+class Storage:
+    """How arrays of one kind are stored.
+
+    Attributes:
+        spec: shape and dtype.
+        chunk_shape: elements per chunk and dimension; chunks that reach past the array are stored
+            full size.
+        codec: how a stored chunk becomes its elements.
+        fill: the bytes of one element of a chunk that is not stored; empty for zeros.
+    """
+
+    spec: ArraySpec
+    chunk_shape: tuple[int, ...]
+    codec: Codec
+    fill: bytes = b""
+
+    @property
+    def grid(self) -> ChunkGrid:
+        """The chunk grid."""
+        return ChunkGrid(self.spec.shape, self.chunk_shape)
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Bytes of a decoded chunk."""
+        return math.prod(self.chunk_shape) * self.spec.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """One file of a checkpoint: its path relative to it, its size, and its CRC-32C if known."""
+
+    path: str
+    nbytes: int
+    crc32c: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Extents:
+    """Where every chunk stands, one row per chunk; arrays in order, the cells of each in C order.
+
+    Attributes:
+        file: index into `OpenCheckpoint.stored_files`; -1 for rows without an extent.
+        offset: first byte in it.
+        nbytes: length of the stored chunk, trailer included.
+        crc32c: CRC-32C of each chunk without its trailer, kept apart from it; None without.
+        values: stored bytes of rows without an extent, trailer included; such a row that is not
+            in here was never stored and consists of the fill value.
+    """
+
+    file: Column
+    offset: Column
+    nbytes: Column
+    crc32c: npt.NDArray[np.uint32] | None = None
+    values: Mapping[int, bytes] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+
+ReadExtents = Callable[[Sequence[int] | None], Awaitable[Extents]]
+"""Array indices that are wanted (None for all) -> the extents. Rows of other arrays may be left at
+-1; there are always as many rows as the checkpoint has chunks."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class OpenCheckpoint:
     """One checkpoint's metadata, decoded and checked.
 
     Attributes:
         files: access to its files.
-        record: its commit record.
-        specs: shape and stored dtype of every array, by array index.
-        grids: chunk grid of every array.
+        format: `asyncckpt`, `orbax`, `ocdbt`, `safetensors` or `dcp`.
+        tree: its containers, as JSON of the record or already decoded.
+        leaves: its leaves in tree order, with the `pieces` of those that are several arrays.
+        arrays: its arrays; `arrays.spec` indexes `storages`.
+        storages: the distinct ways in which arrays are stored.
+        stored_files: files that hold chunks or are listed by the record.
+        read_extents: reads where the chunks are.
         first_rows: first chunk row of every array; tied arrays share them.
         row_count: chunk rows in all.
+        metadata: the user's JSON.
+        metrics: the user's numbers.
+        save_id: identity of the save; empty for foreign checkpoints.
+        created_ns: time of the commit, nanoseconds since 1970; 0 where nothing tells.
+        library: what wrote it.
+        database: directory of the OCDBT database in it.
+        record: its commit record; None for foreign checkpoints.
     """
 
     files: CheckpointFiles
-    record: CommitRecord
-    specs: tuple[ArraySpec, ...]
-    grids: tuple[ChunkGrid, ...]
+    format: str
+    tree: JsonValue | Structure
+    leaves: LeafTable
+    arrays: ArrayTable
+    storages: tuple[Storage, ...]
+    stored_files: tuple[StoredFile, ...]
+    read_extents: ReadExtents
     first_rows: tuple[int, ...]
     row_count: int
+    metadata: Mapping[str, JsonValue] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    save_id: str = ""
+    created_ns: int = 0
+    library: str = ""
+    database: str = ""
+    record: CommitRecord | None = None
 
     @property
     def location(self) -> str:
         """Path or URL of the checkpoint."""
         return self.files.location
 
+    def storage(self, array: int) -> Storage:
+        """How an array is stored."""
+        return self.storages[self.arrays.spec[array]]
+
+    def structure(self) -> Structure:
+        """The containers of the checkpoint.
+
+        Raises:
+            CorruptCheckpointError: they are malformed.
+        """
+        if isinstance(self.tree, Structure):
+            return self.tree
+        try:
+            structure = Structure.from_json(self.tree)
+            if structure.leaf_count != len(self.leaves.kind):
+                raise ValueError(
+                    f"{structure.leaf_count} leaves in the tree, "
+                    f"{len(self.leaves.kind)} in the table"
+                )
+        except ValueError as error:
+            raise CorruptCheckpointError(
+                f"{self.location}: the commit record's {error}; restore an older step",
+                file=RECORD,
+                location=self.location,
+            ) from None
+        return structure
+
+    def leaf_arrays(self) -> list[tuple[Piece, ...]]:
+        """The arrays of every leaf, none for scalars; as `CommitRecord.leaf_arrays`."""
+        origins = [(0,) * len(storage.spec.shape) for storage in self.storages]
+        spec, pieces = self.arrays.spec, self.leaves.pieces
+        taken = {piece.array for owned in pieces.values() for piece in owned}
+        free = itertools.count() if not taken else (a for a in itertools.count() if a not in taken)
+        owners: list[tuple[Piece, ...]] = []
+        for leaf, kind in enumerate(self.leaves.kind):
+            if kind in SCALAR_KINDS:
+                owners.append(())
+            elif leaf in pieces:
+                owners.append(pieces[leaf])
+            else:
+                array = next(free)
+                owners.append((Piece(origins[spec[array]], array),))
+        return owners
+
+    def leaf_spec(self, pieces: Sequence[Piece]) -> ArraySpec:
+        """Shape and dtype of the leaf that these pieces tile."""
+        first = self.storage(pieces[0].array).spec
+        if len(pieces) == 1:
+            return first
+        corners = [
+            [o + n for o, n in zip(p.offset, self.storage(p.array).spec.shape, strict=True)]
+            for p in pieces
+        ]
+        return ArraySpec(tuple(map(max, zip(*corners, strict=True))), first.dtype)
+
     def stored(self) -> StoredArrays:
         """What the restore planner needs to know of the arrays."""
-        record = self.record
         return StoredArrays(
-            [
-                (stored.grid, stored.spec.itemsize, stored.zstd_level is not None)
-                for stored in record.specs
-            ],
-            np.array(record.arrays.spec, np.int64),
+            [(s.grid, s.spec.itemsize, s.codec.decode is not None) for s in self.storages],
+            np.array(self.arrays.spec, np.int64),
             np.array(self.first_rows, np.int64),
         )
+
+
+async def extents_of(opened: OpenCheckpoint, arrays: Sequence[int] | None = None) -> Extents:
+    """Where the chunks of these arrays stand (None: of all), each within its file.
+
+    Raises:
+        CorruptCheckpointError: a chunk is outside its file, or the metadata is damaged.
+    """
+    extents = await opened.read_extents(arrays)
+    if opened.record is not None:
+        return extents  # `read_index` has checked it
+    sizes = np.array([*(file.nbytes for file in opened.stored_files), 0], np.int64)
+    size = sizes[extents.file]
+    inside = (extents.offset >= 0) & (extents.nbytes >= 0) & (extents.offset <= size)
+    inside &= extents.nbytes <= size - np.minimum(extents.offset, size)
+    bad = np.flatnonzero(~inside & (extents.file >= 0))
+    if len(bad):
+        row = int(bad[0])
+        file = opened.stored_files[int(extents.file[row])]
+        start, stop = int(extents.offset[row]), int(extents.offset[row] + extents.nbytes[row])
+        raise CorruptCheckpointError(
+            f"{opened.location}: the metadata places a chunk at bytes {start} to {stop} of "
+            f"{file.path or opened.location}, which has {file.nbytes}; it is truncated or damaged",
+            file=file.path,
+            offset=start,
+            location=opened.location,
+            expected=stop,
+            found=file.nbytes,
+        )
+    return extents
 
 
 def is_record(data: bytes) -> bool:
@@ -87,54 +275,74 @@ async def open_checkpoint(files: CheckpointFiles) -> OpenCheckpoint:
 
 def resolve(files: CheckpointFiles, record: CommitRecord) -> OpenCheckpoint:
     """The record's tables, joined."""
-    specs = []
-    grids = []
-    for stored in record.specs:
-        specs.append(stored.spec)
-        grids.append(stored.grid)
-    counts = [grid.chunk_count for grid in grids]
+
+    async def read_extents(_: Sequence[int] | None) -> Extents:
+        index = await read_index(files, record)
+        return Extents(index.file, index.offset, index.nbytes, index.crc32c)
+
+    storages = tuple(
+        Storage(s.spec, s.chunk_shape, RAW if s.zstd_level is None else ZSTD) for s in record.specs
+    )
+    first_rows, row_count = number_rows(storages, record.arrays)
+    return OpenCheckpoint(
+        files=files,
+        format="asyncckpt",
+        tree=record.tree,
+        leaves=record.leaves,
+        arrays=record.arrays,
+        storages=storages,
+        stored_files=tuple(StoredFile(f.path, f.nbytes, f.crc32c) for f in record.files),
+        read_extents=read_extents,
+        first_rows=first_rows,
+        row_count=row_count,
+        metadata=record.metadata,
+        metrics=record.metrics,
+        save_id=record.save_id,
+        created_ns=record.created_ns,
+        library=record.library,
+        database=record.database,
+        record=record,
+    )
+
+
+def number_rows(storages: Sequence[Storage], arrays: ArrayTable) -> tuple[tuple[int, ...], int]:
+    """The first chunk row of every array, and the number of rows."""
+    counts = [storage.grid.chunk_count for storage in storages]
     first_rows: list[int] = []
     rows = 0
-    tied = record.arrays.tied
-    for index, spec in enumerate(record.arrays.spec):
+    tied = arrays.tied
+    for index, spec in enumerate(arrays.spec):
         if index in tied:
             first_rows.append(first_rows[tied[index]])
         else:
             first_rows.append(rows)
             rows += counts[spec]
-    return OpenCheckpoint(
-        files,
-        record,
-        tuple(specs[i] for i in record.arrays.spec),
-        tuple(grids[i] for i in record.arrays.spec),
-        tuple(first_rows),
-        rows,
-    )
+    return tuple(first_rows), rows
 
 
-async def read_index(opened: OpenCheckpoint) -> ChunkIndex:
+async def read_index(files: CheckpointFiles, record: CommitRecord) -> ChunkIndex:
     """Where every chunk stands and what its checksum is.
 
     Raises:
         CorruptCheckpointError: the index is damaged or does not fit the record.
     """
-    record = opened.record
+    location = files.location
     place = record.chunk_index
     path = record.files[place.file].path
     data = np.empty(place.nbytes, np.uint8)
     try:
-        await opened.files.read_into(path, place.offset, [data])
+        await files.read_into(path, place.offset, [data])
     except CheckpointNotFoundError as error:
-        raise missing(opened, path) from error
+        raise missing(location, path) from error
     # Without its own trailing CRC: over both, the CRC would be one constant for every index.
     found = crc32c(data[:-CRC_NBYTES])
     if found != place.crc32c:
         raise CorruptCheckpointError(
-            f"{opened.location}: the chunk index in {path} is damaged: its CRC-32C is "
+            f"{location}: the chunk index in {path} is damaged: its CRC-32C is "
             f"{found:08x}, the record says {place.crc32c:08x}; restore an older step",
             file=path,
             offset=place.offset,
-            location=opened.location,
+            location=location,
             expected=place.crc32c,
             found=found,
         )
@@ -143,20 +351,20 @@ async def read_index(opened: OpenCheckpoint) -> ChunkIndex:
         record.validate_index(index)
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(
-            f"{opened.location}: {error}",
+            f"{location}: {error}",
             file=path,
             offset=place.offset,
-            location=opened.location,
+            location=location,
         ) from None
     return index
 
 
-def missing(opened: OpenCheckpoint, path: str) -> CorruptCheckpointError:
-    """The error for a file that the record lists and the store lacks."""
+def missing(location: str, path: str) -> CorruptCheckpointError:
+    """The error for a file that the checkpoint's metadata lists and the store lacks."""
     return CorruptCheckpointError(
-        f"{opened.location}: {path} is missing, the commit record lists it; restore an older step",
+        f"{location}: {path} is missing, the checkpoint's metadata lists it; restore an older step",
         file=path,
-        location=opened.location,
+        location=location,
         expected="a file",
         found="nothing",
     )

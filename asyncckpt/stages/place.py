@@ -97,8 +97,18 @@ def _int_range(dtype: str) -> tuple[int, int]:
 
 
 def python_value(values: npt.NDArray[Any], extra: Mapping[str, Any]) -> Any:
-    """What was saved as an array but is no array in Python (long `bytes`), or None."""
-    return values.tobytes() if extra.get("python") == "bytes" else None
+    """What was saved as an array but is no array in Python, or None.
+
+    Long `bytes` are stored as arrays by us, and all numbers by other libraries.
+    """
+    kind = extra.get("python")
+    if kind == "bytes":
+        return values.tobytes()
+    number = _NUMBERS.get(kind) if isinstance(kind, str) else None
+    return None if number is None or values.shape else number(values[()])
+
+
+_NUMBERS = {"bool": bool, "int": int, "float": float, "complex": complex}
 
 
 def same_bits(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:

@@ -12,8 +12,8 @@ from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.format.chunks import ChunkIndex
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.ocdbt import Location, decode_manifest, decode_tree
+from asyncckpt.format.record import CommitRecord
 from asyncckpt.format.zarr3 import chunk_keys, encode_metadata, metadata_key
-from asyncckpt.stages.opened import OpenCheckpoint
 from asyncckpt.stages.serialize import TRAILER_NBYTES
 
 PROBLEMS_MAX = 20
@@ -21,16 +21,15 @@ PROBLEMS_MAX = 20
 
 
 def check_database(
-    opened: OpenCheckpoint, index: ChunkIndex, contents: Mapping[int, bytes]
+    record: CommitRecord, index: ChunkIndex, contents: Mapping[int, bytes]
 ) -> list[str]:
     """What contradicts what, in words; empty when nothing does. Blocking.
 
     Args:
-        opened: the checkpoint.
+        record: its commit record.
         index: its chunk index.
         contents: bytes of the manifest and of the index file, by number in the record.
     """
-    record = opened.record
     prefix = f"{record.database}/"
     files = {record.files[n].path.removeprefix(prefix): data for n, data in contents.items()}
     if files.get("manifest.ocdbt") != record.manifest:
@@ -57,6 +56,7 @@ def check_database(
         )
     }
     problems: list[str] = []
+    first_rows, _ = record.row_ranges()
     expected = 0
     names = [file.path.removeprefix(prefix) for file in record.files]
     for array, name in enumerate(record.arrays.name):
@@ -67,7 +67,7 @@ def check_database(
         if entry is None or entry[0] != document:
             problems.append(f"array {name!r}: zarr.json is missing or differs from the record")
         for number, key in enumerate(chunk_keys(name, stored.grid.counts)):
-            row = opened.first_rows[array] + number
+            row = int(first_rows[array]) + number
             expected += 1
             entry = found.get(key)
             if entry is None or not _same(entry, index, row, names):

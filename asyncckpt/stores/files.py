@@ -15,12 +15,25 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from asyncckpt.errors import CheckpointNotFoundError, ClosedError, CorruptCheckpointError
+from asyncckpt.errors import (
+    AsyncCheckpointError,
+    CheckpointNotFoundError,
+    ClosedError,
+    CorruptCheckpointError,
+)
 from asyncckpt.flow.threads import Workers
-from asyncckpt.ports import Bytes
+from asyncckpt.ports import Bytes, Entry
 from asyncckpt.stores.failures import reported, store_error
 from asyncckpt.stores.layout import path_parts
-from asyncckpt.stores.posix import PAGE_NBYTES, Descriptor, cached, open_regular, read_all
+from asyncckpt.stores.posix import (
+    PAGE_NBYTES,
+    Descriptor,
+    cached,
+    open_directory,
+    open_regular,
+    open_regular_path,
+    read_all,
+)
 from asyncckpt.stores.waiting import to_the_end
 
 MAX_OPEN_FILES = 64
@@ -165,6 +178,64 @@ class LocalFiles:
                 raise
         return done
 
+    async def entries(self, path: str = "", *, max_entries: int) -> list[Entry]:
+        """What stands in a directory of the checkpoint, one level, sorted by name.
+
+        Where `path` is a regular file, it is the one entry, with the name ``""``.
+
+        Cancellation: waits for the thread, then raises.
+
+        Raises:
+            CheckpointNotFoundError: there is nothing at `path`.
+            CorruptCheckpointError: there are more than `max_entries`, or a symbolic link.
+            StoreError: reading the directory failed.
+        """
+        return await self._workers.run(self._entries, path, max_entries)
+
+    def _entries(self, path: str, max_entries: int) -> list[Entry]:
+        try:
+            fd = self._open_listed(path)
+        except NotADirectoryError:
+            fd = self._open_file(path)
+            try:
+                return [Entry("", os.fstat(fd).st_size, False)]
+            finally:
+                os.close(fd)
+        found: list[Entry] = []
+        try:
+            with reported("listing", self._full(path)), os.scandir(fd) as entries:
+                for entry in entries:
+                    if len(found) == max_entries:
+                        raise CorruptCheckpointError(
+                            f"{self._full(path)}: more than {max_entries} entries; this is no "
+                            "checkpoint, or a hostile one",
+                            file=path,
+                            location=self.location,
+                            expected=max_entries,
+                        )
+                    is_file = entry.is_file(follow_symlinks=False)
+                    nbytes = entry.stat(follow_symlinks=False).st_size if is_file else 0
+                    if is_file or entry.is_dir(follow_symlinks=False):
+                        found.append(Entry(entry.name, nbytes, not is_file))
+        finally:
+            os.close(fd)
+        return sorted(found)
+
+    def _open_listed(self, path: str) -> int:
+        """A descriptor of the directory; NotADirectoryError for a file."""
+        try:
+            if not path:
+                return os.open(self.location, os.O_RDONLY | os.O_DIRECTORY)
+            parts = self._parts(path)
+            with self._opened_directory().use() as directory:
+                return open_directory(directory, parts)
+        except FileNotFoundError as error:
+            raise self._absent(path) from error
+        except NotADirectoryError:
+            raise
+        except OSError as error:
+            raise self._refused(path, error) from error
+
     async def close(self) -> None:
         """File descriptors are closed, those in use when their readers end. Idempotent."""
         if not self.closed:
@@ -203,6 +274,20 @@ class LocalFiles:
         return file
 
     def _open_file(self, path: str, flags: int = 0) -> int:
+        try:
+            if not path:
+                return open_regular_path(self.location, flags)
+            parts = self._parts(path)
+            with self._opened_directory().use() as directory:
+                return open_regular(directory, parts, flags)
+        except FileNotFoundError as error:
+            raise self._absent(path) from error
+        except OSError as error:
+            if flags:
+                raise store_error("opening", self._full(path), error) from error
+            raise self._refused(path, error) from error
+
+    def _parts(self, path: str) -> tuple[str, ...]:
         parts = path_parts(path)
         if parts is None:
             raise CorruptCheckpointError(
@@ -212,28 +297,28 @@ class LocalFiles:
                 location=self.location,
                 found=path,
             )
-        try:
-            with self._opened_directory().use() as directory:
-                return open_regular(directory, parts, flags)
-        except FileNotFoundError as error:
-            raise CheckpointNotFoundError(
-                f"{self._full(path)}: no such file; there is no checkpoint here, or it was "
-                "deleted while it was being read",
-                location=self.location,
-                found=path,
-            ) from error
-        except OSError as error:
-            if flags or error.errno not in _LINK_ERRORS:
-                raise store_error("opening", self._full(path), error) from error
-            raise CorruptCheckpointError(
-                f"{self._full(path)}: expected a regular file that is not reached through a "
-                f"symbolic link, found something else ({error.strerror}); "
-                "links out of a checkpoint are not followed",
-                file=path,
-                location=self.location,
-                expected="a regular file",
-                found=error.strerror,
-            ) from error
+        return parts
+
+    def _absent(self, path: str) -> CheckpointNotFoundError:
+        return CheckpointNotFoundError(
+            f"{self._full(path)}: no such file; there is no checkpoint here, or it was "
+            "deleted while it was being read",
+            location=self.location,
+            found=path,
+        )
+
+    def _refused(self, path: str, error: OSError) -> AsyncCheckpointError:
+        if error.errno not in _LINK_ERRORS:
+            return store_error("opening", self._full(path), error)
+        return CorruptCheckpointError(
+            f"{self._full(path)}: expected a regular file that is not reached through a "
+            f"symbolic link, found something else ({error.strerror}); "
+            "links out of a checkpoint are not followed",
+            file=path,
+            location=self.location,
+            expected="a regular file",
+            found=error.strerror,
+        )
 
     def _opened_directory(self) -> Descriptor:
         with self._lock:
@@ -254,7 +339,7 @@ class LocalFiles:
             return self._directory
 
     def _full(self, path: str) -> str:
-        return posixpath.join(self.location, path)
+        return posixpath.join(self.location, path) if path else self.location
 
 
 def _is_aligned(offset: int, buffer: Bytes) -> bool:

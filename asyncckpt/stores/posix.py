@@ -266,6 +266,38 @@ def open_regular(directory: int, parts: tuple[str, ...], flags: int = 0) -> int:
     return fd
 
 
+def open_regular_path(path: str, flags: int = 0) -> int:
+    """A descriptor of the regular file at a path that the user gave; links to it are followed.
+
+    Raises:
+        OSError: EINVAL, no regular file; and what `open` raises.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
+    if not _is_regular(fd):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return fd
+
+
+def open_directory(directory: int, parts: tuple[str, ...]) -> int:
+    """A descriptor of the directory below `directory`, reached without following any link.
+
+    Raises:
+        FileNotFoundError: a part does not exist.
+        NotADirectoryError: a part is no directory.
+        OSError: ELOOP, a part is a link.
+    """
+    at = directory
+    for part in parts:
+        try:
+            child = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
+        finally:
+            if at != directory:
+                os.close(at)
+        at = child
+    return at
+
+
 def _is_regular(fd: int) -> bool:
     return (os.fstat(fd).st_mode & 0o170000) == 0o100000
 

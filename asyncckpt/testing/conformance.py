@@ -429,6 +429,23 @@ class StoreConformance:
                 assert caught.value.file == "default/d/data"
             await files.close()
 
+    async def test_entries_are_one_level_of_a_directory(self, tmp_path: Path) -> None:
+        """Files with sizes and directories, by name; what is not there and too many say so."""
+        async with self.opened(tmp_path) as store:
+            await save(store, "1", "a")
+            files = store.files("1")
+            top = {entry.name: entry for entry in await files.entries(max_entries=100)}
+            assert top["default"].is_directory
+            assert not top[RECORD].is_directory and top[RECORD].nbytes > 0
+            (data,) = await files.entries("default/d", max_entries=1)
+            assert data == ("data", PAGE + 1, False)
+            assert await files.entries("default/d/data", max_entries=1) == [("", PAGE + 1, False)]
+            with pytest.raises(CheckpointNotFoundError):
+                await files.entries("none", max_entries=1)
+            with pytest.raises(CorruptCheckpointError):
+                await files.entries(max_entries=len(top) - 1)
+            await files.close()
+
     async def test_one_run_fills_many_buffers(self, tmp_path: Path) -> None:
         """Of any lengths, in order, from any offset; more of them than one system call takes."""
         async with self.opened(tmp_path) as store:

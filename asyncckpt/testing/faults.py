@@ -3,8 +3,8 @@
     store = FaultStore(inner, [Fault("write", 3, error=StoreError("disk on fire"))])
 
 Operations are counted from 1 for each kind and, as `any`, over all kinds. The kinds are `begin`,
-`create`, `write`, `seal`, `put`, `publish`, `abort`, `files`, `read`, `read_into`, `close_files`,
-`names`, `delete`, `sweep` and `close`.
+`create`, `write`, `seal`, `put`, `publish`, `abort`, `files`, `read`, `read_into`, `entries`,
+`close_files`, `names`, `delete`, `sweep` and `close`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ from typing import Literal
 import numpy as np
 
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.ports import Attempt, Bytes, CheckpointFiles, DataFile, Store, StoreCapabilities
+from asyncckpt.ports import (
+    Attempt,
+    Bytes,
+    CheckpointFiles,
+    DataFile,
+    Entry,
+    Store,
+    StoreCapabilities,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -257,6 +265,11 @@ class FaultFiles:
             if fault.data == "flip" and total:
                 buffer = next(b for b in buffers if b.size)
                 buffer[buffer.size // 2] ^= np.uint8(1)
+
+    async def entries(self, path: str = "", *, max_entries: int) -> list[Entry]:
+        """As the inner files."""
+        async with self._store.operation("entries", path):
+            return await self._inner.entries(path, max_entries=max_entries)
 
     async def close(self) -> None:
         """As the inner files."""

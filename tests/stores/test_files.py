@@ -61,7 +61,7 @@ async def test_links_are_not_followed(store: LocalStore, tmp_path: Path) -> None
 async def test_paths_out_of_the_checkpoint_are_refused(store: LocalStore) -> None:
     await save(store, "1", "a")
     files = store.files("1")
-    for path in ("../1/checkpoint.json", "/etc/passwd", "default/../../x", "", ".", "a\0"):
+    for path in ("../1/checkpoint.json", "/etc/passwd", "default/../../x", ".", "a\0"):
         with pytest.raises(CorruptCheckpointError, match="leads out of the checkpoint"):
             await files.read(path, max_nbytes=100)
 

@@ -1,0 +1,141 @@
+"""Verifying checkpoints of other libraries: every chunk is read and decoded."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from asyncckpt.checkpointer.runtime import Runtime
+from asyncckpt.errors import AsyncCheckpointError, CorruptCheckpointError, StoreError
+from asyncckpt.flow.shield import leading_error
+from asyncckpt.options import ALIGNED_CHUNK_NBYTES
+from asyncckpt.planning.restore import WholeArrays, plan_restore
+from asyncckpt.reports import Damage, Progress, VerifyReport
+from asyncckpt.stages.fetch import GAP_NBYTES, Destination, Fetch
+from asyncckpt.stages.opened import Extents, OpenCheckpoint, extents_of
+
+
+async def verify_foreign(
+    runtime: Runtime,
+    opened: OpenCheckpoint,
+    step: int | None,
+    progress: Callable[[Progress], None] | None,
+    begun: float,
+) -> VerifyReport:
+    """Every chunk was read, decoded, and checked where it has a checksum.
+
+    Raises:
+        CorruptCheckpointError: the metadata places a chunk outside its file.
+    """
+    paths = opened.structure().paths()
+    leaf_of: dict[int, str] = {}
+    unverified = []
+    for path, pieces in zip(paths, opened.leaf_arrays(), strict=True):
+        leaf_of.update((piece.array, path) for piece in pieces)
+        if not all(opened.storage(piece.array).codec.crc32c for piece in pieces):
+            unverified.append(path)
+    extents = await extents_of(opened)
+    check = _Check(runtime, opened, extents, leaf_of, progress)
+    await check.run()
+    return VerifyReport(
+        location=opened.location,
+        step=step,
+        damages=tuple(check.damages),
+        leaf_count=len(paths),
+        read_nbytes=check.read_nbytes,
+        total_s=time.perf_counter() - begun,
+        unverified=tuple(unverified),
+    )
+
+
+class _Check:
+    def __init__(
+        self,
+        runtime: Runtime,
+        opened: OpenCheckpoint,
+        extents: Extents,
+        leaf_of: dict[int, str],
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self._runtime = runtime
+        self._opened = opened
+        self._extents = extents
+        self._leaf_of = leaf_of
+        self._progress = progress
+        self._total_nbytes = int(extents.nbytes[extents.file >= 0].sum())
+        self.damages: list[Damage] = []
+        self.read_nbytes = 0
+
+    async def run(self) -> None:
+        """`damages` lists one place per damaged leaf."""
+        try:
+            await self._read(self._leaf_of)
+        except (AsyncCheckpointError, BaseExceptionGroup) as error:
+            _expected(error)
+            # Something is damaged: array by array, to say what.
+            self.read_nbytes = 0
+            for array in self._leaf_of:
+                await self._read_one(array)
+
+    async def _read_one(self, array: int) -> None:
+        try:
+            await self._read([array])
+        except (AsyncCheckpointError, BaseExceptionGroup) as error:
+            fault = _expected(error)
+            path = self._leaf_of[array]
+            if not any(damage.leaf == path for damage in self.damages):
+                self.damages.append(_damage(path, fault))
+
+    async def _read(self, arrays: Iterable[int]) -> None:
+        opened, runtime, extents = self._opened, self._runtime, self._extents
+        numbers = list(arrays)
+        plan = await runtime.engine.compute.run(
+            plan_restore,
+            opened.stored(),
+            WholeArrays(np.array(numbers, np.int64), np.zeros(len(numbers), np.bool_)),
+            row_file=extents.file,
+            row_offset=extents.offset,
+            row_nbytes=extents.nbytes,
+            slot_nbytes=runtime.pool.slot_nbytes,
+            gap_nbytes=GAP_NBYTES,
+            aligned_chunk_nbytes=ALIGNED_CHUNK_NBYTES,
+        )
+        fetch = Fetch(
+            opened,
+            extents,
+            plan,
+            [Destination(self._leaf_of[array], array, None, None) for array in numbers],
+            runtime.pool,
+            runtime.engine.compute,
+            concurrency=runtime.concurrency("auto"),
+            own_memory=True,
+            arrived=lambda _: None,
+            progress=self._advance,
+        )
+        await fetch.run()
+
+    def _advance(self, nbytes: int) -> None:
+        self.read_nbytes += nbytes
+        if self._progress is not None:
+            done = min(self.read_nbytes, self._total_nbytes)
+            self._progress(Progress("verify", done, self._total_nbytes))
+
+
+def _damage(path: str, fault: CorruptCheckpointError | StoreError) -> Damage:
+    if isinstance(fault, CorruptCheckpointError):
+        return Damage(path, fault.file or "", fault.offset, str(fault))
+    return Damage(path, "", None, str(fault))
+
+
+def _expected(error: BaseException) -> CorruptCheckpointError | StoreError:
+    """The damage that an error reports; other errors are raised again."""
+    if isinstance(error, BaseExceptionGroup):
+        error = leading_error(error)
+    if isinstance(error, asyncio.CancelledError) or not isinstance(
+        error, (CorruptCheckpointError, StoreError)
+    ):
+        raise error
+    return error

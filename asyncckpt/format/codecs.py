@@ -1,0 +1,107 @@
+"""What stands between the stored bytes of a chunk and its elements.
+
+Our own chunks are `RAW` or `ZSTD`; readers of foreign formats make further codecs.
+"""
+
+# Rule 1: a codec never allocates by what a chunk claims: the size comes from the array's metadata,
+#   and decoding stops when it is passed.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from asyncckpt.errors import CorruptCheckpointError
+
+Bytes = npt.NDArray[np.uint8]
+
+Decode = Callable[[Sequence[Bytes], int], Bytes]
+"""Stored bytes, spread over buffers, and the size of the payload in bytes -> the payload."""
+
+
+class ChunkError(CorruptCheckpointError):
+    """A chunk is not what was saved; the leaf is named by whoever knows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How the stored bytes of a chunk become its payload.
+
+    The payload is the chunk's elements in C order, little endian, at full chunk shape.
+
+    Attributes:
+        name: what people call it; empty for chunks that are stored as they are.
+        crc32c: the CRC-32C of the stored bytes trails them, as 4 bytes little endian.
+        decode: makes the payload from the stored bytes without that trailer, and raises
+            `ChunkError` where they are damaged or give another number of bytes. Blocking; None
+            where the stored bytes are the payload.
+    """
+
+    name: str
+    crc32c: bool
+    decode: Decode | None = None
+
+    @property
+    def trailer_nbytes(self) -> int:
+        """Bytes behind the stored ones."""
+        return 4 if self.crc32c else 0
+
+
+class _Parts:
+    """A readable stream over consecutive buffers."""
+
+    def __init__(self, parts: Sequence[Bytes]) -> None:
+        self._parts = [memoryview(part) for part in parts]
+
+    def read(self, nbytes: int) -> bytes:
+        """At most `nbytes` more bytes; empty at the end."""
+        while self._parts and not self._parts[0]:
+            self._parts.pop(0)
+        if not self._parts:
+            return b""
+        part = self._parts[0]
+        self._parts[0] = part[nbytes:]
+        return bytes(part[:nbytes])
+
+
+def decompress_zstd(parts: Sequence[Bytes], nbytes: int) -> Bytes:
+    """The chunk's elements as `nbytes` bytes, from a zstd frame spread over `parts`. Blocking.
+
+    Raises:
+        ChunkError: the frame is damaged or holds another number of bytes.
+    """
+    out = np.empty(nbytes, np.uint8)
+    view = memoryview(out)
+    filled = 0
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(cast(Any, _Parts(parts))) as reader:
+            while filled < nbytes:
+                count = reader.readinto(view[filled:])
+                if not count:
+                    break
+                filled += count
+            extra = reader.read(1)
+    except zstandard.ZstdError as error:
+        raise ChunkError(f"the zstd frame does not decode: {error}") from None
+    if filled != nbytes or extra:
+        raise ChunkError(
+            f"the zstd frame holds {'more' if extra else filled} bytes, the chunk has {nbytes}",
+            expected=nbytes,
+            found=filled,
+        )
+    return out
+
+
+RAW = Codec("", crc32c=True)
+"""Our uncompressed chunks."""
+
+ZSTD = Codec("zstd", crc32c=True, decode=decompress_zstd)
+"""Our compressed chunks."""
+
+PLAIN = Codec("", crc32c=False)
+"""Bytes without any checksum, as in safetensors."""
