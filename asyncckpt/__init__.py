@@ -33,6 +33,7 @@ _EXPORTS = {
     "EngineDiedError": "errors",
     "MismatchError": "errors",
     "RestoreError": "errors",
+    "RestoreWarning": "errors",
     "SaveAbortedError": "errors",
     "SaveError": "errors",
     "ShapeMismatchError": "errors",
@@ -53,6 +54,8 @@ _EXPORTS = {
     "RestoreReport": "reports",
     "SaveReport": "reports",
     "VerifyReport": "reports",
+    "KeepBest": "retention",
+    "KeepEvery": "retention",
     "KeepLast": "retention",
     "Retention": "retention",
     "ArraySpec": "spec",
@@ -79,6 +82,7 @@ if TYPE_CHECKING:
     from asyncckpt.errors import EngineDiedError as EngineDiedError
     from asyncckpt.errors import MismatchError as MismatchError
     from asyncckpt.errors import RestoreError as RestoreError
+    from asyncckpt.errors import RestoreWarning as RestoreWarning
     from asyncckpt.errors import SaveAbortedError as SaveAbortedError
     from asyncckpt.errors import SaveError as SaveError
     from asyncckpt.errors import ShapeMismatchError as ShapeMismatchError
@@ -99,6 +103,8 @@ if TYPE_CHECKING:
     from asyncckpt.reports import RestoreReport as RestoreReport
     from asyncckpt.reports import SaveReport as SaveReport
     from asyncckpt.reports import VerifyReport as VerifyReport
+    from asyncckpt.retention import KeepBest as KeepBest
+    from asyncckpt.retention import KeepEvery as KeepEvery
     from asyncckpt.retention import KeepLast as KeepLast
     from asyncckpt.retention import Retention as Retention
     from asyncckpt.spec import ArraySpec as ArraySpec

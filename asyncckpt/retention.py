@@ -1,33 +1,184 @@
-"""Which steps a run keeps. Policies are pure: they see steps and name those to delete."""
+"""Which steps a run keeps. Policies are pure: they see steps and metrics, and name what stays.
+
+keep = KeepLast(3) | KeepEvery(1000) | KeepBest(2, "loss")
+"""
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Literal, Protocol
 
 from asyncckpt.errors import UsageError
 
+Metrics = Mapping[int, Mapping[str, float]]
+"""The numbers given to `save` by step and name; `{}` for steps saved without any."""
+
 
 class Retention(Protocol):
-    """Decides which committed steps stay."""
+    """Decides which committed steps stay.
 
-    def keep(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
+    A policy whose attribute `uses_metrics` is False is given no metrics, which saves reading them.
+    """
+
+    def keep(self, steps: Sequence[int], metrics: Metrics) -> set[int]:
         """The steps to keep, out of `steps` in ascending order."""
         ...
 
 
+class _Policy(ABC):
+    """Policies joined by ``|`` keep what any of them keeps; either side may be anybody's."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def keep(self, steps: Sequence[int], metrics: Metrics) -> set[int]: ...
+
+    def __or__(self, other: Retention) -> KeepAny:
+        return KeepAny((*_parts(self), *_parts(other))) if _is_policy(other) else NotImplemented
+
+    def __ror__(self, other: Retention) -> KeepAny:
+        return KeepAny((*_parts(other), *_parts(self))) if _is_policy(other) else NotImplemented
+
+
 @dataclass(frozen=True, slots=True)
-class KeepLast:
+class KeepLast(_Policy):
     """Keep the `n` highest steps."""
+
+    uses_metrics: ClassVar[bool] = False
 
     n: int
 
     def __post_init__(self) -> None:
         """Refuse a count that would keep nothing."""
-        if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
+        if not _is_count(self.n):
             raise UsageError(f"KeepLast({self.n!r}): pass the number of steps to keep, at least 1")
 
-    def keep(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
+    def keep(self, steps: Sequence[int], metrics: Metrics) -> set[int]:
         """The `n` highest of the steps."""
         return set(sorted(steps)[-self.n :])
+
+
+@dataclass(frozen=True, slots=True)
+class KeepEvery(_Policy):
+    """Keep the steps that are multiples of `k`, step 0 among them.
+
+    Multiples, not every k-th save: what stays does not depend on where a run was resumed.
+    """
+
+    uses_metrics: ClassVar[bool] = False
+
+    k: int
+
+    def __post_init__(self) -> None:
+        """Refuse what nothing is a multiple of."""
+        if not _is_count(self.k):
+            raise UsageError(
+                f"KeepEvery({self.k!r}): pass the distance between steps to keep, at least 1"
+            )
+
+    def keep(self, steps: Sequence[int], metrics: Metrics) -> set[int]:
+        """The multiples of `k` among the steps."""
+        return {step for step in steps if step % self.k == 0}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBest(_Policy):
+    """Keep the `n` steps with the best values of one metric; of equal values the newer step wins.
+
+    A step that was saved without the metric, or with NaN, is never among the best. While that
+    holds for every step there are no best ones, and all stay: a misspelt name deletes nothing, and
+    the report of each save says so.
+
+    Attributes:
+        n: how many.
+        metric: a name among the `metrics` given to `save`.
+        mode: whether the smallest (``"min"``) or the largest (``"max"``) values are best.
+    """
+
+    uses_metrics: ClassVar[bool] = True
+
+    n: int
+    metric: str
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        """Refuse a count that would keep nothing, and what is no name or mode."""
+        if not _is_count(self.n):
+            raise UsageError(
+                f"KeepBest({self.n!r}, {self.metric!r}): pass the number of steps to keep, at "
+                "least 1"
+            )
+        if not isinstance(self.metric, str) or not self.metric:
+            raise UsageError(
+                f"KeepBest({self.n}, {self.metric!r}): pass the name of a metric given to save"
+            )
+        if self.mode not in ("min", "max"):
+            raise UsageError(
+                f"KeepBest({self.n}, {self.metric!r}, {self.mode!r}): pass mode='min' if small "
+                "values are good, or mode='max'"
+            )
+
+    def keep(self, steps: Sequence[int], metrics: Metrics) -> set[int]:
+        """The `n` best of the steps; all of them if none has a value."""
+        values = self.values(steps, metrics)
+        sign = 1.0 if self.mode == "min" else -1.0
+        ranked = sorted(values, key=lambda step: (sign * values[step], -step))
+        return set(ranked[: self.n] or steps)
+
+    def values(self, steps: Sequence[int], metrics: Metrics) -> dict[int, float]:
+        """The metric of the steps that have a number for it."""
+        found = {step: metrics.get(step, {}).get(self.metric, math.nan) for step in steps}
+        return {step: value for step, value in found.items() if not math.isnan(value)}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class KeepAny(_Policy):
+    """Keep what any of some policies keeps; what ``|`` makes."""
+
+    policies: tuple[Retention, ...]
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.policies))
+
+    @property
+    def uses_metrics(self) -> bool:
+        """Whether any of the policies looks at metrics."""
+        return any(map(uses_metrics, self.policies))
+
+    def keep(self, steps: Sequence[int], metrics: Metrics) -> set[int]:
+        """The union of what the policies keep."""
+        return set[int]().union(*(policy.keep(steps, metrics) for policy in self.policies))
+
+
+def uses_metrics(policy: Retention) -> bool:
+    """Whether a policy looks at metrics; one that does not say might."""
+    return bool(getattr(policy, "uses_metrics", True))
+
+
+def concerns(policy: Retention, steps: Sequence[int], metrics: Metrics) -> list[str]:
+    """What a person should know about the policy's decision on these steps."""
+    if isinstance(policy, KeepAny):
+        return [text for part in policy.policies for text in concerns(part, steps, metrics)]
+    if not isinstance(policy, KeepBest) or policy.values(steps, metrics):
+        return []
+    names = sorted({name for step in steps for name in metrics.get(step, ())})
+    found = f"they have {', '.join(map(repr, names))}" if names else "they have no metrics"
+    return [
+        f"{policy!r} keeps every step, because none has a number for {policy.metric!r}: {found}; "
+        f"pass metrics={{{policy.metric!r}: …}} to save"
+    ]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_policy(value: object) -> bool:
+    return callable(getattr(value, "keep", None))
+
+
+def _parts(policy: Retention) -> tuple[Retention, ...]:
+    return policy.policies if isinstance(policy, KeepAny) else (policy,)

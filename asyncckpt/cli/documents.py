@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from asyncckpt.reports import CheckpointInfo, LeafInfo, VerifyReport
+from asyncckpt.reports import CheckpointInfo, FileInfo, LeafInfo, VerifyReport
 
 
 def summary(info: CheckpointInfo) -> dict[str, Any]:
@@ -18,8 +18,9 @@ def summary(info: CheckpointInfo) -> dict[str, Any]:
         "location": info.location,
         "step": info.step,
         "save_id": info.save_id,
-        "created": created(info).astimezone(datetime.UTC).isoformat(),
-        "created_ns": info.created_ns,
+        "format": info.format,
+        "created": created(info).astimezone(datetime.UTC).isoformat() if info.created_ns else None,
+        "created_ns": info.created_ns or None,
         "library": info.library,
         "leaf_count": len(info.leaves),
         "file_count": len(info.files),
@@ -36,10 +37,15 @@ def details(info: CheckpointInfo) -> dict[str, Any]:
         **summary(info),
         "leaves": [leaf_document(leaf) for leaf in info.leaves],
         "files": [
-            {"path": file.path, "nbytes": file.nbytes, "crc32c": f"{file.crc32c:08x}"}
+            {"path": file.path, "nbytes": file.nbytes, "crc32c": crc_text(file)}
             for file in info.files
         ],
     }
+
+
+def crc_text(file: FileInfo) -> str | None:
+    """The checksum of a file as hex; None where there is none."""
+    return None if file.crc32c is None else f"{file.crc32c:08x}"
 
 
 def leaf_document(leaf: LeafInfo) -> dict[str, Any]:
@@ -59,6 +65,10 @@ def leaf_document(leaf: LeafInfo) -> dict[str, Any]:
         "compression": leaf.compression,
         "array": leaf.array,
         "tied_to": leaf.tied_to,
+        "pieces": [
+            {"offset": offset, "array": array, "shape": shape}
+            for offset, array, shape in leaf.pieces
+        ],
     }
 
 
@@ -70,6 +80,7 @@ def verification(report: VerifyReport) -> dict[str, Any]:
         "ok": report.ok,
         "leaf_count": report.leaf_count,
         "read_nbytes": report.read_nbytes,
+        "unverified": report.unverified,
         "damages": [
             {
                 "leaf": damage.leaf,

@@ -71,16 +71,17 @@ def inspect_path(path: str) -> CheckpointInfo:
 
 
 def candidates(root: str) -> list[int]:
-    """Steps below a directory that have a record, valid or not, ascending."""
+    """Steps below a directory that have a record, valid or not, ascending.
+
+    Where none has, the steps may be those of another library.
+    """
     try:
         names = os.listdir(root.removeprefix("file://"))
     except OSError:
         return []
-    return sorted(
-        int(name)
-        for name in names
-        if _STEP.fullmatch(name) and has_record(os.path.join(root, name))
-    )
+    steps = sorted(int(name) for name in names if _STEP.fullmatch(name))
+    ours = [step for step in steps if has_record(os.path.join(root, str(step)))]
+    return ours or steps
 
 
 def verify_step(root: str, step: int, progress: Callable[[Progress], None] | None) -> VerifyReport:

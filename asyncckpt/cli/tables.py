@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from asyncckpt.cli.documents import compact, created
+from asyncckpt.cli.documents import compact, crc_text, created
 from asyncckpt.reports import CheckpointInfo, LeafInfo, VerifyReport, nbytes_text
 
 STYLED_ROWS = 2000
@@ -95,7 +96,7 @@ def listing(infos: Sequence[CheckpointInfo]) -> Grid:
                 str(len(info.leaves)),
                 nbytes_text(info.stored_nbytes),
                 str(len(info.files)),
-                short(" ".join(f"{name}={value:.6g}" for name, value in info.metrics.items())),
+                metrics_text(info.metrics),
                 short(compact(info.metadata)),
             ]
             for info in infos
@@ -108,13 +109,22 @@ def heading(info: CheckpointInfo) -> Grid:
     rows = [
         ("checkpoint", info.location),
         ("step", "" if info.step is None else str(info.step)),
-        ("saved", f"{time_text(info)} by {info.library}, save {info.save_id}"),
+        ("format", "" if info.format == "asyncckpt" else info.format),
+        ("saved", _saved_text(info)),
         ("leaves", f"{len(info.leaves)} with {nbytes_text(info.nbytes)} in arrays"),
         ("files", f"{len(info.files)} with {nbytes_text(info.stored_nbytes)}"),
         ("metrics", " ".join(f"{name}={value!r}" for name, value in info.metrics.items())),
         ("metadata", compact(info.metadata)),
     ]
     return Grid(("", ""), [row for row in rows if row[1]])
+
+
+def _saved_text(info: CheckpointInfo) -> str:
+    """When, by what and as which save, as far as the format tells."""
+    when = time_text(info) if info.created_ns else ""
+    by = f"by {info.library}" if info.library else ""
+    save = f", save {info.save_id}" if info.save_id else ""
+    return f"{when} {by}".strip() + save
 
 
 def leaves(info: CheckpointInfo) -> Grid:
@@ -125,7 +135,7 @@ def leaves(info: CheckpointInfo) -> Grid:
 
 def files(info: CheckpointInfo) -> Grid:
     """The files of a checkpoint beside its record."""
-    rows = [[f.path, nbytes_text(f.nbytes), f"{f.crc32c:08x}"] for f in info.files]
+    rows = [[f.path, nbytes_text(f.nbytes), crc_text(f) or ""] for f in info.files]
     return Grid(["file", ">size", "crc32c"], rows)
 
 
@@ -156,6 +166,14 @@ def short(text: str) -> str:
     return text if len(text) <= SHORT else text[: SHORT - 1] + "…"
 
 
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """As many metrics as fit, none of them cut: the beginning of a number is another number."""
+    parts = [f"{name}={value:.6g}" for name, value in metrics.items()]
+    ends = itertools.accumulate(len(part) + 1 for part in parts)
+    fitting = [part for part, end in zip(parts, ends, strict=True) if end <= SHORT]
+    return " ".join(fitting if fitting == parts else [*fitting, "…"])
+
+
 def _branch(node: Any, label: str, depth: int) -> Iterator[Sequence[str]]:
     if isinstance(node, LeafInfo):
         yield _leaf_row(node, label, depth)
@@ -182,6 +200,8 @@ def _leaf_row(leaf: LeafInfo, label: str, depth: int) -> Sequence[str]:
     notes = []
     if leaf.tied_to is not None:
         notes.append(f"tied to {leaf.tied_to}")
+    if leaf.pieces:
+        notes.append(f"{len(leaf.pieces)} pieces")
     if leaf.compression is not None:
         notes.append(f"{leaf.compression}, {nbytes_text(leaf.stored_nbytes)} stored")
     return [

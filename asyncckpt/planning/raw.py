@@ -39,7 +39,7 @@ def raw_pieces(shape: Sequence[int], itemsize: int, target_nbytes: int) -> list[
     """
     shape = tuple(shape)
     strides = [itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    if math.prod(shape) * itemsize <= target_nbytes or not math.prod(shape):
+    if math.prod(shape) * itemsize <= max(target_nbytes, itemsize):
         chunk = tuple(max(1, n) for n in shape)
         return [_piece((0,) * len(shape), shape, chunk, strides)]
     # The first axis of which the target holds a row; a single element always is one.

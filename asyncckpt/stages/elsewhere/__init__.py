@@ -9,6 +9,7 @@ Each module here makes an `OpenCheckpoint` of one family of formats; parsing is 
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
@@ -25,6 +26,9 @@ Open = Callable[[CheckpointFiles], Awaitable[OpenCheckpoint]]
 _ORBAX_NAMES = frozenset(("_METADATA", "_CHECKPOINT_METADATA", "orbax.checkpoint", "_sharding"))
 _ORBAX_ITEMS = frozenset(("default", "state", "pytree"))
 _ZARR_NAMES = frozenset((".zarray", "zarr.json"))
+
+
+_STEP = re.compile(r"0|[1-9][0-9]{0,18}")
 
 
 async def open_any(files: CheckpointFiles) -> OpenCheckpoint:
@@ -62,7 +66,7 @@ async def _format_of(files: CheckpointFiles, entries: Sequence[Entry]) -> str | 
         return "ocdbt"
     if any(name.startswith("ocdbt.process_") for name in directories):
         return "orbax"
-    for name in sorted(directories)[:1]:
+    for name in sorted(name for name in directories if not _STEP.fullmatch(name))[:1]:
         # Items of an Orbax step have any name, and so have its parameters without OCDBT.
         below = await files.entries(name, max_entries=MAX_ENTRIES)
         inner = {entry.name for entry in below}
@@ -90,6 +94,14 @@ def _nothing(
 ) -> CheckpointNotFoundError:
     if not entries:
         return error
+    steps = sorted(int(e.name) for e in entries if e.is_directory and _STEP.fullmatch(e.name))
+    if steps:
+        return CheckpointNotFoundError(
+            f"{location}: this is no checkpoint, but it has the directories of steps, of which "
+            f"{steps[-1]} is the newest; name one of them, as in {location}/{steps[-1]}",
+            location=location,
+            found=steps,
+        )
     some = ", ".join(entry.name for entry in entries[:5]) + (", …" if len(entries) > 5 else "")
     return CheckpointNotFoundError(
         f"{location}: there is no checkpoint here: no checkpoint.json, nor what Orbax, "

@@ -1,0 +1,239 @@
+"""Retention in a run: what is deleted after a save, on what grounds, and at what cost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncckpt
+from asyncckpt import KeepBest, KeepEvery, KeepLast
+from asyncckpt.errors import StoreError
+from asyncckpt.format.record import seal
+from tests.checkpointer.script import Script
+
+pytestmark = pytest.mark.usefixtures("no_blocking")
+
+
+def tree(seed: int) -> dict[str, Any]:
+    return {"w": np.arange(100.0) + seed, "step": seed}
+
+
+async def save(
+    ckpt: asyncckpt.Checkpointer, step: int, loss: float | None = None, **options: Any
+) -> asyncckpt.SaveReport:
+    metrics = None if loss is None else {"loss": loss}
+    return await ckpt.save(step, tree(step), metrics=metrics, **options)
+
+
+async def test_policies_together_keep_what_any_of_them_keeps(tmp_path: Path) -> None:
+    keep = KeepLast(2) | KeepEvery(4) | KeepBest(1, "loss")
+    async with asyncckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
+        run = [0.9, 0.8, 0.1, 0.7, 0.6, math.nan, 0.5, 0.4, 0.05]
+        deleted = {
+            step: (await save(ckpt, step, loss)).deleted_steps for step, loss in enumerate(run)
+        }
+        assert {step: gone for step, gone in deleted.items() if gone} == {
+            3: (1,),
+            5: (3,),
+            7: (5,),
+            8: (2, 6),
+        }
+        assert await ckpt.steps() == [0, 4, 7, 8]
+
+
+async def test_a_resumed_run_knows_the_metrics_of_the_steps_it_finds(tmp_path: Path) -> None:
+    for step, loss in ((1, 0.1), (2, math.inf), (3, 0.3)):
+        async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+            await save(ckpt, step, loss)
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepBest(2, "loss")) as ckpt:
+        assert (await save(ckpt, 4, -math.inf)).deleted_steps == (2, 3)
+        assert (await ckpt.inspect(4)).metrics == {"loss": -math.inf}
+
+
+async def test_the_step_just_saved_stays_even_if_it_is_the_worst(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepBest(1, "loss")) as ckpt:
+        await save(ckpt, 1, 0.1)
+        assert (await save(ckpt, 2, 0.9)).deleted_steps == ()
+        assert (await save(ckpt, 3, 0.8)).deleted_steps == (2,)
+        assert await ckpt.steps() == [1, 3]
+
+
+async def test_a_misspelt_metric_deletes_nothing_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "asyncckpt")
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepBest(1, "lsos")) as ckpt:
+        for step in range(3):
+            report = await save(ckpt, step, 0.5)
+            (note,) = report.notes
+            assert note.startswith("KeepBest(n=1, metric='lsos', mode='min') keeps every step")
+            assert "they have 'loss'" in note
+        assert await ckpt.steps() == [0, 1, 2]
+        assert [record.message for record in caplog.records] == [note]  # once, not at every save
+
+
+async def test_steps_saved_before_the_first_value_go_when_it_comes(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepBest(1, "loss")) as ckpt:
+        assert (await save(ckpt, 1)).notes
+        assert (await save(ckpt, 2, math.nan)).notes
+        report = await save(ckpt, 3, 0.5)
+        assert report.deleted_steps == (1, 2) and report.notes == ()
+
+
+async def test_a_replaced_step_counts_with_its_new_metrics(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepBest(1, "loss")) as ckpt:
+        await save(ckpt, 1, 0.1)
+        await save(ckpt, 2, 0.5)
+        assert (await save(ckpt, 1, 0.9, overwrite=True)).deleted_steps == ()
+        assert (await save(ckpt, 3, 0.7)).deleted_steps == (1,)
+        assert await ckpt.steps() == [2, 3]
+
+
+async def test_an_abandoned_branch_no_longer_counts(tmp_path: Path) -> None:
+    keep = KeepLast(1) | KeepBest(1, "loss")
+    async with asyncckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
+        for step, loss in ((1, 0.5), (2, 0.1), (3, 0.3)):
+            await save(ckpt, step, loss)
+        assert await ckpt.steps() == [2, 3]
+        assert await ckpt.delete_after(1) == [2, 3]
+        await save(ckpt, 2, 0.9)
+        assert (await save(ckpt, 3, 0.8)).deleted_steps == (2,)
+        assert (await save(ckpt, 4, 0.85)).deleted_steps == ()
+        assert await ckpt.steps() == [3, 4]
+
+
+async def test_delete_after_includes_saves_in_flight(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await save(ckpt, 1)
+        await save(ckpt, 2)
+        publish = Script(ckpt).hold("publish")
+        pending = await ckpt.start_save(3, tree(3))
+        await publish.reached()
+        deleting = asyncio.create_task(ckpt.delete_after(1))
+        await asyncio.sleep(0)
+        publish.go()
+        assert await deleting == [2, 3]
+        assert (await pending).step == 3  # it was committed, and then deleted
+        assert await ckpt.steps() == [1]
+
+
+async def test_delete_after_leaves_to_others_what_they_delete_first(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        for step in (1, 2, 3):
+            await save(ckpt, step)
+        delete = Script(ckpt).hold("delete")
+        deleting = asyncio.create_task(ckpt.delete_after(1))
+        await delete.reached()
+        await asyncio.to_thread(shutil.rmtree, tmp_path / "3")
+        delete.go()
+        assert await deleting == [2]
+        assert await ckpt.steps() == [1]
+
+
+async def test_a_save_reads_few_records_however_many_steps_are_kept(tmp_path: Path) -> None:
+    keep = KeepEvery(2) | KeepLast(1) | KeepBest(1, "loss")
+    async with asyncckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
+        for step in range(40):
+            await save(ckpt, step, 1.0 / (step + 1))
+    async with asyncckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
+        script = Script(ckpt)
+        reads = []
+        for step in range(40, 50):
+            before = script.count("read")
+            report = await save(ckpt, step, 1.0 / (step + 1))
+            # Whether the step exists, its own record, and each one that is deleted.
+            reads.append(script.count("read") - before - len(report.deleted_steps))
+    assert reads == [22 + 1, *[2] * 9]  # 21 steps were there when the run was resumed
+
+
+async def test_a_policy_of_step_numbers_has_no_metrics_read(tmp_path: Path) -> None:
+    record = tmp_path / "1" / "checkpoint.json"
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await save(ckpt, 1)
+    document = json.loads(await asyncio.to_thread(record.read_bytes))
+    del document["crc32c"]
+    document["metrics"] = "none that this release could read"
+    await asyncio.to_thread(record.write_bytes, seal(json.dumps(document, separators=(",", ":"))))
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepLast(1)) as ckpt:
+        assert (await save(ckpt, 2)).deleted_steps == (1,)
+
+
+async def test_what_is_no_step_for_this_release_is_left_alone(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        for step in (1, 2, 3):
+            await save(ckpt, step, 0.5)
+    newer = tmp_path / "1" / "checkpoint.json"
+    document = json.loads(await asyncio.to_thread(newer.read_bytes))
+    del document["crc32c"]
+    document["version"] = 99
+    await asyncio.to_thread(newer.write_bytes, seal(json.dumps(document, separators=(",", ":"))))
+    damaged = tmp_path / "2" / "checkpoint.json"
+    await asyncio.to_thread(damaged.write_bytes, b"{}")
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepBest(1, "loss")) as ckpt:
+        assert (await save(ckpt, 4, 0.1)).deleted_steps == (3,)
+    assert await asyncio.to_thread(newer.exists) and await asyncio.to_thread(damaged.exists)
+
+
+async def test_a_step_that_changed_since_it_was_read_is_not_deleted_on_old_grounds(
+    tmp_path: Path,
+) -> None:
+    async with (
+        asyncckpt.Checkpointer(tmp_path, keep=KeepBest(1, "loss")) as ckpt,
+        asyncckpt.Checkpointer(tmp_path) as other,
+    ):
+        await save(ckpt, 1, 0.5)
+        await save(ckpt, 2, 0.4)
+        await save(other, 2, 0.01, overwrite=True)
+        # What this run knows of step 2 is no longer true: it is looked at again, and stays.
+        assert (await save(ckpt, 3, 0.3)).deleted_steps == ()
+        assert (await save(ckpt, 4, 0.2)).deleted_steps == (3,)
+        damaged = tmp_path / "2" / "checkpoint.json"
+        await asyncio.to_thread(damaged.write_bytes, b"{}")
+        assert (await save(ckpt, 5, 0.001)).deleted_steps == (4,)
+        assert await asyncio.to_thread(damaged.exists)
+
+
+async def test_a_step_that_somebody_else_deleted_is_forgotten(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepBest(1, "loss")) as ckpt:
+        await save(ckpt, 1, 0.1)
+        await asyncio.to_thread(shutil.rmtree, tmp_path / "1")
+        await save(ckpt, 2, 0.5)
+        assert (await save(ckpt, 3, 0.6)).deleted_steps == ()
+        assert await ckpt.steps() == [2, 3]
+
+
+async def test_a_policy_that_fails_deletes_nothing_and_the_save_stands(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        def keep(self, steps: Any, metrics: Any) -> set[int]:
+            return {max(metrics[step]["loss"] for step in steps)}
+
+        def __repr__(self) -> str:
+            return "Broken()"
+
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepLast(1) | Broken()) as ckpt:
+        await save(ckpt, 1, 0.5)
+        report = await save(ckpt, 2)
+        assert report.notes == (
+            "no step was deleted, because KeepLast(n=1) | Broken() failed: KeyError('loss')",
+        )
+        assert await ckpt.steps() == [1, 2]
+    assert "the retention policy KeepLast(n=1) | Broken() failed" in caplog.text
+
+
+async def test_a_root_that_cannot_be_listed_is_a_note_of_a_save_that_stands(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepLast(1)) as ckpt:
+        await save(ckpt, 1)
+        Script(ckpt).fail("names", StoreError("busy"))
+        report = await save(ckpt, 2)
+        assert report.notes == ("no step was deleted: busy",)
+        assert (await save(ckpt, 3)).deleted_steps == (1, 2)
