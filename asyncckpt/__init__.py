@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 logging.getLogger("asyncckpt").addHandler(logging.NullHandler())
 
 _EXPORTS = {
+    "ShardedArray": "adapters.sharded_array",
     "Checkpointer": "checkpointer",
     "PendingSave": "checkpointer",
     "inspect": "checkpointer",
@@ -65,6 +66,7 @@ __all__ = [*_EXPORTS, "__version__", "blocking"]
 
 if TYPE_CHECKING:
     import asyncckpt.blocking as blocking
+    from asyncckpt.adapters.sharded_array import ShardedArray as ShardedArray
     from asyncckpt.checkpointer import Checkpointer as Checkpointer
     from asyncckpt.checkpointer import PendingSave as PendingSave
     from asyncckpt.checkpointer import inspect as inspect

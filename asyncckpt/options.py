@@ -48,6 +48,9 @@ NODE_NBYTES = 1 * MIB
 MAX_RECORD_NBYTES = 1 * GIB
 """A commit record beyond this is refused before it is read (100,000 leaves take about 10 MiB)."""
 
+MAX_PIECES = 4096
+"""Arrays that one leaf may be stored as; a reader compares every pair of them."""
+
 MIN_BUDGET_NBYTES = 64 * MIB
 """Eight slots: below, copying, checksumming and writing could no longer overlap."""
 
@@ -115,9 +118,12 @@ class SaveOptions:
         on_failed_save: whether the next save raises the unseen failure of an earlier one
             (``"raise"``) or only logs it (``"log"``).
         private: create files readable by their owner only, instead of following the umask.
-        layout: ``"auto"``, or ``"regular"`` to insist on one array per leaf.
+        layout: ``"auto"``: a leaf whose shards lie on no common chunk grid is stored in pieces,
+            several arrays that TensorStore can stack and Orbax cannot read; ``"regular"``: every
+            leaf is one array, or the save fails and says how many chunks it would take.
         leaf_options: called with path and `ArraySpec` of each array leaf; returns `LeafOptions`
-            or None.
+            or None. Its answers are kept with the plan of the save and used for the next trees of
+            the same schema, so it must always give the same.
     """
 
     host_memory_nbytes: int | None = None

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
+
+from asyncckpt.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class SaveReport:
         step: its step, None for one-shot saves.
         save_id: identity that its record carries.
         leaf_count: leaves in the tree, scalars included.
-        array_count: arrays stored (tied leaves count once).
+        array_count: arrays stored (tied leaves count once, leaves in pieces once per piece).
         nbytes: bytes of array data, before compression and without padding.
         stored_nbytes: bytes of all files.
         file_count: files of the checkpoint.
@@ -47,6 +50,9 @@ class SaveReport:
         total_s: seconds from the call to the durable commit.
         stage_s: seconds during which each stage was busy (they overlap).
         plan_cached: whether the plan of an earlier save was used again.
+        plan_cache_hits: saves of this `Checkpointer` so far, this one included, that did so.
+        plan_cache_misses: saves that made a new plan, because paths, shapes, dtypes, shardings or
+            options had changed.
         referenced_nbytes: bytes held by reference instead of copied (`snapshot="reference"`).
         peak_staged_nbytes: largest amount of the byte budget in use at one time.
         deleted_steps: steps that retention removed after the commit.
@@ -67,6 +73,8 @@ class SaveReport:
     total_s: float
     stage_s: Mapping[str, float] = field(default_factory=dict)
     plan_cached: bool = False
+    plan_cache_hits: int = 0
+    plan_cache_misses: int = 0
     referenced_nbytes: int = 0
     peak_staged_nbytes: int = 0
     deleted_steps: tuple[int, ...] = ()
@@ -153,6 +161,7 @@ class LeafInfo:
         tied_to: path of the leaf whose bytes it shares, or None.
         location: path or URL of the OCDBT database that holds it; empty where there is none.
         pieces: of a leaf stored as several arrays, the offset, name and shape of each.
+        driver: TensorStore's driver of its arrays: ``zarr3``, or ``zarr`` for zarr version 2.
     """
 
     path: str
@@ -170,22 +179,52 @@ class LeafInfo:
     tied_to: str | None = None
     location: str = ""
     pieces: tuple[tuple[tuple[int, ...], str, tuple[int, ...]], ...] = ()
+    driver: str = "zarr3"
 
     def tensorstore_spec(self) -> dict[str, Any]:
-        """A TensorStore spec that opens this array for slicing, with ``ts.open(spec)``.
+        """A TensorStore spec that opens this leaf for slicing, with ``ts.open(spec)``.
+
+        A leaf in pieces is opened as one array too: TensorStore stacks them.
 
         Raises:
             TypeError: the leaf is no array.
+            UsageError: the checkpoint is no OCDBT database (safetensors, DCP, one directory per
+                array), so that TensorStore cannot open it from here.
         """
         if self.array is None:
             raise TypeError(f"{self.path}: a {self.kind} has no array; its value is in .value")
+        if not self.location:
+            raise UsageError(
+                f"{self.path}: this checkpoint is no OCDBT database, and there is no TensorStore "
+                "spec for it; restore the leaf (include=), or convert the checkpoint first",
+                path=self.path,
+            )
+        if not self.pieces:
+            return self._array_spec(self.array)
         return {
-            "driver": "zarr3",
-            "kvstore": {
-                "driver": "ocdbt",
-                "base": f"file://{self.location}/",
-                "path": f"{self.array}/",
-            },
+            "driver": "stack",
+            "dtype": self.dtype,
+            "layers": [
+                {
+                    **self._array_spec(array),
+                    "transform": {
+                        "input_inclusive_min": list(offset),
+                        "input_shape": list(shape),
+                        "output": [
+                            {"input_dimension": axis, "offset": -start}
+                            for axis, start in enumerate(offset)
+                        ],
+                    },
+                }
+                for offset, array, shape in self.pieces
+            ],
+        }
+
+    def _array_spec(self, array: str) -> dict[str, Any]:
+        place = self.location if "://" in self.location else f"file://{quote(self.location)}"
+        return {
+            "driver": self.driver,
+            "kvstore": {"driver": "ocdbt", "base": f"{place}/", "path": f"{array}/"},
         }
 
 

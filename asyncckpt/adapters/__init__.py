@@ -20,6 +20,10 @@ _FRAMEWORKS = {"jax": ("Array", "JaxAdapter"), "torch": ("Tensor", "TorchAdapter
 """Framework -> an attribute that is there once its import is complete, and our adapter's class."""
 
 
+_SHARDED = "asyncckpt.adapters.sharded_array"
+"""Imported when somebody makes a `ShardedArray`."""
+
+
 class AdapterSet:
     """The adapters of one save or restore. May be used from several threads.
 
@@ -46,9 +50,11 @@ class AdapterSet:
 
 
 def adapters_for_loaded_frameworks() -> AdapterSet:
-    """NumPy, and JAX and PyTorch where they are imported."""
+    """NumPy, and JAX, PyTorch and `ShardedArray` where they are imported."""
     adapters: list[ArrayAdapter] = [NumpyAdapter()]
     nodes: list[NodeAdapter] = []
+    if hasattr(sys.modules.get(_SHARDED), "ShardedArray"):
+        adapters.append(_module("sharded").ShardedAdapter())
     for name, (attribute, _) in _FRAMEWORKS.items():
         if getattr(sys.modules.get(name), attribute, None) is not None:
             adapters.append(adapter_named(name))

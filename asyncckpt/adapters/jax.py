@@ -1,40 +1,38 @@
-"""JAX arrays on one device, typed PRNG keys, abstract arrays, and registered containers."""
+"""JAX arrays, typed PRNG keys, abstract arrays, and registered containers."""
 
 # Rule 1: never `np.asarray(leaf)` nor `leaf._value` on the caller's array: both leave a host copy
 #   cached on it. Views come from the buffer protocol or from a second handle of the same buffer.
 # Rule 2: a view holds the buffer. While one lives, donating the array makes XLA copy it, and
-#   deleting it is safe; so the pipeline drops `Source.view` as soon as the leaf is staged.
+#   deleting it is safe; so the pipeline drops `Source.view` and `Source.views` as soon as the leaf
+#   is staged.
 # Rule 3: a deleted array is asked for nothing but shape, dtype and sharding (`is_ready` on one ends
 #   the process, seen with jaxlib 0.10).
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import jax
-import jax.experimental
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.adapters.arrays import (
-    NUMPY_DTYPES,
-    check_values,
-    unsupported_dtype,
+from asyncckpt.adapters import jax_memory
+from asyncckpt.adapters.arrays import check_values, unsupported_dtype
+from asyncckpt.adapters.jax_shards import (
+    Division,
+    assemble,
+    assemble_keys,
+    divide,
+    read_box,
+    shard_views,
 )
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
 from asyncckpt.ports import Source, Target
-from asyncckpt.spec import DTYPE_NAMES, Box, array_spec
-
-_64_BIT = frozenset(("int64", "uint64", "float64", "complex128"))
-_PACKED = frozenset(("int4",))
-"""Dtypes that JAX packs into fewer bytes than we store, so that no view of its memory is ours."""
-
-_MAX_DYNAMIC_OFFSET = 2**31 - 1
-"""`dynamic_slice` takes its offsets as int32 where x64 is off."""
+from asyncckpt.spec import DTYPE_NAMES, DTYPES, Box, array_spec
 
 
 @dataclass(slots=True, eq=False)
@@ -42,31 +40,39 @@ class JaxTarget(Target):
     """A `Target` with what `place` replays in its thread.
 
     Attributes:
+        shape: shape of the leaf; for typed keys without the dimensions of the key data.
         sharding: where the leaf goes; with `device`, None.
         device: device of an uncommitted leaf; None for JAX's default.
+        division: what each device of `sharding` holds; None for one device, except of keys.
         prng_impl: name of the PRNG implementation of a typed key array, or None.
     """
 
+    shape: tuple[int, ...] = ()
     sharding: jax.sharding.Sharding | None = None
     device: jax.Device | None = None
+    division: Division | None = None
     prng_impl: str | None = None
 
 
 class JaxAdapter:
-    """`jax.Array` on one device, as committed and as strongly typed as it may be.
+    """`jax.Array` on the devices of this process, with any sharding.
 
     Typed PRNG keys are stored as their uint32 key data, with the name of their implementation in
     `extra`. Restored arrays on CPU adopt the restored memory; they are strongly typed, committed
     where the `like` leaf is. A donated or deleted array is a fine `like`: its shape, dtype and
     sharding are still known.
+
+    An array over several devices has one box per distinct shard. A box is read from one replica,
+    by turns, so that reading is spread over the devices, and restored once for all of them.
     """
 
     name = "jax"
 
     def __init__(self) -> None:
         # As they are in the thread of the caller; `leaf` runs in another one.
-        self._x64 = bool(_config("jax_enable_x64"))
-        self._device = _config("jax_default_device")
+        self._x64 = bool(jax_memory.config("jax_enable_x64"))
+        self._device = jax_memory.config("jax_default_device")
+        self._turns = itertools.count()
 
     def owns(self, kind: type) -> bool:
         return issubclass(kind, (jax.Array, jax.ShapeDtypeStruct)) or issubclass(
@@ -78,17 +84,33 @@ class JaxAdapter:
         if name is None or isinstance(leaf, jax.core.Tracer):
             return self._unusual_source(path, leaf)
         try:
-            on_cpu = _placement(leaf.sharding)
+            deleted = leaf.is_deleted()
         except AttributeError:
             raise _abstract(path, leaf) from None
-        if on_cpu is None:
-            raise _sharded(path, leaf.sharding)
-        if leaf.is_deleted():
+        if deleted:
             raise _deleted(path)
+        single = _single_device(leaf.sharding)
         source = Source(array_spec(leaf.shape, name), leaf, None, ("jax", id(leaf)), "jax")
-        if on_cpu and name not in _PACKED and leaf.is_ready():
-            source.view = _host_view(leaf, name)
+        if single is None:
+            self._divide(path, source)
+        elif single and name not in jax_memory.PACKED and leaf.is_ready():
+            source.view = jax_memory.host_view(leaf, name)
         return source
+
+    def _divide(self, path: str, source: Source) -> None:
+        """The source has the shards of its leaf; a replicated leaf stays one box."""
+        leaf, spec = source.leaf, source.spec
+        division = divide(path, leaf.sharding, spec.shape)
+        if not spec.size:
+            source.view = np.empty(spec.shape, DTYPES[spec.dtype])
+            return
+        views: tuple[npt.NDArray[Any] | None, ...] = (None,) * len(division.boxes)
+        if division.on_cpu and spec.dtype not in jax_memory.PACKED and leaf.is_ready():
+            views = shard_views(leaf, spec.dtype, division, next(self._turns))
+        if len(division.boxes) > 1:
+            source.shards, source.views = division.shards, views
+        else:
+            (source.view,) = views
 
     def _unusual_source(self, path: str, leaf: Any) -> Source:
         if isinstance(leaf, jax.core.Tracer):
@@ -101,8 +123,6 @@ class JaxAdapter:
             raise unsupported_dtype(path, "jax", str(leaf.dtype))
         if not isinstance(leaf, jax.Array):
             raise _abstract(path, leaf)
-        if _placement(leaf.sharding) is None:
-            raise _sharded(path, leaf.sharding)
         if leaf.is_deleted():
             raise _deleted(path)
         source = self.source(path, jax.random.key_data(leaf))
@@ -114,20 +134,12 @@ class JaxAdapter:
 
     def fetch(self, source: Source, box: Box, out: npt.NDArray[Any]) -> None:
         leaf = source.leaf if source.stream is None else source.stream
-        index: Any = (*box.slices(), ...)
-        if _placement(leaf.sharding) and source.spec.dtype not in _PACKED:
-            leaf.block_until_ready()
-            view = _host_view(leaf, source.spec.dtype)
-            np.copyto(out, view[index], casting="no")
-            return
-        with _x64_for(source.spec.dtype):
-            if box.shape == leaf.shape:
-                part = leaf.addressable_data(0)
-            elif max(box.offset, default=0) <= _MAX_DYNAMIC_OFFSET:
-                part = jax.lax.dynamic_slice(leaf, box.offset, box.shape)
-            else:
-                part = jax.lax.slice(leaf, box.offset, box.stop)
-            np.copyto(out, np.asarray(part), casting="no")
+        name = source.spec.dtype
+        if _single_device(leaf.sharding) is None:
+            division = divide("", leaf.sharding, source.spec.shape)
+            read_box(leaf, name, division, box, out, next(self._turns))
+        else:
+            np.copyto(out, np.asarray(jax_memory.begin_read(leaf, name, box)), casting="no")
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
         if isinstance(leaf, jax.core.Tracer):
@@ -143,25 +155,40 @@ class JaxAdapter:
             data = jax.eval_shape(jax.random.key_data, _abstract_array(shape, leaf.dtype))
             shape, name, impl = data.shape, DTYPE_NAMES[data.dtype], _key_impl(leaf.dtype)
         check_x64(path, name)
-        target = JaxTarget(array_spec(shape, name), leaf, path=path, prng_impl=impl)
+        target = JaxTarget(
+            array_spec(shape, name), leaf, path=path, shape=leaf.shape, prng_impl=impl
+        )
         if impl is not None:
             target.extra = {"prng_impl": impl}
         sharding = leaf.sharding
-        if sharding is not None and _placement(sharding) is None:
-            raise _sharded(path, sharding)
         if sharding is None:
-            target.device = _config("jax_default_device")
-        elif impl is None and getattr(leaf, "committed", True):
+            target.device = jax_memory.config("jax_default_device")
+            return target
+        several = _single_device(sharding) is None
+        if several or getattr(leaf, "committed", True):
             target.sharding = sharding
+            if several or impl is not None:
+                self._divide_target(target)
         else:
             (target.device,) = sharding.device_set
         return target
+
+    def _divide_target(self, target: JaxTarget) -> None:
+        """The target has the boxes that its devices hold; a replicated leaf stays one box."""
+        assert target.sharding is not None
+        tail = target.spec.shape[len(target.shape) :]
+        target.division = divide(target.path, target.sharding, target.shape, tail)
+        if target.spec.size and len(target.division.boxes) > 1:
+            target.boxes = target.division.boxes
 
     def place(self, target: Target, values: npt.NDArray[Any]) -> Any:
         assert isinstance(target, JaxTarget)
         name = target.spec.dtype
         check_values(target.path, target.spec, values.shape, values.dtype)
-        with _x64_for(name):
+        if target.division is not None:
+            indices: list[Any] = [(*box.slices(), ...) for box in target.division.boxes]
+            return self._assemble(target, target.division, [values[index] for index in indices])
+        with jax_memory.x64_for(name):
             if target.sharding is not None:
                 array = jax.device_put(values, target.sharding)
             elif target.device is not None:
@@ -174,8 +201,28 @@ class JaxAdapter:
             return jax.random.wrap_key_data(array, impl=target.prng_impl)
         return array.block_until_ready()
 
+    def place_parts(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
+        assert isinstance(target, JaxTarget)
+        assert target.division is not None
+        for box, values in zip(target.division.boxes, parts, strict=True):
+            spec = array_spec(box.shape, target.spec.dtype)
+            check_values(target.path, spec, values.shape, values.dtype)
+        return self._assemble(target, target.division, parts)
+
+    def _assemble(
+        self, target: JaxTarget, division: Division, parts: Sequence[npt.NDArray[Any]]
+    ) -> Any:
+        shape, sharding = target.shape, target.sharding
+        assert sharding is not None
+        if target.prng_impl is not None:
+            return assemble_keys(shape, sharding, division, parts, target.prng_impl)
+        with jax_memory.x64_for(target.spec.dtype):
+            array = assemble(shape, sharding, division, parts)
+        check_values(target.path, target.spec, array.shape, array.dtype)
+        return array.block_until_ready()
+
     def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
-        if dtype not in _64_BIT or self._x64:
+        if dtype not in jax_memory.WIDE or self._x64:
             return None
         return _truncated(path, dtype)
 
@@ -184,7 +231,7 @@ class JaxAdapter:
         fault = self.refuses(path, name)
         if fault is not None:
             raise fault
-        with _x64_for(name), jax.default_device(self._device):
+        with jax_memory.x64_for(name), jax.default_device(self._device):
             array = jax.device_put(values)
         if "prng_impl" in extra:
             return jax.random.wrap_key_data(array, impl=extra["prng_impl"])
@@ -213,7 +260,7 @@ def check_x64(path: str, name: str) -> None:
     Raises:
         DtypeMismatchError: it would truncate it to 32 bits.
     """
-    if name in _64_BIT and not _config("jax_enable_x64"):
+    if name in jax_memory.WIDE and not jax_memory.config("jax_enable_x64"):
         raise _truncated(path, name)
 
 
@@ -226,11 +273,6 @@ def _truncated(path: str, name: str) -> DtypeMismatchError:
         expected="jax_enable_x64 = True",
         found="jax_enable_x64 = False",
     )
-
-
-def _config(name: str) -> Any:
-    """A setting as it is in this thread."""
-    return getattr(jax.config, name)
 
 
 def _key(entry: Any) -> Any:
@@ -251,39 +293,15 @@ def _key_impl(dtype: Any) -> str:
 
 
 @lru_cache(maxsize=256)
-def _placement(sharding: jax.sharding.Sharding) -> bool | None:
-    """Whether the one device is a CPU; None for several devices, or one of another process."""
-    if len(sharding.device_set) != 1 or not sharding.is_fully_addressable:
+def _single_device(sharding: jax.sharding.Sharding) -> bool | None:
+    """Whether the one device is a CPU; None for several devices, one elsewhere, or a mere mesh."""
+    try:
+        if len(sharding.device_set) != 1 or not sharding.is_fully_addressable:
+            return None
+    except ValueError:  # of an abstract mesh
         return None
-    device: Any
     (device,) = sharding.device_set
-    return bool(device.platform == "cpu")
-
-
-def _host_view(leaf: Any, name: str) -> npt.NDArray[Any]:
-    """The memory of an array on CPU, read-only, in the strides of its layout."""
-    if name in NUMPY_DTYPES:  # Python's buffer protocol has no format for others
-        try:
-            return np.asarray(memoryview(leaf))
-        except BufferError:
-            pass  # not in C order
-    # Internal to JAX, and 4 µs per leaf faster than the same by public calls.
-    without_cache = getattr(leaf, "_single_device_array_to_np_array_did_copy", None)
-    if without_cache is not None:
-        view: npt.NDArray[Any] = without_cache()[0]
-        return view
-    return np.asarray(leaf.addressable_data(0))
-
-
-def _x64_for(name: str) -> contextlib.AbstractContextManager[Any]:
-    """64-bit types stay as they are in this thread, whatever it is set to."""
-    if name not in _64_BIT:
-        return contextlib.nullcontext()
-    enable: Any = getattr(jax, "enable_x64", None)
-    if enable is None:  # before JAX 0.8
-        enable = getattr(jax.experimental, "enable_x64", None)
-    context: contextlib.AbstractContextManager[Any] = enable(True)
-    return context
+    return jax_memory.on_cpu(device)
 
 
 def _abstract_array(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -303,16 +321,4 @@ def _deleted(path: str) -> UnsupportedLeafError:
         f"{path}: this array was deleted or donated; save the state before the step that donates "
         "it, or the state that the step returned",
         path=path,
-    )
-
-
-def _sharded(path: str, sharding: jax.sharding.Sharding) -> UnsupportedLeafError:
-    count = len(sharding.device_set)
-    found = f"sharded over {count} devices" if count > 1 else "on a device of another process"
-    return UnsupportedLeafError(
-        f"{path}: this array is {found}; this release saves and restores arrays on one device: "
-        "gather it first, for example with jax.device_put(x, jax.local_devices()[0])",
-        path=path,
-        expected="one device of this process",
-        found=str(sharding),
     )

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -34,7 +33,6 @@ class Filling:
     """One restore on its way: from matched leaves to finished ones.
 
     Attributes:
-        results: the finished leaf per assignment, by identity.
         unverified: paths whose bytes had no checksum.
         notes: what a person should know.
     """
@@ -67,7 +65,6 @@ class Filling:
         self._done_nbytes = 0
         self._total_nbytes = 0
         self._started = False
-        self.results: dict[int, Any] = {}
         self.unverified: list[str] = []
         self.notes: list[str] = []
 
@@ -95,7 +92,7 @@ class Filling:
 
     async def _read(self, arrays: Sequence[Assignment]) -> int:
         opened, pool = self._opened, self._runtime.pool
-        wanted = None if opened.record else [p.array for a in arrays for p in a.pieces]
+        wanted = None if opened.record else [n for a in arrays for n in a.arrays]
         extents = await extents_of(opened, wanted)
         self._look_at(extents, arrays)
         await self._compute.run(self._allocate, arrays)
@@ -124,8 +121,7 @@ class Filling:
             progress=self._progress,
         )
         self._started = True
-        waiting = self._memories.waiting
-        self._ready = [a for a in arrays if not waiting[id(a)]]
+        self._ready = [a for a in arrays if not a.waiting]
         if self._ready:
             self._arrived.set()
         async with asyncio.TaskGroup() as group:
@@ -167,7 +163,7 @@ class Filling:
         large = 0
         unstored = 0
         for assignment in arrays:
-            storages = [opened.storage(piece.array) for piece in assignment.pieces]
+            storages = [opened.storage(array) for array in assignment.arrays]
             if not all(storage.codec.crc32c for storage in storages):
                 self.unverified.append(assignment.path)
             encoded = [s.chunk_nbytes for s in storages if s.codec.decode is not None]
@@ -200,12 +196,13 @@ class Filling:
 
     # -- fetch and place
 
-    def _has_arrived(self, number: int) -> None:
-        waiting = self._memories.waiting
-        for assignment in self._memories.owners[number]:
-            waiting[id(assignment)] -= 1
-            if not waiting[id(assignment)]:
-                self._ready.append(assignment)
+    def _has_arrived(self, numbers: Sequence[int]) -> None:
+        owners, sharers, ready = self._memories.owners, self._memories.sharers, self._ready
+        for number in numbers:
+            for assignment in (owners[number], *sharers.get(number, ())):
+                assignment.waiting -= 1
+                if not assignment.waiting:
+                    ready.append(assignment)
         self._arrived.set()
 
     async def _place_all(self, count: int) -> None:
@@ -229,7 +226,7 @@ class Filling:
     # -- in worker threads
 
     def _finish(self, batch: Sequence[Assignment]) -> None:
-        made: dict[int, Any] = {}
+        made: dict[int, object] = {}
         for assignment in batch:
             if self._into and self._options.atomic:
                 # What does not fit must be known before any target is touched.
@@ -239,15 +236,15 @@ class Filling:
             shared = made.get(id(assignment.values)) if assignment.wanted is None else None
             value = shared if shared is not None else self._leaves.value(assignment)
             made[id(assignment.values)] = value
-            self.results[id(assignment)] = value
+            assignment.result = value
 
     def _set(self, assignments: Sequence[Assignment]) -> None:
         for assignment in assignments:
-            self.results[id(assignment)] = self._leaves.value(assignment)
+            assignment.result = self._leaves.value(assignment)
 
     def _set_scalars(self, assignments: Iterable[Assignment]) -> None:
         for assignment in assignments:
-            self.results[id(assignment)] = self._leaves.scalar(assignment)
+            assignment.result = self._leaves.scalar(assignment)
 
 
 def changed_error(location: str, changed: Sequence[str]) -> MismatchError:

@@ -33,7 +33,7 @@ async def verify_foreign(
     paths = opened.structure().paths()
     leaf_of: dict[int, str] = {}
     unverified = []
-    for path, pieces in zip(paths, opened.leaf_arrays(), strict=True):
+    for path, pieces in zip(paths, opened.leaf_pieces(), strict=True):
         leaf_of.update((piece.array, path) for piece in pieces)
         if not all(opened.storage(piece.array).codec.crc32c for piece in pieces):
             unverified.append(path)

@@ -6,15 +6,16 @@ and Orbax's files ready.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.adapters.scalars import scalar_as_array
 from asyncckpt.checkpointer.capture import Capture
+from asyncckpt.checkpointer.orbax_files import key_devices, orbax_files
 from asyncckpt.errors import UsageError
-from asyncckpt.format.orbax import OrbaxLeaf, conflicts, encode_files
-from asyncckpt.format.record import StoredSpec
+from asyncckpt.format.record import Piece, StoredSpec
 from asyncckpt.options import (
     ALIGNED_CHUNK_NBYTES,
     DEFAULT_DATA_FILE_NBYTES,
@@ -28,12 +29,13 @@ from asyncckpt.planning.save import LeafLayout, SavePlan, plan_save
 from asyncckpt.ports import ArrayAdapter, Source
 from asyncckpt.spec import ArraySpec
 from asyncckpt.stages.commit import Catalog, make_catalog
-from asyncckpt.tree import Structure, array_names
+from asyncckpt.tree import array_names, where
+
+PROCESS_COUNT = 1
+"""Processes that save together: this release saves from one."""
 
 CACHED_LAYOUTS = 2
 """Layouts kept: a training loop saves one tree, sometimes a second one for evaluation."""
-
-_EMPTY = {"none": "None", "list": "List", "tuple": "Tuple", "namedtuple": "NamedTuple"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,9 +45,9 @@ class Layout:
     Attributes:
         plan: places of all chunks; arrays of leaves first, then scalars as arrays for Orbax.
         catalog: sorted keys and templates.
-        names: array name by position in `plan.leaves`.
         specs: distinct ways in which arrays are stored.
-        spec_of: index into `specs` by position in `plan.leaves`.
+        spec_of: index into `specs` per array of the plan.
+        pieces: offsets and arrays of the leaves that are stored as several, by leaf index.
         mirrors: leaf index of every scalar that is stored as an array too.
         orbax: Orbax's files, by path in the database's directory; None if it cannot read this.
         notes: what a person should know about it.
@@ -53,26 +55,35 @@ class Layout:
 
     plan: SavePlan
     catalog: Catalog
-    names: tuple[str, ...]
     specs: tuple[StoredSpec, ...]
     spec_of: tuple[int, ...]
+    pieces: Mapping[int, tuple[Piece, ...]]
     mirrors: tuple[int, ...]
     orbax: Mapping[str, bytes] | None
     notes: tuple[str, ...]
 
 
 class LayoutCache:
-    """The layouts of the latest schemas; used on one thread at a time."""
+    """The layouts of the latest schemas; used on one thread at a time.
+
+    Attributes:
+        hits: searches that found one.
+        misses: searches that found none.
+    """
 
     def __init__(self) -> None:
         self._entries: list[tuple[Sequence[object], Layout]] = []
+        self.hits = 0
+        self.misses = 0
 
     def find(self, key: Sequence[object]) -> Layout | None:
         """The layout made for an equal key, compared part by part, never by hash."""
         for number, (known, layout) in enumerate(self._entries):
             if known == key:
                 self._entries.insert(0, self._entries.pop(number))
+                self.hits += 1
                 return layout
+        self.misses += 1
         return None
 
     def keep(self, key: Sequence[object], layout: Layout) -> None:
@@ -89,11 +100,15 @@ def layout_key(taken: Capture, options: SaveOptions, budget_nbytes: int) -> list
         taken.paths,
         taken.kinds,
         [source.spec for source in taken.sources],
+        # Boxes and the processes that hold them.
+        [source.shards for source in taken.sources],
         taken.tied,
         taken.extra,
         taken.structure,
         strings,
         fits,
+        key_devices(taken),
+        PROCESS_COUNT,
         (
             options.chunk_nbytes,
             options.target_data_file_nbytes,
@@ -130,59 +145,89 @@ def make_layout(taken: Capture, options: SaveOptions, budget_nbytes: int) -> Lay
     """The layout of a tree. Blocking.
 
     Raises:
-        UsageError: `leaf_options` returned something that does not fit its leaf; names the path.
+        UsageError: `leaf_options` returned something that does not fit its leaf, or the shards of
+            a leaf do not fit `layout`; names the path.
     """
     names = array_names(taken.structure.parts())
     mirrors = tuple(leaf for leaf, value in taken.scalars.items() if scalar_as_array_fits(value))
-    leaves: list[LeafLayout] = []
+    leaves = _leaf_layouts(taken, names, options, budget_nbytes)
+    leaves += [
+        LeafLayout(names[leaf], _MIRROR_SPECS[taken.kinds[leaf]], options.chunk_nbytes)
+        for leaf in mirrors
+    ]
+    size = options.target_data_file_nbytes
+    try:
+        plan = plan_save(
+            leaves,
+            data_file_nbytes=DEFAULT_DATA_FILE_NBYTES if size == "auto" else size,
+            slot_nbytes=SLOT_NBYTES,
+            page_nbytes=PAGE_NBYTES,
+            aligned_chunk_nbytes=ALIGNED_CHUNK_NBYTES,
+            inline_nbytes=INLINE_NBYTES,
+            regular=options.layout == "regular",
+        )
+    except UsageError as error:
+        raise _with_path(error, names, taken.paths) from None
+    specs: dict[StoredSpec, int] = {}
+    spec_of = tuple(
+        specs.setdefault(StoredSpec(spec, grid.chunk_shape, level), len(specs))
+        for spec, grid, level in zip(plan.specs, plan.grids, plan.zstd_levels, strict=True)
+    )
+    orbax, notes = orbax_files(taken, plan, mirrors)
+    return Layout(
+        plan=plan,
+        catalog=make_catalog(plan),
+        specs=tuple(specs),
+        spec_of=spec_of,
+        pieces={
+            taken.array_leaf[number]: tuple(Piece(plan.offsets[a], a) for a in arrays)
+            for number, arrays in plan.pieces.items()
+        },
+        mirrors=mirrors,
+        orbax=orbax,
+        notes=notes,
+    )
+
+
+def _leaf_layouts(
+    taken: Capture, names: Sequence[str], options: SaveOptions, budget_nbytes: int
+) -> list[LeafLayout]:
+    """How every array is to be stored."""
     level = options.compression_level if options.compression == "zstd" else None
     chunk_nbytes = _bounded(options.chunk_nbytes, level, budget_nbytes)
+    leaves: list[LeafLayout] = []
     for number, (leaf, source) in enumerate(zip(taken.array_leaf, taken.sources, strict=True)):
+        name = names[leaf]
+        first = taken.tied.get(number)
+        if first is not None:
+            # Whatever is asked for this path, the bytes are stored once.
+            leaves.append(dataclasses.replace(leaves[first], name=name, tied_to=first))
+            continue
         own = None
         if options.leaf_options is not None:
             own = options.leaf_options(taken.paths[leaf], source.spec)
         if own is None:
             leaves.append(
-                LeafLayout(
-                    names[leaf],
-                    source.spec,
-                    chunk_nbytes,
-                    zstd_level=level,
-                    tied_to=taken.tied.get(number),
-                    shards=source.shards,
-                )
+                LeafLayout(name, source.spec, chunk_nbytes, zstd_level=level, shards=source.shards)
             )
         else:
             leaves.append(
-                _with_options(taken, leaf, number, source, names[leaf], own, options, budget_nbytes)
+                _with_options(taken.paths[leaf], source, name, own, options, budget_nbytes)
             )
-    leaves += [
-        LeafLayout(names[leaf], _MIRROR_SPECS[taken.kinds[leaf]], chunk_nbytes) for leaf in mirrors
-    ]
-    size = options.target_data_file_nbytes
-    plan = plan_save(
-        leaves,
-        data_file_nbytes=DEFAULT_DATA_FILE_NBYTES if size == "auto" else size,
-        slot_nbytes=SLOT_NBYTES,
-        page_nbytes=PAGE_NBYTES,
-        aligned_chunk_nbytes=ALIGNED_CHUNK_NBYTES,
-        inline_nbytes=INLINE_NBYTES,
-    )
-    specs: dict[StoredSpec, int] = {}
-    spec_of = tuple(
-        specs.setdefault(StoredSpec(layout.spec, grid.chunk_shape, layout.zstd_level), len(specs))
-        for layout, grid in zip(plan.leaves, plan.grids, strict=True)
-    )
-    orbax, notes = _orbax_files(taken, plan, mirrors)
-    return Layout(
-        plan=plan,
-        catalog=make_catalog(plan),
-        names=tuple(layout.name for layout in plan.leaves),
-        specs=tuple(specs),
-        spec_of=spec_of,
-        mirrors=mirrors,
-        orbax=orbax,
-        notes=notes,
+    return leaves
+
+
+def _with_path(error: UsageError, names: Sequence[str], paths: Sequence[str]) -> UsageError:
+    """The planner's error about an array, naming the leaf as people know it."""
+    if error.path not in names:
+        return error
+    path = paths[names.index(error.path)]
+    return UsageError(
+        str(error).replace(f"{error.path}: ", f"{where(path)}: ", 1),
+        path=path,
+        stage=error.stage,
+        expected=error.expected,
+        found=error.found,
     )
 
 
@@ -199,16 +244,13 @@ def _bounded(chunk_nbytes: int, level: int | None, budget_nbytes: int) -> int:
 
 
 def _with_options(
-    taken: Capture,
-    leaf: int,
-    number: int,
+    path: str,
     source: Source,
     name: str,
     own: LeafOptions,
     options: SaveOptions,
     budget_nbytes: int,
 ) -> LeafLayout:
-    path = taken.paths[leaf]
     if not isinstance(own, LeafOptions):
         raise UsageError(
             f"{path}: leaf_options returned {own!r}; return a LeafOptions or None", path=path
@@ -218,7 +260,6 @@ def _with_options(
     if compression == "zstd":
         level = own.compression_level or options.compression_level
     spec = source.spec if own.dtype is None else ArraySpec(source.spec.shape, own.dtype)
-    tied = taken.tied.get(number)
     if own.chunk_shape is not None and len(own.chunk_shape) != len(spec.shape):
         raise UsageError(
             f"{path}: LeafOptions(chunk_shape={own.chunk_shape}) has {len(own.chunk_shape)} "
@@ -233,85 +274,5 @@ def _with_options(
         _bounded(own.chunk_nbytes or options.chunk_nbytes, level, budget_nbytes),
         chunk_shape=own.chunk_shape,
         zstd_level=level,
-        tied_to=tied,
         shards=source.shards,
     )
-
-
-# ---------------------------------------------------------------------------------------- Orbax
-
-
-def _orbax_files(
-    taken: Capture, plan: SavePlan, mirrors: Sequence[int]
-) -> tuple[Mapping[str, bytes] | None, tuple[str, ...]]:
-    array_of = {leaf: number for number, leaf in enumerate([*taken.array_leaf, *mirrors])}
-    leaves: list[OrbaxLeaf] = []
-    for path, child in orbax_paths(taken.structure):
-        if isinstance(child, str):
-            leaves.append(OrbaxLeaf(path, child))  # type: ignore[arg-type]
-            continue
-        kind = taken.kinds[child]
-        array = array_of.get(child)
-        if kind == "str":
-            leaves.append(OrbaxLeaf(path, "string", text=taken.scalars[child]))
-        elif array is None:
-            return None, (
-                f"{taken.paths[child]}: Orbax cannot hold this {kind}, so it cannot restore this "
-                "checkpoint; asyncckpt can",
-            )
-        elif kind in _MIRROR_SPECS:
-            leaves.append(OrbaxLeaf(path, "scalar", plan.leaves[array].name))
-        else:
-            leaves.append(_orbax_array(path, taken, plan, child, array))
-    bad = conflicts(leaves)
-    if bad:
-        shown = ".".join(key for key, _ in leaves[bad[0]].path)
-        return None, (
-            f"Orbax would not find {shown!r} under its name (and {len(bad) - 1} more), so it "
-            "cannot restore this checkpoint; asyncckpt can",
-        )
-    return encode_files(leaves), ()
-
-
-def _orbax_array(
-    path: tuple[tuple[str, bool], ...], taken: Capture, plan: SavePlan, leaf: int, array: int
-) -> OrbaxLeaf:
-    name = plan.leaves[array].name
-    implementation = taken.extra.get(leaf, {}).get("prng_impl")
-    if implementation is None:
-        # Also for jax.Array: Orbax then needs no device of the machine that saved.
-        return OrbaxLeaf(path, "array", name)
-    devices = sorted(map(str, taken.sources[array].leaf.devices()))
-    return OrbaxLeaf(
-        path,
-        "jax",
-        name,
-        shape=plan.leaves[array].spec.shape,
-        chunk_shape=plan.grids[array].chunk_shape,
-        device=devices[0],
-        key_impl=implementation,
-    )
-
-
-def orbax_paths(
-    structure: Structure,
-) -> list[tuple[tuple[tuple[str, bool], ...], int | str]]:
-    """Orbax's path of every leaf (its ordinal) and of every empty container (its kind)."""
-    found: list[tuple[tuple[tuple[str, bool], ...], int | str]] = []
-    if not structure.nodes:
-        return [((), 0)]
-    at_node: list[tuple[tuple[str, bool], ...]] = [()] * len(structure.nodes)
-    for index, node in enumerate(structure.nodes):
-        base = at_node[index]
-        if not node.children:
-            found.append((base, _EMPTY.get(node.kind, "Dict")))
-            continue
-        sequence = node.kind in ("list", "tuple")
-        keys = node.keys if node.keys else range(len(node.children))
-        for key, child in zip(keys, node.children, strict=True):
-            path = base if node.kind == "stateful" else (*base, (str(key), sequence))
-            if child >= 0:
-                found.append((path, child))
-            else:
-                at_node[-child] = path
-    return found

@@ -46,28 +46,39 @@ class Assignment:
         number: ordinal of the target's leaf (of the saved leaf when restoring without a target).
         path: its path.
         saved: ordinal of the saved leaf.
-        pieces: the arrays that hold it; none for scalars of the record.
+        array: the array that holds it; -1 for scalars of the record.
+        pieces: the arrays that hold it, where there are several.
         spec: shape and stored dtype of the leaf, None for scalars.
         wanted: the target, or None.
         scalar: value of a scalar from the record.
         values: host memory of an array, once allocated; a scalar that goes into a rank-0 array.
         parts: the same per box of a target with boxes.
+        waiting: fetches that have not ended.
+        result: the finished leaf.
     """
 
     number: int
     path: str
     saved: int
+    array: int = -1
     pieces: tuple[Piece, ...] = ()
     spec: ArraySpec | None = None
     wanted: Wanted | None = None
     scalar: Any = None
     values: Any = None
-    parts: list[npt.NDArray[Any]] = field(default_factory=list)
+    parts: Sequence[npt.NDArray[Any]] = ()
+    waiting: int = 0
+    result: Any = None
 
     @property
     def target(self) -> Target | None:
         """What an adapter makes of it, or None."""
         return None if self.wanted is None else self.wanted.target
+
+    @property
+    def arrays(self) -> tuple[int, ...]:
+        """All arrays that hold it."""
+        return tuple(piece.array for piece in self.pieces) or (self.array,)
 
 
 @dataclass(slots=True, eq=False)
@@ -130,7 +141,7 @@ def match(
                 result.missing.append(want.path)
             continue
         seen.add(saved)
-        if free(want.path) and (not arrays[saved]) != (want.target is None):
+        if free(want.path) and _is_other_kind(opened, want, saved, arrays[saved]):
             result.additions.append(_saved(opened, want.path, saved, arrays[saved]))
             continue
         assignment = _assign(opened, number, want, saved, arrays[saved], cast, faults)
@@ -148,6 +159,16 @@ def match(
     if faults:
         raise _combined(opened.location, faults)
     return result
+
+
+def _is_other_kind(opened: OpenCheckpoint, want: Wanted, saved: int, array: int) -> bool:
+    """Whether one is an array and the other is not, or they are scalars of different types.
+
+    In a state dict that is no fault: a learning rate of 1 may have become 0.5, or a tensor.
+    """
+    if want.target is not None or array >= 0:
+        return (want.target is not None) != (array >= 0)
+    return opened.leaves.kind[saved] != type(want.leaf).__name__
 
 
 def match_saved(
@@ -192,11 +213,16 @@ def check_framework(
         raise _combined(opened.location, faults)
 
 
-def _saved(opened: OpenCheckpoint, path: str, leaf: int, pieces: tuple[Piece, ...]) -> Assignment:
-    if pieces:
-        return Assignment(leaf, path, leaf, pieces, opened.leaf_spec(pieces))
+def _saved(opened: OpenCheckpoint, path: str, leaf: int, array: int) -> Assignment:
+    if array >= 0:
+        pieces = opened.leaves.pieces.get(leaf, ())
+        return Assignment(leaf, path, leaf, array, pieces, _spec(opened, array, pieces))
     leaves = opened.leaves
     return Assignment(leaf, path, leaf, scalar=decode_scalar(leaves.kind[leaf], leaves.value[leaf]))
+
+
+def _spec(opened: OpenCheckpoint, array: int, pieces: Sequence[Piece]) -> ArraySpec:
+    return opened.leaf_spec(pieces) if pieces else opened.storage(array).spec
 
 
 def _assign(
@@ -204,18 +230,19 @@ def _assign(
     number: int,
     want: Wanted,
     saved: int,
-    pieces: tuple[Piece, ...],
+    array: int,
     cast: bool,
     faults: list[MismatchError],
 ) -> Assignment:
     leaves = opened.leaves
-    result = Assignment(number, want.path, saved, pieces, wanted=want)
+    pieces = leaves.pieces.get(saved, ())
+    result = Assignment(number, want.path, saved, array, pieces, wanted=want)
     kind = leaves.kind[saved]
     if kind in SCALAR_KINDS:
         result.scalar = decode_scalar(kind, leaves.value[saved])
         _match_scalar(result, want, faults)
         return result
-    spec = result.spec = opened.leaf_spec(pieces)
+    spec = result.spec = _spec(opened, array, pieces)
     extra = leaves.extra.get(saved, _NO_FACTS)
     if want.target is None:
         if extra.get("python") == "bytes" and type(want.leaf) is bytes:

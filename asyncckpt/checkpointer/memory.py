@@ -23,8 +23,8 @@ class Memories:
 
     Attributes:
         destinations: what is fetched.
-        owners: per destination, the assignments that it serves.
-        waiting: per assignment (by identity), the destinations that it waits for.
+        owners: per destination, the assignment that it serves.
+        sharers: by destination, further assignments that it serves (tied arrays).
     """
 
     def __init__(self, opened: OpenCheckpoint) -> None:
@@ -34,8 +34,8 @@ class Memories:
         self._in_ties = set(tied) | set(tied.values())
         self._shared: dict[Any, int] = {}
         self.destinations: list[Destination] = []
-        self.owners: list[list[Assignment]] = []
-        self.waiting: dict[int, int] = {}
+        self.owners: list[Assignment] = []
+        self.sharers: dict[int, list[Assignment]] = {}
 
     def allocate(self, arrays: Sequence[Assignment], *, in_place: bool) -> None:
         """Every assignment has memory and its destinations. Blocking.
@@ -53,7 +53,7 @@ class Memories:
                     assignment.values = target.buffer
                     continue
                 if target.buffers:
-                    assignment.parts = list(target.buffers)
+                    assignment.parts = target.buffers
                     continue
             own.append(assignment)
         self._allocate_own(own)
@@ -73,7 +73,7 @@ class Memories:
                 assignment.parts = [_take(arena, ArraySpec(b.shape, spec.dtype)) for b in boxes]
                 continue
             if assignment.wanted is None and tied:
-                firsts = tuple(tied.get(piece.array, piece.array) for piece in assignment.pieces)
+                firsts = tuple(tied.get(array, array) for array in assignment.arrays)
                 if firsts not in made:
                     made[firsts] = _take(arena, spec)
                 assignment.values = made[firsts]
@@ -82,16 +82,11 @@ class Memories:
 
     def _aim(self, assignment: Assignment) -> None:
         boxes = None if assignment.target is None else assignment.target.boxes
-        pieces = assignment.pieces
-        count = 0
-        if boxes is None and len(pieces) == 1:
-            self._add(assignment, pieces[0].array, None, assignment.values)
-            count = 1
-        else:
-            for array, box, memory in self._overlaps(assignment, boxes):
-                self._add(assignment, array, box, memory)
-                count += 1
-        self.waiting[id(assignment)] = count
+        if boxes is None and not assignment.pieces:
+            self._add(assignment, assignment.array, None, assignment.values)
+            return
+        for array, box, memory in self._overlaps(assignment, boxes):
+            self._add(assignment, array, box, memory)
 
     def _overlaps(
         self, assignment: Assignment, boxes: Sequence[Box] | None
@@ -102,7 +97,8 @@ class Memories:
         memories = assignment.parts
         if boxes is None:
             boxes, memories = [Box.whole(spec.shape)], [assignment.values]
-        opened, pieces = self._opened, assignment.pieces
+        opened = self._opened
+        pieces = opened.pieces(assignment.saved, assignment.array)
         held = [Box(p.offset, opened.storage(p.array).spec.shape) for p in pieces]
         index = BoxIndex(held)
         for box, memory in zip(boxes, memories, strict=True):
@@ -115,18 +111,19 @@ class Memories:
                 yield pieces[number].array, None if whole else part, memory[where]
 
     def _add(self, assignment: Assignment, array: int, box: Box | None, values: Memory) -> None:
+        assignment.waiting += 1
         if array in self._in_ties:
             # The chunks of tied arrays are read once into memory that their targets share.
             address = values.__array_interface__["data"][0]
             key = (self._opened.first_rows[array], box, address, values.shape, values.strides)
             number = self._shared.setdefault(key, len(self.destinations))
             if number < len(self.destinations):
-                self.owners[number].append(assignment)
+                self.sharers.setdefault(number, []).append(assignment)
                 return
         self.destinations.append(
             Destination(assignment.path, array, box, values, flat_target(values))
         )
-        self.owners.append([assignment])
+        self.owners.append(assignment)
 
 
 def wanted_nbytes(assignment: Assignment) -> int:

@@ -48,7 +48,7 @@ def check_overlaps(assignments: Sequence[Assignment], first_rows: Sequence[int])
     for assignment in assignments:
         target = assignment.target
         if target is not None and target.span is not None:
-            rows = tuple(first_rows[piece.array] for piece in assignment.pieces)
+            rows = tuple(first_rows[array] for array in assignment.arrays)
             spans.append(_Span(*target.span, rows, target, assignment.path))
     spans.sort(key=itemgetter(0, 1))
     open_spans: list[_Span] = []

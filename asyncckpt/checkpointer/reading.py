@@ -46,7 +46,7 @@ async def info_of(opened: OpenCheckpoint, step: int | None) -> CheckpointInfo:
     leaves: list[LeafInfo] = []
     first: dict[tuple[int, ...], str] = {}
     tied = opened.arrays.tied
-    for leaf, (path, pieces) in enumerate(zip(paths, opened.leaf_arrays(), strict=True)):
+    for leaf, (path, pieces) in enumerate(zip(paths, opened.leaf_pieces(), strict=True)):
         kind = table.kind[leaf]
         if not pieces:
             value = decode_scalar(kind, table.value[leaf])
@@ -262,7 +262,7 @@ class _Verify:
             return []
         wanted = np.sort(np.asarray(rows))
         found = []
-        for path, pieces in zip(paths, opened.leaf_arrays(), strict=True):
+        for path, pieces in zip(paths, opened.leaf_pieces(), strict=True):
             for piece in pieces:
                 start = opened.first_rows[piece.array]
                 stop = start + opened.storage(piece.array).grid.chunk_count

@@ -114,7 +114,6 @@ async def run_restore(
         raise filling.failed(leading_error(group)) from None
     except AsyncCheckpointError as error:
         raise filling.failed(error) from None
-    results = filling.results
     report = RestoreReport(
         location=opened.location,
         step=step,
@@ -129,8 +128,8 @@ async def run_restore(
         metadata=opened.metadata,
         notes=tuple(filling.notes),
     )
-    additions = {a.saved: results[id(a)] for a in matching.additions}
-    values = {a.number: results[id(a)] for a in matching.assignments}
+    additions = {a.saved: a.result for a in matching.additions}
+    values = {a.number: a.result for a in matching.assignments}
     saved = {path: leaf for leaf, path in enumerate(paths)}
     return RestoreOutcome(structure, values, additions, selected, saved, report)
 

@@ -21,6 +21,7 @@ from asyncckpt import __version__
 from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.checkpointer.capture import Capture
 from asyncckpt.checkpointer.layout import (
+    PROCESS_COUNT,
     Layout,
     LayoutCache,
     layout_key,
@@ -185,10 +186,9 @@ class Save:
                 location=self._location,
             )
         layout, cached = await self._layout()
-        self._state.total_nbytes = sum(layout.plan.file_nbytes) + sum(
-            int(layout.plan.row_payload[layout.plan.row_array == leaf].sum())
-            for leaf in layout.plan.compressed
-        )
+        plan = layout.plan
+        packed = np.isin(plan.row_array, plan.compressed)
+        self._state.total_nbytes = sum(plan.file_nbytes) + int(plan.row_payload[packed].sum())
         runtime.budget.peak = runtime.budget.in_use
         attempt = await self._store.begin(
             request.name,
@@ -216,7 +216,7 @@ class Save:
             step=request.step,
             save_id=self._save_id,
             leaf_count=len(request.taken.paths),
-            array_count=len(request.taken.sources) - len(request.taken.tied),
+            array_count=len(plan.names) - len(plan.tied) - len(layout.mirrors),
             nbytes=_array_nbytes(request.taken),
             stored_nbytes=stored_nbytes,
             file_count=file_count,
@@ -224,6 +224,8 @@ class Save:
             total_s=time.perf_counter() - request.begun,
             stage_s=dict(data.clock.busy_s),
             plan_cached=cached,
+            plan_cache_hits=self._layouts.hits,
+            plan_cache_misses=self._layouts.misses,
             referenced_nbytes=data.referenced_nbytes,
             peak_staged_nbytes=runtime.budget.peak * runtime.pool.slot_nbytes,
             orbax=layout.orbax is not None,
@@ -326,14 +328,14 @@ class Save:
                 step=request.step,
                 epoch=0,
                 writer=0,
-                writers=1,
+                writers=PROCESS_COUNT,
                 plan_digest=layout.plan.digest,
                 created_ns=now_ns,
                 library=f"asyncckpt {__version__}",
                 tree=taken.structure.to_json(),
-                leaves=LeafTable(taken.kinds, taken.values, taken.extra, {}),
+                leaves=LeafTable(taken.kinds, taken.values, taken.extra, layout.pieces),
                 specs=layout.specs,
-                arrays=ArrayTable(list(layout.names), list(layout.spec_of), taken.tied),
+                arrays=ArrayTable(list(layout.plan.names), list(layout.spec_of), layout.plan.tied),
                 files=tuple(FileEntry(*entry) for entry in files),
                 chunk_index=IndexExtent(
                     index_file,

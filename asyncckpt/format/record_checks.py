@@ -12,11 +12,10 @@ from asyncckpt.format.ocdbt.keys import MAX_KEY_NBYTES
 from asyncckpt.format.paths import path_fault
 from asyncckpt.format.record_values import CommitRecord, Piece
 from asyncckpt.format.scalars import SCALAR_KINDS
+from asyncckpt.options import MAX_PIECES
 
 # Keys append "/zarr.json" or "/c/i/j…" of at most 32 numbers to an array's name.
 _MAX_NAME_NBYTES = MAX_KEY_NBYTES - 32 * 20 - 8
-MAX_PIECES = 4096
-"""Pieces of one leaf; every pair of them is compared."""
 
 
 def check_consistency(record: CommitRecord, fields: Fields) -> None:

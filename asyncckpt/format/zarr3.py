@@ -1,83 +1,51 @@
 """zarr v3 arrays: the metadata document and the keys of chunks.
 
-Source: zarr-specs v3 (core, and the codecs `bytes`, `zstd`, `crc32c`), as the `zarr3` driver of
-TensorStore reads it. Written are a regular grid, the default key encoding with ``/``, and the
-codecs `bytes` little endian, optionally `zstd`, and `crc32c`, in this order.
+Source: zarr-specs v3 (core, and the codecs `bytes`, `transpose`, `gzip`, `zstd`, `blosc`, `crc32c`
+and `sharding_indexed`), as the `zarr3` driver of TensorStore reads it. Written are a regular grid,
+the default key encoding with ``/``, and the codecs `bytes` little endian, optionally `zstd`, and
+`crc32c`, in this order.
 """
-
-# A stored document is never handed on: what it says is checked here, and whoever opens the array
-# elsewhere builds the specification anew. A shape of 2^40 ends a process that trusts it.
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
+from asyncckpt.format.zarr import (
+    CRC_NBYTES,
+    MAX_CODECS,
+    Chain,
+    ChunkKeys,
+    Document,
+    Shards,
+    ZarrArray,
+    ZarrLimits,
+    fill_value_bytes,
+)
+from asyncckpt.spec import DTYPES, ITEMSIZES, ArraySpec
 
-from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.format.faults import corrupt
-from asyncckpt.spec import DTYPES, ITEMSIZES, ArraySpec, ChunkGrid
+__all__ = [
+    "CRC_NBYTES",
+    "METADATA_NAME",
+    "ZarrArray",
+    "ZarrLimits",
+    "chunk_key",
+    "chunk_keys",
+    "decode_metadata",
+    "encode_metadata",
+    "fill_value_bytes",
+    "metadata_key",
+]
 
-CRC_NBYTES = 4
-"""What the `crc32c` codec adds behind the encoded bytes of a chunk."""
+METADATA_NAME = "zarr.json"
+"""Last part of the key of a metadata document."""
 
 # Documents differ by (spec, chunk shape, level), of which a state has few beside its shapes.
 _CACHED_DOCUMENTS = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class ZarrLimits:
-    """Bounds of what a stored document may claim.
-
-    Attributes:
-        max_rank: dimensions.
-        max_array_nbytes: all elements.
-        max_chunk_nbytes: one chunk, decoded.
-        max_chunks: chunks of one array.
-        max_document_nbytes: the document itself.
-    """
-
-    max_rank: int = 32
-    max_array_nbytes: int = 1 << 48
-    max_chunk_nbytes: int = 1 << 40
-    max_chunks: int = 1 << 32
-    max_document_nbytes: int = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class ZarrArray:
-    """What a metadata document says.
-
-    Attributes:
-        spec: shape and dtype.
-        chunk_shape: elements of a chunk per dimension.
-        zstd_level: level of the `zstd` codec, or None without one.
-        crc32c: whether a CRC-32C trails every chunk.
-        fill_value: bytes of the element that missing chunks consist of.
-    """
-
-    spec: ArraySpec
-    chunk_shape: tuple[int, ...]
-    zstd_level: int | None = None
-    crc32c: bool = True
-    fill_value: bytes = b""
-
-    @property
-    def grid(self) -> ChunkGrid:
-        """The chunk grid."""
-        return ChunkGrid(self.spec.shape, self.chunk_shape)
-
-    @property
-    def chunk_nbytes(self) -> int:
-        """Bytes of a chunk before compression."""
-        return math.prod(self.chunk_shape) * self.spec.itemsize
 
 
 @lru_cache(maxsize=_CACHED_DOCUMENTS)
@@ -112,17 +80,12 @@ def _fill_value_json(dtype: str) -> object:
     return 0 if dtype.startswith(("int", "uint")) else 0.0
 
 
-def fill_value_bytes(dtype: str) -> bytes:
-    """One element of zero, the fill value of every array we write."""
-    return bytes(ITEMSIZES[dtype])
-
-
 # ------------------------------------------------------------------------------------------ keys
 
 
 def metadata_key(name: str) -> bytes:
     """Key of the metadata document of array `name`."""
-    return f"{name}/zarr.json".encode()
+    return f"{name}/{METADATA_NAME}".encode()
 
 
 def chunk_key(name: str, cell: Sequence[int]) -> bytes:
@@ -152,8 +115,16 @@ def decode_metadata(data: bytes, *, file: str, limits: ZarrLimits | None = None)
         UnsupportedFormatError: it is intact, but uses a dtype, grid, key encoding or codec that is
             not read here.
     """
-    limits = limits or ZarrLimits()
-    return _Document(file, limits).decode(data)
+    return _Zarr3(file, limits or ZarrLimits()).decode(data)
+
+
+def is_group(data: bytes) -> bool:
+    """Whether the bytes of a `zarr.json` describe a group, which holds no elements itself."""
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(document, dict) and document.get("node_type") == "group"
 
 
 _KNOWN_MEMBERS = frozenset(
@@ -171,22 +142,15 @@ _KNOWN_MEMBERS = frozenset(
         "storage_transformers",
     )
 )
+_SEPARATORS = {"default": "/", "v2": "."}
+_PACKING = ("zstd", "gzip", "blosc", "crc32c")
+_CODECS = ("transpose", "bytes", "sharding_indexed", *_PACKING)
 
 
 @dataclass(frozen=True, slots=True)
-class _Document:
-    file: str
-    limits: ZarrLimits
-
+class _Zarr3(Document):
     def decode(self, data: bytes) -> ZarrArray:
-        if len(data) > self.limits.max_document_nbytes:
-            raise self.fault(f"it has {len(data)} bytes")
-        try:
-            document = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise self.fault(f"it is not JSON ({error})") from None
-        if not isinstance(document, dict):
-            raise self.fault("it is not a JSON object")
+        document = self.members(data)
         if document.get("zarr_format") != 3 or isinstance(document.get("zarr_format"), bool):
             raise self.unsupported("zarr_format", document.get("zarr_format"), 3)
         if document.get("node_type") != "array":
@@ -206,44 +170,16 @@ class _Document:
         if grid[0] != "regular":
             raise self.unsupported("chunk_grid", grid[0], "regular")
         chunk_shape = self.integers(grid[1].get("chunk_shape"), "chunk_shape", least=1)
-        if len(chunk_shape) != len(shape):
-            raise self.fault(f"its chunks have rank {len(chunk_shape)}, the array {len(shape)}")
-        keys = self.named(document.get("chunk_key_encoding"), "chunk_key_encoding")
-        separator = keys[1].get("separator", "/")
-        if (keys[0], separator) != ("default", "/"):
-            raise self.unsupported("chunk_key_encoding", (keys[0], separator), ("default", "/"))
-        zstd_level, crc = self.codecs(document.get("codecs"), ITEMSIZES[dtype])
-        fill = self.fill_value(document.get("fill_value"), dtype)
-        array = ZarrArray(ArraySpec(shape, dtype), chunk_shape, zstd_level, crc, fill)
-        for what, found, limit in (
-            ("bytes in all", array.spec.nbytes, self.limits.max_array_nbytes),
-            ("bytes per chunk", array.chunk_nbytes, self.limits.max_chunk_nbytes),
-            ("chunks", array.grid.chunk_count, self.limits.max_chunks),
-        ):
-            if found > limit:
-                raise self.fault(f"it claims {found} {what}, the limit is {limit}")
-        return array
-
-    def fault(self, reason: str) -> CorruptCheckpointError:
-        return corrupt("the zarr metadata", reason, file=self.file)
-
-    def unsupported(self, what: str, found: object, expected: object) -> UnsupportedFormatError:
-        shown = repr(found)[:120]
-        return UnsupportedFormatError(
-            f"{self.file}: the zarr array has {what} {shown}, which is not read here; expected "
-            f"{expected}; rewrite the array with TensorStore or zarr",
-            location=self.file,
-            expected=expected,
-            found=found,
+        array = ZarrArray(
+            ArraySpec(shape, dtype),
+            chunk_shape,
+            Chain(),
+            self.fill_value(document.get("fill_value"), dtype),
+            self.chunk_keys(document.get("chunk_key_encoding")),
         )
-
-    def integers(self, value: object, what: str, *, least: int) -> tuple[int, ...]:
-        if not isinstance(value, list) or len(value) > self.limits.max_rank:
-            raise self.fault(f"its {what} is not a list of at most {self.limits.max_rank} numbers")
-        for n in value:
-            if type(n) is not int or not least <= n < 1 << 63:
-                raise self.fault(f"its {what} has the entry {repr(n)[:40]}")
-        return tuple(value)
+        self.check_limits(array)
+        chain = self.chain(document.get("codecs"), chunk_shape, ITEMSIZES[dtype], MAX_CODECS)
+        return ZarrArray(array.spec, chunk_shape, chain, array.fill_value, array.keys)
 
     def named(self, value: object, what: str) -> tuple[str, dict[str, Any]]:
         if isinstance(value, str):
@@ -255,68 +191,82 @@ class _Document:
             raise self.fault(f"the configuration of its {what} is not an object")
         return value["name"], configuration
 
-    def codecs(self, value: object, itemsize: int) -> tuple[int | None, bool]:
-        if not isinstance(value, list) or len(value) > 16:
-            raise self.fault("its codecs are not a list of at most 16")
-        chain = [self.named(codec, "codec") for codec in value]
-        names = [name for name, _ in chain]
-        if names not in (
-            ["bytes"],
-            ["bytes", "crc32c"],
-            ["bytes", "zstd"],
-            ["bytes", "zstd", "crc32c"],
+    def chunk_keys(self, value: object) -> ChunkKeys:
+        name, configuration = self.named(value, "chunk_key_encoding")
+        separator = configuration.get("separator", _SEPARATORS.get(name))
+        if name not in _SEPARATORS or separator not in _SEPARATORS.values():
+            raise self.unsupported(
+                "chunk_key_encoding", (name, separator), "default or v2, with / or ."
+            )
+        return ChunkKeys(name == "default", separator)
+
+    def chain(
+        self, value: object, chunk_shape: tuple[int, ...], itemsize: int, most: int
+    ) -> Chain:
+        """The codecs of chunks of this shape; `most` is how many are still allowed."""
+        if not isinstance(value, list) or len(value) > most:
+            raise self.fault(f"its codecs are not a list of at most {MAX_CODECS} in all")
+        codecs = [self.named(codec, "codec") for codec in value]
+        order: tuple[int, ...] = tuple(range(len(chunk_shape)))
+        at = 0
+        while at < len(codecs) and codecs[at][0] == "transpose":
+            order = tuple(order[n] for n in self.permutation(codecs[at][1], len(chunk_shape)))
+            at += 1
+        names = [name for name, _ in codecs]
+        rest = names[at + 1 :]
+        if names[at : at + 1] not in (["bytes"], ["sharding_indexed"]) or not set(rest) <= set(
+            _PACKING
         ):
-            raise self.unsupported("codecs", names, ["bytes", "zstd (optional)", "crc32c"])
-        endian = chain[0][1].get("endian", "little" if itemsize == 1 else None)
-        if endian != "little" and (itemsize > 1 or endian != "big"):
-            raise self.unsupported("endian", endian, "little")
-        level = None
-        if "zstd" in names:
-            level = chain[1][1].get("level")
-            if type(level) is not int or not -(1 << 17) <= level <= 22:
-                raise self.fault(f"its zstd level is {repr(level)[:40]}")
-        return level, "crc32c" in names
+            raise self.unsupported("codecs", names, list(_CODECS))
+        for name, configuration in codecs[at + 1 :]:
+            if name == "zstd":
+                level = configuration.get("level")
+                if type(level) is not int or not -(1 << 17) <= level <= 22:
+                    raise self.fault(f"its zstd level is {repr(level)[:40]}")
+        in_order = () if order == tuple(range(len(order))) else order
+        configuration = codecs[at][1]
+        if names[at] == "bytes":
+            return Chain(in_order, self.is_big_endian(configuration, itemsize), None, tuple(rest))
+        stored_shape = tuple(chunk_shape[n] for n in order)
+        shards = self.shards(configuration, stored_shape, itemsize, most - len(codecs))
+        return Chain(in_order, False, shards, tuple(rest))
 
-    def fill_value(self, value: object, dtype: str) -> bytes:
-        complex_ = dtype.startswith("complex")
-        parts = value if complex_ and isinstance(value, list) else [value]
-        if len(parts) != (2 if complex_ else 1):
-            raise self.fault("its fill value has the wrong number of parts")
-        parser = _fill_parser(dtype)
-        try:
-            return b"".join(parser(part) for part in parts)
-        except (ValueError, TypeError, OverflowError):
-            raise self.fault(f"its fill value {repr(value)[:40]} is no {dtype}") from None
+    def permutation(self, configuration: dict[str, Any], rank: int) -> tuple[int, ...]:
+        order = configuration.get("order")
+        if order in ("C", "F"):  # of older writers
+            return tuple(range(rank)) if order == "C" else tuple(range(rank))[::-1]
+        numbers = self.integers(order, "transpose order", least=0)
+        if sorted(numbers) != list(range(rank)):
+            raise self.fault(f"its transpose order is {list(numbers)}, the rank {rank}")
+        return numbers
 
+    def is_big_endian(self, configuration: dict[str, Any], itemsize: int) -> bool:
+        endian = configuration.get("endian", "little" if itemsize == 1 else None)
+        if endian not in ("little", "big"):
+            raise self.unsupported("endian", endian, "little or big")
+        return bool(endian == "big") and itemsize > 1
 
-_HEX = re.compile(r"0x[0-9a-fA-F]+")
-_SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-
-
-def _fill_parser(dtype: str) -> Callable[[object], bytes]:
-    """Turns one JSON number of a fill value into its bytes; raises ValueError where it is none."""
-    part = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
-    kind = DTYPES[part]
-
-    def parse(value: object) -> bytes:
-        if part == "bool":
-            if type(value) is not bool:
-                raise ValueError
-            return bytes([value])
-        if part.startswith(("int", "uint")):
-            if type(value) is not int:
-                raise ValueError
-            if part == "int4" and not -8 <= value <= 7:
-                raise OverflowError
-            return np.array(value, kind).tobytes()
-        if isinstance(value, str):
-            if _HEX.fullmatch(value):
-                return int(value, 16).to_bytes(kind.itemsize, "little")
-            if value not in _SPECIAL:
-                raise ValueError
-            value = _SPECIAL[value]
-        if type(value) not in (int, float):
-            raise ValueError
-        return np.array(value, kind).tobytes()
-
-    return parse
+    def shards(
+        self, configuration: dict[str, Any], shard_shape: tuple[int, ...], itemsize: int, most: int
+    ) -> Shards:
+        chunk_shape = self.integers(configuration.get("chunk_shape"), "chunks in shards", least=1)
+        if len(chunk_shape) != len(shard_shape) or any(
+            outer % inner for outer, inner in zip(shard_shape, chunk_shape, strict=True)
+        ):
+            raise self.fault(
+                f"its shards of shape {list(shard_shape)} are not made of whole chunks of shape "
+                f"{list(chunk_shape)}"
+            )
+        index = self.chain(configuration.get("index_codecs"), (1,), 8, most)
+        if index.order or index.shards is not None or index.packing not in ((), ("crc32c",)):
+            raise self.unsupported("index_codecs", configuration["index_codecs"], "bytes, crc32c")
+        location = configuration.get("index_location", "end")
+        if location not in ("start", "end"):
+            raise self.unsupported("index_location", location, "start or end")
+        return Shards(
+            chunk_shape,
+            self.chain(configuration.get("codecs"), chunk_shape, itemsize, most - 1),
+            bool(index.packing),
+            index.big_endian,
+            location == "start",
+        )

@@ -33,6 +33,7 @@ def choose_grid(
     *,
     chunk_nbytes: int,
     chunk_shape: tuple[int, ...] | None = None,
+    regular: bool = False,
 ) -> tuple[tuple[tuple[int, ...], ChunkGrid], ...]:
     """The arrays that store one leaf, as (offset in the leaf, grid); nearly always just one.
 
@@ -42,10 +43,12 @@ def choose_grid(
             the others tile it. None stands for one that covers the leaf.
         chunk_nbytes: target size of a chunk in bytes.
         chunk_shape: exact chunk shape in elements; wins over `chunk_nbytes`.
+        regular: one array, or an error.
 
     Raises:
         UsageError: `chunk_shape` has another rank, an entry that is not positive, or cuts chunks
-            that no process holds whole; or `chunk_nbytes` is not positive.
+            that no process holds whole; `chunk_nbytes` is not positive; or `regular`, and the
+            finest grid that follows the shards has too many chunks.
         ValueError: the shards do not tile the leaf.
     """
     boxes = distinct_boxes(spec, shards)
@@ -66,7 +69,7 @@ def choose_grid(
             return ((origin, ChunkGrid(spec.shape, filled)),)
         limits = Limits(filled, spec.itemsize, chunk_nbytes, 1, strict)
         return ((origin, ChunkGrid(spec.shape, cut_freely(limits))),)
-    return follow_shards(spec, boxes, chunk_nbytes, strict)
+    return follow_shards(spec, boxes, chunk_nbytes, strict, regular=regular)
 
 
 def contiguous_runs(
@@ -82,9 +85,9 @@ def contiguous_runs(
         grid: grid of the array.
         itemsize: bytes per element.
         rows: chunk numbers in the array, in C order.
-        box: a part of the array.
+        box: a part of the array, or of what the array is a part of: it may reach past it.
     """
-    if len(rows) == 1 and grid.chunk_shape == grid.shape == box.shape:
+    if len(rows) == 1 and grid.chunk_shape == grid.shape == box.shape and not any(box.offset):
         return np.zeros(1, np.int64), np.array([math.prod(grid.shape) * itemsize], np.int64)
     if not len(rows) or not grid.shape:
         return np.zeros(len(rows), np.int64), np.full(len(rows), itemsize, np.int64)

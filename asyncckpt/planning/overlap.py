@@ -46,4 +46,5 @@ class BoxIndex:
         last = int(np.searchsorted(self._starts[:, self._axis], stop[self._axis], side="left"))
         starts, stops = self._starts[first:last], self._stops[first:last]
         meets = np.all(starts < stop, axis=1) & np.all(stops > start, axis=1)
-        return self._order[first:last][meets & self._filled[first:last]]
+        found: Column = self._order[first:last][meets & self._filled[first:last]]
+        return found

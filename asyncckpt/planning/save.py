@@ -1,87 +1,80 @@
-"""Where every byte of a save goes: chunks, data files, and the slots in which they are written.
+"""Where every byte of a save goes: arrays, chunks, data files, and the slots they are written in.
 
-`plan_save` packs the chunks of all leaves, in leaf order, into data files, and cuts the files
-into windows of one slot each: the unit of staging, checksumming and writing.
+`plan_save` makes every leaf one array, or several where its shards lie on no common grid, packs
+the chunks of all arrays, in their order, into data files, and cuts the files into windows of one
+slot each: the unit of staging, checksumming and writing.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from asyncckpt.errors import UsageError
-from asyncckpt.planning.grid import choose_grid, contiguous_runs
+from asyncckpt.planning.arrays import LeafLayout, plan_arrays
+from asyncckpt.planning.digest import plan_digest
 from asyncckpt.planning.pack import TRAILER_NBYTES, Piece, Window, cut_windows, pack
+from asyncckpt.planning.sources import chunk_sources
 from asyncckpt.planning.table import Column
-from asyncckpt.spec import ArraySpec, Box, ChunkGrid, Shard
+from asyncckpt.spec import ArraySpec, ChunkGrid
 
 __all__ = ["PLANNER_VERSION", "LeafLayout", "Piece", "SavePlan", "Window", "plan_save"]
 
-PLANNER_VERSION = 1
+PLANNER_VERSION = 2
 """Part of the digest: to be raised by every change that gives another plan for the same input."""
 
 SMALL_ALIGNMENT_NBYTES = 8
 """Alignment of small chunks: copies between aligned words, for 4 bytes per chunk on average."""
 
 
-@dataclass(frozen=True, slots=True)
-class LeafLayout:
-    """One array leaf and how it is to be stored.
-
-    Attributes:
-        name: name of the array in the database.
-        spec: shape and dtype.
-        chunk_nbytes: target size of a chunk in bytes.
-        chunk_shape: exact chunk shape; wins over `chunk_nbytes`.
-        zstd_level: compression level; None stores the chunks as they are.
-        tied_to: index of an earlier leaf with the same spec whose bytes this one shares; that
-            leaf's layout holds for both.
-        shards: all shards of the leaf; None for one that covers it.
-    """
-
-    name: str
-    spec: ArraySpec
-    chunk_nbytes: int
-    chunk_shape: tuple[int, ...] | None = None
-    zstd_level: int | None = None
-    tied_to: int | None = None
-    shards: tuple[Shard, ...] | None = None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class SavePlan:
-    """Every chunk of a save and its place. A row is a chunk; rows are in leaf order, then C order.
+    """Every array and every chunk of a save, and its place.
+
+    An array is a leaf, or a piece of one; arrays are in leaf order, pieces by their offsets. A row
+    is a chunk; rows are in the order of arrays, then C order.
 
     Attributes:
-        leaves: the input.
-        grids: chunk grid per leaf.
-        first_row: first row per leaf; a tied leaf has the rows of the leaf it shares.
-        row_array: leaf that owns the row; `row - first_row` counts the cells of its grid.
+        names: name per array: that of its leaf, with a number behind it for pieces.
+        specs: shape and dtype per array.
+        grids: chunk grid per array.
+        zstd_levels: compression level per array, or None.
+        array_leaf: leaf per array.
+        pieces: the arrays of each leaf that is stored as several.
+        offsets: where an array begins in its leaf, for those that are pieces.
+        tied: per array that shares all rows with an earlier one, that array.
+        first_row: first row per array; a tied array has the rows of the one it shares.
+        row_array: array that owns the row; `row - first_row` counts the cells of its grid.
         row_payload: bytes of the stored payload, padding included, without trailer; for compressed
             rows the size before compression.
-        row_source: byte offset of the chunk in the C-order array if it is one run of bytes there
-            and the beginning of its payload, else -1.
+        row_source: byte offset of the chunk in the C-order memory of a shard if it is one run of
+            bytes there and the beginning of its payload, else -1.
+        row_shard: that shard of the leaf; 0 for leaves without.
         row_data: bytes of the chunk inside the array: the length of that run.
         row_file: planned data file; -1 for inline and compressed rows.
         row_offset: offset of the payload in it; -1 likewise.
-        inline: leaves whose only chunk stands in the B+tree.
-        compressed: leaves whose chunks are appended when their size is known, in this order.
+        inline: arrays whose only chunk stands in the B+tree.
+        compressed: arrays whose chunks are appended when their size is known, in this order.
         file_nbytes: lengths of the planned data files.
         windows: the planned files, cut into slots, by file and offset.
-        nbytes: bytes of all arrays, tied ones counted once.
+        nbytes: bytes of all leaves, tied ones counted once.
         digest: SHA-256 (hex) of everything the plan depends on.
     """
 
-    leaves: tuple[LeafLayout, ...]
+    names: tuple[str, ...]
+    specs: tuple[ArraySpec, ...]
     grids: tuple[ChunkGrid, ...]
+    zstd_levels: tuple[int | None, ...]
+    array_leaf: Column
+    pieces: Mapping[int, range]
+    offsets: Mapping[int, tuple[int, ...]]
+    tied: Mapping[int, int]
     first_row: Column
     row_array: Column
     row_payload: Column
     row_source: Column
+    row_shard: Column
     row_data: Column
     row_file: Column
     row_offset: Column
@@ -101,6 +94,7 @@ def plan_save(
     page_nbytes: int,
     aligned_chunk_nbytes: int,
     inline_nbytes: int,
+    regular: bool = False,
 ) -> SavePlan:
     """The plan of a save; equal arguments give equal plans in every process.
 
@@ -111,74 +105,42 @@ def plan_save(
         page_nbytes: alignment of large chunks; a multiple of 8.
         aligned_chunk_nbytes: payload from which on a chunk is large.
         inline_nbytes: largest payload with trailer that stands in the B+tree.
+        regular: every leaf is one array.
 
     Raises:
-        UsageError: two leaves have one name, a chunk shape does not fit its array, or the shards
-            of a leaf cannot be stored as one regular array; names the leaf.
+        UsageError: two arrays have one name, a chunk shape does not fit its leaf, or the shards of
+            a leaf would take too many pieces, or with `regular` too many chunks; names the leaf.
         ValueError: sizes or `tied_to` are inconsistent.
     """
     if page_nbytes % SMALL_ALIGNMENT_NBYTES or page_nbytes < 1:
         raise ValueError(f"page_nbytes={page_nbytes} is not a positive multiple of 8")
     if slot_nbytes % page_nbytes or slot_nbytes < 2 * page_nbytes:
         raise ValueError(f"slot_nbytes={slot_nbytes} is not two pages of {page_nbytes} or more")
-    leaves = tuple(leaves)
-    layouts: dict[_Key, int] = {}
-    kinds = [
-        layouts.setdefault(
-            (
-                (spec := leaf.spec).shape,
-                spec.dtype,
-                leaf.chunk_nbytes,
-                leaf.chunk_shape,
-                leaf.zstd_level,
-                leaf.shards,
-            ),
-            len(layouts),
-        )
-        for leaf in leaves
-    ]
-    names = [leaf.name for leaf in leaves]
-    tied = _ties(leaves)
-    _check_names(names)
-    kind = np.array(kinds, np.int64)
-    digest = _digest(
-        names,
-        kind,
-        tied,
-        layouts,
-        [data_file_nbytes, slot_nbytes, page_nbytes, aligned_chunk_nbytes, inline_nbytes],
-    )
-    owner = np.ones(len(leaves), bool)
+    arrays = plan_arrays(leaves, regular=regular)
+    part, parts, tied = arrays.part, arrays.parts, arrays.tied
+    part_list = part.tolist()
+    sources_of = [chunk_sources(p.grid, p.spec.itemsize, p.offset, p.shards) for p in parts]
+    payload_of = np.array([p.grid.chunk_size * p.spec.itemsize for p in parts], np.int64)
+    count_of = np.array([p.grid.chunk_count for p in parts], np.int64)
+    zstd_of = np.array([p.zstd_level is not None for p in parts], bool)
+    base_of = np.cumsum(count_of) - count_of
+    owner = np.ones(len(part), bool)
     owner[list(tied)] = False
 
-    # One entry per layout, however many leaves have it.
-    firsts = dict(zip(reversed(kinds), reversed(range(len(leaves))), strict=True))
-    grid_of = [_grid(leaves[firsts[i]]) for i in range(len(layouts))]
-    itemsize_of = [leaves[firsts[i]].spec.itemsize for i in range(len(layouts))]
-    runs_of = [
-        contiguous_runs(grid, itemsize, np.arange(grid.chunk_count), Box.whole(grid.shape))
-        for grid, itemsize in zip(grid_of, itemsize_of, strict=True)
-    ]
-    payload_of = np.array(
-        [g.chunk_size * i for g, i in zip(grid_of, itemsize_of, strict=True)], np.int64
-    )
-    count_of = np.array([grid.chunk_count for grid in grid_of], np.int64)
-    zstd_of = np.array([key[4] is not None for key in layouts], bool)
-    base_of = np.cumsum(count_of) - count_of
-
-    counts = np.where(owner, count_of[kind], 0)
+    counts = np.where(owner, count_of[part], 0)
     first_row = np.cumsum(counts) - counts
-    row_array = np.repeat(np.arange(len(leaves)), counts)
-    row_kind = kind[row_array]
-    row_run = base_of[row_kind] + np.arange(len(row_array)) - first_row[row_array]
-    row_payload = payload_of[row_kind]
-    grids = [grid_of[i] for i in kinds]
-    for leaf, other in tied.items():
-        first_row[leaf] = first_row[other]
-        grids[leaf] = grids[other]
+    row_array = np.repeat(np.arange(len(part)), counts)
+    row_part = part[row_array]
+    row_run = base_of[row_part] + np.arange(len(row_array)) - first_row[row_array]
+    row_payload = payload_of[row_part]
+    first_row[list(tied)] = first_row[list(tied.values())]
+    none = np.zeros(0, np.int64)
+    row_source, row_shard, row_data = (
+        np.concatenate([none, *(sources[i] for sources in sources_of)])[row_run] for i in range(3)
+    )
 
-    compressed = zstd_of[kind] & (counts > 0)
-    inline = (counts == 1) & ~compressed & (payload_of[kind] + TRAILER_NBYTES <= inline_nbytes)
+    compressed = zstd_of[part] & (counts > 0)
+    inline = (counts == 1) & ~compressed & (payload_of[part] + TRAILER_NBYTES <= inline_nbytes)
     planned = np.flatnonzero(~(inline | compressed)[row_array])
     payloads = row_payload[planned]
     large = payloads >= aligned_chunk_nbytes
@@ -192,14 +154,22 @@ def plan_save(
     row_offset = row_file.copy()
     row_file[planned] = np.repeat(np.arange(len(file_nbytes)), np.diff([*turns, len(planned)]))
     row_offset[planned] = offsets
+    options = [data_file_nbytes, slot_nbytes, page_nbytes, aligned_chunk_nbytes, inline_nbytes]
     return SavePlan(
-        leaves=leaves,
-        grids=tuple(grids),
+        names=arrays.names,
+        specs=tuple([parts[i].spec for i in part_list]),
+        grids=tuple([parts[i].grid for i in part_list]),
+        zstd_levels=tuple([parts[i].zstd_level for i in part_list]),
+        array_leaf=arrays.leaf,
+        pieces=arrays.pieces,
+        offsets={a: parts[part_list[a]].offset for own in arrays.pieces.values() for a in own},
+        tied=tied,
         first_row=first_row,
         row_array=row_array,
         row_payload=row_payload,
-        row_source=np.concatenate([start for start, _ in runs_of] or [first_row])[row_run],
-        row_data=np.concatenate([nbytes for _, nbytes in runs_of] or [first_row])[row_run],
+        row_source=row_source,
+        row_shard=row_shard,
+        row_data=row_data,
         row_file=row_file,
         row_offset=row_offset,
         inline=tuple(np.flatnonzero(inline).tolist()),
@@ -208,100 +178,13 @@ def plan_save(
         windows=cut_windows(
             planned, row_array, row_file, row_offset, row_payload, file_nbytes, slot_nbytes
         ),
-        nbytes=sum(
-            leaves[firsts[i]].spec.nbytes * n
-            for i, n in enumerate(np.bincount(kind[owner], minlength=len(layouts)).tolist())
+        nbytes=arrays.nbytes,
+        digest=plan_digest(
+            PLANNER_VERSION,
+            [*options, int(regular)],
+            [leaf.name for leaf in leaves],
+            arrays.kind,
+            arrays.tied_leaves,
+            arrays.layouts,
         ),
-        digest=digest,
     )
-
-
-_Key = tuple[
-    tuple[int, ...], str, int, tuple[int, ...] | None, int | None, tuple[Shard, ...] | None
-]
-
-
-def _ties(leaves: Sequence[LeafLayout]) -> dict[int, int]:
-    """Per tied leaf the leaf it shares, which comes first in the order of leaves."""
-    shared = [leaf.tied_to for leaf in leaves]
-    tied = {i: other for i, other in enumerate(shared) if other is not None}
-    for i, other in tied.items():
-        if not 0 <= other < i:
-            raise ValueError(f"leaf {i} is tied to {other}, which is no earlier leaf")
-        if leaves[i].spec != leaves[other].spec:
-            raise ValueError(
-                f"{leaves[i].name} is {leaves[i].spec} and tied to {leaves[other].name}, "
-                f"which is {leaves[other].spec}"
-            )
-    return tied
-
-
-def _check_names(names: Sequence[str]) -> None:
-    if len(set(names)) == len(names):
-        return
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise UsageError(
-                f"two leaves would be stored as the array {name!r}; rename one of them", path=name
-            )
-        seen.add(name)
-
-
-def _grid(leaf: LeafLayout) -> ChunkGrid:
-    try:
-        pieces = choose_grid(
-            leaf.spec, leaf.shards, chunk_nbytes=leaf.chunk_nbytes, chunk_shape=leaf.chunk_shape
-        )
-    except UsageError as error:
-        raise UsageError(
-            f"{leaf.name}: {error}",
-            path=leaf.name,
-            stage="plan",
-            expected=error.expected,
-            found=error.found,
-        ) from None
-    if len(pieces) > 1:
-        count = sum(grid.chunk_count for _, grid in pieces)
-        raise UsageError(
-            f"{leaf.name}: the shards of {leaf.spec} lie on no regular grid; they would take "
-            f'{len(pieces)} arrays with {count} chunks, and with layout="regular" a leaf is one '
-            "array; shard it evenly, or pass a chunk_shape that divides all shards",
-            path=leaf.name,
-            stage="plan",
-            expected=1,
-            found=len(pieces),
-        )
-    return pieces[0][1]
-
-
-def _digest(
-    names: Sequence[str],
-    kind: Column,
-    tied: dict[int, int],
-    layouts: dict[_Key, int],
-    options: Sequence[int],
-) -> str:
-    """SHA-256 over an encoding that has one reading: lengths first, then what they measure."""
-    header = json.dumps(
-        {
-            "version": PLANNER_VERSION,
-            "options": options,
-            "leaves": len(names),
-            "tied": sorted(tied.items()),
-            "layouts": [
-                [
-                    *key[:-1],
-                    key[-1]
-                    and [[s.box.offset, s.box.shape, sorted(set(s.holders))] for s in key[-1]],
-                ]
-                for key in layouts
-            ],
-        },
-        sort_keys=True,
-        separators=(",", ":"),
-    ).encode()
-    text = "".join(names).encode("utf-8", "surrogatepass")
-    lengths = np.fromiter(map(len, names), "<i8", len(names))
-    parts = [len(header).to_bytes(8, "little"), header, lengths.tobytes()]
-    return hashlib.sha256(b"".join([*parts, kind.astype("<i8").tobytes(), text])).hexdigest()

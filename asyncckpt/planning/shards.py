@@ -1,13 +1,13 @@
-"""Grids for leaves that several processes hold in parts: no chunk crosses the edge of a shard."""
+"""Grids for leaves that are held in shards: no chunk crosses the edge of one."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
+from asyncckpt.errors import UsageError
 from asyncckpt.planning.cut import (
     CHUNKS_PER_TARGET,
     PADDING_DIVISOR,
@@ -16,6 +16,7 @@ from asyncckpt.planning.cut import (
     cut_freely,
     divisors,
 )
+from asyncckpt.planning.tiling import tiling_fault
 from asyncckpt.spec import ArraySpec, Box, ChunkGrid, Shard
 
 
@@ -24,35 +25,20 @@ def distinct_boxes(spec: ArraySpec, shards: tuple[Shard, ...] | None) -> list[Bo
     if shards is None:
         return []
     boxes = sorted({s.box for s in shards if s.box.size}, key=lambda b: (b.offset, b.shape))
-    if spec.size and not _tile(boxes, Box.whole(spec.shape)):
-        raise ValueError(f"the shards of {spec} do not tile it: {boxes}")
+    fault = tiling_fault(Box.whole(spec.shape), boxes)
+    if fault is not None:
+        raise ValueError(f"the shards of {spec} do not tile it: {fault}")
     return boxes
 
 
-def _tile(boxes: Sequence[Box], whole: Box) -> bool:
-    """Whether each element of `whole` is in exactly one box, and no other element is in any.
-
-    Boxes tile a box if and only if their corners, with alternating signs, add up to its corners.
-    """
-    cut = [
-        axis
-        for axis, (o, n) in enumerate(zip(whole.offset, whole.shape, strict=True))
-        if any(b.offset[axis] != o or b.shape[axis] != n for b in boxes)
-    ]
-    corners: dict[tuple[int, ...], int] = {}
-    for box, sign in [*((b, 1) for b in boxes), (whole, -1)]:
-        for ends in itertools.product((0, 1), repeat=len(cut)):
-            corner = tuple(
-                box.offset[i] + end * box.shape[i] for i, end in zip(cut, ends, strict=True)
-            )
-            corners[corner] = corners.get(corner, 0) + sign * (-1) ** sum(ends)
-    return not any(corners.values())
-
-
 def follow_shards(
-    spec: ArraySpec, boxes: Sequence[Box], target: int, strict: bool
+    spec: ArraySpec, boxes: Sequence[Box], target: int, strict: bool, *, regular: bool = False
 ) -> tuple[tuple[tuple[int, ...], ChunkGrid], ...]:
-    """Grids without a chunk across the edge of a box: one if the limits allow, else pieces."""
+    """Grids without a chunk across the edge of a box: one if the limits allow, else pieces.
+
+    Raises:
+        UsageError: `regular`, and one grid does not keep the limits.
+    """
     cuts = [
         sorted({0, n, *(b.offset[i] for b in boxes), *(b.stop[i] for b in boxes)})
         for i, n in enumerate(spec.shape)
@@ -61,7 +47,9 @@ def follow_shards(
         [(0, n, math.gcd(*edges[1:-1]) or n)] for n, edges in zip(spec.shape, cuts, strict=True)
     ]
     attempts = [whole]
-    if math.prod(len(edges) - 1 for edges in cuts) <= CHUNKS_PER_TARGET * len(boxes):
+    if not regular and math.prod(len(edges) - 1 for edges in cuts) <= CHUNKS_PER_TARGET * len(
+        boxes
+    ):
         attempts.append([_segments(edges, short=True) for edges in cuts])
         attempts.append([_segments(edges, short=False) for edges in cuts])
     total = Limits(spec.shape, spec.itemsize, target, len(boxes), strict)
@@ -69,6 +57,15 @@ def follow_shards(
         pieces = _cut_cells(total, axes)
         if pieces is not None:
             return pieces
+    if regular:
+        cells = math.prod(-(-n // cell) for ((_, n, cell),) in whole)
+        raise UsageError(
+            f"the finest chunk grid that follows the {len(boxes)} shards of {spec} has {cells} "
+            f'chunks, and layout="regular" allows {CHUNKS_PER_TARGET} per shard and 2 % of '
+            'padding; shard it evenly, or use layout="auto", which stores it in pieces',
+            expected=CHUNKS_PER_TARGET * len(boxes),
+            found=cells,
+        )
     return tuple(
         (
             box.offset,

@@ -37,7 +37,7 @@ class Catalog:
         row: chunk row per key, -1 for zarr metadata.
         inline: index into the inline values per key (templates first, then `plan.inline`), or -1.
         templates: distinct `zarr.json` documents.
-        inline_key: per inline leaf, the key at whose value its row points.
+        inline_key: per inline array, the key at whose value its row points.
     """
 
     columns: KeyColumns
@@ -55,22 +55,21 @@ def make_catalog(plan: SavePlan) -> Catalog:
     templates: dict[bytes, int] = {}
     kinds: dict[tuple[object, ...], int] = {}
     first_rows = plan.first_row.tolist()
-    leaf_of_key: list[int] = []
-    for leaf, (layout, grid) in enumerate(zip(plan.leaves, plan.grids, strict=True)):
-        kind = (layout.spec, grid.chunk_shape, layout.zstd_level)
+    for array, (name, spec, grid, level) in enumerate(
+        zip(plan.names, plan.specs, plan.grids, plan.zstd_levels, strict=True)
+    ):
+        kind = (spec, grid.chunk_shape, level)
         template = kinds.get(kind)
         if template is None:
-            data = encode_metadata(layout.spec, grid.chunk_shape, layout.zstd_level)
+            data = encode_metadata(spec, grid.chunk_shape, level)
             template = kinds[kind] = templates.setdefault(data, len(templates))
-        keys.append(metadata_key(layout.name))
+        keys.append(metadata_key(name))
         rows.append(-1)
         inline.append(template)
-        leaf_of_key.append(-1)
-        chunks = chunk_keys(layout.name, grid.counts)
+        chunks = chunk_keys(name, grid.counts)
         keys += chunks
-        rows += range(first_rows[leaf], first_rows[leaf] + len(chunks))
+        rows += range(first_rows[array], first_rows[array] + len(chunks))
         inline += [-1] * len(chunks)
-        leaf_of_key += [leaf] * len(chunks)
     order = sort_keys(keys)
     row = np.array(rows, np.int64)[order]
     index = np.array(inline, np.int64)[order]

@@ -10,30 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.format.codecs import ChunkError
-from asyncckpt.format.crc import crc32c
 from asyncckpt.ports import Bytes
 from asyncckpt.stages.serialize import TRAILER_NBYTES
-
-
-def check(data: Bytes | memoryview, expected: int, crc: int = 0) -> None:
-    """The payload is what the chunk index says.
-
-    Args:
-        data: the payload, or its last part.
-        expected: CRC-32C of the whole payload.
-        crc: CRC-32C of the parts before.
-
-    Raises:
-        ChunkError: it is not.
-    """
-    found = crc32c(data, crc)
-    if found != expected:
-        raise ChunkError(
-            f"CRC-32C is {found:08x}, the chunk index says {expected:08x}",
-            expected=expected,
-            found=found,
-        )
 
 
 def trailer_matches(trailer: Bytes | memoryview, crc: int) -> bool:

@@ -24,9 +24,10 @@ from asyncckpt.format.crc import crc32c
 from asyncckpt.planning.restore import Part, ReadBatch, RestorePlan, intersection
 from asyncckpt.ports import Bytes
 from asyncckpt.spec import DTYPES, Box
-from asyncckpt.stages.decode import check, trailer_matches
+from asyncckpt.stages.decode import trailer_matches
 from asyncckpt.stages.opened import Extents, OpenCheckpoint, missing
 from asyncckpt.stages.payload import scatter
+from asyncckpt.stages.serialize import TRAILER_NBYTES
 
 TAIL_NBYTES = 1 << 20
 """Longest padding that is read along behind a payload that goes straight into its target."""
@@ -38,6 +39,9 @@ GAP_NBYTES = 64 << 10
 RUN_NBYTES = 16 << 20
 """Neighbouring chunks that go straight into targets are read by one call up to this size: a hop
 between threads costs as much as reading a megabyte."""
+
+GIL_COPY_NBYTES = 64 << 10
+"""Copies up to this size, a few microseconds, are made without letting go of the GIL."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +77,7 @@ class Fetch:
         *,
         concurrency: int,
         own_memory: bool,
-        arrived: Callable[[int], None],
+        arrived: Callable[[Sequence[int]], None],
         progress: Callable[[int], None],
     ) -> None:
         self._opened = opened
@@ -92,7 +96,6 @@ class Fetch:
         self._left = list(plan.counts)
         self._grids = [storage.grid for storage in opened.storages]
         self._codecs = [storage.codec for storage in opened.storages]
-        self._trailers = [codec.trailer_nbytes for codec in self._codecs]
         self._any_encoded = any(codec.decode is not None for codec in self._codecs)
         self.read_nbytes = 0
 
@@ -105,9 +108,7 @@ class Fetch:
             CorruptCheckpointError: names leaf, file and offset.
             StoreError: reading failed.
         """
-        for number, left in enumerate(self._left):
-            if left == 0:
-                self._arrived(number)
+        self._arrived([number for number, left in enumerate(self._left) if left == 0])
         if len(self._plan.inline):
             await self._compute.run(self._without_extent)
             self._count(self._plan.inline.column(1))
@@ -213,10 +214,13 @@ class Fetch:
 
     def _count(self, requests: Sequence[int]) -> None:
         left = self._left
+        ended: list[int] = []
         for request in requests:
             left[request] -= 1
             if left[request] == 0:
-                self._arrived(request)
+                ended.append(request)
+        if ended:
+            self._arrived(ended)
 
     async def _direct(self, batches: list[ReadBatch], path: str) -> None:
         buffers: list[Bytes] = []
@@ -335,38 +339,63 @@ class Fetch:
         if self._crc is None:
             self._small_foreign(batch, data)
             return
-        view = memoryview(data)
-        offset, nbytes, crcs = self._offset, self._nbytes, self._crc
-        destinations, specs = self._destinations, self._opened.arrays.spec
-        codecs, trailers = self._codecs, self._trailers
-        payload: Bytes | None = None
-        last = -1
+        crcs, destinations, counts = self._crc, self._destinations, self._plan.counts
         rows, requests = batch.parts.column(0), batch.parts.column(1)
+        starts, stops = self._check_trailers(batch, data, rows)
+        view = memoryview(data)
+        crc, start, stop = 0, 0, 0
+        decoded: Bytes | None = None
+        last = -1
         for number, (row, request) in enumerate(zip(rows, requests, strict=True)):
             destination = destinations[request]
             if row != last:
-                kind = specs[destination.array]
-                start = offset[row] - batch.offset
-                end = start + nbytes[row]
-                stop = end - trailers[kind]
-                try:
-                    check(view[start:stop], crcs[row])
-                    if not trailer_matches(view[stop:end], crcs[row]):
-                        raise ChunkError("the checksum behind the chunk differs from its bytes")
-                    payload = data[start:stop]
-                    decode = codecs[kind].decode
-                    if decode is not None:
-                        payload = decode([payload], self._payload_nbytes(batch.parts[number]))
-                except ChunkError as error:
-                    raise self._damaged(batch, row, str(error)) from None
-                last = row
-            assert payload is not None
-            flat = destination.flat
-            if flat is not None and flat.nbytes == payload.nbytes:
-                # One chunk that is the whole array, which is wanted whole.
-                flat[:] = payload
+                last, start, stop = row, starts[number], stops[number]
+                crc = crc32c(view[start:stop])
+                if crc != crcs[row]:
+                    self._expect(batch, row, crc, data[stop : stop + TRAILER_NBYTES])
+                decoded = None
+                if self._any_encoded:
+                    decoded = self._decoded(batch, batch.parts[number], data[start:stop])
+            # Where one chunk is all that is wanted; others may have as many bytes by chance.
+            flat = destination.flat if counts[request] == 1 else None
+            if flat is not None and decoded is None and len(flat) == stop - start:
+                # Between memoryviews: NumPy lets go of the GIL for each of a thousand small
+                # copies, and waits for it.
+                if stop - start <= GIL_COPY_NBYTES:
+                    memoryview(flat)[:] = view[start:stop]
+                else:
+                    flat[:] = data[start:stop]
+            elif flat is not None and decoded is not None and len(flat) == len(decoded):
+                flat[:] = decoded
             else:
+                payload = data[start:stop] if decoded is None else decoded
                 self._scatter(batch.parts[number], payload, 0)
+
+    def _check_trailers(
+        self, batch: ReadBatch, data: Bytes, rows: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Where the payload of each row starts and stops; what trails it is what the index says."""
+        extents, numbers = self._extents, np.array(rows, np.int64)
+        assert extents.crc32c is not None
+        starts = extents.offset[numbers] - batch.offset
+        stops = starts + extents.nbytes[numbers] - TRAILER_NBYTES
+        trailers = data[stops[:, None] + np.arange(TRAILER_NBYTES)].view("<u4").reshape(-1)
+        bad = np.flatnonzero(trailers != extents.crc32c[numbers])
+        if len(bad):
+            row, start, stop = rows[bad[0]], int(starts[bad[0]]), int(stops[bad[0]])
+            crc = crc32c(data[start:stop])
+            self._expect(batch, row, crc, data[stop : stop + TRAILER_NBYTES])
+        return starts.tolist(), stops.tolist()
+
+    def _decoded(self, batch: ReadBatch, part: Part, stored: Bytes) -> Bytes | None:
+        """The elements of a checked chunk that is encoded; None of others."""
+        decode = self._codec(part).decode
+        if decode is None:
+            return None
+        try:
+            return decode([stored], self._payload_nbytes(part))
+        except ChunkError as error:
+            raise self._damaged(batch, part.row, str(error)) from None
 
     def _small_foreign(self, batch: ReadBatch, data: Bytes) -> None:
         payload: Bytes | None = None

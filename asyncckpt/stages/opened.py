@@ -184,22 +184,36 @@ class OpenCheckpoint:
             ) from None
         return structure
 
-    def leaf_arrays(self) -> list[tuple[Piece, ...]]:
-        """The arrays of every leaf, none for scalars; as `CommitRecord.leaf_arrays`."""
-        origins = [(0,) * len(storage.spec.shape) for storage in self.storages]
-        spec, pieces = self.arrays.spec, self.leaves.pieces
+    def leaf_arrays(self) -> list[int]:
+        """The array of every leaf: -1 for scalars, and the first one where there are `pieces`.
+
+        The k-th array leaf without pieces has the k-th array that no piece names.
+        """
+        pieces, kinds = self.leaves.pieces, self.leaves.kind
+        if not pieces:
+            numbers = itertools.count()
+            return [-1 if kind in SCALAR_KINDS else next(numbers) for kind in kinds]
         taken = {piece.array for owned in pieces.values() for piece in owned}
-        free = itertools.count() if not taken else (a for a in itertools.count() if a not in taken)
-        owners: list[tuple[Piece, ...]] = []
-        for leaf, kind in enumerate(self.leaves.kind):
-            if kind in SCALAR_KINDS:
-                owners.append(())
-            elif leaf in pieces:
-                owners.append(pieces[leaf])
-            else:
-                array = next(free)
-                owners.append((Piece(origins[spec[array]], array),))
-        return owners
+        free = (array for array in itertools.count() if array not in taken)
+        return [
+            -1
+            if kind in SCALAR_KINDS
+            else (pieces[leaf][0].array if leaf in pieces else next(free))
+            for leaf, kind in enumerate(kinds)
+        ]
+
+    def pieces(self, leaf: int, array: int) -> tuple[Piece, ...]:
+        """The arrays of a leaf whose (first) array is `array`; one at zero for nearly all."""
+        if array < 0:
+            return ()
+        owned = self.leaves.pieces.get(leaf)
+        if owned is not None:
+            return owned
+        return (Piece((0,) * len(self.storage(array).spec.shape), array),)
+
+    def leaf_pieces(self) -> list[tuple[Piece, ...]]:
+        """The arrays of every leaf, none for scalars; as `CommitRecord.leaf_arrays`."""
+        return [self.pieces(leaf, array) for leaf, array in enumerate(self.leaf_arrays())]
 
     def leaf_spec(self, pieces: Sequence[Piece]) -> ArraySpec:
         """Shape and dtype of the leaf that these pieces tile."""

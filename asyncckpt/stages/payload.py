@@ -6,12 +6,14 @@ shape where the chunk reaches past the array. All functions block and run in wor
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from asyncckpt.planning.overlap import BoxIndex
 from asyncckpt.planning.runs import boxes_of_run
 from asyncckpt.ports import ArrayAdapter, Bytes, Source
 from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
@@ -20,43 +22,66 @@ from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
 class ArrayReader:
     """Reads payload bytes of one source array, cast to its stored dtype.
 
+    A sharded array is read shard by shard: it is never assembled.
+
     Attributes:
-        flat: the array's bytes in C order where they are one run in host memory, else None.
+        flats: per shard its bytes in C order, where they are one run in host memory and stored as
+            they are, else None; an array without shards is one.
     """
 
-    __slots__ = ("_adapter", "_dtype", "_source", "_view", "flat")
+    __slots__ = ("_adapter", "_dtype", "_index", "_shards", "_source", "flats")
 
     def __init__(self, source: Source, adapter: ArrayAdapter, stored_dtype: str) -> None:
         self._source = source
         self._adapter = adapter
         self._dtype = DTYPES[stored_dtype]
-        self._view = source.view
-        self.flat: Bytes | None = None
-        if self._view is not None and stored_dtype == source.spec.dtype:
-            self.flat = flat_bytes(self._view)
-
-    def whole(self) -> bytes:
-        """All bytes of the array."""
-        if self.flat is not None:
-            return self.flat.tobytes()
-        values = np.empty(self._source.spec.shape, self._dtype)
-        self.read(Box.whole(self._source.spec.shape), values)
-        return values.tobytes()
+        views: tuple[npt.NDArray[Any] | None, ...] = (source.view,)
+        self._shards: list[tuple[Box, npt.NDArray[Any] | None]] | None = None
+        self._index: BoxIndex | None = None
+        if source.shards is not None:
+            views = source.views
+            held: dict[Box, npt.NDArray[Any] | None] = {}
+            for shard, view in zip(source.shards, views, strict=True):
+                held.setdefault(shard.box, view)  # of equal shards one is read
+            self._shards = list(held.items())
+        plain = stored_dtype == source.spec.dtype
+        self.flats = tuple(
+            [flat_bytes(view) if plain and view is not None else None for view in views]
+        )
 
     def read(self, box: Box, out: npt.NDArray[Any]) -> None:
         """`out` (of the box's shape, in the stored dtype) holds the values of `box`."""
-        view = self._view
-        if view is None:
-            if self._dtype == DTYPES[self._source.spec.dtype]:
-                self._adapter.fetch(self._source, box, out)
-                return
-            view = np.empty(box.shape, DTYPES[self._source.spec.dtype])
-            self._adapter.fetch(self._source, box, view)
+        if self._shards is None:
+            self._read(self._source.view, box.offset, box, out)
+            return
+        if self._index is None:
+            self._index = BoxIndex([held for held, _ in self._shards])
+        for number in self._index.meeting(box).tolist():
+            held, view = self._shards[number]
+            common = held.intersect(box)
+            assert common is not None
+            part: Any = (*common.relative_to(box.offset).slices(), ...)
+            self._read(view, common.relative_to(held.offset).offset, common, out[part])
+
+    def _read(
+        self,
+        view: npt.NDArray[Any] | None,
+        offset: tuple[int, ...],
+        box: Box,
+        out: npt.NDArray[Any],
+    ) -> None:
+        """`out` holds the values of `box`, which stands at `offset` of the view if there is one."""
+        if view is not None:
+            index: Any = (*Box(offset, box.shape).slices(), ...)
+            values = view[index]
+        elif self._dtype == DTYPES[self._source.spec.dtype]:
+            self._adapter.fetch(self._source, box, out)
+            return
         else:
-            index: Any = (*box.slices(), ...)
-            view = view[index]
+            values = np.empty(box.shape, DTYPES[self._source.spec.dtype])
+            self._adapter.fetch(self._source, box, values)
         with np.errstate(over="ignore", invalid="ignore"):
-            np.copyto(out, view, casting="unsafe")
+            np.copyto(out, values, casting="unsafe")
 
 
 def flat_bytes(array: npt.NDArray[Any]) -> Bytes | None:
@@ -74,12 +99,17 @@ def gather(
     start: int,
     stop: int,
     out: Bytes,
+    *,
+    offset: tuple[int, ...] = (),
 ) -> None:
     """`out` holds bytes `start` to `stop` of the payload of chunk `cell`.
 
-    `read` fills an array with the values of a box of the source.
+    `read` fills an array with the values of a box of the source, in which the chunk's array begins
+    at `offset`; empty stands for zeros.
     """
     clipped = grid.box(cell)
+    if offset:
+        clipped = Box(tuple(map(operator.add, clipped.offset, offset)), clipped.shape)
     itemsize = spec.itemsize
     dtype = DTYPES[spec.dtype]
     position = start // itemsize * itemsize
@@ -144,8 +174,9 @@ def scatter(
         if overlap is None:
             continue
         values = part.view(dtype) if _aligned(part, dtype) else _realign(part, dtype)
+        where: Any = (*overlap.relative_to(wanted.offset).slices(), ...)
         np.copyto(
-            target[overlap.relative_to(wanted.offset).slices()],
+            target[where],
             values.reshape(box.shape)[overlap.relative_to(placed.offset).slices()],
             casting="no",
         )

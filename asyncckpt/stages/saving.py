@@ -41,7 +41,7 @@ class Payload:
 
     Attributes:
         chunks: place and checksum of every row; inline rows have file -1.
-        inline: stored bytes of every inline leaf, in the order of `plan.inline`.
+        inline: stored bytes of every inline array, in the order of `plan.inline`.
         files: (path relative to the database, bytes, CRC-32C) of every data file.
     """
 
@@ -190,8 +190,8 @@ class DataStages:
                 _trail_all, inline[first : first + INLINE_VALUES]
             )
             stored += values
-            leaves = plan.inline[first : first + INLINE_VALUES]
-            self._chunks.crc[plan.first_row[list(leaves)]] = crcs
+            arrays = plan.inline[first : first + INLINE_VALUES]
+            self._chunks.crc[plan.first_row[list(arrays)]] = crcs
         self.clock.add("serialize", start)
         return stored
 
@@ -253,7 +253,7 @@ class DataStages:
 
         async with asyncio.TaskGroup() as group:
             while (item := await chunks.get()) is not None:
-                level = self._plan.leaves[int(self._plan.row_array[item.row])].zstd_level
+                level = self._plan.zstd_levels[int(self._plan.row_array[item.row])]
                 assert level is not None
                 call = self._staging.use(
                     item.slots, compressor.compress, item.slots, item.nbytes, level

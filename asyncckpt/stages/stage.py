@@ -14,9 +14,10 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from asyncckpt.errors import AsyncCheckpointError, StagingError
 from asyncckpt.flow.arena import Arena
@@ -25,7 +26,7 @@ from asyncckpt.flow.threads import ThreadAbandonedError, Workers
 from asyncckpt.options import PAGE_NBYTES
 from asyncckpt.planning.save import SavePlan, Window
 from asyncckpt.ports import ArrayAdapter, Bytes, Source
-from asyncckpt.spec import DTYPES, ArraySpec, Box
+from asyncckpt.spec import DTYPES, Box
 from asyncckpt.stages.payload import ArrayReader, gather
 
 T = TypeVar("T")
@@ -41,8 +42,8 @@ SMALL_GROUP_WINDOWS = 2
 IMMUTABLE_FRAMEWORKS = frozenset(("jax",))
 """Whose arrays never change: a reference is as good as a copy, as long as nobody donates them."""
 
-INLINE_LEAVES = 1024
-"""Small leaves copied by one call of a worker, about a millisecond of work."""
+INLINE_ARRAYS = 1024
+"""Small arrays copied by one call of a worker, about a millisecond of work."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +90,7 @@ class Staging:
         self._pool = pool
         self._compute = compute
         self._grow = grow
+        self._leaf_of: list[int] = plan.array_leaf.tolist()
         self._readers: dict[int, ArrayReader] = {}
         self.held: set[Slot] = set()
         self.held_units = 0
@@ -96,7 +98,7 @@ class Staging:
         self._copy_units = 0
 
     async def inline(self) -> list[bytes]:
-        """The bytes of every leaf that stands in the B+tree, in the order of `plan.inline`.
+        """The bytes of every array that stands in the B+tree, in the order of `plan.inline`.
 
         Cancellation: waits for a copy that is running.
 
@@ -104,10 +106,10 @@ class Staging:
             StagingError: names the leaf.
         """
         values: list[bytes] = []
-        leaves = self._plan.inline
-        for start in range(0, len(leaves), INLINE_LEAVES):
+        arrays = self._plan.inline
+        for start in range(0, len(arrays), INLINE_ARRAYS):
             values += await self._compute.run(
-                self._copy_inline, leaves[start : start + INLINE_LEAVES]
+                self._copy_inline, arrays[start : start + INLINE_ARRAYS]
             )
         return values
 
@@ -169,16 +171,16 @@ class Staging:
         taken at once, so that compression never waits for memory. Cancellation, errors: as
         `windows`.
         """
-        for leaf in self._plan.compressed:
-            first = int(self._plan.first_row[leaf])
-            for row in range(first, first + self._plan.grids[leaf].chunk_count):
+        for array in self._plan.compressed:
+            first = int(self._plan.first_row[array])
+            for row in range(first, first + self._plan.grids[array].chunk_count):
                 nbytes = int(self._plan.row_payload[row])
                 count = max(1, -(-nbytes // self._pool.slot_nbytes))
                 slots = await self._pool.take(count, grow=self._grow, extra=count)
                 self.held.update(slots)
                 self.held_units += count
                 chunk = StagedChunk(row, nbytes, slots, count)
-                await self.use(slots, self._copy_chunk, leaf, chunk)
+                await self.use(slots, self._copy_chunk, array, chunk)
                 emit(chunk)
 
     async def hold_immutable(self) -> bool:
@@ -189,11 +191,16 @@ class Staging:
         than half of it, nothing is done.
         """
         plan = self._plan
-        inline = set(plan.inline)
+        leaf_of, inline = self._leaf_of, set(plan.inline)
+        owned = {
+            leaf_of[array]
+            for array in range(len(leaf_of))
+            if array not in inline and array not in plan.tied
+        }
         mutable = []
         held_nbytes = 0
         for leaf, source in enumerate(self._sources):
-            if leaf in inline or plan.leaves[leaf].tied_to is not None:
+            if leaf not in owned:
                 continue
             if source.framework in IMMUTABLE_FRAMEWORKS:
                 held_nbytes += source.spec.nbytes
@@ -208,6 +215,7 @@ class Staging:
             self.held_units += units
             self._copy_units = units
             await self._compute.run(self._copy_mutable, mutable, nbytes)
+            self._readers.clear()
         self.referenced_nbytes = held_nbytes
         self._grow = False
         return True
@@ -220,6 +228,7 @@ class Staging:
         self._readers.clear()
         for source in self._sources:
             source.leaf = source.view = source.stream = None
+            source.views = ()
 
     async def use(
         self, slots: Sequence[Slot], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
@@ -258,17 +267,20 @@ class Staging:
     def _copy_mutable(self, leaves: Sequence[int], nbytes: int) -> None:
         arena = Arena(nbytes)
         for leaf in leaves:
-            source = self._sources[leaf]
-            dtype = DTYPES[source.spec.dtype]
-            copy = arena.take(source.spec.nbytes).view(dtype).reshape(source.spec.shape)
+            source, adapter = self._sources[leaf], self._adapters[leaf]
             try:
-                if source.view is not None:
-                    np.copyto(copy, source.view, casting="no")
-                else:
-                    self._adapters[leaf].fetch(source, Box.whole(source.spec.shape), copy)
+                if source.shards is None:
+                    whole = Box.whole(source.spec.shape)
+                    source.view = _copied(arena, source, adapter, whole, source.view)
+                    continue
+                # Equal shards are copied once.
+                copies: dict[Box, npt.NDArray[Any]] = {}
+                for shard, view in zip(source.shards, source.views, strict=True):
+                    if shard.box not in copies:
+                        copies[shard.box] = _copied(arena, source, adapter, shard.box, view)
+                source.views = tuple([copies[shard.box] for shard in source.shards])
             except Exception as error:
                 raise self._failed(leaf, error) from error
-            source.view = copy
 
     def _copy_windows(self, part: Sequence[StagedWindow]) -> None:
         for item in part:
@@ -283,53 +295,69 @@ class Staging:
                 )
             buffer[end : -(-item.window.nbytes // PAGE_NBYTES) * PAGE_NBYTES] = 0
 
-    def _copy_chunk(self, leaf: int, chunk: StagedChunk) -> None:
+    def _copy_chunk(self, array: int, chunk: StagedChunk) -> None:
         start = 0
         for slot in chunk.slots:
             stop = min(chunk.nbytes, start + self._pool.slot_nbytes)
-            self._copy(leaf, chunk.row, start, stop, slot.buffer[: stop - start])
+            self._copy(array, chunk.row, start, stop, slot.buffer[: stop - start])
             start = stop
 
-    def _copy(self, leaf: int, row: int, start: int, stop: int, out: Bytes) -> None:
+    def _copy(self, array: int, row: int, start: int, stop: int, out: Bytes) -> None:
         plan = self._plan
         try:
-            reader = self._reader(leaf)
+            reader = self._reader(array)
             source = int(plan.row_source[row])
-            if reader.flat is not None and source >= 0:
+            flat = reader.flats[plan.row_shard[row]] if source >= 0 else None
+            if flat is not None:
                 data = min(stop, int(plan.row_data[row])) - start
                 if data > 0:
-                    np.copyto(out[:data], reader.flat[source + start : source + start + data])
+                    np.copyto(out[:data], flat[source + start : source + start + data])
                 if data < stop - start:
                     out[max(data, 0) :] = 0
                 return
-            grid = plan.grids[leaf]
-            index = row - int(plan.first_row[leaf])
-            cell = tuple(int(i) for i in np.unravel_index(index, grid.counts)) if grid.shape else ()
-            spec = plan.leaves[leaf].spec
-            gather(reader.read, ArraySpec(spec.shape, spec.dtype), grid, cell, start, stop, out)
+            self._gather(reader, array, row, start, stop, out)
         except Exception as error:
-            raise self._failed(leaf, error) from error
+            raise self._failed(self._leaf_of[array], error) from error
 
-    def _copy_inline(self, leaves: Sequence[int]) -> list[bytes]:
+    def _gather(
+        self, reader: ArrayReader, array: int, row: int, start: int, stop: int, out: Bytes
+    ) -> None:
+        plan = self._plan
+        grid = plan.grids[array]
+        index = row - int(plan.first_row[array])
+        cell = tuple(int(i) for i in np.unravel_index(index, grid.counts)) if grid.shape else ()
+        offset = plan.offsets.get(array, ())
+        gather(reader.read, plan.specs[array], grid, cell, start, stop, out, offset=offset)
+
+    def _copy_inline(self, arrays: Sequence[int]) -> list[bytes]:
+        plan = self._plan
         values: list[bytes] = []
-        for leaf in leaves:
-            source = self._sources[leaf]
+        for array in arrays:
+            source = self._sources[self._leaf_of[array]]
             try:
-                if source.view is not None and self._plan.leaves[leaf].spec.dtype == (
-                    source.spec.dtype
+                spec = plan.specs[array]
+                # A leaf without shards is one array, which its chunk may exceed.
+                if (
+                    source.view is not None
+                    and spec.dtype == source.spec.dtype
+                    and plan.grids[array].chunk_shape == spec.shape
                 ):
                     values.append(source.view.tobytes())
-                else:
-                    values.append(self._reader(leaf).whole())
+                    continue
+                row = int(plan.first_row[array])
+                payload = np.empty(int(plan.row_payload[row]), np.uint8)
+                self._gather(self._reader(array), array, row, 0, payload.nbytes, payload)
+                values.append(payload.tobytes())
             except Exception as error:
-                raise self._failed(leaf, error) from error
+                raise self._failed(self._leaf_of[array], error) from error
         return values
 
-    def _reader(self, leaf: int) -> ArrayReader:
+    def _reader(self, array: int) -> ArrayReader:
+        leaf = self._leaf_of[array]
         reader = self._readers.get(leaf)
         if reader is None:
             reader = ArrayReader(
-                self._sources[leaf], self._adapters[leaf], self._plan.leaves[leaf].spec.dtype
+                self._sources[leaf], self._adapters[leaf], self._plan.specs[array].dtype
             )
             self._readers[leaf] = reader
         return reader
@@ -343,3 +371,20 @@ class Staging:
             path=self._paths[leaf],
             stage="stage",
         )
+
+
+def _copied(
+    arena: Arena,
+    source: Source,
+    adapter: ArrayAdapter,
+    box: Box,
+    view: npt.NDArray[Any] | None,
+) -> npt.NDArray[Any]:
+    """A copy of the values of `box`, which `view` holds, if it is there."""
+    dtype = DTYPES[source.spec.dtype]
+    copy = arena.take(box.size * dtype.itemsize).view(dtype).reshape(box.shape)
+    if view is not None:
+        np.copyto(copy, view, casting="no")
+    else:
+        adapter.fetch(source, box, copy)
+    return copy

@@ -67,9 +67,25 @@ class Types:
             return "list"
         if isinstance(value, tuple):
             return "namedtuple" if hasattr(value, "_fields") else "tuple"
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and self._fields_hold_children(value):
             return "dataclass"
         return LEAF if self.registered(value) is None else "registered"
+
+    def _fields_hold_children(self, value: Any) -> bool:
+        """Whether all that a dataclass is registered to consist of stands in its fields.
+
+        It need not: nnx.List and nnx.Dict inherit from a dataclass without fields, and a
+        dataclass may be an nnx module, whose other attributes are state as well.
+        """
+        registered = self.registered(value)
+        if registered is None:
+            return True
+        _, keys, children = registered
+        names = {field.name for field in dataclasses.fields(value)}
+        if names.issuperset(keys):
+            return True
+        held = {id(getattr(value, name, None)) for name in names}
+        return {type(key) for key in keys} == {int} and held.issuperset(map(id, children))
 
     def registered(self, value: Any) -> tuple[NodeRegistry, Sequence[Key], Sequence[Any]] | None:
         """The registry that knows the type, with keys and children, or None."""

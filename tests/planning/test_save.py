@@ -289,14 +289,47 @@ def test_a_bad_chunk_shape_names_its_leaf() -> None:
     assert (caught.value.path, caught.value.expected, caught.value.found) == ("params.w", 2, 1)
 
 
-def test_shards_without_a_regular_grid_name_leaf_and_chunk_count() -> None:
-    rows = [0, 3001, 5000, 8001, 10_000]
-    shards = tuple(
-        Shard(Box((a, 0), (b - a, 300)), (i,)) for i, (a, b) in enumerate(itertools.pairwise(rows))
+def rows(*cuts: int, columns: int = 300) -> tuple[Shard, ...]:
+    """Shards of whole rows, cut there."""
+    return tuple(
+        Shard(Box((a, 0), (b - a, columns)), (i,)) for i, (a, b) in enumerate(itertools.pairwise(cuts))
     )
-    leaf = LeafLayout("params.w", ArraySpec((10_000, 300), "float32"), 16 * MIB, shards=shards)
-    with pytest.raises(UsageError, match=r'params\.w: .* chunks, and with layout="regular"'):
+
+
+UNEVEN = LeafLayout(
+    "params.w",
+    ArraySpec((10_000, 300), "float32"),
+    16 * MIB,
+    shards=rows(0, 3001, 5000, 8001, 10_000),
+)
+"""PROCESSES: Linear(3, 10) on 2 x 2, larger."""
+
+
+def test_regular_is_an_error_that_names_leaf_and_chunk_count() -> None:
+    with pytest.raises(
+        UsageError,
+        match=r'params\.w: the finest chunk grid .* 4 shards .* has 10000 chunks, .*"regular"',
+    ) as caught:
+        plan_save([UNEVEN], **DEFAULTS, regular=True)
+    assert (caught.value.path, caught.value.stage) == ("params.w", "plan")
+    assert (caught.value.expected, caught.value.found) == (16, 10_000)
+
+
+def test_regular_changes_nothing_where_one_grid_follows_the_shards() -> None:
+    even = dataclasses.replace(UNEVEN, shards=rows(0, 4000, 6000, 10_000))
+    plan = plan_save([even], **DEFAULTS, regular=True)
+    assert plan.grids == plan_save([even], **DEFAULTS).grids
+    assert plan.grids[0].chunk_shape == (2000, 300)
+    assert not plan.pieces
+
+
+def test_too_many_pieces_name_the_leaf() -> None:
+    n = 9000
+    cuts = [0, *(i * 8 + i * i % 7 for i in range(1, n)), n * 8]
+    leaf = LeafLayout("w", ArraySpec((n * 8, 4), "float64"), MIB, shards=rows(*cuts, columns=4))
+    with pytest.raises(UsageError, match=r"w: .* would take \d+ arrays, 4096 are allowed") as caught:
         plan_save([leaf], **DEFAULTS)
+    assert caught.value.expected == 4096
 
 
 def test_inconsistent_ties_are_refused() -> None:
@@ -375,7 +408,7 @@ def test_the_digest_is_kept_between_versions() -> None:
     assert plan_save(BASE, **SMALL).digest == DIGEST
 
 
-DIGEST = "a8913838c71540e523e6ec5d9c97df52cf1e20ff61278001c56b7664250ace87"
+DIGEST = "d0c14018f7b79f46e83767bbea83c2e38c100130ddaeca6563aa9219b986dae8"
 
 SCRIPT = """
 from asyncckpt.planning.save import LeafLayout, plan_save

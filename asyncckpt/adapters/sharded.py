@@ -1,0 +1,195 @@
+"""`ShardedArray` as a leaf: read and filled shard by shard."""
+
+# Rule 1: the array is never assembled.
+# Rule 2: padding is the caller's: it is neither read nor written.
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncckpt.adapters.arrays import byte_span, check_values, may_overlap_itself
+from asyncckpt.adapters.sharded_array import (
+    ShardedArray,
+    division_of,
+    inside,
+    selection,
+    spec_of,
+)
+from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError, UsageError
+from asyncckpt.ports import Source, Target
+from asyncckpt.spec import ArraySpec, Box
+
+Memory = npt.NDArray[Any]
+
+OVERLAP_WORK = 10_000
+"""Candidates that NumPy may try to settle whether two strided shards share memory."""
+
+
+class ShardedAdapter:
+    """`ShardedArray`."""
+
+    name = "sharded"
+
+    def owns(self, kind: type) -> bool:
+        return issubclass(kind, ShardedArray)
+
+    def source(self, path: str, leaf: Any) -> Source:
+        array: ShardedArray = leaf
+        spec, division = spec_of(array), division_of(array)
+        if division.gap is not None:
+            raise UsageError(
+                f"{path}: the shards of this ShardedArray, {spec}, do not tile it: {division.gap}; "
+                "to be saved, every element must be in a shard",
+                path=path,
+                expected=spec.shape,
+                found=division.gap,
+            )
+        views = tuple([inside(array, number) for number in division.first])
+        if len(views) == 1:
+            return Source(spec, leaf, views[0], _identity(array))
+        if not views:
+            return Source(spec, leaf, np.empty(spec.shape, array.dtype))
+        return Source(spec, leaf, None, _identity(array), shards=division.shards, views=views)
+
+    def fetch(self, source: Source, box: Box, out: Memory) -> None:
+        array: ShardedArray = source.leaf
+        for shard, number in zip(division_of(array).shards, division_of(array).first, strict=True):
+            common = shard.box.intersect(box)
+            if common is not None:
+                part = selection(common.relative_to(box.offset))
+                held = selection(common.relative_to(shard.box.offset))
+                np.copyto(out[part], inside(array, number)[held], casting="no")
+
+    def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
+        array: ShardedArray = leaf
+        target = Target(
+            spec_of(array),
+            leaf,
+            boxes=tuple(shard.box for shard in division_of(array).shards),
+            path=path,
+        )
+        if in_place:
+            _check_memory(path, array)
+            target.buffers = tuple([inside(array, number) for number in division_of(array).first])
+            target.identity = _identity(array)
+        return target
+
+    def place(self, target: Target, values: Memory) -> Any:
+        boxes = target.boxes or ()
+        return self.place_parts(target, [values[selection(box)] for box in boxes])
+
+    def place_parts(self, target: Target, parts: Sequence[Memory]) -> Any:
+        array: ShardedArray = target.leaf
+        division = division_of(array)
+        for shard, part in zip(division.shards, parts, strict=True):
+            spec = ArraySpec(shard.box.shape, target.spec.dtype)
+            check_values(target.path, spec, part.shape, part.dtype)
+        if target.buffers:
+            for number, box in enumerate(division.number):
+                if box >= 0 and number != division.first[box]:
+                    np.copyto(inside(array, number), target.buffers[box])
+            return array
+        made: list[tuple[tuple[int, ...], Memory]] = []
+        for number, ((offset, held), box) in enumerate(
+            zip(array.shards, division.number, strict=True)
+        ):
+            if box >= 0 and number == division.first[box] and held.shape == parts[box].shape:
+                made.append((offset, parts[box]))
+                continue
+            values = np.zeros(held.shape, held.dtype)
+            if box >= 0:
+                values[selection(Box.whole(parts[box].shape))] = parts[box]
+            made.append((offset, values))
+        return ShardedArray(array.shape, array.dtype, made, padded=True)
+
+    def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
+        return None
+
+    def leaf(self, path: str, values: Memory, extra: Mapping[str, Any]) -> Any:
+        return values
+
+
+def _identity(array: ShardedArray) -> Hashable | None:
+    """Equal for arrays that hold the same boxes in the same memory."""
+    parts = [inside(array, number) for number in division_of(array).first]
+    return (
+        "sharded",
+        array.shape,
+        array.dtype,
+        tuple(shard.box for shard in division_of(array).shards),
+        tuple((part.__array_interface__["data"][0], part.strides) for part in parts),
+    )
+
+
+class _Span(NamedTuple):
+    """First and one-past-last byte address of what a shard holds."""
+
+    start: int
+    stop: int
+    number: int
+    part: Memory
+
+
+def _check_memory(path: str, array: ShardedArray) -> None:
+    """The shards can be filled, each without touching another.
+
+    Raises:
+        UnsupportedLeafError: one is read-only, or overlaps itself or another in memory.
+    """
+    spans: list[_Span] = []
+    boxes = division_of(array).number
+    for number, box in enumerate(boxes):
+        if box < 0:
+            continue
+        part = inside(array, number)
+        if not part.flags.writeable:
+            raise UnsupportedLeafError(
+                f"{path}: shard {number} is read-only and cannot be filled; pass a writable copy, "
+                "or use restore(like=...)",
+                path=path,
+            )
+        if may_overlap_itself(part.shape, part.strides, part.itemsize):
+            raise UnsupportedLeafError(
+                f"{path}: elements of shard {number} share memory (strides {part.strides}), so it "
+                "cannot be filled; pass a copy",
+                path=path,
+            )
+        pointer = part.__array_interface__["data"][0]
+        extent = byte_span(pointer, part.shape, part.strides, part.itemsize)
+        spans.append(_Span(*extent, number, part))
+    spans.sort(key=itemgetter(0, 1))
+    near: list[_Span] = []
+    for span in spans:
+        near = [other for other in near if other.stop > span.start]
+        for other in near:
+            replicas = boxes[span.number] == boxes[other.number]
+            if not (replicas and _is(span.part, other.part)) and _share(span.part, other.part):
+                one, two = sorted((span.number, other.number))
+                raise UnsupportedLeafError(
+                    f"{path}: shards {one} and {two} share memory, so they cannot be filled; give "
+                    "each its own",
+                    path=path,
+                    found=(one, two),
+                )
+        near.append(span)
+
+
+def _is(one: Memory, other: Memory) -> bool:
+    """Whether two arrays of one shape are the same memory."""
+    return (
+        one.__array_interface__["data"] == other.__array_interface__["data"]
+        and one.strides == other.strides
+    )
+
+
+def _share(one: Memory, other: Memory) -> bool:
+    try:
+        # A bound on exact work, which NumPy documents and its stubs know as two constants only.
+        return bool(np.shares_memory(one, other, max_work=cast(Any, OVERLAP_WORK)))
+    except np.exceptions.TooHardError:
+        return True

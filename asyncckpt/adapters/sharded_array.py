@@ -1,0 +1,313 @@
+"""`ShardedArray`: a global array held in boxes of NumPy arrays."""
+
+# Nothing here assembles the array, except `to_numpy`, which is asked to.
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncckpt.errors import UsageError
+from asyncckpt.planning.tiling import box_text, first_overlap, tiling_fault
+from asyncckpt.spec import DTYPE_NAMES, DTYPES, ArraySpec, Box, Shard, array_spec
+
+Memory = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Division:
+    """What the shards of an array hold of it.
+
+    Attributes:
+        shards: the distinct boxes that hold elements, in order of their offsets.
+        first: per distinct box the shard that it is read from.
+        number: per shard the box that it holds, -1 for a shard that is empty or all padding.
+        overlap: two boxes that share elements and are no replicas of each other, or None.
+        gap: why the boxes do not tile the array, or None.
+    """
+
+    shards: tuple[Shard, ...]
+    first: tuple[int, ...]
+    number: tuple[int, ...]
+    overlap: tuple[Box, Box] | None
+    gap: str | None
+
+
+@lru_cache(maxsize=1024)
+def _divide(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Division:
+    first: dict[Box, int] = {}
+    for number, box in enumerate(boxes):
+        if box.size:
+            first.setdefault(box, number)
+    distinct = sorted(first, key=lambda box: (box.offset, box.shape))
+    place = {box: number for number, box in enumerate(distinct)}
+    gap = tiling_fault(Box.whole(shape), distinct)
+    return Division(
+        shards=tuple(map(Shard, distinct)),
+        first=tuple(first[box] for box in distinct),
+        number=tuple(place.get(box, -1) for box in boxes),
+        overlap=None if gap is None else first_overlap(distinct),
+        gap=gap,
+    )
+
+
+class ShardedArray:
+    """A global array that is held in boxes of NumPy arrays.
+
+    As a leaf it is saved shard by shard, without being assembled. As a target of `restore(like=…)`
+    it gives a new `ShardedArray` with the same boxes, whatever boxes were saved; `restore_into`
+    fills its arrays. A target may leave gaps; to be saved, the boxes must tile the array. Without
+    a target, a saved `ShardedArray` is restored as a plain array.
+
+    Args:
+        shape: shape of the global array.
+        dtype: its dtype, as NumPy or zarr v3 names it.
+        shards: pairs of an offset in the global array and the array whose first element stands
+            there. Two shards share no element unless they are replicas, which hold the same box;
+            the first of equal replicas is saved, and all of them are filled.
+        padded: shards may reach past the global array: what is outside is padding, which is
+            neither saved nor touched by a restore.
+
+    Attributes:
+        shape: shape of the global array.
+        dtype: its NumPy dtype.
+        shards: the pairs of offset and array.
+
+    Raises:
+        UsageError: names the shard that does not fit, and why.
+    """
+
+    __slots__ = ("_boxes", "_division", "_dtype", "_shape", "_shards")
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: npt.DTypeLike,
+        shards: Sequence[tuple[Sequence[int], Memory]],
+        *,
+        padded: bool = False,
+    ) -> None:
+        self._shape = _lengths("shape", shape)
+        self._dtype = _dtype(dtype)
+        self._shards = tuple(
+            [self._checked(number, shard, padded) for number, shard in enumerate(shards)]
+        )
+        self._boxes = tuple(
+            Box(
+                offset,
+                tuple(
+                    max(0, min(length, n - o))
+                    for o, length, n in zip(offset, array.shape, self._shape, strict=True)
+                ),
+            )
+            for offset, array in self._shards
+        )
+        self._division = _divide(self._shape, self._boxes)
+        if self._division.overlap is not None:
+            one, other = self._division.overlap
+            raise UsageError(
+                f"ShardedArray: two shards hold {box_text(one)} and {box_text(other)}, which "
+                "overlap; shards share no element, unless they are replicas of one box",
+                expected="boxes that do not overlap",
+                found=(one, other),
+            )
+
+    @classmethod
+    def tiles(
+        cls,
+        values: Memory | Sequence[int],
+        mesh_shape: Sequence[int],
+        *,
+        dtype: npt.DTypeLike | None = None,
+        replicas: int = 1,
+    ) -> ShardedArray:
+        """An array as an emulated mesh holds it: in tiles of one size, ceil(n / m) per axis.
+
+        The tiles at the far edge are padded with zeros, and those beyond it are all padding, as
+        PyTorch/XLA's SPMD has them. Every tile has memory of its own.
+
+        Args:
+            values: the NumPy array to cut, or a shape, whose tiles are zeros.
+            mesh_shape: number of tiles per axis.
+            dtype: dtype of the zeros; only with a shape.
+            replicas: how many shards hold each tile.
+
+        Raises:
+            UsageError: an argument does not fit.
+        """
+        whole: Memory | None = None
+        if isinstance(values, np.ndarray):
+            whole, shape = values, values.shape
+        else:
+            shape = _lengths("shape", values)
+        if (whole is None) != (dtype is not None):
+            raise UsageError(
+                "ShardedArray.tiles: pass a NumPy array, or a shape and dtype=", found=dtype
+            )
+        kind = _dtype(dtype if whole is None else whole.dtype)
+        mesh = _lengths("mesh_shape", mesh_shape)
+        if len(mesh) != len(shape) or 0 in mesh:
+            raise UsageError(
+                f"ShardedArray: mesh_shape={mesh} for shape {shape}: pass one positive number of "
+                "tiles per axis",
+                expected=len(shape),
+                found=mesh,
+            )
+        tile = tuple(-(-n // m) for n, m in zip(shape, mesh, strict=True))
+        shards: list[tuple[tuple[int, ...], Memory]] = []
+        for cell in np.ndindex(*mesh):
+            offset = tuple(i * n for i, n in zip(cell, tile, strict=True))
+            for _ in range(replicas):
+                held = np.zeros(tile, kind)
+                if whole is not None:
+                    part = whole[selection(Box(offset, tile))]
+                    held[selection(Box.whole(part.shape))] = part
+                shards.append((offset, held))
+        return cls(shape, kind, shards, padded=True)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the global array."""
+        return self._shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Its NumPy dtype."""
+        return self._dtype
+
+    @property
+    def shards(self) -> tuple[tuple[tuple[int, ...], Memory], ...]:
+        """Offset and array of every shard."""
+        return self._shards
+
+    def to_numpy(self) -> Memory:
+        """The global array, assembled in new memory.
+
+        Raises:
+            UsageError: the shards leave gaps.
+        """
+        if self._division.gap is not None:
+            raise UsageError(
+                f"ShardedArray: the shards of {spec_of(self)} leave gaps: {self._division.gap}",
+                expected=self._shape,
+                found=self._division.gap,
+            )
+        values = np.empty(self._shape, self._dtype)
+        for shard, number in zip(self._division.shards, self._division.first, strict=True):
+            values[selection(shard.box)] = inside(self, number)
+        return values
+
+    def __repr__(self) -> str:
+        gap = f"; {self._division.gap}" if self._division.gap is not None else ""
+        return (
+            f"ShardedArray({spec_of(self)}, {len(self._shards)} shards of "
+            f"{len(self._division.shards)} boxes{gap})"
+        )
+
+    def _checked(
+        self, number: int, shard: tuple[Sequence[int], Memory], padded: bool
+    ) -> tuple[tuple[int, ...], Memory]:
+        try:
+            given, array = shard
+        except (TypeError, ValueError):
+            raise UsageError(
+                f"ShardedArray: shards[{number}] is no pair of an offset and an array",
+                expected="(offset, array)",
+                found=shard,
+            ) from None
+        offset = _lengths(f"the offset of shards[{number}]", given)
+        masked = sys.modules.get("numpy.ma")
+        if not isinstance(array, np.ndarray) or (
+            masked is not None and isinstance(array, masked.MaskedArray)
+        ):
+            raise UsageError(
+                f"ShardedArray: shards[{number}] is a {type(array).__name__}; pass a NumPy array "
+                "(x.numpy() is one that shares the memory of a CPU tensor)",
+                expected="numpy.ndarray",
+                found=type(array).__name__,
+            )
+        array = array if type(array) is np.ndarray else array.view(np.ndarray)
+        if array.dtype != self._dtype:
+            raise UsageError(
+                f"ShardedArray: shards[{number}] has dtype {array.dtype}, the array has "
+                f"{self._dtype}; convert it with x.astype(...)",
+                expected=str(self._dtype),
+                found=str(array.dtype),
+            )
+        if not len(offset) == array.ndim == len(self._shape):
+            raise UsageError(
+                f"ShardedArray: shards[{number}] has shape {array.shape} at offset {offset}, the "
+                f"array has shape {self._shape}; pass offsets and arrays of its rank",
+                expected=len(self._shape),
+                found=(offset, array.shape),
+            )
+        ends = zip(offset, array.shape, self._shape, strict=True)
+        if not padded and any(o + length > n for o, length, n in ends):
+            raise UsageError(
+                f"ShardedArray: shards[{number}] holds {box_text(Box(offset, array.shape))}, which "
+                f"reaches past shape {self._shape}; pass padded=True if the rest is padding",
+                expected=self._shape,
+                found=(offset, array.shape),
+            )
+        return offset, array
+
+
+def _lengths(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    try:
+        lengths = tuple(operator.index(n) for n in values)
+    except TypeError:
+        lengths = (-1,)
+    if any(n < 0 for n in lengths):
+        raise UsageError(
+            f"ShardedArray: {name} is {values!r}; pass a sequence of non-negative ints",
+            found=values,
+        )
+    return lengths
+
+
+def _dtype(dtype: npt.DTypeLike | None) -> np.dtype[Any]:
+    found = DTYPES.get(dtype) if isinstance(dtype, str) else None
+    if found is None:
+        try:
+            found = np.dtype(dtype)
+        except TypeError:
+            found = None
+    if found is None or found not in DTYPE_NAMES:
+        raise UsageError(
+            f"ShardedArray: dtype {found or dtype!r} cannot be stored; use one of "
+            f"{', '.join(DTYPES)}",
+            expected=tuple(DTYPES),
+            found=str(dtype),
+        )
+    return found
+
+
+def spec_of(array: ShardedArray) -> ArraySpec:
+    """Global shape and zarr dtype."""
+    return array_spec(array._shape, DTYPE_NAMES[array._dtype])
+
+
+def division_of(array: ShardedArray) -> Division:
+    """What the shards hold of the array."""
+    return array._division
+
+
+def inside(array: ShardedArray, number: int) -> Memory:
+    """The memory of a shard without its padding."""
+    held, box = array._shards[number][1], array._boxes[number]
+    if held.shape == box.shape:
+        return held
+    view: Memory = held[selection(Box.whole(box.shape))]
+    return view
+
+
+def selection(box: Box) -> Any:
+    """The index that selects a box of an array, as a view of it also at rank 0."""
+    return (*box.slices(), ...)

@@ -1,0 +1,110 @@
+"""Orbax's files beside a save: what Orbax needs to restore what we write, where it can."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from asyncckpt.checkpointer.capture import Capture
+from asyncckpt.format.orbax import OrbaxLeaf, conflicts, encode_files
+from asyncckpt.format.record import SCALAR_KINDS
+from asyncckpt.planning.save import SavePlan
+from asyncckpt.tree import Structure
+
+_EMPTY = {"none": "None", "list": "List", "tuple": "Tuple", "namedtuple": "NamedTuple"}
+
+
+def orbax_files(
+    taken: Capture, plan: SavePlan, mirrors: Sequence[int]
+) -> tuple[Mapping[str, bytes] | None, tuple[str, ...]]:
+    """Orbax's files by their path in the database, or None and a note that says why not.
+
+    Args:
+        taken: the tree.
+        plan: the arrays that store it.
+        mirrors: leaves whose scalars are stored as arrays too, behind those of `taken`.
+    """
+    if plan.pieces:
+        first, *others = plan.pieces
+        more = f" (and {len(others)} more)" if others else ""
+        return None, (
+            f"{taken.paths[taken.array_leaf[first]]}: this leaf{more} is stored in pieces, because "
+            "its shards lie on no common grid, and Orbax has no word for that; asyncckpt restores "
+            'it, export --orbax converts it, and layout="regular" avoids pieces',
+        )
+    devices = key_devices(taken)
+    array_of = {leaf: number for number, leaf in enumerate([*taken.array_leaf, *mirrors])}
+    leaves: list[OrbaxLeaf] = []
+    for path, child in _paths(taken.structure):
+        if isinstance(child, str):
+            leaves.append(OrbaxLeaf(path, child))  # type: ignore[arg-type]
+            continue
+        kind = taken.kinds[child]
+        array = array_of.get(child)
+        if kind == "str":
+            leaves.append(OrbaxLeaf(path, "string", text=taken.scalars[child]))
+        elif array is None:
+            return None, (
+                f"{taken.paths[child]}: Orbax cannot hold this {kind}, so it cannot restore this "
+                "checkpoint; asyncckpt can",
+            )
+        elif kind in SCALAR_KINDS:
+            leaves.append(OrbaxLeaf(path, "scalar", plan.names[array]))
+        elif child in devices:
+            leaves.append(
+                OrbaxLeaf(
+                    path,
+                    "jax",
+                    plan.names[array],
+                    shape=plan.specs[array].shape,
+                    chunk_shape=plan.grids[array].chunk_shape,
+                    device=devices[child],
+                    key_impl=taken.extra[child]["prng_impl"],
+                )
+            )
+        else:
+            # Also for jax.Array: Orbax then needs no device of the machine that saved.
+            leaves.append(OrbaxLeaf(path, "array", plan.names[array]))
+    bad = conflicts(leaves)
+    if bad:
+        shown = ".".join(key for key, _ in leaves[bad[0]].path)
+        return None, (
+            f"Orbax would not find {shown!r} under its name (and {len(bad) - 1} more), so it "
+            "cannot restore this checkpoint; asyncckpt can",
+        )
+    return encode_files(leaves), ()
+
+
+def key_devices(taken: Capture) -> dict[int, str]:
+    """By leaf, a device that holds typed PRNG keys: Orbax restores such keys to it."""
+    if not taken.extra:
+        return {}
+    array_of = {leaf: number for number, leaf in enumerate(taken.array_leaf)}
+    return {
+        leaf: min(map(str, taken.sources[array_of[leaf]].leaf.devices()))
+        for leaf, facts in taken.extra.items()
+        if "prng_impl" in facts
+    }
+
+
+def _paths(
+    structure: Structure,
+) -> list[tuple[tuple[tuple[str, bool], ...], int | str]]:
+    """Orbax's path of every leaf (its ordinal) and of every empty container (its kind)."""
+    found: list[tuple[tuple[tuple[str, bool], ...], int | str]] = []
+    if not structure.nodes:
+        return [((), 0)]
+    at_node: list[tuple[tuple[str, bool], ...]] = [()] * len(structure.nodes)
+    for index, node in enumerate(structure.nodes):
+        base = at_node[index]
+        if not node.children:
+            found.append((base, _EMPTY.get(node.kind, "Dict")))
+            continue
+        sequence = node.kind in ("list", "tuple")
+        keys = node.keys if node.keys else range(len(node.children))
+        for key, child in zip(keys, node.children, strict=True):
+            path = base if node.kind == "stateful" else (*base, (str(key), sequence))
+            if child >= 0:
+                found.append((path, child))
+            else:
+                at_node[-child] = path
+    return found

@@ -1,0 +1,299 @@
+"""What the pickles of torch 2.13 may name, and what it stands for here.
+
+Three kinds are read: the metadata of `torch.distributed.checkpoint`, one tensor as `torch.save`
+writes it, and one plain value. Nothing of torch is imported: its classes are stubs with the fields
+that matter, its dtypes are their names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from asyncckpt.format.opcodes import PickleSource
+from asyncckpt.format.unpickle import (
+    DICT_NBYTES,
+    ENTRY_NBYTES,
+    TUPLE_NBYTES,
+    Allowance,
+    Names,
+    Stub,
+    Unpickler,
+)
+from asyncckpt.tree import MAX_DEPTH
+
+MAX_RANK = 32
+"""Dimensions of an array of NumPy before 2.0; torch itself has at most 64."""
+
+_MAX_EXTENT = 1 << 62
+
+# Name of a torch dtype -> zarr v3 data type name; None for those that cannot be restored.
+DTYPES: dict[str, str | None] = {
+    "bool": "bool",
+    "uint8": "uint8",
+    "int8": "int8",
+    "uint16": "uint16",
+    "int16": "int16",
+    "uint32": "uint32",
+    "int32": "int32",
+    "uint64": "uint64",
+    "int64": "int64",
+    "float8_e4m3fn": "float8_e4m3fn",
+    "float8_e4m3fnuz": "float8_e4m3fnuz",
+    "float8_e5m2": "float8_e5m2",
+    "float8_e5m2fnuz": "float8_e5m2fnuz",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "float32": "float32",
+    "float64": "float64",
+    "complex64": "complex64",
+    "complex128": "complex128",
+    **dict.fromkeys(
+        "complex32 float4_e2m1fn_x2 float8_e8m0fnu qint8 qint32 quint8 quint4x2 quint2x4 "
+        "bits1x8 bits2x4 bits4x2 bits8 bits16".split()
+    ),
+    **{f"{sign}int{bits}": None for bits in range(1, 8) for sign in ("", "u")},
+}
+
+_STORAGES = {
+    "BoolStorage": "bool",
+    "ByteStorage": "uint8",
+    "CharStorage": "int8",
+    "ShortStorage": "int16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "BFloat16Storage": "bfloat16",
+    "HalfStorage": "float16",
+    "FloatStorage": "float32",
+    "DoubleStorage": "float64",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Dtype:
+    """A torch dtype, or with `storage` the storage class of one; the untyped one has no name."""
+
+    name: str
+    storage: bool = False
+
+
+_DTYPE_NAMES: Names = {("torch", name): Dtype(name) for name in DTYPES}
+_STORAGE_NAMES: Names = {
+    **{("torch", name): Dtype(dtype, True) for name, dtype in _STORAGES.items()},
+    ("torch.storage", "UntypedStorage"): Dtype("", True),
+    ("torch", "UntypedStorage"): Dtype("", True),
+}
+
+
+def _shape(arguments: tuple[Any, ...]) -> tuple[int, ...]:
+    """The one argument of `torch.Size`, checked: a tuple of extents or offsets."""
+    (items,) = arguments if len(arguments) == 1 else (None,)
+    if type(items) is not tuple or len(items) > MAX_RANK or any(type(n) is not int for n in items):
+        raise ValueError(f"a torch.Size is not made of at most {MAX_RANK} integers")
+    if any(not 0 <= n < _MAX_EXTENT for n in items):
+        raise ValueError("a torch.Size has an extent out of range")
+    return items
+
+
+# ------------------------------------------------------------- torch.distributed.checkpoint
+
+
+class Metadata(Stub):
+    __slots__ = (
+        "planner_data",
+        "state_dict_metadata",
+        "storage_data",
+        "storage_meta",
+        "version",
+    )
+
+
+class TensorStorageMetadata(Stub):
+    __slots__ = ("chunks", "properties", "size")
+
+
+class BytesStorageMetadata(Stub):
+    __slots__ = ()
+
+
+class ChunkStorageMetadata(Stub):
+    __slots__ = ("offsets", "sizes")
+
+
+class TensorProperties(Stub):
+    """Its state is a tuple: dtype, layout, and three fields that mean nothing any more."""
+
+    __slots__ = ("dtype", "layout")
+
+    def set_state(self, state: object) -> None:
+        if type(state) is not tuple or len(state) != 5:
+            raise ValueError("the state of TensorProperties is no tuple of five")
+        self.dtype, self.layout = state[:2]
+
+
+class MetadataIndex(Stub):
+    __slots__ = ("fqn", "index", "offset")
+
+
+class StorageMeta(Stub):
+    __slots__ = ("checkpoint_id", "load_id", "modules", "save_id")
+
+
+class StorageInfo(Stub):
+    __slots__ = ("length", "offset", "relative_path", "transform_descriptors")
+
+
+def _nothing(_: tuple[Any, ...], __: Allowance) -> None:
+    """For what is in the metadata and means nothing to a reader."""
+
+
+def _layout(arguments: tuple[Any, ...], _: Allowance) -> str:
+    if len(arguments) != 1 or type(arguments[0]) is not str:
+        raise ValueError("a torch.layout has no name")
+    return arguments[0]
+
+
+def metadata_names() -> Names:
+    """For the file `.metadata`."""
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def size(arguments: tuple[Any, ...], allowance: Allowance) -> tuple[int, ...]:
+        # Shards have few different shapes and offsets: each is kept once.
+        shape = _shape(arguments)
+        if shape in shapes:
+            allowance.give(TUPLE_NBYTES + 8 * len(shape))
+        else:
+            allowance.take(ENTRY_NBYTES)
+        return shapes.setdefault(shape, shape)
+
+    module = "torch.distributed.checkpoint.metadata"
+    paths = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+    return {
+        **_DTYPE_NAMES,
+        (module, "Metadata"): Metadata,
+        (module, "TensorStorageMetadata"): TensorStorageMetadata,
+        (module, "BytesStorageMetadata"): BytesStorageMetadata,
+        (module, "ChunkStorageMetadata"): ChunkStorageMetadata,
+        (module, "TensorProperties"): TensorProperties,
+        (module, "MetadataIndex"): MetadataIndex,
+        (module, "StorageMeta"): StorageMeta,
+        (module, "_MEM_FORMAT_ENCODING"): _nothing,
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
+        ("torch.serialization", "_get_layout"): _layout,
+        ("torch", "Size"): size,
+        **{(place, path): _nothing for path in paths for place in ("pathlib", "pathlib._local")},
+    }
+
+
+# --------------------------------------------------------------------------------- torch.save
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStorage:
+    """A storage beside the pickle: the member of the archive, and what it holds.
+
+    Attributes:
+        key: the member is called `data/<key>`.
+        dtype: torch dtype of its elements; empty when it is counted in bytes.
+        count: number of elements.
+    """
+
+    key: str
+    dtype: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor of a pickle, as a view of a storage; offset and strides count elements.
+
+    Attributes:
+        conj: its values are the complex conjugates of what is stored.
+        neg: its values are the negatives of what is stored.
+    """
+
+    storage: SavedStorage
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    conj: bool = False
+    neg: bool = False
+
+
+def saved_storage(identity: object) -> SavedStorage:
+    """The storage that a persistent id names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    if type(identity) is tuple and len(identity) == 5 and identity[0] == "storage":
+        _, kind, key, _, count = identity
+        if isinstance(kind, Dtype) and kind.storage and type(key) is str and type(count) is int:
+            if 0 <= count < _MAX_EXTENT:
+                return SavedStorage(key, kind.name, count)
+    raise ValueError("a persistent id names no storage")
+
+
+def _tensor(arguments: tuple[Any, ...], _: Allowance) -> SavedTensor:
+    """`torch._utils._rebuild_tensor_v2`, the dtype being the storage's."""
+    if len(arguments) not in (6, 7):
+        raise ValueError(f"a tensor is made of {len(arguments)} arguments")
+    storage = arguments[0]
+    dtype = storage.dtype if isinstance(storage, SavedStorage) else ""
+    return _view(arguments[:4], dtype, arguments[6] if len(arguments) == 7 else None)
+
+
+def _tensor_of_dtype(arguments: tuple[Any, ...], _: Allowance) -> SavedTensor:
+    """`torch._utils._rebuild_tensor_v3`, for dtypes without a storage class."""
+    if len(arguments) not in (7, 8) or not isinstance(arguments[6], Dtype):
+        raise ValueError(f"a tensor is made of {len(arguments)} arguments, or has no dtype")
+    return _view(arguments[:4], arguments[6].name, arguments[7] if len(arguments) == 8 else None)
+
+
+def _view(arguments: tuple[Any, ...], dtype: str, bits: object) -> SavedTensor:
+    storage, offset, shape, strides = arguments
+    if not isinstance(storage, SavedStorage) or not dtype:
+        raise ValueError("a tensor has no storage, or none with a dtype")
+    shape, strides = _shape((shape,)), _shape((strides,))
+    if type(offset) is not int or not 0 <= offset < _MAX_EXTENT or len(shape) != len(strides):
+        raise ValueError("a tensor's offset, shape and strides do not fit")
+    if bits is None:
+        return SavedTensor(storage, dtype, offset, shape, strides)
+    if type(bits) is not dict or not bits.keys() <= {"conj", "neg"}:
+        raise ValueError("a tensor has attributes that are not read here")
+    return SavedTensor(
+        storage, dtype, offset, shape, strides, bits.get("conj") is True, bits.get("neg") is True
+    )
+
+
+def _empty_dict(arguments: tuple[Any, ...], allowance: Allowance) -> dict[Any, Any]:
+    allowance.take(DICT_NBYTES)
+    if arguments:
+        raise ValueError("an OrderedDict is made of something")
+    return {}
+
+
+def load_tensor(source: PickleSource, allowance: Allowance) -> tuple[SavedTensor, int]:
+    """The tensor that a pickle holds, and the pickle's length.
+
+    Raises:
+        CorruptCheckpointError: it is malformed.
+        UnsupportedFormatError: it holds something else.
+    """
+    names: Names = {
+        **_DTYPE_NAMES,
+        **_STORAGE_NAMES,
+        ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+        ("torch._utils", "_rebuild_tensor_v3"): _tensor_of_dtype,
+        ("collections", "OrderedDict"): _empty_dict,
+    }
+    unpickler = Unpickler(source, names, allowance, persistent=saved_storage)
+    value = unpickler.run()
+    if not isinstance(value, SavedTensor):
+        raise source.refused(f"a {type(value).__name__} instead of a tensor", 0)
+    return value, unpickler.nbytes

@@ -1,0 +1,268 @@
+"""What zarr arrays of version 2 and 3 have in common: an array as a value, keys, fill values.
+
+`zarr2.decode_metadata` and `zarr3.decode_metadata` make a `ZarrArray` of a stored document.
+"""
+
+# A stored document is never handed on: what it says is checked, and whoever opens the array
+# elsewhere builds the specification anew. A shape of 2^40 ends a process that trusts it.
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.format.faults import corrupt
+from asyncckpt.spec import DTYPES, ITEMSIZES, ArraySpec, ChunkGrid
+
+CRC_NBYTES = 4
+"""What the `crc32c` codec adds behind the encoded bytes of a chunk."""
+
+MAX_CODECS = 16
+"""Codecs of one array, those inside of shards included."""
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrLimits:
+    """Bounds of what a stored document may claim.
+
+    Attributes:
+        max_rank: dimensions.
+        max_array_nbytes: all elements.
+        max_chunk_nbytes: one chunk, decoded.
+        max_chunks: chunks of one array.
+        max_document_nbytes: the document itself.
+    """
+
+    max_rank: int = 32
+    max_array_nbytes: int = 1 << 48
+    max_chunk_nbytes: int = 1 << 40
+    max_chunks: int = 1 << 32
+    max_document_nbytes: int = 1 << 20
+
+
+# ----------------------------------------------------------------------------------------- values
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkKeys:
+    """How the cell of a chunk becomes its key behind the name of the array.
+
+    Attributes:
+        prefix: whether keys begin with ``c``, as the default encoding of version 3 has it.
+        separator: what stands between the numbers, ``/`` or ``.``.
+    """
+
+    prefix: bool = True
+    separator: str = "/"
+
+    def all(self, base: bytes, counts: Sequence[int]) -> list[bytes]:
+        """Keys of all chunks of a grid of this many cells per dimension, in C order.
+
+        `base` is what comes before: the name of the array and a ``/``, or nothing.
+        """
+        if not counts:
+            return [base + (b"c" if self.prefix else b"0")]
+        separator = self.separator.encode()
+        axes = [[b"%s%d" % (separator, i) for i in range(count)] for count in counts]
+        if self.prefix:
+            base += b"c"
+        else:
+            axes[0] = [b"%d" % i for i in range(counts[0])]
+        if len(axes) == 1:
+            return [base + tail for tail in axes[0]]
+        return [base + b"".join(tails) for tails in itertools.product(*axes)]
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """What stands between the elements of a chunk and its stored bytes, in the order of encoding.
+
+    Attributes:
+        order: the dimensions in the order in which their elements are stored, slowest first; empty
+            for C order.
+        big_endian: the elements are stored most significant byte first.
+        shards: the chunk is stored as many chunks behind an index; None for one run of elements.
+        packing: names of what the bytes then go through: `zstd`, `gzip`, `zlib`, `bz2`, `blosc`
+            and `crc32c`.
+    """
+
+    order: tuple[int, ...] = ()
+    big_endian: bool = False
+    shards: Shards | None = None
+    packing: tuple[str, ...] = ()
+
+    @property
+    def crc32c(self) -> bool:
+        """Whether a CRC-32C trails the stored bytes."""
+        return self.packing[-1:] == ("crc32c",)
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """The codec `sharding_indexed`: the chunks inside of one stored chunk.
+
+    Attributes:
+        chunk_shape: elements of a chunk per dimension; divides the shape of the shard.
+        chain: how these chunks are stored.
+        index_crc32c: a CRC-32C trails the index.
+        index_big_endian: its numbers are stored most significant byte first.
+        index_at_start: it stands before the chunks.
+    """
+
+    chunk_shape: tuple[int, ...]
+    chain: Chain
+    index_crc32c: bool = True
+    index_big_endian: bool = False
+    index_at_start: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrArray:
+    """What a metadata document says.
+
+    Attributes:
+        spec: shape and dtype.
+        chunk_shape: elements per dimension of what stands under one key.
+        chain: how that is stored.
+        fill_value: bytes of the element that missing chunks consist of.
+        keys: how the keys of chunks are made.
+    """
+
+    spec: ArraySpec
+    chunk_shape: tuple[int, ...]
+    chain: Chain = Chain(packing=("crc32c",))
+    fill_value: bytes = b""
+    keys: ChunkKeys = ChunkKeys()
+
+    @property
+    def grid(self) -> ChunkGrid:
+        """The grid of what stands under one key."""
+        return ChunkGrid(self.spec.shape, self.chunk_shape)
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Bytes of the elements that stand under one key."""
+        return math.prod(self.chunk_shape) * self.spec.itemsize
+
+
+# -------------------------------------------------------------------------------------- documents
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A metadata document being checked; every mismatch is an error that names `file`."""
+
+    file: str
+    limits: ZarrLimits
+
+    def members(self, data: bytes) -> dict[str, Any]:
+        """The members of the JSON object."""
+        if len(data) > self.limits.max_document_nbytes:
+            raise self.fault(f"it has {len(data)} bytes")
+        try:
+            document = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise self.fault(f"it is not JSON ({error})") from None
+        if not isinstance(document, dict):
+            raise self.fault("it is not a JSON object")
+        return document
+
+    def fault(self, reason: str) -> CorruptCheckpointError:
+        """The error for a document that makes no sense."""
+        return corrupt("the zarr metadata", reason, file=self.file)
+
+    def unsupported(self, what: str, found: object, expected: object) -> UnsupportedFormatError:
+        """The error for a document that says something which is not read here."""
+        shown = repr(found)[:120]
+        return UnsupportedFormatError(
+            f"{self.file}: the zarr array has {what} {shown}, which is not read here; expected "
+            f"{expected}; rewrite the array with TensorStore or zarr",
+            location=self.file,
+            expected=expected,
+            found=found,
+        )
+
+    def integers(self, value: object, what: str, *, least: int) -> tuple[int, ...]:
+        """A list of at most `max_rank` integers."""
+        if not isinstance(value, list) or len(value) > self.limits.max_rank:
+            raise self.fault(f"its {what} is not a list of at most {self.limits.max_rank} numbers")
+        for n in value:
+            if type(n) is not int or not least <= n < 1 << 63:
+                raise self.fault(f"its {what} has the entry {repr(n)[:40]}")
+        return tuple(value)
+
+    def check_limits(self, array: ZarrArray) -> None:
+        """The array claims no more than the limits."""
+        if len(array.chunk_shape) != len(array.spec.shape):
+            raise self.fault(
+                f"its chunks have rank {len(array.chunk_shape)}, the array {len(array.spec.shape)}"
+            )
+        for what, found, limit in (
+            ("bytes in all", array.spec.nbytes, self.limits.max_array_nbytes),
+            ("bytes per chunk", array.chunk_nbytes, self.limits.max_chunk_nbytes),
+            ("chunks", array.grid.chunk_count, self.limits.max_chunks),
+        ):
+            if found > limit:
+                raise self.fault(f"it claims {found} {what}, the limit is {limit}")
+
+    def fill_value(self, value: object, dtype: str) -> bytes:
+        """The bytes of one element."""
+        complex_ = dtype.startswith("complex")
+        parts = value if complex_ and isinstance(value, list) else [value]
+        if len(parts) != (2 if complex_ else 1):
+            raise self.fault("its fill value has the wrong number of parts")
+        parser = _fill_parser(dtype)
+        try:
+            return b"".join(parser(part) for part in parts)
+        except (ValueError, TypeError, OverflowError):
+            raise self.fault(f"its fill value {repr(value)[:40]} is no {dtype}") from None
+
+
+# ------------------------------------------------------------------------------------ fill values
+
+
+def fill_value_bytes(dtype: str) -> bytes:
+    """One element of zero, the fill value of every array we write."""
+    return bytes(ITEMSIZES[dtype])
+
+
+_HEX = re.compile(r"0x[0-9a-fA-F]+")
+_SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def _fill_parser(dtype: str) -> Callable[[object], bytes]:
+    """Turns one JSON number of a fill value into its bytes; raises ValueError where it is none."""
+    part = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
+    kind = DTYPES[part]
+
+    def parse(value: object) -> bytes:
+        if part == "bool":
+            if type(value) is not bool:
+                raise ValueError
+            return bytes([value])
+        if part.startswith(("int", "uint")):
+            if type(value) is not int:
+                raise ValueError
+            if part == "int4" and not -8 <= value <= 7:
+                raise OverflowError
+            return np.array(value, kind).tobytes()
+        if isinstance(value, str):
+            if _HEX.fullmatch(value):
+                return int(value, 16).to_bytes(kind.itemsize, "little")
+            if value not in _SPECIAL:
+                raise ValueError
+            value = _SPECIAL[value]
+        if type(value) not in (int, float):
+            raise ValueError
+        with np.errstate(over="ignore"):
+            return np.array(value, kind).tobytes()
+
+    return parse

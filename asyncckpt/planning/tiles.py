@@ -1,0 +1,86 @@
+"""In which order an array is copied out of the chunks that hold it.
+
+Chunks are read and decoded whole. Going through an array in C order holds a band of chunks open;
+where the band is too large to be kept, the array is copied chunk by chunk instead: no chunk is
+decoded twice, and what is written comes in tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from asyncckpt.planning.cut import divisors
+from asyncckpt.planning.runs import boxes_of_run
+from asyncckpt.spec import Box, ChunkGrid
+
+Part = tuple[tuple[int, ...], ChunkGrid]
+"""One stored array of a leaf: where it begins in the leaf, and its grid."""
+
+LARGEST_TILE = 4
+"""A chunk shape made for a leaf in pieces may exceed the target size so many times."""
+
+
+def band_nbytes(parts: Sequence[Part], itemsize: int) -> int:
+    """Bytes of the decoded chunks that are needed at a time while a leaf is read in C order."""
+    bands = [_band_nbytes(grid, itemsize) for _, grid in parts]
+    stacked = all(not any(offset[1:]) for offset, _ in parts)
+    return max(bands) if stacked else sum(bands)
+
+
+def _band_nbytes(grid: ChunkGrid, itemsize: int) -> int:
+    # Chunks along the axes behind the first that they are long on are met again and again.
+    first = next((i for i, c in enumerate(grid.chunk_shape) if c > 1), len(grid.shape))
+    return grid.chunk_size * itemsize * math.prod(max(1, n) for n in grid.counts[first + 1 :])
+
+
+def runs(shape: tuple[int, ...], itemsize: int, target_nbytes: int) -> Iterator[Box]:
+    """Boxes that tile the array in C order, each at most about the target size."""
+    size = math.prod(shape)
+    step = max(1, target_nbytes // itemsize)
+    row = math.prod(shape[1:])
+    if row and step > row:
+        step -= step % row
+    for start in range(0, size, step):
+        yield from boxes_of_run(shape, start, min(size, start + step))
+
+
+def tiles(parts: Sequence[Part], itemsize: int, target_nbytes: int) -> Iterator[Box]:
+    """Boxes that tile a leaf chunk by chunk, each at most about the target size.
+
+    Small chunks are taken together; a large one is cut into runs of its rows.
+    """
+    for offset, grid in parts:
+        cell = tile_shape(grid, itemsize, target_nbytes)
+        coarse = ChunkGrid(grid.shape, cell)
+        for index in coarse.cells():
+            tile = coarse.box(index)
+            for box in runs(tile.shape, itemsize, target_nbytes):
+                origin = zip(box.offset, tile.offset, offset, strict=True)
+                yield Box(tuple(map(sum, origin)), box.shape)
+
+
+def tile_shape(grid: ChunkGrid, itemsize: int, target_nbytes: int) -> tuple[int, ...]:
+    """A multiple of the chunk shape that pads no more than it does, at most the target size."""
+    shape = list(grid.chunk_shape)
+    room = max(1, target_nbytes // (grid.chunk_size * itemsize))
+    for axis in reversed(range(len(shape))):
+        factor = max(d for d in divisors(max(1, grid.counts[axis])) if d <= room)
+        shape[axis] *= factor
+        room //= factor
+    return tuple(shape)
+
+
+def chunk_shape_for(
+    shape: tuple[int, ...], parts: Sequence[Part], itemsize: int, target_nbytes: int
+) -> tuple[int, ...] | None:
+    """A chunk shape for the whole leaf in which each tile comes from few chunks, or None.
+
+    None says that the ordinary grid is as good.
+    """
+    if len(parts) == 1:
+        return tile_shape(parts[0][1], itemsize, target_nbytes)
+    widest = [max(lengths) for lengths in zip(*(g.chunk_shape for _, g in parts), strict=True)]
+    # Cut evenly, so that the edge pads by less than one element per chunk.
+    even = tuple(-(-n // -(-n // min(c, n))) for n, c in zip(shape, widest, strict=True))
+    return even if math.prod(even) * itemsize <= LARGEST_TILE * target_nbytes else None

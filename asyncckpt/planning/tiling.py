@@ -1,0 +1,86 @@
+"""Whether boxes tile an array, and where they do not."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from asyncckpt.planning.overlap import BoxIndex
+from asyncckpt.spec import Box
+
+
+def tiling_fault(whole: Box, boxes: Sequence[Box]) -> str | None:
+    """Why not each element of `whole` is in exactly one box; None where each is.
+
+    Args:
+        whole: what is to be tiled.
+        boxes: boxes that hold elements, each given once.
+    """
+    if not whole.size or _tile(whole, boxes):
+        return None
+    outside = next((box for box in boxes if box.intersect(whole) != box), None)
+    if outside is not None:
+        return f"{box_text(outside)} reaches past it"
+    pair = first_overlap(boxes)
+    if pair is not None:
+        return f"{box_text(pair[0])} and {box_text(pair[1])} overlap"
+    rest = [whole]
+    for box in boxes:
+        rest = [part for left in rest for part in _without(left, box)]
+    return f"nothing holds {box_text(min(rest, key=lambda part: part.offset))}"
+
+
+def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two of the boxes that share elements, or None."""
+    index = BoxIndex(boxes)
+    for number, box in enumerate(boxes):
+        for other in index.meeting(box).tolist():
+            if other != number:
+                return box, boxes[other]
+    return None
+
+
+def box_text(box: Box) -> str:
+    """The box as an index expression: `[0:4, 8:10]`."""
+    return f"[{', '.join(f'{o}:{o + n}' for o, n in zip(box.offset, box.shape, strict=True))}]"
+
+
+def _tile(whole: Box, boxes: Sequence[Box]) -> bool:
+    """Whether each element of `whole` is in exactly one box, and no other element is in any.
+
+    Boxes tile a box if and only if their corners, with alternating signs, add up to its corners.
+    """
+    cut = [
+        axis
+        for axis, (o, n) in enumerate(zip(whole.offset, whole.shape, strict=True))
+        if any(b.offset[axis] != o or b.shape[axis] != n for b in boxes)
+    ]
+    corners: dict[tuple[int, ...], int] = {}
+    for box, sign in [*((b, 1) for b in boxes), (whole, -1)]:
+        for ends in itertools.product((0, 1), repeat=len(cut)):
+            corner = tuple(
+                box.offset[i] + end * box.shape[i] for i, end in zip(cut, ends, strict=True)
+            )
+            corners[corner] = corners.get(corner, 0) + sign * (-1) ** sum(ends)
+    return not any(corners.values())
+
+
+def _without(box: Box, taken: Box) -> list[Box]:
+    """Boxes that tile what is left of `box`."""
+    common = box.intersect(taken)
+    if common is None:
+        return [box]
+    rest = []
+    offset, shape = list(box.offset), list(box.shape)
+    for axis, (first, last) in enumerate(zip(common.offset, common.stop, strict=True)):
+        stop = offset[axis] + shape[axis]
+        for low, high in ((offset[axis], first), (last, stop)):
+            if low < high:
+                rest.append(
+                    Box(
+                        (*offset[:axis], low, *offset[axis + 1 :]),
+                        (*shape[:axis], high - low, *shape[axis + 1 :]),
+                    )
+                )
+        offset[axis], shape[axis] = first, last - first
+    return rest

@@ -1,0 +1,113 @@
+"""A store that dies like a process: from one operation on nothing reaches the disk any more."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from asyncckpt.errors import StoreError
+from asyncckpt.stores.local import LocalStore
+from asyncckpt.testing.faults import Fault, FaultAttempt, FaultStore, Operation
+
+
+class CrashStore(FaultStore):
+    """A `FaultStore` whose process can be killed before or after any of its operations.
+
+    A dead store cleans nothing up: attempts keep their files, and only what the kernel does for a
+    dead process happens, when it is closed: descriptors are closed, and so locks are free.
+
+    Attributes:
+        down: it has died.
+        applied: operations that took effect, in their order.
+    """
+
+    def __init__(self, inner: LocalStore) -> None:
+        super().__init__(inner)
+        self.down = False
+        self.applied: list[Operation] = []
+        self._local = inner
+        self._attempts: list[FaultAttempt] = []
+        self._dies_at = 0
+        self._after = False
+
+    def die(self, *, at: int, after: bool) -> None:
+        """The `at`-th operation from now on does not happen, or with `after` is the last one."""
+        self._dies_at, self._after = self.counts["any"] + at, after
+
+    def live(self) -> None:
+        """Nothing is scripted any more."""
+        self._dies_at = 0
+        self.script.clear()
+
+    def fail(self, *, at: int, error: StoreError) -> None:
+        """The `at`-th operation from now on raises, and does not happen."""
+        self.script.append(Fault("any", self.counts["any"] + at, error=error))
+
+    def did(self, kind: str) -> list[str]:
+        """Subjects of the operations of one kind that took effect."""
+        return [operation.subject for operation in self.applied if operation.kind == kind]
+
+    @asynccontextmanager
+    async def operation(self, kind: str, subject: str) -> AsyncIterator[list[Fault]]:
+        """As `FaultStore`, unless the store is dead or dies here."""
+        if not self.down and self.counts["any"] + 1 == self._dies_at and not self._after:
+            self.down = True
+        if self.down:
+            raise _dead(self.url)
+        number = self.counts["any"] + 1
+        async with super().operation(kind, subject) as faults:
+            if self.down:  # it died while this operation was held
+                raise _dead(self.url)
+            yield faults
+            self.applied.append(Operation(kind, subject))
+        if number == self._dies_at:
+            self.down = True
+        if self.down:  # nobody is left to hear of the success
+            raise _dead(self.url)
+
+    async def begin(
+        self,
+        name: str,
+        save_id: str,
+        *,
+        epoch: int = 0,
+        overwrite: bool = False,
+        private: bool = False,
+    ) -> FaultAttempt:
+        """As the inner store; what a dead process has begun stays."""
+        async with self.operation("begin", name):
+            inner = await self.inner.begin(
+                name, save_id, epoch=epoch, overwrite=overwrite, private=private
+            )
+            self._attempts.append(attempt := CrashAttempt(self, inner))
+        return attempt
+
+    async def close(self) -> None:
+        """The inner store is closed, or what the kernel would close of a dead process."""
+        if not self.down:
+            await super().close()
+            return
+        for attempt in self._attempts:
+            for file in attempt._inner._files:  # type: ignore[attr-defined]
+                file.close()
+            attempt._inner._release()  # type: ignore[attr-defined]
+        for files in self._local._files:
+            await files.close()
+
+
+class CrashAttempt(FaultAttempt):
+    """An attempt of a `CrashStore`."""
+
+    async def publish(self, record: bytes) -> None:
+        """As `FaultAttempt`; a dead process aborts nothing."""
+        try:
+            async with self._store.operation("publish", self.location):
+                await self._inner.publish(record)
+        except BaseException:
+            if isinstance(self._store, CrashStore) and not self._store.down:
+                await self._inner.abort()
+            raise
+
+
+def _dead(url: str) -> StoreError:
+    return StoreError(f"{url}: the process is dead", location=url)

@@ -1,0 +1,593 @@
+"""Any sequence of saves, restores, deletions, crashes and damage, against a dict.
+
+Two trainers may work on one root. The invariant: a step is listed if and only if its record is
+valid; what is listed and undamaged restores to exactly what was saved, whoever asks; what is
+damaged is noticed; an acknowledged save is lost only to deletions that the model knows of too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import assume
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from asyncckpt import RestoreOptions, SaveOptions, SaveReport, blocking
+from asyncckpt.errors import (
+    AsyncCheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    MismatchError,
+    SaveAbortedError,
+    StoreError,
+    UnsupportedFormatError,
+)
+from asyncckpt.ports import RECORD_NAME
+from asyncckpt.testing.faults import Fault, Gate
+from tests.crash.scenarios import same
+from tests.properties.crashes import CrashStore
+from tests.properties.model import (
+    DAMAGES,
+    KEEPS,
+    METRICS,
+    STEPS,
+    Damage,
+    Keep,
+    Metrics,
+    Saved,
+    scribble,
+    tree,
+)
+
+NOTICED = (CorruptCheckpointError, CheckpointNotFoundError, UnsupportedFormatError)
+OPTIONS = {
+    None: SaveOptions(chunk_nbytes=4096, host_memory_nbytes=64 << 20),
+    "zstd": SaveOptions(chunk_nbytes=4096, host_memory_nbytes=64 << 20, compression="zstd"),
+}
+# A restore that hangs ends with an error that is not expected.
+DEADLINE = RestoreOptions(deadline_s=60.0)
+
+visited: Counter[str] = Counter()
+"""Operations that all machines together have carried out, by kind and outcome."""
+
+COMPRESSIONS = st.sampled_from([None, None, "zstd"])
+SEEDS = st.integers(1, 50)
+WHO = st.integers(0, 1)
+
+
+@dataclass(eq=False)
+class Flight:
+    """A save of a trainer that is held at one of its operations."""
+
+    pending: blocking.PendingSave
+    gate: Gate
+    step: int
+    saved: Saved
+    overwrite: bool
+
+
+class Trainer:
+    """One `Checkpointer` on the root, and what its retention has seen of the steps."""
+
+    def __init__(self, root: Path, keep: Keep) -> None:
+        self.keep = keep
+        self.known: dict[int, Saved] = {}
+        self.flight: Flight | None = None
+        self.ckpt = blocking.Checkpointer(root, keep=keep.policy(), restore_options=DEADLINE)
+        self.store = CrashStore(self.ckpt._core.store)  # type: ignore[arg-type]
+        self.ckpt._core.store = self.store
+        self.ckpt.__enter__()
+
+    def release(self, flight: Flight) -> None:
+        """The held operation goes on."""
+        self.ckpt._core.runtime.engine.post(flight.gate.release.set)
+        self.flight = None
+
+
+class CheckpointMachine(RuleBasedStateMachine):
+    """See the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp(prefix="asyncckpt-machine-"))
+        self.steps: dict[int, Saved] = {}
+        self.aside = 0
+        self.trainers: list[Trainer] = []
+
+    @initialize(keep=KEEPS)
+    def first_trainer(self, keep: Keep) -> None:
+        self.trainers = [Trainer(self.root, keep)]
+
+    # ------------------------------------------------------------------------------- trainers
+
+    def trainer(self, who: int) -> Trainer:
+        return self.trainers[who % len(self.trainers)]
+
+    def idle(self, who: int) -> Trainer:
+        """A trainer without a save in flight, for which the next one would have to wait."""
+        trainer = self.trainer(who)
+        assume(trainer.flight is None)
+        return trainer
+
+    @precondition(lambda self: len(self.trainers) == 1)
+    @rule(keep=KEEPS)
+    def second_trainer(self, keep: Keep) -> None:
+        self.trainers.append(Trainer(self.root, keep))
+        visited["second trainer"] += 1
+
+    @precondition(lambda self: len(self.trainers) == 2)
+    @rule(who=WHO)
+    def trainer_ends(self, who: int) -> None:
+        trainer = self.idle(who)
+        trainer.ckpt.close()
+        self.trainers.remove(trainer)
+        visited["trainer ends"] += 1
+
+    # ---------------------------------------------------------------------------------- saves
+
+    @rule(
+        who=WHO,
+        step=STEPS,
+        seed=SEEDS,
+        metrics=METRICS,
+        overwrite=st.booleans(),
+        compression=COMPRESSIONS,
+    )
+    def save(
+        self,
+        who: int,
+        step: int,
+        seed: int,
+        metrics: Metrics,
+        overwrite: bool,
+        compression: str | None,
+    ) -> None:
+        trainer = self.idle(who)
+        saved = Saved(tree(seed), metrics, {"seed": seed})
+        taken = self._taken(step, overwrite)
+        try:
+            report = self._save(trainer, step, saved, overwrite, compression)
+        except CheckpointExistsError:
+            assert taken
+            visited["save: the step exists"] += 1
+        else:
+            assert not taken
+            self._committed(trainer, step, saved, report)
+            visited["overwrite" if overwrite else "save"] += 1
+
+    def _save(
+        self,
+        trainer: Trainer,
+        step: int,
+        saved: Saved,
+        overwrite: bool,
+        compression: str | None = None,
+    ) -> SaveReport:
+        return trainer.ckpt.save(
+            step,
+            saved.tree,
+            metrics=saved.metrics,
+            metadata=saved.metadata,
+            overwrite=overwrite,
+            options=OPTIONS[compression],
+        )
+
+    def _taken(self, step: int, overwrite: bool) -> bool:
+        return not overwrite and step in self.steps and self.steps[step].listed
+
+    def _committed(self, trainer: Trainer, step: int, saved: Saved, report: SaveReport) -> None:
+        self._published(step, saved)
+        expected = self._retention(trainer, step)
+        assert list(report.deleted_steps) == expected
+        for gone in expected:
+            del self.steps[gone]
+            visited["deleted by retention"] += 1
+
+    def _published(self, step: int, saved: Saved) -> None:
+        if step in self.steps and not self.steps[step].listed:
+            self.aside += 1
+        self.steps[step] = saved
+
+    def _retention(self, trainer: Trainer, saved: int) -> list[int]:
+        """The steps that the trainer deletes, by what it has seen of them."""
+        trainer.known.pop(saved, None)
+        if trainer.keep == Keep():
+            return []
+        view = {
+            step: trainer.known.get(step, entry)
+            for step, entry in sorted(self.steps.items())
+            if step in trainer.known or entry.listed
+        }
+        trainer.known = dict(view)
+        deleted = []
+        for step in set(view) - trainer.keep.kept(view) - {saved}:
+            del trainer.known[step]
+            if self.steps[step] is view[step] and self.steps[step].listed:
+                deleted.append(step)
+            elif self.steps[step].listed:  # another one than it had seen: looked at again
+                trainer.known[step] = self.steps[step]
+        return sorted(deleted)
+
+    @rule(
+        who=WHO,
+        step=STEPS,
+        seed=SEEDS,
+        metrics=METRICS,
+        overwrite=st.booleans(),
+        kind=st.sampled_from(["create", "write", "seal", "put", "publish"]),
+    )
+    def start_save(
+        self, who: int, step: int, seed: int, metrics: Metrics, overwrite: bool, kind: str
+    ) -> None:
+        trainer = self.idle(who)
+        assume(not self._taken(step, overwrite))
+        core, store = trainer.ckpt._core, trainer.store
+        gate = Gate()
+        store.script.append(Fault(kind, store.counts[kind] + 1, gate=gate))
+        taken = tree(seed)
+        saved = Saved(tree(seed), metrics, {"seed": seed})
+        pending = trainer.ckpt.start_save(
+            step,
+            taken,
+            metrics=metrics,
+            metadata=saved.metadata,
+            overwrite=overwrite,
+            options=OPTIONS[None],
+        )
+        scribble(taken)  # it was taken
+        core.call(gate.reached.wait).result()
+        trainer.flight = Flight(pending, gate, step, saved, overwrite)
+        visited["start_save"] += 1
+
+    @precondition(lambda self: any(trainer.flight for trainer in self.trainers))
+    @rule()
+    def wait(self) -> None:
+        trainer, flight = self._flying()
+        taken = self._taken(flight.step, flight.overwrite)
+        trainer.release(flight)
+        try:
+            report = flight.pending.result()
+        except CheckpointExistsError:
+            assert taken  # the other trainer was faster
+            visited["start_save: the step appeared"] += 1
+        else:
+            assert not taken
+            self._committed(trainer, flight.step, flight.saved, report)
+            visited["wait"] += 1
+
+    @precondition(lambda self: any(trainer.flight for trainer in self.trainers))
+    @rule()
+    def cancel(self) -> None:
+        trainer, flight = self._flying()
+        taken = self._taken(flight.step, flight.overwrite)
+        assert flight.pending.cancel()
+        trainer.release(flight)
+        before = len(trainer.store.did("publish"))
+        try:
+            report = flight.pending.result()
+        except SaveAbortedError:
+            assert len(trainer.store.did("publish")) == before
+            visited["cancel"] += 1
+        except CheckpointExistsError:
+            assert taken
+        else:
+            assert not taken  # publication had begun
+            self._committed(trainer, flight.step, flight.saved, report)
+            visited["cancel: too late"] += 1
+
+    def _flying(self) -> tuple[Trainer, Flight]:
+        return next((t, t.flight) for t in self.trainers if t.flight is not None)
+
+    # ------------------------------------------------------------------------------- deletions
+
+    @rule(who=WHO, step=STEPS)
+    def delete(self, who: int, step: int) -> None:
+        found = step in self.steps and not self.steps[step].record_is_gone
+        try:
+            self.trainer(who).ckpt.delete(step)
+        except CheckpointNotFoundError:
+            assert not found
+            visited["delete: no such step"] += 1
+        else:
+            assert found
+            del self.steps[step]
+            visited["delete"] += 1
+
+    @rule(who=WHO, step=STEPS)
+    def delete_after(self, who: int, step: int) -> None:
+        above = [number for number in self._listed() if number > step]
+        assert self.idle(who).ckpt.delete_after(step) == above
+        for number in above:
+            del self.steps[number]
+        visited["delete_after"] += 1
+
+    # ------------------------------------------------------------------- crashes and failures
+
+    @rule(
+        who=WHO,
+        step=STEPS,
+        seed=SEEDS,
+        metrics=METRICS,
+        overwrite=st.booleans(),
+        at=st.integers(1, 34),
+        after=st.booleans(),
+    )
+    def crash_in_save(
+        self,
+        who: int,
+        step: int,
+        seed: int,
+        metrics: Metrics,
+        overwrite: bool,
+        at: int,
+        after: bool,
+    ) -> None:
+        trainer = self.idle(who)
+        taken = self._taken(step, overwrite)
+        saved = Saved(tree(seed), metrics, {"seed": seed})
+        with self._dying(trainer, at, after) as did:
+            self._save(trainer, step, saved, overwrite)
+        if did("publish"):
+            assert not taken
+            self._published(step, saved)
+            expected = self._retention(trainer, step)
+            deleted = [int(name) for name in did("delete")]
+            assert deleted == expected[: len(deleted)]
+            for gone in deleted:
+                del self.steps[gone]
+        visited["crash in save" + (", committed" if did("publish") else "")] += trainer.store.down
+        self._bury(trainer)
+
+    @rule(who=WHO, step=STEPS, at=st.integers(1, 12), after=st.booleans())
+    def crash_in_delete_after(self, who: int, step: int, at: int, after: bool) -> None:
+        trainer = self.idle(who)
+        above = [number for number in reversed(self._listed()) if number > step]
+        with self._dying(trainer, at, after) as did:
+            trainer.ckpt.delete_after(step)
+        deleted = [int(name) for name in did("delete")]
+        assert deleted == above[: len(deleted)]
+        for gone in deleted:
+            del self.steps[gone]
+        visited["crash in delete_after"] += trainer.store.down
+        self._bury(trainer)
+
+    @precondition(lambda self: any(trainer.flight for trainer in self.trainers))
+    @rule()
+    def crash_in_flight(self) -> None:
+        trainer, flight = self._flying()
+        trainer.store.down = True
+        trainer.release(flight)
+        with contextlib.suppress(AsyncCheckpointError):
+            flight.pending.result()
+        assert flight.pending.done()
+        visited["crash in flight"] += 1
+        self._bury(trainer)
+
+    @contextlib.contextmanager
+    def _dying(self, trainer: Trainer, at: int, after: bool) -> Any:
+        """The process may die in the block; gives what it did there, by kind of operation."""
+        store, begin = trainer.store, len(trainer.store.applied)
+
+        def did(kind: str) -> list[str]:
+            return [op.subject for op in store.applied[begin:] if op.kind == kind]
+
+        store.die(at=at, after=after)
+        try:
+            yield did
+        except AsyncCheckpointError as error:
+            assert store.down or isinstance(error, CheckpointExistsError)
+        store.live()
+
+    def _bury(self, trainer: Trainer) -> None:
+        """A process that died is followed by one that does the same; a living one lives on."""
+        if trainer.store.down:
+            trainer.ckpt.close()
+            self.trainers[self.trainers.index(trainer)] = Trainer(self.root, trainer.keep)
+            assert self._leftovers() == []
+
+    @rule(
+        who=WHO,
+        step=STEPS,
+        seed=SEEDS,
+        metrics=METRICS,
+        overwrite=st.booleans(),
+        at=st.integers(1, 26),
+    )
+    def failing_save(
+        self, who: int, step: int, seed: int, metrics: Metrics, overwrite: bool, at: int
+    ) -> None:
+        trainer = self.idle(who)
+        assume(trainer.keep == Keep() and not self._taken(step, overwrite))
+        saved = Saved(tree(seed), metrics, {"seed": seed})
+        trainer.store.fail(at=at, error=StoreError("the disk is on fire"))
+        published = len(trainer.store.did("publish"))
+        try:
+            report = self._save(trainer, step, saved, overwrite)
+        except StoreError as error:
+            assert str(error) == "the disk is on fire"
+            assert len(trainer.store.did("publish")) == published
+            visited["failing save"] += 1
+        else:
+            self._committed(trainer, step, saved, report)
+        trainer.store.live()
+
+    # -------------------------------------------------------------------------------- damage
+
+    @precondition(lambda self: bool(self.steps))
+    @rule(data=st.data(), damage=DAMAGES)
+    def corrupt(self, data: st.DataObject, damage: Damage) -> None:
+        step = data.draw(st.sampled_from(sorted(self.steps)))
+        saved, directory = self.steps[step], self.root / str(step)
+        files = sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file())
+        path = data.draw(st.sampled_from([file for file in files if file not in saved.damaged]))
+        content = (directory / path).read_bytes()
+        damaged = damage.applied(content)
+        if damaged is None:
+            (directory / path).unlink()
+            saved.record_is_gone |= path == RECORD_NAME
+        else:
+            (directory / path).write_bytes(damaged)
+        saved.damaged[path] = content
+        self._check(self.trainers[0], step)
+        visited[f"corrupt: {damage.kind}"] += 1
+
+    @precondition(lambda self: any(saved.damaged for saved in self.steps.values()))
+    @rule(data=st.data())
+    def heal(self, data: st.DataObject) -> None:
+        sick = sorted(step for step, saved in self.steps.items() if saved.damaged)
+        step = data.draw(st.sampled_from(sick))
+        saved = self.steps[step]
+        for path, content in saved.damaged.items():
+            (self.root / str(step) / path).write_bytes(content)
+        saved.damaged.clear()
+        saved.record_is_gone = False
+        self._check(self.trainers[0], step)
+        visited["heal"] += 1
+
+    # -------------------------------------------------------------------------------- reading
+
+    @rule(who=WHO, step=st.one_of(STEPS, st.none()))
+    def restore(self, who: int, step: int | None) -> None:
+        ckpt = self.trainer(who).ckpt
+        self._read("restore", step, lambda saved: same(ckpt.restore(step), saved.tree))
+
+    @rule(who=WHO, step=STEPS)
+    def restore_like(self, who: int, step: int) -> None:
+        ckpt = self.trainer(who).ckpt
+
+        def matches(saved: Saved) -> bool:
+            return same(ckpt.restore(step, like=tree(saved.tree["step"])), saved.tree)
+
+        self._read("restore like", step, matches)
+
+    @rule(who=WHO, step=STEPS)
+    def restore_into(self, who: int, step: int) -> None:
+        ckpt = self.trainer(who).ckpt
+
+        def matches(saved: Saved) -> bool:
+            target = tree(saved.tree["step"])
+            for leaf in (target["w"], target["layers"][0], target["a"], target["bias"]):
+                leaf[...] = 99
+            ckpt.restore_into(target, step=step)
+            return same(target, saved.tree)
+
+        self._read("restore_into", step, matches)
+
+    @rule(who=WHO, step=STEPS)
+    def restore_into_another_shape(self, who: int, step: int) -> None:
+        target = {"w": np.full((3, 3), 7.0)}
+        try:
+            self.trainer(who).ckpt.restore_into(target, step=step)
+        except MismatchError:
+            assert step in self.steps and self._is_readable(step)
+        except NOTICED:
+            assert step not in self.steps or self.steps[step].damaged
+        else:
+            raise AssertionError("the target does not fit")
+        assert (target["w"] == 7.0).all()
+        visited["restore_into another shape"] += 1
+
+    @rule(who=WHO, step=STEPS)
+    def inspect(self, who: int, step: int) -> None:
+        ckpt = self.trainer(who).ckpt
+
+        def matches(saved: Saved) -> bool:
+            info = ckpt.inspect(step)
+            return repr(info.metrics) == repr(saved.metrics) and info.metadata == saved.metadata
+
+        self._read("inspect", step, matches)
+
+    def _is_readable(self, step: int) -> bool:
+        return self.steps[step].listed
+
+    def _read(self, what: str, step: int | None, matches: Callable[[Saved], bool]) -> None:
+        """Reading gives what was saved; of a damaged step that, or an error which says so."""
+        if step is None:
+            step = max(self._listed(), default=-1)
+        saved = self.steps.get(step, Saved({"step": 0}, {}, {}))
+        try:
+            assert matches(saved), f"{what} of step {step} gave other values than were saved"
+            assert step in self.steps and saved.listed
+            visited[what] += 1
+        except CheckpointNotFoundError:
+            assert step not in self.steps or saved.damaged
+            visited[f"{what}: no such step"] += 1
+        except (CorruptCheckpointError, UnsupportedFormatError):
+            assert saved.damaged
+            visited[f"{what}: damaged"] += 1
+
+    @precondition(lambda self: bool(self.steps))
+    @rule(who=WHO, data=st.data())
+    def verify(self, who: int, data: st.DataObject) -> None:
+        self._check(self.trainer(who), data.draw(st.sampled_from(sorted(self.steps))))
+
+    def _check(self, trainer: Trainer, step: int) -> None:
+        """Damage is noticed, and nothing else is reported."""
+        saved = self.steps[step]
+        try:
+            intact = trainer.ckpt.verify(step).ok
+        except NOTICED:
+            intact = False
+        assert intact == (not saved.damaged), (step, sorted(saved.damaged))
+        visited["verify" if intact else "verify: damaged"] += 1
+        self._read("restore", step, lambda saved: same(trainer.ckpt.restore(step), saved.tree))
+
+    # ------------------------------------------------------------------------------ invariants
+
+    def _listed(self) -> list[int]:
+        return sorted(step for step, saved in self.steps.items() if saved.listed)
+
+    @invariant()
+    def the_steps_are_those_with_a_valid_record(self) -> None:
+        for trainer in self.trainers:
+            assert trainer.ckpt.latest_step() == max(self._listed(), default=None)
+        if self.trainers:
+            assert self.trainers[0].ckpt.steps() == self._listed()
+
+    def _leftovers(self) -> list[str]:
+        """What dead attempts and deletions have left, beside what was never ours to remove."""
+        control = self.root / ".asyncckpt"
+        flying = [t.flight.pending for t in self.trainers if t.flight is not None]
+        found = [p for p in control.glob("*") if p.name.startswith(("trash-", "old-"))]
+        found += [p for p in control.glob("epoch-*/*") if p.suffix != ".owner"]
+        return sorted(map(str, found)) if len(found) > len(flying) else []
+
+    def teardown(self) -> None:
+        try:
+            for trainer in self.trainers:
+                if trainer.flight is not None:
+                    trainer.release(flight := trainer.flight)
+                    flight.pending.cancel()
+                    with contextlib.suppress(AsyncCheckpointError):
+                        self._committed(
+                            trainer, flight.step, flight.saved, flight.pending.result()
+                        )
+                trainer.ckpt.close()
+            last = Trainer(self.root, Keep())
+            try:
+                assert last.ckpt.steps() == self._listed()
+                for step in self.steps:
+                    self._check(last, step)
+            finally:
+                last.ckpt.close()
+            left = sorted(path.name for path in self.root.rglob(".asyncckpt/*"))
+            assert all(name.startswith("aside-") for name in left), left
+            assert len(left) == self.aside
+        finally:
+            shutil.rmtree(self.root)

@@ -1,0 +1,151 @@
+"""What a root should hold after any sequence of calls: a dict from step to what was saved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from hypothesis import strategies as st
+
+from asyncckpt import KeepBest, KeepEvery, KeepLast, Retention
+from asyncckpt.ports import RECORD_NAME
+
+STEPS = st.integers(0, 7)
+
+Metrics = Mapping[str, float]
+METRICS: st.SearchStrategy[Metrics] = st.sampled_from(
+    [{}, {"acc": 1.0}, *({"loss": x} for x in (0.1, 0.5, 0.5, 2.0, math.nan, math.inf))]
+)
+
+
+@dataclass(eq=False)
+class Saved:
+    """One checkpoint of the model; two of them are never equal.
+
+    Attributes:
+        tree: what was saved.
+        damaged: content before the damage of each damaged file, by relative path.
+    """
+
+    tree: Any
+    metrics: Metrics
+    metadata: Mapping[str, Any]
+    damaged: dict[str, bytes] = field(default_factory=dict)
+    record_is_gone: bool = False
+
+    @property
+    def listed(self) -> bool:
+        """Whether its record is valid, which makes it a step."""
+        return RECORD_NAME not in self.damaged
+
+
+@dataclass(frozen=True)
+class Keep:
+    """A retention policy as numbers; zeros are policies left out."""
+
+    last: int = 0
+    every: int = 0
+    best: int = 0
+    mode: Literal["min", "max"] = "min"
+
+    def policy(self) -> Retention | None:
+        """The library's policy of these numbers."""
+        parts: list[KeepLast | KeepEvery | KeepBest] = []
+        if self.last:
+            parts.append(KeepLast(self.last))
+        if self.every:
+            parts.append(KeepEvery(self.every))
+        if self.best:
+            parts.append(KeepBest(self.best, "loss", self.mode))
+        policy: Retention | None = parts[0] if parts else None
+        for part in parts[1:]:
+            policy = part | policy if policy is not None else part
+        return policy
+
+    def kept(self, steps: Mapping[int, Saved]) -> set[int]:
+        """The steps that such a policy should keep."""
+        last = sorted(steps, reverse=True)[: self.last]
+        every = [step for step in steps if self.every and step % self.every == 0]
+        with_loss = {
+            step: saved.metrics["loss"]
+            for step, saved in steps.items()
+            if not math.isnan(saved.metrics.get("loss", math.nan))
+        }
+        best: list[int] = []
+        for _ in range(min(self.best, len(with_loss))):
+            extreme = (min if self.mode == "min" else max)(with_loss.values())
+            best.append(max(step for step, loss in with_loss.items() if loss == extreme))
+            del with_loss[best[-1]]
+        if self.best and not best:
+            return set(steps)
+        return {*last, *every, *best}
+
+
+KEEPS = st.sampled_from(
+    [
+        Keep(),
+        Keep(last=1),
+        Keep(last=3),
+        Keep(every=3),
+        Keep(best=1),
+        Keep(last=1, best=2, mode="max"),
+        Keep(last=1, every=4, best=1),
+    ]
+)
+
+
+def tree(seed: int) -> dict[str, Any]:
+    """A small tree: two chunks, a packed array, inline values, tied arrays, scalars, containers."""
+    random = np.random.default_rng(seed)
+    shared = random.standard_normal(400).astype(np.float32)
+    return {
+        "w": random.standard_normal((5, 256 + seed % 3)).astype(np.float32),
+        "layers": [random.integers(0, 99, 600).astype(np.int16), {"scale": np.float64(seed)}],
+        "a": shared,
+        "b": shared,
+        "bias": random.standard_normal(4).astype(np.float32),
+        "step": seed,
+        "lr": 0.1 * seed,
+        "name": f"tree {seed}",
+        **({"extra": [None, {}, True]} if seed % 2 else {}),
+    }
+
+
+def scribble(tree: dict[str, Any]) -> None:
+    """Every array of the tree holds something else."""
+    for leaf in (tree["w"], tree["layers"][0], tree["a"], tree["bias"]):
+        leaf[...] = 99
+    tree["layers"][1]["scale"] = np.float64(-1)
+    tree["name"] = "overwritten"
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What happens to a file: `at` is the place in it, from 0.0 to below 1.0."""
+
+    kind: Literal["flip", "cut", "zeros", "longer", "gone"]
+    at: float
+    bit: int
+
+    def applied(self, content: bytes) -> bytes | None:
+        """The content afterwards, None without the file; never the same."""
+        place = int(len(content) * self.at)
+        if self.kind == "flip":
+            flipped = content[place] ^ (1 << self.bit)
+            return content[:place] + bytes([flipped]) + content[place + 1 :]
+        if self.kind == "cut":
+            return content[:place]
+        if self.kind == "zeros":
+            return bytes(len(content)) if any(content) else content + b"\1"
+        return content + b"\0" if self.kind == "longer" else None
+
+
+DAMAGES = st.builds(
+    Damage,
+    st.sampled_from(["flip", "flip", "flip", "cut", "zeros", "longer", "gone"]),
+    st.floats(0, 1, exclude_max=True),
+    st.integers(0, 7),
+)
