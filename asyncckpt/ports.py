@@ -288,7 +288,8 @@ class Target:
         buffers: per box host memory to fill in place, as `buffer`; empty when the pipeline
             allocates.
         identity: targets with equal identity are the same memory; None when unknown or immutable.
-        span: first and one-past-last byte address of `buffer`, for overlap checks; None without.
+        span: first and one-past-last byte address of `buffer`, for overlap checks; None where it
+            has memory of its own, or no buffer.
             Targets with `buffers` see to it themselves that these do not overlap.
         extra: facts that the saved leaf must agree with (PRNG implementation).
         path: path of the leaf, for the errors of `place`.

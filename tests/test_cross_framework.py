@@ -49,7 +49,7 @@ def bits(dtype: str, shape: tuple[int, ...]) -> Array:
     if dtype == "bool":
         drawn &= 1
     if dtype == "int4":
-        return (drawn.astype(np.int8)[..., 0] % 16 - 8).astype(ml_dtypes.int4)
+        return np.array(drawn.view(np.int8)[..., 0] % 16 - 8, ml_dtypes.int4)
     return drawn.view(DTYPES[dtype]).reshape(shape)
 
 
@@ -140,8 +140,9 @@ def strided(framework: str, leaf: Array) -> Any:
     zeros: Any = np.zeros(large, leaf.dtype)
     if framework == "torch":
         zeros = torch.zeros(large, dtype=TORCH_DTYPES[leaf.dtype.name])
-    view = zeros[tuple(slice(None, None, 2) for _ in large)]
-    transposed = view.permute(*range(view.ndim)[::-1]) if framework == "torch" else view.T
+    view = zeros[(..., *(slice(None, None, 2) for _ in large))]
+    axes = tuple(range(view.ndim))[::-1]
+    transposed = view.permute(axes) if framework == "torch" else view.transpose(axes)
     assert tuple(transposed.shape) == leaf.shape
     return transposed
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from asyncckpt.errors import DtypeMismatchError, ShapeMismatchError, UnsupportedLeafError
 from asyncckpt.spec import DTYPES, ArraySpec
@@ -92,6 +93,20 @@ def byte_span(
         else:
             last += (n - 1) * step
     return first, last
+
+
+def host_place(
+    array: npt.NDArray[Any], name: str
+) -> tuple[tuple[int, int], tuple[object, ...] | None]:
+    """Where an array of this zarr dtype stands in host memory: its byte span, and its identity.
+
+    Costs about 2 µs, which is much for a small leaf.
+    """
+    pointer: int = array.__array_interface__["data"][0]
+    span = byte_span(pointer, array.shape, array.strides, array.itemsize)
+    if not array.size:
+        return span, None
+    return span, ("memory", pointer, array.shape, array.strides, name)
 
 
 def may_overlap_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:

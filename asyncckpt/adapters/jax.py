@@ -43,7 +43,7 @@ class JaxTarget(Target):
         shape: shape of the leaf; for typed keys without the dimensions of the key data.
         sharding: where the leaf goes; with `device`, None.
         device: device of an uncommitted leaf; None for JAX's default.
-        division: what each device of `sharding` holds; None for one device, except of keys.
+        division: what each device of `sharding` holds; None for one device.
         prng_impl: name of the PRNG implementation of a typed key array, or None.
     """
 
@@ -164,11 +164,11 @@ class JaxAdapter:
         if sharding is None:
             target.device = jax_memory.config("jax_default_device")
             return target
-        several = _single_device(sharding) is None
-        if several or getattr(leaf, "committed", True):
+        if _single_device(sharding) is None:
             target.sharding = sharding
-            if several or impl is not None:
-                self._divide_target(target)
+            self._divide_target(target)
+        elif getattr(leaf, "committed", True):
+            target.sharding = sharding
         else:
             (target.device,) = sharding.device_set
         return target

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters.arrays import (
-    byte_span,
     check_values,
+    host_place,
     may_overlap_itself,
     unsupported_dtype,
 )
@@ -69,17 +69,9 @@ class NumpyAdapter:
                 "cannot be filled; pass a copy",
                 path=path,
             )
-        pointer: int = leaf.__array_interface__["data"][0]
-        span = (pointer, pointer + leaf.nbytes)
-        if not contiguous:
-            span = byte_span(pointer, leaf.shape, leaf.strides, leaf.itemsize)
-        target = Target(
-            spec,
-            leaf,
-            identity=("memory", pointer, leaf.shape, leaf.strides, name) if leaf.size else None,
-            span=span,
-            path=path,
-        )
+        target = Target(spec, leaf, path=path)
+        if leaf.base is not None or not known:
+            target.span, target.identity = host_place(leaf, name)
         if leaf.dtype == DTYPES[name]:
             target.buffer = leaf if known else leaf.view(np.ndarray)
         else:
@@ -109,8 +101,20 @@ class NumpyAdapter:
 def _identity(array: npt.NDArray[Any]) -> Hashable | None:
     if not array.size:
         return None
+    if array.base is None:
+        # The address costs more than everything else here, and an array with memory of its own
+        # shares it with its views only.
+        return ("owner", id(array), array.shape, array.strides, array.dtype)
+    root: Any = array.base
     pointer: int = array.__array_interface__["data"][0]
-    return (pointer, array.shape, array.strides, array.dtype)
+    facts = (array.shape, array.strides, array.dtype)
+    if (
+        type(root) is np.ndarray
+        and (root.shape, root.strides, root.dtype) == facts
+        and root.__array_interface__["data"][0] == pointer
+    ):
+        return ("owner", id(root), *facts)
+    return ("memory", pointer, *facts)
 
 
 def _dtype_name(path: str, leaf: Any) -> str:

@@ -56,7 +56,7 @@ class Layout:
     plan: SavePlan
     catalog: Catalog
     specs: tuple[StoredSpec, ...]
-    spec_of: tuple[int, ...]
+    spec_of: list[int]
     pieces: Mapping[int, tuple[Piece, ...]]
     mirrors: tuple[int, ...]
     orbax: Mapping[str, bytes] | None
@@ -168,20 +168,21 @@ def make_layout(taken: Capture, options: SaveOptions, budget_nbytes: int) -> Lay
         )
     except UsageError as error:
         raise _with_path(error, names, taken.paths) from None
+    arrays = plan.arrays
     specs: dict[StoredSpec, int] = {}
-    spec_of = tuple(
-        specs.setdefault(StoredSpec(spec, grid.chunk_shape, level), len(specs))
-        for spec, grid, level in zip(plan.specs, plan.grids, plan.zstd_levels, strict=True)
-    )
+    spec_of = [
+        specs.setdefault(StoredSpec(part.spec, part.grid.chunk_shape, part.zstd_level), len(specs))
+        for part in arrays.parts
+    ]
     orbax, notes = orbax_files(taken, plan, mirrors)
     return Layout(
         plan=plan,
         catalog=make_catalog(plan),
         specs=tuple(specs),
-        spec_of=spec_of,
+        spec_of=[spec_of[part] for part in arrays.part.tolist()],
         pieces={
-            taken.array_leaf[number]: tuple(Piece(plan.offsets[a], a) for a in arrays)
-            for number, arrays in plan.pieces.items()
+            taken.array_leaf[number]: tuple(Piece(arrays.of(array).offset, array) for array in own)
+            for number, own in arrays.pieces.items()
         },
         mirrors=mirrors,
         orbax=orbax,

@@ -23,14 +23,15 @@ def orbax_files(
         plan: the arrays that store it.
         mirrors: leaves whose scalars are stored as arrays too, behind those of `taken`.
     """
-    if plan.pieces:
-        first, *others = plan.pieces
+    if plan.arrays.pieces:
+        first, *others = plan.arrays.pieces
         more = f" (and {len(others)} more)" if others else ""
         return None, (
             f"{taken.paths[taken.array_leaf[first]]}: this leaf{more} is stored in pieces, because "
             "its shards lie on no common grid, and Orbax has no word for that; asyncckpt restores "
             'it, export --orbax converts it, and layout="regular" avoids pieces',
         )
+    names = plan.arrays.names
     devices = key_devices(taken)
     array_of = {leaf: number for number, leaf in enumerate([*taken.array_leaf, *mirrors])}
     leaves: list[OrbaxLeaf] = []
@@ -48,22 +49,22 @@ def orbax_files(
                 "checkpoint; asyncckpt can",
             )
         elif kind in SCALAR_KINDS:
-            leaves.append(OrbaxLeaf(path, "scalar", plan.names[array]))
+            leaves.append(OrbaxLeaf(path, "scalar", names[array]))
         elif child in devices:
             leaves.append(
                 OrbaxLeaf(
                     path,
                     "jax",
-                    plan.names[array],
-                    shape=plan.specs[array].shape,
-                    chunk_shape=plan.grids[array].chunk_shape,
+                    names[array],
+                    shape=plan.arrays.of(array).spec.shape,
+                    chunk_shape=plan.arrays.of(array).grid.chunk_shape,
                     device=devices[child],
                     key_impl=taken.extra[child]["prng_impl"],
                 )
             )
         else:
             # Also for jax.Array: Orbax then needs no device of the machine that saved.
-            leaves.append(OrbaxLeaf(path, "array", plan.names[array]))
+            leaves.append(OrbaxLeaf(path, "array", names[array]))
     bad = conflicts(leaves)
     if bad:
         shown = ".".join(key for key, _ in leaves[bad[0]].path)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from asyncckpt.adapters.arrays import host_place
 from asyncckpt.checkpointer.match import Assignment
 from asyncckpt.errors import UsageError
 from asyncckpt.ports import Target
@@ -22,6 +23,7 @@ class _Span(NamedTuple):
     start: int
     stop: int
     rows: tuple[int, ...]
+    identity: Hashable | None
     target: Target
     path: str
 
@@ -36,20 +38,21 @@ def check_overlaps(assignments: Sequence[Assignment], first_rows: Sequence[int])
     Raises:
         UsageError: names both leaves.
     """
+    targets = [(a, a.target) for a in assignments if a.target is not None]
+    buffers = [t.buffer for _, t in targets if t.span is None and t.buffer is not None]
+    owners = {id(buffer) for buffer in buffers}
+    if len(owners) == len(buffers) and all(target.span is None for _, target in targets):
+        return  # each has memory of its own
+    places = [(a, t, place) for a, t in targets if (place := _place(t)) is not None]
     # Most targets do not even come near each other: one vectorised look settles it.
-    extents = [a.target.span for a in assignments if a.target is not None]
-    bounds = np.array([extent for extent in extents if extent is not None], np.int64)
-    if not len(bounds):
-        return
+    bounds = np.array([place[0] for _, _, place in places], np.int64).reshape(-1, 2)
     bounds = bounds[np.argsort(bounds[:, 0], kind="stable")]
     if not np.any(bounds[1:, 0] < np.maximum.accumulate(bounds[:-1, 1])):
         return
-    spans = []
-    for assignment in assignments:
-        target = assignment.target
-        if target is not None and target.span is not None:
-            rows = tuple(first_rows[array] for array in assignment.arrays)
-            spans.append(_Span(*target.span, rows, target, assignment.path))
+    spans: list[_Span] = []
+    for assignment, target, (extent, identity) in places:
+        rows = tuple(first_rows[array] for array in assignment.arrays)
+        spans.append(_Span(*extent, rows, identity, target, assignment.path))
     spans.sort(key=itemgetter(0, 1))
     open_spans: list[_Span] = []
     for span in spans:
@@ -60,14 +63,22 @@ def check_overlaps(assignments: Sequence[Assignment], first_rows: Sequence[int])
 
 
 def _check(one: _Span, other: _Span) -> None:
-    identity = one.target.identity
-    tied = identity is not None and identity == other.target.identity and one.rows == other.rows
+    same = one.identity is not None and one.identity == other.identity
+    tied = same and one.rows == other.rows
     if not tied and _share(one.target, other.target):
         raise UsageError(
             f"{one.path} and {other.path}: these targets overlap in memory but are different "
             "arrays in the checkpoint; restore one of them elsewhere",
             path=other.path,
         )
+
+
+def _place(target: Target) -> tuple[tuple[int, int], Hashable | None] | None:
+    if target.span is not None:
+        return target.span, target.identity
+    if target.buffer is None:
+        return None
+    return host_place(target.buffer, target.spec.dtype)
 
 
 def _share(one: Target, other: Target) -> bool:

@@ -216,7 +216,7 @@ class Save:
             step=request.step,
             save_id=self._save_id,
             leaf_count=len(request.taken.paths),
-            array_count=len(plan.names) - len(plan.tied) - len(layout.mirrors),
+            array_count=len(plan.arrays.names) - len(plan.arrays.tied) - len(layout.mirrors),
             nbytes=_array_nbytes(request.taken),
             stored_nbytes=stored_nbytes,
             file_count=file_count,
@@ -321,7 +321,7 @@ class Save:
         now_ns: int,
     ) -> bytes:
         request = self._request
-        taken = request.taken
+        taken, arrays = request.taken, layout.plan.arrays
         return encode_record(
             CommitRecord(
                 save_id=self._save_id,
@@ -335,7 +335,7 @@ class Save:
                 tree=taken.structure.to_json(),
                 leaves=LeafTable(taken.kinds, taken.values, taken.extra, layout.pieces),
                 specs=layout.specs,
-                arrays=ArrayTable(list(layout.plan.names), list(layout.spec_of), layout.plan.tied),
+                arrays=ArrayTable(list(arrays.names), layout.spec_of, arrays.tied),
                 files=tuple(FileEntry(*entry) for entry in files),
                 chunk_index=IndexExtent(
                     index_file,

@@ -6,6 +6,7 @@ For golden tests and for looking at damaged files; nothing of the library stores
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from asyncckpt.format.chunks import ChunkIndex
 from asyncckpt.format.ocdbt import dump as ocdbt
 from asyncckpt.format.record import CommitRecord, decode_record, encode_record, seal
-from asyncckpt.format.zarr3 import ZarrArray
+from asyncckpt.format.zarr import Chain, ChunkKeys, Shards, ZarrArray
 from asyncckpt.spec import ArraySpec
 
 Structure = ocdbt.Structure | ChunkIndex | CommitRecord | ZarrArray
@@ -31,9 +32,9 @@ def dump(structure: Structure) -> dict[str, Any]:
             "shape": list(structure.spec.shape),
             "dtype": structure.spec.dtype,
             "chunk_shape": list(structure.chunk_shape),
-            "zstd_level": structure.zstd_level,
-            "crc32c": structure.crc32c,
+            "chain": asdict(structure.chain),
             "fill_value": structure.fill_value.hex(),
+            "keys": asdict(structure.keys),
         }
     if isinstance(structure, ChunkIndex):
         rows = zip(
@@ -66,9 +67,9 @@ def load(document: dict[str, Any]) -> Structure:
         return ZarrArray(
             ArraySpec(tuple(document["shape"]), document["dtype"]),
             tuple(document["chunk_shape"]),
-            document["zstd_level"],
-            document["crc32c"],
+            _chain(document["chain"]),
             bytes.fromhex(document["fill_value"]),
+            ChunkKeys(**document["keys"]),
         )
     if kind == "chunk_index":
         rows = document["rows"]
@@ -78,3 +79,13 @@ def load(document: dict[str, Any]) -> Structure:
         crc = np.array([int(row["crc32c"], 16) for row in rows], np.uint32)
         return ChunkIndex(file, offset, nbytes, crc)
     return ocdbt.load(document)
+
+
+def _chain(document: dict[str, Any]) -> Chain:
+    shards = document["shards"]
+    if shards is not None:
+        shape, chain = tuple(shards["chunk_shape"]), _chain(shards["chain"])
+        shards = Shards(**{**shards, "chunk_shape": shape, "chain": chain})
+    return Chain(
+        tuple(document["order"]), document["big_endian"], shards, tuple(document["packing"])
+    )

@@ -8,6 +8,7 @@ caller says what is due next, and only that is made.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -85,6 +86,22 @@ class JsonReader:
             if not self._accept(b","):
                 self._expect(b"}")
                 return
+
+    def items(self) -> Iterator[int]:
+        """The number of every value of a list; each must be read before the next is asked for."""
+        self._expect(b"[")
+        if self._accept(b"]"):
+            return
+        for number in itertools.count():
+            yield number
+            if not self._accept(b","):
+                self._expect(b"]")
+                return
+
+    def at_string(self) -> bool:
+        """Whether a string is due here."""
+        self._skip_space()
+        return self._data[self._at : self._at + 1] == b'"'
 
     def string(self) -> str:
         """A string."""

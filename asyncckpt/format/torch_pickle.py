@@ -7,8 +7,6 @@ that matter, its dtypes are their names.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +14,13 @@ from asyncckpt.format.opcodes import PickleSource
 from asyncckpt.format.unpickle import (
     DICT_NBYTES,
     ENTRY_NBYTES,
+    INT_NBYTES,
     TUPLE_NBYTES,
     Allowance,
     Names,
     Stub,
     Unpickler,
 )
-from asyncckpt.tree import MAX_DEPTH
 
 MAX_RANK = 32
 """Dimensions of an array of NumPy before 2.0; torch itself has at most 64."""
@@ -165,7 +163,7 @@ def metadata_names() -> Names:
         # Shards have few different shapes and offsets: each is kept once.
         shape = _shape(arguments)
         if shape in shapes:
-            allowance.give(TUPLE_NBYTES + 8 * len(shape))
+            allowance.give(TUPLE_NBYTES + sum(INT_NBYTES * (n > 255) + 8 for n in shape))
         else:
             allowance.take(ENTRY_NBYTES)
         return shapes.setdefault(shape, shape)

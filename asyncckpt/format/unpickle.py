@@ -25,6 +25,9 @@ from asyncckpt.format.opcodes import PickleSource, scan
 MAX_STACK = 1 << 20
 """Values that wait on the stack: 8 MiB. Pickles write lists and dicts in batches of 1,000."""
 
+_BATCH = 1 << 12
+"""Opcodes between two looks at the stack, each of which adds one value at most."""
+
 MAX_MARKS = 1 << 10
 """Containers that are open at once."""
 
@@ -90,15 +93,18 @@ _MY_REFERENCES: Final = 2
 """References to an object that nobody else has: a name and the argument of `getrefcount`."""
 
 # What objects take in CPython on 64 bits, headers of the garbage collector included.
-_INT_NBYTES: Final = 32
+INT_NBYTES: Final = 32
 _FLOAT_NBYTES: Final = 24
 TUPLE_NBYTES: Final = 40
 _LIST_NBYTES: Final = 72
 DICT_NBYTES: Final = 64
-_STUB_NBYTES: Final = 64
 _TEXT_NBYTES: Final = 56
 _ITEM_NBYTES: Final = 9
-ENTRY_NBYTES: Final = 72
+ENTRY_NBYTES: Final = 56
+
+
+class _StopError(Exception):
+    """The opcode STOP was done."""
 
 
 class Unpickler:
@@ -151,21 +157,16 @@ class Unpickler:
         return self._stack[-1]
 
     def step(self, count: int) -> bool:
-        """At most `count` more opcodes are done; True when these were the last."""
-        data, stack, table = self._data, self._stack, _TABLE
+        """At least `count` more opcodes are done; True when the last one was."""
         begun = self._at
         try:
-            for _ in range(count):
-                begun = self._at
-                code = data[begun]
-                if code == op.STOP:
-                    if len(stack) != 1 or self._marks:
-                        raise ValueError(f"{len(stack)} values are left at its end")
-                    return True
-                self._at = begun + 1
-                method, argument = table[code]
-                method(self, argument)
-                if len(stack) > MAX_STACK:
+            for _ in range(0, count, _BATCH):
+                for _ in range(_BATCH):
+                    begun = self._at
+                    self._at = begun + 1
+                    method, argument = _TABLE[self._data[begun]]
+                    method(self, argument)
+                if len(self._stack) > MAX_STACK:
                     raise ValueError(f"it has more than {MAX_STACK} values on its stack")
         except IndexError:
             raise self._source.corrupt("it takes more values than there are", begun) from None
@@ -175,6 +176,8 @@ class Unpickler:
             raise self._source.corrupt(
                 "its objects would take far more memory than its bytes do", begun
             ) from None
+        except _StopError:
+            return True
         return False
 
     # -- arguments
@@ -204,6 +207,11 @@ class Unpickler:
 
     # -- one method per kind of opcode
 
+    def _stop(self, _: int) -> None:
+        if len(self._stack) != 1 or self._marks:
+            raise ValueError(f"{len(self._stack)} values are left at its end")
+        raise _StopError
+
     def _skip(self, width: int) -> None:
         self._at += width
 
@@ -212,7 +220,7 @@ class Unpickler:
 
     def _integer(self, width: int) -> None:
         if width > 1:
-            self._allowance.take(_INT_NBYTES)
+            self._allowance.take(INT_NBYTES)
         at = self._at
         self._at = at + width
         self._stack.append(int.from_bytes(self._data[at : at + width], "little", signed=width == 4))
@@ -221,7 +229,7 @@ class Unpickler:
         nbytes = self._number(width)
         if nbytes > MAX_INTEGER_NBYTES:
             raise ValueError(f"it has an integer of {nbytes} bytes")
-        self._allowance.take(_INT_NBYTES + nbytes)
+        self._allowance.take(INT_NBYTES + nbytes)
         at = self._at
         self._at = at + nbytes
         self._stack.append(int.from_bytes(self._data[at : at + nbytes], "little", signed=True))
@@ -322,7 +330,7 @@ class Unpickler:
         cls, arguments = self._few(2)
         if not isinstance(cls, type) or not issubclass(cls, Stub) or arguments != ():
             raise ValueError("it makes an instance of what is no class, or with arguments")
-        self._allowance.take(_STUB_NBYTES)
+        self._allowance.take(16 + cls.__basicsize__)
         self._stack.append(cls())
 
     def _build(self, _: int) -> None:
@@ -341,13 +349,14 @@ class Unpickler:
         (identity,) = self._few(1)
         if self._persistent is None:
             raise self._source.refused("a persistent id", self._at - 1)
-        self._allowance.take(_STUB_NBYTES)
+        self._allowance.take(DICT_NBYTES)
         self._stack.append(self._persistent(identity))
 
 
 _FLOAT = struct.Struct(">d")
 
 _METHODS: Final[dict[int, tuple[Callable[[Unpickler, Any], None], object]]] = {
+    op.STOP: (Unpickler._stop, 0),
     op.PROTO: (Unpickler._skip, 1),
     op.FRAME: (Unpickler._skip, 8),
     op.MARK: (Unpickler._mark, 0),

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from asyncckpt.format.zarr import Chain, ChunkKeys, Document, ZarrArray, ZarrLimits
 from asyncckpt.spec import DTYPE_NAMES, DTYPES, ITEMSIZES, ArraySpec
 
@@ -23,7 +21,7 @@ _REQUIRED = ("shape", "chunks", "dtype", "compressor", "fill_value", "order", "f
 _TYPESTRS = {
     order + dtype.str[1:]: (name, order == ">")
     for dtype, name in DTYPE_NAMES.items()
-    if dtype.kind in "biufc" and np.dtype(dtype.str) == dtype
+    if dtype.isbuiltin != 2  # registered by ml_dtypes
     for order in ("|" if dtype.itemsize == 1 else "<>")
 }
 

@@ -227,9 +227,11 @@ class _Zarr3(Document):
         configuration = codecs[at][1]
         if names[at] == "bytes":
             return Chain(in_order, self.is_big_endian(configuration, itemsize), None, tuple(rest))
+        if rest:
+            raise self.unsupported("codecs", names, "nothing behind sharding_indexed")
         stored_shape = tuple(chunk_shape[n] for n in order)
         shards = self.shards(configuration, stored_shape, itemsize, most - len(codecs))
-        return Chain(in_order, False, shards, tuple(rest))
+        return Chain(in_order, False, shards)
 
     def permutation(self, configuration: dict[str, Any], rank: int) -> tuple[int, ...]:
         order = configuration.get("order")
@@ -265,7 +267,7 @@ class _Zarr3(Document):
             raise self.unsupported("index_location", location, "start or end")
         return Shards(
             chunk_shape,
-            self.chain(configuration.get("codecs"), chunk_shape, itemsize, most - 1),
+            self.chain(configuration.get("codecs"), chunk_shape, itemsize, most),
             bool(index.packing),
             index.big_endian,
             location == "start",

@@ -93,6 +93,10 @@ class Arrays:
     kind: Column
     nbytes: int
 
+    def of(self, array: int) -> Part:
+        """Shape, grid and place of an array."""
+        return self.parts[self.part[array]]
+
 
 def plan_arrays(leaves: Sequence[LeafLayout], *, regular: bool) -> Arrays:
     """The arrays that store these leaves.

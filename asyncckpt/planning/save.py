@@ -7,17 +7,16 @@ slot each: the unit of staging, checksumming and writing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from asyncckpt.planning.arrays import LeafLayout, plan_arrays
+from asyncckpt.planning.arrays import Arrays, LeafLayout, plan_arrays
 from asyncckpt.planning.digest import plan_digest
 from asyncckpt.planning.pack import TRAILER_NBYTES, Piece, Window, cut_windows, pack
 from asyncckpt.planning.sources import chunk_sources
 from asyncckpt.planning.table import Column
-from asyncckpt.spec import ArraySpec, ChunkGrid
 
 __all__ = ["PLANNER_VERSION", "LeafLayout", "Piece", "SavePlan", "Window", "plan_save"]
 
@@ -32,18 +31,10 @@ SMALL_ALIGNMENT_NBYTES = 8
 class SavePlan:
     """Every array and every chunk of a save, and its place.
 
-    An array is a leaf, or a piece of one; arrays are in leaf order, pieces by their offsets. A row
-    is a chunk; rows are in the order of arrays, then C order.
+    A row is a chunk; rows are in the order of arrays, then C order.
 
     Attributes:
-        names: name per array: that of its leaf, with a number behind it for pieces.
-        specs: shape and dtype per array.
-        grids: chunk grid per array.
-        zstd_levels: compression level per array, or None.
-        array_leaf: leaf per array.
-        pieces: the arrays of each leaf that is stored as several.
-        offsets: where an array begins in its leaf, for those that are pieces.
-        tied: per array that shares all rows with an earlier one, that array.
+        arrays: the arrays.
         first_row: first row per array; a tied array has the rows of the one it shares.
         row_array: array that owns the row; `row - first_row` counts the cells of its grid.
         row_payload: bytes of the stored payload, padding included, without trailer; for compressed
@@ -58,18 +49,10 @@ class SavePlan:
         compressed: arrays whose chunks are appended when their size is known, in this order.
         file_nbytes: lengths of the planned data files.
         windows: the planned files, cut into slots, by file and offset.
-        nbytes: bytes of all leaves, tied ones counted once.
         digest: SHA-256 (hex) of everything the plan depends on.
     """
 
-    names: tuple[str, ...]
-    specs: tuple[ArraySpec, ...]
-    grids: tuple[ChunkGrid, ...]
-    zstd_levels: tuple[int | None, ...]
-    array_leaf: Column
-    pieces: Mapping[int, range]
-    offsets: Mapping[int, tuple[int, ...]]
-    tied: Mapping[int, int]
+    arrays: Arrays
     first_row: Column
     row_array: Column
     row_payload: Column
@@ -82,7 +65,6 @@ class SavePlan:
     compressed: tuple[int, ...]
     file_nbytes: tuple[int, ...]
     windows: tuple[Window, ...]
-    nbytes: int
     digest: str
 
 
@@ -118,7 +100,6 @@ def plan_save(
         raise ValueError(f"slot_nbytes={slot_nbytes} is not two pages of {page_nbytes} or more")
     arrays = plan_arrays(leaves, regular=regular)
     part, parts, tied = arrays.part, arrays.parts, arrays.tied
-    part_list = part.tolist()
     sources_of = [chunk_sources(p.grid, p.spec.itemsize, p.offset, p.shards) for p in parts]
     payload_of = np.array([p.grid.chunk_size * p.spec.itemsize for p in parts], np.int64)
     count_of = np.array([p.grid.chunk_count for p in parts], np.int64)
@@ -156,14 +137,7 @@ def plan_save(
     row_offset[planned] = offsets
     options = [data_file_nbytes, slot_nbytes, page_nbytes, aligned_chunk_nbytes, inline_nbytes]
     return SavePlan(
-        names=arrays.names,
-        specs=tuple([parts[i].spec for i in part_list]),
-        grids=tuple([parts[i].grid for i in part_list]),
-        zstd_levels=tuple([parts[i].zstd_level for i in part_list]),
-        array_leaf=arrays.leaf,
-        pieces=arrays.pieces,
-        offsets={a: parts[part_list[a]].offset for own in arrays.pieces.values() for a in own},
-        tied=tied,
+        arrays=arrays,
         first_row=first_row,
         row_array=row_array,
         row_payload=row_payload,
@@ -178,7 +152,6 @@ def plan_save(
         windows=cut_windows(
             planned, row_array, row_file, row_offset, row_payload, file_nbytes, slot_nbytes
         ),
-        nbytes=arrays.nbytes,
         digest=plan_digest(
             PLANNER_VERSION,
             [*options, int(regular)],

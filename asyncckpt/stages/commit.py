@@ -49,30 +49,27 @@ class Catalog:
 
 def make_catalog(plan: SavePlan) -> Catalog:
     """The catalog of a plan."""
-    keys: list[bytes] = []
-    rows: list[int] = []
-    inline: list[int] = []
     templates: dict[bytes, int] = {}
-    kinds: dict[tuple[object, ...], int] = {}
-    first_rows = plan.first_row.tolist()
-    for array, (name, spec, grid, level) in enumerate(
-        zip(plan.names, plan.specs, plan.grids, plan.zstd_levels, strict=True)
-    ):
-        kind = (spec, grid.chunk_shape, level)
-        template = kinds.get(kind)
-        if template is None:
-            data = encode_metadata(spec, grid.chunk_shape, level)
-            template = kinds[kind] = templates.setdefault(data, len(templates))
-        keys.append(metadata_key(name))
-        rows.append(-1)
-        inline.append(template)
-        chunks = chunk_keys(name, grid.counts)
-        keys += chunks
-        rows += range(first_rows[array], first_rows[array] + len(chunks))
-        inline += [-1] * len(chunks)
+    template_of: list[int] = []
+    suffixes_of: list[list[bytes]] = []
+    for part in plan.arrays.parts:
+        data = encode_metadata(part.spec, part.grid.chunk_shape, part.zstd_level)
+        template_of.append(templates.setdefault(data, len(templates)))
+        suffixes_of.append([metadata_key(""), *chunk_keys("", part.grid.counts)])
+    keys: list[bytes] = []
+    for name, number in zip(plan.arrays.names, plan.arrays.part.tolist(), strict=True):
+        stem = name.encode()
+        keys += [stem + suffix for suffix in suffixes_of[number]]
+    # The metadata of each array, then its chunks.
+    counts = np.array(list(map(len, suffixes_of)), np.int64)[plan.arrays.part]
+    heads = np.cumsum(counts) - counts
+    rows = np.repeat(plan.first_row - heads - 1, counts) + np.arange(len(keys))
+    rows[heads] = -1
+    inline = np.full(len(keys), -1, np.int64)
+    inline[heads] = np.array(template_of, np.int64)[plan.arrays.part]
     order = sort_keys(keys)
-    row = np.array(rows, np.int64)[order]
-    index = np.array(inline, np.int64)[order]
+    row = rows[order]
+    index = inline[order]
     # Rows that stand in the tree, tied ones included, carry their value with every key.
     value_of_row = np.full(len(plan.row_payload), -1, np.int64)
     own = plan.first_row[list(plan.inline)] if plan.inline else np.zeros(0, np.int64)

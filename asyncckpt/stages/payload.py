@@ -100,15 +100,15 @@ def gather(
     stop: int,
     out: Bytes,
     *,
-    offset: tuple[int, ...] = (),
+    offset: tuple[int, ...],
 ) -> None:
     """`out` holds bytes `start` to `stop` of the payload of chunk `cell`.
 
     `read` fills an array with the values of a box of the source, in which the chunk's array begins
-    at `offset`; empty stands for zeros.
+    at `offset`.
     """
     clipped = grid.box(cell)
-    if offset:
+    if any(offset):
         clipped = Box(tuple(map(operator.add, clipped.offset, offset)), clipped.shape)
     itemsize = spec.itemsize
     dtype = DTYPES[spec.dtype]

@@ -253,7 +253,7 @@ class DataStages:
 
         async with asyncio.TaskGroup() as group:
             while (item := await chunks.get()) is not None:
-                level = self._plan.zstd_levels[int(self._plan.row_array[item.row])]
+                level = self._plan.arrays.of(self._plan.row_array[item.row]).zstd_level
                 assert level is not None
                 call = self._staging.use(
                     item.slots, compressor.compress, item.slots, item.nbytes, level

@@ -90,7 +90,7 @@ class Staging:
         self._pool = pool
         self._compute = compute
         self._grow = grow
-        self._leaf_of: list[int] = plan.array_leaf.tolist()
+        self._leaf_of: list[int] = plan.arrays.leaf.tolist()
         self._readers: dict[int, ArrayReader] = {}
         self.held: set[Slot] = set()
         self.held_units = 0
@@ -173,7 +173,7 @@ class Staging:
         """
         for array in self._plan.compressed:
             first = int(self._plan.first_row[array])
-            for row in range(first, first + self._plan.grids[array].chunk_count):
+            for row in range(first, first + self._plan.arrays.of(array).grid.chunk_count):
                 nbytes = int(self._plan.row_payload[row])
                 count = max(1, -(-nbytes // self._pool.slot_nbytes))
                 slots = await self._pool.take(count, grow=self._grow, extra=count)
@@ -195,7 +195,7 @@ class Staging:
         owned = {
             leaf_of[array]
             for array in range(len(leaf_of))
-            if array not in inline and array not in plan.tied
+            if array not in inline and array not in plan.arrays.tied
         }
         mutable = []
         held_nbytes = 0
@@ -323,11 +323,11 @@ class Staging:
         self, reader: ArrayReader, array: int, row: int, start: int, stop: int, out: Bytes
     ) -> None:
         plan = self._plan
-        grid = plan.grids[array]
+        part = plan.arrays.of(array)
+        grid = part.grid
         index = row - int(plan.first_row[array])
         cell = tuple(int(i) for i in np.unravel_index(index, grid.counts)) if grid.shape else ()
-        offset = plan.offsets.get(array, ())
-        gather(reader.read, plan.specs[array], grid, cell, start, stop, out, offset=offset)
+        gather(reader.read, part.spec, grid, cell, start, stop, out, offset=part.offset)
 
     def _copy_inline(self, arrays: Sequence[int]) -> list[bytes]:
         plan = self._plan
@@ -335,12 +335,12 @@ class Staging:
         for array in arrays:
             source = self._sources[self._leaf_of[array]]
             try:
-                spec = plan.specs[array]
+                part = plan.arrays.of(array)
                 # A leaf without shards is one array, which its chunk may exceed.
                 if (
                     source.view is not None
-                    and spec.dtype == source.spec.dtype
-                    and plan.grids[array].chunk_shape == spec.shape
+                    and part.spec.dtype == source.spec.dtype
+                    and part.grid.chunk_shape == part.spec.shape
                 ):
                     values.append(source.view.tobytes())
                     continue
@@ -357,7 +357,9 @@ class Staging:
         reader = self._readers.get(leaf)
         if reader is None:
             reader = ArrayReader(
-                self._sources[leaf], self._adapters[leaf], self._plan.specs[array].dtype
+                self._sources[leaf],
+                self._adapters[leaf],
+                self._plan.arrays.of(array).spec.dtype,
             )
             self._readers[leaf] = reader
         return reader

@@ -436,21 +436,26 @@ def test_typed_keys_round_trip_onto_another_sharding(impl: str) -> None:
 
 
 @on_eight_devices
-def test_a_single_key_goes_to_every_device_and_every_memory() -> None:
-    data = np.asarray(jax.random.key_data(jax.random.key(5)))
-    for where in (
-        sharding("replicated"),
-        sharding("replicated", "pinned_host"),
-        SingleDeviceSharding(jax.devices()[3]),
-        SingleDeviceSharding(jax.devices()[3], memory_kind="unpinned_host"),
+def test_keys_of_one_box_go_to_every_device_and_every_memory() -> None:
+    one = Mesh(np.array(jax.devices()[4:5]), ("a",))
+    for where, shape in (
+        (sharding("replicated"), ()),
+        (sharding("replicated", "pinned_host"), ()),
+        (sharding("replicated"), (3,)),
+        (SingleDeviceSharding(jax.devices()[3]), ()),
+        (SingleDeviceSharding(jax.devices()[3], memory_kind="unpinned_host"), (3,)),
+        (NamedSharding(one, P("a")), (3,)),
+        (NamedSharding(one, P(None, "a")), (3, 2)),
     ):
-        key = jax.device_put(jax.random.key(5), where).block_until_ready()
-        source = adapter.source("p", key)
+        keys = key_array("threefry2x32", where, shape)
+        data = np.asarray(jax.random.key_data(key_array("threefry2x32", jax.devices()[0], shape)))
+        source = adapter.source("p", keys)
         assert source.shards is None
         np.testing.assert_array_equal(source.view, data)
-        restored = place(adapter.target("p", key, in_place=False), data)
-        assert restored.sharding.is_equivalent_to(where, 0)
-        assert restored.committed
+        restored = place(adapter.target("p", keys, in_place=False), data)
+        assert restored.sharding == keys.sharding
+        assert restored.sharding.memory_kind == where.memory_kind
+        assert (restored.committed, restored.shape) == (True, shape)
         np.testing.assert_array_equal(np.asarray(jax.random.key_data(restored)), data)
 
 

@@ -410,8 +410,8 @@ def test_reading_the_same_layout_reads_what_is_stored(shapes: list[tuple[int, in
         inline_nbytes=1024,
     )
     arrays = [
-        StoredArray(grid, 4, False, int(first))
-        for grid, first in zip(saved.grids, saved.first_row, strict=True)
+        StoredArray(saved.arrays.of(array).grid, 4, False, int(first))
+        for array, first in enumerate(saved.first_row)
     ]
     plan = plan_restore(
         arrays,

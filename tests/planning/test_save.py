@@ -73,6 +73,11 @@ def packing(draw: st.DrawFn) -> dict[str, int]:
     }
 
 
+def grids_of(plan: SavePlan) -> list[ChunkGrid]:
+    """The grid of every array."""
+    return [plan.arrays.of(array).grid for array in range(len(plan.arrays.names))]
+
+
 def pieces_of(plan: SavePlan) -> list[tuple[int, int, Piece]]:
     """Every piece with its file and its offset in it."""
     return [(w.file, w.offset + p.position, p) for w in plan.windows for p in w.pieces]
@@ -155,10 +160,12 @@ def test_every_chunk_has_exactly_one_kind_of_place(
 ) -> None:
     plan = plan_save(leaves, **sizes)
     own = [i for i, leaf in enumerate(leaves) if leaf.tied_to is None]
-    assert plan.row_array.tolist() == [i for i in own for _ in range(plan.grids[i].chunk_count)]
+    assert plan.row_array.tolist() == [
+        i for i in own for _ in range(plan.arrays.of(i).grid.chunk_count)
+    ]
     for i in own:
-        rows = range(plan.first_row[i], plan.first_row[i] + plan.grids[i].chunk_count)
-        stored = plan.grids[i].chunk_size * leaves[i].spec.itemsize
+        rows = range(plan.first_row[i], plan.first_row[i] + plan.arrays.of(i).grid.chunk_count)
+        stored = plan.arrays.of(i).grid.chunk_size * leaves[i].spec.itemsize
         assert all(plan.row_payload[r] == stored for r in rows)
         places = {bool(plan.row_file[r] >= 0) for r in rows}
         packed = leaves[i].zstd_level is not None and len(rows) > 0
@@ -175,16 +182,16 @@ def test_tied_leaves_share_rows_and_are_counted_once(leaves: list[LeafLayout]) -
     for i, leaf in enumerate(leaves):
         if leaf.tied_to is not None:
             assert plan.first_row[i] == plan.first_row[leaf.tied_to]
-            assert plan.grids[i] is plan.grids[leaf.tied_to]
+            assert plan.arrays.of(i).grid is plan.arrays.of(leaf.tied_to).grid
             assert i not in plan.row_array
-    assert plan.nbytes == sum(leaf.spec.nbytes for leaf in leaves if leaf.tied_to is None)
+    assert plan.arrays.nbytes == sum(leaf.spec.nbytes for leaf in leaves if leaf.tied_to is None)
 
 
 @given(layouts())
 def test_row_sources_are_runs_of_the_array(leaves: list[LeafLayout]) -> None:
     plan = plan_save(leaves, **SMALL)
     for row, array in enumerate(plan.row_array.tolist()):
-        spec, grid = leaves[array].spec, plan.grids[array]
+        spec, grid = leaves[array].spec, plan.arrays.of(array).grid
         cell = np.unravel_index(row - plan.first_row[array], grid.counts)
         box = grid.box(tuple(map(int, cell)))
         assert plan.row_data[row] == box.size * spec.itemsize
@@ -205,7 +212,8 @@ def test_equal_layouts_share_one_grid(leaves: list[LeafLayout]) -> None:
         for leaf in leaves
     ]
     plan = plan_save(twice, **SMALL)
-    for one, other in zip(plan.grids, plan.grids[len(leaves) :], strict=False):
+    grids = grids_of(plan)
+    for one, other in zip(grids, grids[len(leaves) :], strict=False):
         assert one is other
 
 
@@ -256,7 +264,12 @@ def test_a_chunk_past_the_target_begins_the_next_file() -> None:
 
 def test_an_empty_tree_has_an_empty_plan() -> None:
     plan = plan_save([], **DEFAULTS)
-    assert (plan.windows, plan.file_nbytes, plan.nbytes, len(plan.row_array)) == ((), (), 0, 0)
+    assert (plan.windows, plan.file_nbytes, plan.arrays.nbytes, len(plan.row_array)) == (
+        (),
+        (),
+        0,
+        0,
+    )
 
 
 def test_zero_sized_arrays_have_no_chunks() -> None:
@@ -292,7 +305,8 @@ def test_a_bad_chunk_shape_names_its_leaf() -> None:
 def rows(*cuts: int, columns: int = 300) -> tuple[Shard, ...]:
     """Shards of whole rows, cut there."""
     return tuple(
-        Shard(Box((a, 0), (b - a, columns)), (i,)) for i, (a, b) in enumerate(itertools.pairwise(cuts))
+        Shard(Box((a, 0), (b - a, columns)), (i,))
+        for i, (a, b) in enumerate(itertools.pairwise(cuts))
     )
 
 
@@ -318,16 +332,18 @@ def test_regular_is_an_error_that_names_leaf_and_chunk_count() -> None:
 def test_regular_changes_nothing_where_one_grid_follows_the_shards() -> None:
     even = dataclasses.replace(UNEVEN, shards=rows(0, 4000, 6000, 10_000))
     plan = plan_save([even], **DEFAULTS, regular=True)
-    assert plan.grids == plan_save([even], **DEFAULTS).grids
-    assert plan.grids[0].chunk_shape == (2000, 300)
-    assert not plan.pieces
+    assert grids_of(plan) == grids_of(plan_save([even], **DEFAULTS))
+    assert plan.arrays.of(0).grid.chunk_shape == (2000, 300)
+    assert not plan.arrays.pieces
 
 
 def test_too_many_pieces_name_the_leaf() -> None:
     n = 9000
     cuts = [0, *(i * 8 + i * i % 7 for i in range(1, n)), n * 8]
     leaf = LeafLayout("w", ArraySpec((n * 8, 4), "float64"), MIB, shards=rows(*cuts, columns=4))
-    with pytest.raises(UsageError, match=r"w: .* would take \d+ arrays, 4096 are allowed") as caught:
+    with pytest.raises(
+        UsageError, match=r"w: .* would take \d+ arrays, 4096 are allowed"
+    ) as caught:
         plan_save([leaf], **DEFAULTS)
     assert caught.value.expected == 4096
 
@@ -418,7 +434,7 @@ leaves = [LeafLayout(f"a.{i}", ArraySpec((i, 3), "float32"), 40 + i) for i in ra
 leaves.append(LeafLayout("s", ArraySpec((50000,), "float32"), 1000, shards=shards))
 plan = plan_save(leaves, data_file_nbytes=500, slot_nbytes=64, page_nbytes=16,
                  aligned_chunk_nbytes=48, inline_nbytes=12)
-print(plan.digest, plan.grids, plan.row_offset.tolist(), [tuple(w.pieces) for w in plan.windows])
+print(plan.digest, plan.arrays, plan.row_offset.tolist(), [tuple(w.pieces) for w in plan.windows])
 """
 
 
@@ -447,7 +463,7 @@ def test_whole_plans_keep_the_limits_of_chunks_and_padding(shapes: list[tuple[in
         for i, shape in enumerate(shapes)
     ]
     plan = plan_save(leaves, **DEFAULTS)
-    assert len(plan.row_array) <= 4 * (plan.nbytes / (256 * 1024) + len(leaves))
+    assert len(plan.row_array) <= 4 * (plan.arrays.nbytes / (256 * 1024) + len(leaves))
     for i, leaf in enumerate(leaves):
         if leaf.spec.nbytes > MIB:
             stored = plan.row_payload[plan.row_array == i].sum()
@@ -485,6 +501,6 @@ def test_the_cost_is_linear_in_the_leaves() -> None:
 def test_grids_of_a_plan_are_checked_once_per_layout() -> None:
     leaves = [LeafLayout(f"a{i}", ArraySpec((10, 10), "float32"), 100) for i in range(500)]
     plan = plan_save(leaves, **SMALL)
-    assert len({id(g) for g in plan.grids}) == 1
-    assert plan.grids[0] == ChunkGrid((10, 10), (2, 10))
-    assert math.prod(plan.grids[0].counts) * 500 == len(plan.row_array)
+    assert len({id(g) for g in grids_of(plan)}) == 1
+    assert plan.arrays.of(0).grid == ChunkGrid((10, 10), (2, 10))
+    assert math.prod(plan.arrays.of(0).grid.counts) * 500 == len(plan.row_array)

@@ -69,6 +69,7 @@ visited: Counter[str] = Counter()
 COMPRESSIONS = st.sampled_from([None, None, "zstd"])
 SEEDS = st.integers(1, 50)
 WHO = st.integers(0, 1)
+INDICES = st.integers(0, 7)
 
 
 @dataclass(eq=False)
@@ -110,9 +111,16 @@ class CheckpointMachine(RuleBasedStateMachine):
         self.aside = 0
         self.trainers: list[Trainer] = []
 
-    @initialize(keep=KEEPS)
-    def first_trainer(self, keep: Keep) -> None:
+    @initialize(
+        keep=KEEPS,
+        saves=st.lists(st.tuples(STEPS, SEEDS, METRICS), min_size=1, max_size=4),
+    )
+    def first_trainer(self, keep: Keep, saves: list[tuple[int, int, Metrics]]) -> None:
         self.trainers = [Trainer(self.root, keep)]
+        for step, seed, metrics in saves:
+            self.save(
+                who=0, step=step, seed=seed, metrics=metrics, overwrite=True, compression=None
+            )
 
     # ------------------------------------------------------------------------------- trainers
 
@@ -138,6 +146,12 @@ class CheckpointMachine(RuleBasedStateMachine):
         trainer.ckpt.close()
         self.trainers.remove(trainer)
         visited["trainer ends"] += 1
+
+    def pick(self, index: int) -> int:
+        """One of the steps there are, or one that is not there."""
+        absent = next(step for step in range(len(self.steps) + 1) if step not in self.steps)
+        there = [*sorted(self.steps), absent]
+        return there[index % len(there)]
 
     # ---------------------------------------------------------------------------------- saves
 
@@ -256,48 +270,38 @@ class CheckpointMachine(RuleBasedStateMachine):
         visited["start_save"] += 1
 
     @precondition(lambda self: any(trainer.flight for trainer in self.trainers))
-    @rule()
-    def wait(self) -> None:
+    @rule(how=st.sampled_from(["wait", "wait", "cancel", "crash"]))
+    def flight_ends(self, how: str) -> None:
         trainer, flight = self._flying()
         taken = self._taken(flight.step, flight.overwrite)
+        published = len(trainer.store.did("publish"))
+        if how == "cancel":
+            assert flight.pending.cancel()
+        trainer.store.down = how == "crash"
         trainer.release(flight)
         try:
             report = flight.pending.result()
         except CheckpointExistsError:
             assert taken  # the other trainer was faster
             visited["start_save: the step appeared"] += 1
+        except AsyncCheckpointError as error:
+            assert how == "crash" or (how == "cancel" and isinstance(error, SaveAbortedError))
+            assert len(trainer.store.did("publish")) == published
+            visited[f"{how} in flight"] += 1
         else:
-            assert not taken
+            assert not taken and how != "crash"
             self._committed(trainer, flight.step, flight.saved, report)
-            visited["wait"] += 1
-
-    @precondition(lambda self: any(trainer.flight for trainer in self.trainers))
-    @rule()
-    def cancel(self) -> None:
-        trainer, flight = self._flying()
-        taken = self._taken(flight.step, flight.overwrite)
-        assert flight.pending.cancel()
-        trainer.release(flight)
-        before = len(trainer.store.did("publish"))
-        try:
-            report = flight.pending.result()
-        except SaveAbortedError:
-            assert len(trainer.store.did("publish")) == before
-            visited["cancel"] += 1
-        except CheckpointExistsError:
-            assert taken
-        else:
-            assert not taken  # publication had begun
-            self._committed(trainer, flight.step, flight.saved, report)
-            visited["cancel: too late"] += 1
+            visited["wait" if how == "wait" else "cancel: too late"] += 1
+        self._bury(trainer)
 
     def _flying(self) -> tuple[Trainer, Flight]:
         return next((t, t.flight) for t in self.trainers if t.flight is not None)
 
     # ------------------------------------------------------------------------------- deletions
 
-    @rule(who=WHO, step=STEPS)
-    def delete(self, who: int, step: int) -> None:
+    @rule(who=WHO, index=INDICES)
+    def delete(self, who: int, index: int) -> None:
+        step = self.pick(index)
         found = step in self.steps and not self.steps[step].record_is_gone
         try:
             self.trainer(who).ckpt.delete(step)
@@ -309,8 +313,9 @@ class CheckpointMachine(RuleBasedStateMachine):
             del self.steps[step]
             visited["delete"] += 1
 
-    @rule(who=WHO, step=STEPS)
-    def delete_after(self, who: int, step: int) -> None:
+    @rule(who=WHO, index=INDICES)
+    def delete_after(self, who: int, index: int) -> None:
+        step = self.pick(index)
         above = [number for number in self._listed() if number > step]
         assert self.idle(who).ckpt.delete_after(step) == above
         for number in above:
@@ -354,9 +359,9 @@ class CheckpointMachine(RuleBasedStateMachine):
         visited["crash in save" + (", committed" if did("publish") else "")] += trainer.store.down
         self._bury(trainer)
 
-    @rule(who=WHO, step=STEPS, at=st.integers(1, 12), after=st.booleans())
-    def crash_in_delete_after(self, who: int, step: int, at: int, after: bool) -> None:
-        trainer = self.idle(who)
+    @rule(who=WHO, index=INDICES, at=st.integers(1, 12), after=st.booleans())
+    def crash_in_delete_after(self, who: int, index: int, at: int, after: bool) -> None:
+        trainer, step = self.idle(who), self.pick(index)
         above = [number for number in reversed(self._listed()) if number > step]
         with self._dying(trainer, at, after) as did:
             trainer.ckpt.delete_after(step)
@@ -365,18 +370,6 @@ class CheckpointMachine(RuleBasedStateMachine):
         for gone in deleted:
             del self.steps[gone]
         visited["crash in delete_after"] += trainer.store.down
-        self._bury(trainer)
-
-    @precondition(lambda self: any(trainer.flight for trainer in self.trainers))
-    @rule()
-    def crash_in_flight(self) -> None:
-        trainer, flight = self._flying()
-        trainer.store.down = True
-        trainer.release(flight)
-        with contextlib.suppress(AsyncCheckpointError):
-            flight.pending.result()
-        assert flight.pending.done()
-        visited["crash in flight"] += 1
         self._bury(trainer)
 
     @contextlib.contextmanager
@@ -462,59 +455,43 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     # -------------------------------------------------------------------------------- reading
 
-    @rule(who=WHO, step=st.one_of(STEPS, st.none()))
-    def restore(self, who: int, step: int | None) -> None:
-        ckpt = self.trainer(who).ckpt
-        self._read("restore", step, lambda saved: same(ckpt.restore(step), saved.tree))
-
-    @rule(who=WHO, step=STEPS)
-    def restore_like(self, who: int, step: int) -> None:
-        ckpt = self.trainer(who).ckpt
-
-        def matches(saved: Saved) -> bool:
-            return same(ckpt.restore(step, like=tree(saved.tree["step"])), saved.tree)
-
-        self._read("restore like", step, matches)
-
-    @rule(who=WHO, step=STEPS)
-    def restore_into(self, who: int, step: int) -> None:
-        ckpt = self.trainer(who).ckpt
+    @rule(
+        who=WHO,
+        index=INDICES,
+        how=st.sampled_from(["newest", "restore", "restore like", "restore_into", "inspect"]),
+    )
+    def read(self, who: int, index: int, how: str) -> None:
+        ckpt, step = self.trainer(who).ckpt, self.pick(index)
 
         def matches(saved: Saved) -> bool:
-            target = tree(saved.tree["step"])
-            for leaf in (target["w"], target["layers"][0], target["a"], target["bias"]):
-                leaf[...] = 99
-            ckpt.restore_into(target, step=step)
-            return same(target, saved.tree)
+            if how == "inspect":
+                info = ckpt.inspect(step)
+                return repr(info.metrics) == repr(saved.metrics) and info.metadata == saved.metadata
+            if how == "restore_into":
+                target = tree(saved.tree["step"])
+                for leaf in (target["w"], target["layers"][0], target["a"], target["bias"]):
+                    leaf[...] = 99
+                ckpt.restore_into(target, step=step)
+                return same(target, saved.tree)
+            like = tree(saved.tree["step"] + 6) if how == "restore like" else None
+            return same(ckpt.restore(None if how == "newest" else step, like=like), saved.tree)
 
-        self._read("restore_into", step, matches)
+        self._read(how, None if how == "newest" else step, matches)
 
-    @rule(who=WHO, step=STEPS)
-    def restore_into_another_shape(self, who: int, step: int) -> None:
+    @rule(who=WHO, index=INDICES)
+    def restore_into_another_shape(self, who: int, index: int) -> None:
+        step = self.pick(index)
         target = {"w": np.full((3, 3), 7.0)}
         try:
             self.trainer(who).ckpt.restore_into(target, step=step)
         except MismatchError:
-            assert step in self.steps and self._is_readable(step)
+            assert step in self.steps and self.steps[step].listed
         except NOTICED:
             assert step not in self.steps or self.steps[step].damaged
         else:
             raise AssertionError("the target does not fit")
         assert (target["w"] == 7.0).all()
         visited["restore_into another shape"] += 1
-
-    @rule(who=WHO, step=STEPS)
-    def inspect(self, who: int, step: int) -> None:
-        ckpt = self.trainer(who).ckpt
-
-        def matches(saved: Saved) -> bool:
-            info = ckpt.inspect(step)
-            return repr(info.metrics) == repr(saved.metrics) and info.metadata == saved.metadata
-
-        self._read("inspect", step, matches)
-
-    def _is_readable(self, step: int) -> bool:
-        return self.steps[step].listed
 
     def _read(self, what: str, step: int | None, matches: Callable[[Saved], bool]) -> None:
         """Reading gives what was saved; of a damaged step that, or an error which says so."""
@@ -575,9 +552,7 @@ class CheckpointMachine(RuleBasedStateMachine):
                     trainer.release(flight := trainer.flight)
                     flight.pending.cancel()
                     with contextlib.suppress(AsyncCheckpointError):
-                        self._committed(
-                            trainer, flight.step, flight.saved, flight.pending.result()
-                        )
+                        self._committed(trainer, flight.step, flight.saved, flight.pending.result())
                 trainer.ckpt.close()
             last = Trainer(self.root, Keep())
             try:
@@ -586,7 +561,7 @@ class CheckpointMachine(RuleBasedStateMachine):
                     self._check(last, step)
             finally:
                 last.ckpt.close()
-            left = sorted(path.name for path in self.root.rglob(".asyncckpt/*"))
+            left = {path.name for path in self.root.glob(".asyncckpt/*")} - {"lock"}
             assert all(name.startswith("aside-") for name in left), left
             assert len(left) == self.aside
         finally:

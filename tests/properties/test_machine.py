@@ -13,7 +13,7 @@ from tests.properties import machine
 
 # Each of them must have happened, or the machine has stopped testing what it is for.
 OPERATIONS = (
-    "cancel",
+    "cancel in flight",
     "cancel: too late",
     "corrupt: cut",
     "corrupt: flip",
@@ -33,6 +33,7 @@ OPERATIONS = (
     "inspect",
     "inspect: damaged",
     "overwrite",
+    "newest",
     "restore",
     "restore like",
     "restore: damaged",

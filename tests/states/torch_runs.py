@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from asyncckpt import blocking
 from tests.states.resuming import Run, batch
@@ -102,10 +103,10 @@ class RandomStates:
 
 
 class Examples(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """20 examples, of which an epoch makes 7 batches: the run is stopped within one."""
+    """12 examples, of which an epoch makes 4 batches: the run is stopped within the first."""
 
     def __len__(self) -> int:
-        return 20
+        return 12
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         rng = np.random.default_rng(index)
@@ -116,12 +117,15 @@ class Batches:
     """A shuffled `StatefulDataLoader` that goes round and round."""
 
     def __init__(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
+        examples = Examples()
+        # A generator of its own for the order: torchdata restores one that the loader draws its
+        # seeds from as well only until the next epoch.
+        sampler = RandomSampler(examples, generator=torch.Generator().manual_seed(seed))
         with warnings.catch_warnings():
             # torchdata 0.11 calls what torch 2.13 tells nobody to call any more.
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
             self.loader = StatefulDataLoader(
-                Examples(), batch_size=3, shuffle=True, generator=generator
+                examples, batch_size=3, sampler=sampler, generator=torch.Generator()
             )
         self._iterator: Iterator[Any] | None = None
 

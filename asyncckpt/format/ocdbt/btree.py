@@ -110,9 +110,7 @@ def encode_tree(
     indirect = _check(count, values, len(data_files))
     if not count:
         return EncodedTree([], None, 0, 0, 0, 0, np.empty(0, np.int64))
-    inline_nbytes = np.fromiter(
-        (0 if value is None else len(value) for value in values.inline), np.int64, count
-    )
+    inline_nbytes = np.array([0 if value is None else len(value) for value in values.inline])
     nbytes = np.where(indirect, values.nbytes, inline_nbytes)
     groups = _split_leaves(columns, values, indirect, nbytes, data_files, max_decoded_node_nbytes)
     blocks: list[bytes] = []
@@ -170,7 +168,7 @@ def _check(count: int, values: ValueColumns, file_count: int) -> Mask:
             int(np.where(indirect, values.nbytes, 0).min()) < 0
         ):
             raise ValueError("offsets and lengths of values are not negative")
-        absent = np.fromiter((value is None for value in values.inline), np.bool_, count)
+        absent = np.array([value is None for value in values.inline])
         if not np.array_equal(absent, indirect):
             raise ValueError("a value is either inline (file -1) or in a data file")
     return indirect

@@ -1,13 +1,18 @@
 """The manifest: configuration of a database and where the root of its newest version is.
 
-Body: uuid (16 bytes), manifest kind varint, max inline value bytes varint, max decoded node bytes
-varint, version-tree arity log2 `uint8`, compression varint (1: followed by the level as `int32`),
-data-file table, inline versions by column, older version-tree nodes by column.
+Body: uuid (16 bytes), manifest kind varint (0 single, 1 numbered), max inline value bytes varint,
+max decoded node bytes varint, version-tree arity log2 `uint8`, compression varint (1: followed by
+the level as `int32`), data-file table, inline versions by column, older version-tree nodes by
+column.
+
+A manifest of kind 1 ends behind the configuration. The versions of such a database are in manifests
+of kind 0 beside it, one per generation (`numbered_name`), of which the highest counts.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 import struct
 from dataclasses import dataclass, field
 
@@ -41,6 +46,11 @@ MAX_DECODED_NODE_NBYTES = 100_000_000
 
 VERSION_TREE_ARITY_LOG2 = 4
 """Default of TensorStore."""
+
+MANIFEST_NAME = "manifest.ocdbt"
+"""File of the manifest in the directory of a database."""
+
+_NUMBERED = re.compile(r"manifest\.([0-9a-f]{16})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +89,16 @@ class VersionNode:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A decoded manifest; the last of `versions` is the newest."""
+    """A decoded manifest; the last of `versions` is the newest.
+
+    `numbered` says that there are none here, but in the manifests of single generations.
+    """
 
     uuid: bytes
     config: Config = field(default_factory=Config)
     versions: tuple[Version, ...] = ()
     version_nodes: tuple[VersionNode, ...] = ()
+    numbered: bool = False
 
     @property
     def latest(self) -> Version | None:
@@ -92,11 +106,32 @@ class Manifest:
         return self.versions[-1] if self.versions else None
 
 
+def numbered_name(generation: int) -> str:
+    """File of the manifest of one generation."""
+    return f"manifest.{generation:016x}"
+
+
+def generation_of(name: str) -> int | None:
+    """The generation whose manifest has this file name, or None when it is no such name."""
+    found = _NUMBERED.fullmatch(name)
+    return int(found[1], 16) if found is not None else None
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of `manifest.ocdbt`, uncompressed and without base paths."""
     if len(manifest.uuid) != 16:
         raise ValueError("the uuid of a database has 16 bytes")
     config = manifest.config
+    head = [
+        manifest.uuid,
+        bytes([manifest.numbered]),
+        encode_varint(config.max_inline_value_bytes),
+        encode_varint(config.max_decoded_node_bytes),
+        bytes([config.version_tree_arity_log2]),
+        b"\0" if config.zstd_level is None else b"\1" + struct.pack("<i", config.zstd_level),
+    ]
+    if manifest.numbered:
+        return frame(MANIFEST_MAGIC, b"".join(head))
     paths: dict[str, int] = {}
 
     def place(location: Location | None) -> tuple[bytes, bytes, bytes]:
@@ -112,12 +147,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     roots = [place(version.root) for version in versions]
     places = [place(node.location) for node in nodes]
     out = [
-        manifest.uuid,
-        b"\0",
-        encode_varint(config.max_inline_value_bytes),
-        encode_varint(config.max_decoded_node_bytes),
-        bytes([config.version_tree_arity_log2]),
-        b"\0" if config.zstd_level is None else b"\1" + struct.pack("<i", config.zstd_level),
+        *head,
         encode_data_files(list(paths)),
         encode_varint(len(versions)),
         *(encode_varint(v.generation) for v in versions),
@@ -163,20 +193,22 @@ def decode_manifest(data: bytes, *, file: str) -> Manifest:
     if method > 1:
         raise reader.fault(f"compression method {method} is unknown")
     level = struct.unpack("<i", reader.take(4))[0] if method else None
+    config = Config(inline, node_nbytes, arity, level)
     if kind == 1:
-        raise UnsupportedFormatError(
-            f"{file}: the OCDBT database has numbered manifests, this release reads a single one; "
-            "copy it with TensorStore to a database with manifest_kind 'single'",
-            location=file,
-            expected="single",
-            found="numbered",
-        )
+        reader.end()
+        return Manifest(uuid, config, numbered=True)
     if kind:
-        raise reader.fault(f"manifest kind {kind} is unknown")
+        raise UnsupportedFormatError(
+            f"{file}: the OCDBT database has manifests of kind {kind}, this release reads kinds 0 "
+            "and 1; read it with a newer release",
+            location=file,
+            expected=(0, 1),
+            found=kind,
+        )
     files = decode_data_files(reader)
     manifest = Manifest(
         uuid,
-        Config(inline, node_nbytes, arity, level),
+        config,
         _decode_versions(reader, files),
         _decode_version_nodes(reader, files),
     )

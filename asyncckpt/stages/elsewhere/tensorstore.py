@@ -1,0 +1,80 @@
+"""What only TensorStore decodes: chunks packed by Blosc."""
+
+# Rule 1: TensorStore is given bytes in memory and a specification made here, never a stored one:
+#   it trusts what it is told about sizes, and ends the process where memory does not suffice.
+# Rule 2: the sizes that the bytes claim themselves are checked before it sees them.
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+from asyncckpt.format.codecs import Bytes, ChunkError
+from asyncckpt.format.zarr_codecs import Unpack
+
+# Versions of format and codec, flags, size of an element; then, in bytes, the data, their blocks,
+# and all of this.
+_BLOSC_HEADER = struct.Struct("<BBBBIII")
+_BLOSC_VERSIONS = (1, 2)
+
+
+def unpack_blosc(parts: Sequence[Bytes], limit: int) -> Bytes:
+    """The bytes that Blosc packed. Blocking.
+
+    Raises:
+        ChunkError: they are damaged or more than `limit`.
+    """
+    packed = b"".join(parts)
+    if len(packed) < _BLOSC_HEADER.size:
+        raise ChunkError(f"{len(packed)} bytes are fewer than the header of Blosc")
+    version, _, _, _, nbytes, _, packed_nbytes = _BLOSC_HEADER.unpack_from(packed)
+    if version not in _BLOSC_VERSIONS:
+        raise ChunkError(f"it has version {version} of Blosc", expected=_BLOSC_VERSIONS)
+    if packed_nbytes != len(packed):
+        raise ChunkError(
+            f"its Blosc header says {packed_nbytes} bytes, there are {len(packed)}",
+            expected=packed_nbytes,
+            found=len(packed),
+        )
+    if nbytes > limit:
+        raise ChunkError(
+            f"its Blosc header says {nbytes} bytes of content, the chunk has at most {limit}",
+            expected=limit,
+            found=nbytes,
+        )
+    return _decode(packed, nbytes) if nbytes else np.empty(0, np.uint8)
+
+
+def _decode(packed: bytes, nbytes: int) -> Bytes:
+    import tensorstore as ts
+
+    context = ts.Context()
+    kvstore = {"driver": "memory"}
+    ts.KvStore.open(kvstore, context=context).result().write("0", packed).result()
+    spec = {
+        "driver": "zarr",
+        "kvstore": kvstore,
+        "metadata": {
+            "zarr_format": 2,
+            "shape": [nbytes],
+            "chunks": [nbytes],
+            "dtype": "|u1",
+            # How to unpack stands in the header of the data.
+            "compressor": {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 0},
+            "fill_value": None,
+            "filters": None,
+            "order": "C",
+        },
+    }
+    try:
+        array = ts.open(spec, context=context, open=True, assume_metadata=True).result()
+        values: Bytes = array.read().result()
+    except ValueError as error:
+        raise ChunkError(f"the Blosc data do not decode: {error}") from None
+    return values
+
+
+UNPACK: dict[str, Unpack] = {"blosc": unpack_blosc}
+"""Packings beyond those of `format/zarr_codecs.py`."""

@@ -1,0 +1,151 @@
+"""Lightning saves in the background with asyncckpt, and resumes bit by bit.
+
+    python examples/lightning_callback.py --root /tmp/lightning --steps 40
+
+Interrupt it and run it again: it goes on from the newest checkpoint. `BackgroundCheckpointIO`,
+`StepCheckpoint` and `RandomStates` are what a program of your own needs. Lightning decides what is
+in a checkpoint and when to save. Needs `pip install lightning torchdata`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.io import CheckpointIO
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler
+
+import asyncckpt
+from asyncckpt import blocking
+
+
+class BackgroundCheckpointIO(CheckpointIO):
+    """Checkpoints are copied when Lightning saves, and written while training goes on."""
+
+    def __init__(self, root: Path, keep: asyncckpt.RetentionPolicy | None = None) -> None:
+        self._root, self._keep = root, keep
+        self._opened: blocking.Checkpointer | None = None
+
+    @property
+    def _ckpt(self) -> blocking.Checkpointer:
+        if self._opened is None:
+            self._opened = blocking.Checkpointer(self._root, keep=self._keep)
+        return self._opened
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        self._ckpt.start_save(int(Path(path).name), checkpoint)
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        self._ckpt.wait()
+        checkpoint: dict[str, Any] = self._ckpt.restore(int(Path(path).name), leaves="torch")
+        return checkpoint
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self._ckpt.wait()  # the next one must be durable before this one goes
+        self._ckpt.delete(int(Path(path).name))
+
+    def teardown(self) -> None:  # at the end of `fit`, also after an error
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+    def newest(self) -> str | None:
+        """What `Trainer.fit(ckpt_path=...)` takes; None if nothing was saved yet."""
+        step = self._ckpt.latest_step()
+        return None if step is None else str(self._root / str(step))
+
+
+class StepCheckpoint(ModelCheckpoint):
+    """Names each checkpoint by its step alone, and leaves deleting old ones to asyncckpt."""
+
+    FILE_EXTENSION = ""
+
+    def __init__(self, root: Path, **options: Any) -> None:
+        super().__init__(
+            root, filename="{step}", auto_insert_metric_name=False, save_top_k=-1, **options
+        )
+
+
+class RandomStates(Callback):
+    """The generators of torch, NumPy and Python, which Lightning does not save."""
+
+    _restored: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        numpy = np.random.get_state(legacy=False)
+        return {"torch": torch.get_rng_state(), "numpy": numpy, "python": random.getstate()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self._restored is not None:  # not earlier: making a data iterator draws numbers, too
+            numpy = self._restored["numpy"]
+            numpy["state"]["key"] = np.asarray(numpy["state"]["key"])
+            torch.set_rng_state(self._restored["torch"])
+            np.random.set_state(numpy)
+            random.setstate(self._restored["python"])
+            self._restored = None
+
+
+class Classifier(pl.LightningModule):
+    """Keeps the loss of every step in `losses`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(4, 16), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(16, 2)
+        )
+        self.losses: dict[int, float] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, labels = batch
+        loss = torch.nn.functional.cross_entropy(self.layers(x), labels)
+        self.losses[self.global_step] = loss.item()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def train(root: Path, steps: int, callbacks: Sequence[Callback] = ()) -> Classifier:
+    """The run has reached its last step, and its checkpoints are durable."""
+    torch.manual_seed(0)
+    model = Classifier()
+    x = torch.randn(24, 4)
+    data = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+    # Their states are in the checkpoint: a run stopped within an epoch goes on within it.
+    order = RandomSampler(data, generator=torch.Generator().manual_seed(0))
+    loader = StatefulDataLoader(data, 4, sampler=order)
+    checkpoints = BackgroundCheckpointIO(root, asyncckpt.KeepLast(2))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        plugins=[checkpoints],
+        callbacks=[StepCheckpoint(root, every_n_train_steps=4), RandomStates(), *callbacks],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, loader, ckpt_path=checkpoints.newest())
+    return model
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--root", type=Path, required=True, help="directory of the run")
+    parser.add_argument("--steps", type=int, default=40)
+    arguments = parser.parse_args()
+    train(arguments.root, arguments.steps)
