@@ -3,7 +3,7 @@
     python examples/lightning_callback.py --root /tmp/lightning --steps 40
 
 Interrupt it and run it again: it goes on from the newest checkpoint. `BackgroundCheckpointIO`,
-`StepCheckpoint` and `RandomStates` are what a program of your own needs. Lightning decides what is
+`StepCheckpoint` and `RandomStates` are what a program of your own needs; Lightning decides what is
 in a checkpoint and when to save. Needs `pip install lightning torchdata`.
 """
 
@@ -30,39 +30,19 @@ from asyncckpt import blocking
 class BackgroundCheckpointIO(CheckpointIO):
     """Checkpoints are copied when Lightning saves, and written while training goes on."""
 
-    def __init__(self, root: Path, keep: asyncckpt.RetentionPolicy | None = None) -> None:
-        self._root, self._keep = root, keep
-        self._opened: blocking.Checkpointer | None = None
-
-    @property
-    def _ckpt(self) -> blocking.Checkpointer:
-        if self._opened is None:
-            self._opened = blocking.Checkpointer(self._root, keep=self._keep)
-        return self._opened
+    def __init__(self, ckpt: blocking.Checkpointer) -> None:
+        self._ckpt = ckpt
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
         self._ckpt.start_save(int(Path(path).name), checkpoint)
 
-    def load_checkpoint(
-        self, path: Any, map_location: Any = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> Any:
         self._ckpt.wait()
-        checkpoint: dict[str, Any] = self._ckpt.restore(int(Path(path).name), leaves="torch")
-        return checkpoint
+        return self._ckpt.restore(int(Path(path).name), leaves="torch")
 
     def remove_checkpoint(self, path: Any) -> None:
-        self._ckpt.wait()  # the next one must be durable before this one goes
+        self._ckpt.wait()  # what replaces it must be durable before it goes
         self._ckpt.delete(int(Path(path).name))
-
-    def teardown(self) -> None:  # at the end of `fit`, also after an error
-        if self._opened is not None:
-            self._opened.close()
-            self._opened = None
-
-    def newest(self) -> str | None:
-        """What `Trainer.fit(ckpt_path=...)` takes; None if nothing was saved yet."""
-        step = self._ckpt.latest_step()
-        return None if step is None else str(self._root / str(step))
 
 
 class StepCheckpoint(ModelCheckpoint):
@@ -71,9 +51,8 @@ class StepCheckpoint(ModelCheckpoint):
     FILE_EXTENSION = ""
 
     def __init__(self, root: Path, **options: Any) -> None:
-        super().__init__(
-            root, filename="{step}", auto_insert_metric_name=False, save_top_k=-1, **options
-        )
+        names: dict[str, Any] = {"filename": "{step}", "auto_insert_metric_name": False}
+        super().__init__(root, save_top_k=-1, **names, **options)
 
 
 class RandomStates(Callback):
@@ -109,8 +88,7 @@ class Classifier(pl.LightningModule):
         self.losses: dict[int, float] = {}
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        x, labels = batch
-        loss = torch.nn.functional.cross_entropy(self.layers(x), labels)
+        loss = torch.nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
         self.losses[self.global_step] = loss.item()
         return loss
 
@@ -123,23 +101,21 @@ class Classifier(pl.LightningModule):
 def train(root: Path, steps: int, callbacks: Sequence[Callback] = ()) -> Classifier:
     """The run has reached its last step, and its checkpoints are durable."""
     torch.manual_seed(0)
-    model = Classifier()
-    x = torch.randn(24, 4)
+    model, x = Classifier(), torch.randn(24, 4)
     data = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
     # Their states are in the checkpoint: a run stopped within an epoch goes on within it.
     order = RandomSampler(data, generator=torch.Generator().manual_seed(0))
     loader = StatefulDataLoader(data, 4, sampler=order)
-    checkpoints = BackgroundCheckpointIO(root, asyncckpt.KeepLast(2))
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_steps=steps,
-        plugins=[checkpoints],
-        callbacks=[StepCheckpoint(root, every_n_train_steps=4), RandomStates(), *callbacks],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(model, loader, ckpt_path=checkpoints.newest())
+    with blocking.Checkpointer(root, keep=asyncckpt.KeepLast(2)) as ckpt:
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            max_steps=steps,
+            plugins=[BackgroundCheckpointIO(ckpt)],
+            callbacks=[StepCheckpoint(root, every_n_train_steps=4), RandomStates(), *callbacks],
+            logger=False,
+        )
+        latest = ckpt.latest_step()
+        trainer.fit(model, loader, ckpt_path=None if latest is None else root / str(latest))
     return model
 
 

@@ -205,23 +205,23 @@ class ShardedArray:
         return values
 
     def __repr__(self) -> str:
-        gap = f"; {self._division.gap}" if self._division.gap is not None else ""
+        division = self._division
+        gap = f"; {division.gap}" if division.gap is not None else ""
         return (
-            f"ShardedArray({spec_of(self)}, {len(self._shards)} shards of "
-            f"{len(self._division.shards)} boxes{gap})"
+            f"ShardedArray({spec_of(self)}, shards: {len(self._shards)}, distinct boxes: "
+            f"{len(division.shards)}{gap})"
         )
 
     def _checked(
         self, number: int, shard: tuple[Sequence[int], Memory], padded: bool
     ) -> tuple[tuple[int, ...], Memory]:
-        try:
-            given, array = shard
-        except (TypeError, ValueError):
+        if not isinstance(shard, (tuple, list)) or len(shard) != 2:
             raise UsageError(
                 f"ShardedArray: shards[{number}] is no pair of an offset and an array",
                 expected="(offset, array)",
-                found=shard,
-            ) from None
+                found=type(shard).__name__,
+            )
+        given, array = shard
         offset = _lengths(f"the offset of shards[{number}]", given)
         masked = sys.modules.get("numpy.ma")
         if not isinstance(array, np.ndarray) or (
@@ -266,7 +266,7 @@ def _lengths(name: str, values: Sequence[int]) -> tuple[int, ...]:
         lengths = (-1,)
     if any(n < 0 for n in lengths):
         raise UsageError(
-            f"ShardedArray: {name} is {values!r}; pass a sequence of non-negative ints",
+            f"ShardedArray: {name} is {values!r:.80}; pass a sequence of non-negative ints",
             found=values,
         )
     return lengths

@@ -10,17 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from asyncckpt.format.opcodes import PickleSource
-from asyncckpt.format.unpickle import (
+from asyncckpt.format.allowance import (
     DICT_NBYTES,
     ENTRY_NBYTES,
     INT_NBYTES,
     TUPLE_NBYTES,
     Allowance,
-    Names,
-    Stub,
-    Unpickler,
 )
+from asyncckpt.format.opcodes import PickleSource
+from asyncckpt.format.unpickle import Names, Stub, Unpickler
 
 MAX_RANK = 32
 """Dimensions of an array of NumPy before 2.0; torch itself has at most 64."""

@@ -20,6 +20,17 @@ from sys import getrefcount
 from typing import Any, Final
 
 from asyncckpt.format import opcodes as op
+from asyncckpt.format.allowance import (
+    DICT_NBYTES,
+    ENTRY_NBYTES,
+    FLOAT_NBYTES,
+    INT_NBYTES,
+    ITEM_NBYTES,
+    LIST_NBYTES,
+    TEXT_NBYTES,
+    TUPLE_NBYTES,
+    Allowance,
+)
 from asyncckpt.format.opcodes import PickleSource, scan
 
 MAX_STACK = 1 << 20
@@ -54,33 +65,6 @@ class Stub:
             setattr(self, name, value)
 
 
-class Allowance:
-    """Bytes of memory that decoded objects may take.
-
-    Attributes:
-        left: bytes that are left of it.
-    """
-
-    __slots__ = ("left",)
-
-    def __init__(self, nbytes: int) -> None:
-        self.left = nbytes
-
-    def take(self, nbytes: int) -> None:
-        """`nbytes` less are left.
-
-        Raises:
-            MemoryError: there were not as many.
-        """
-        self.left -= nbytes
-        if self.left < 0:
-            raise MemoryError
-
-    def give(self, nbytes: int) -> None:
-        """`nbytes` that were taken are free again."""
-        self.left += nbytes
-
-
 Function = Callable[[tuple[Any, ...], Allowance], object]
 """What a pickle may call with its arguments. Takes from the allowance what its result takes, and
 raises ValueError where the arguments do not fit."""
@@ -91,16 +75,6 @@ Names = Mapping[tuple[str, str], object]
 
 _MY_REFERENCES: Final = 2
 """References to an object that nobody else has: a name and the argument of `getrefcount`."""
-
-# What objects take in CPython on 64 bits, headers of the garbage collector included.
-INT_NBYTES: Final = 32
-_FLOAT_NBYTES: Final = 24
-TUPLE_NBYTES: Final = 40
-_LIST_NBYTES: Final = 72
-DICT_NBYTES: Final = 64
-_TEXT_NBYTES: Final = 56
-_ITEM_NBYTES: Final = 9
-ENTRY_NBYTES: Final = 56
 
 
 class _StopError(Exception):
@@ -189,7 +163,7 @@ class Unpickler:
 
     def _raw(self, width: int) -> bytes:
         nbytes = self._number(width)
-        self._allowance.take(_TEXT_NBYTES + nbytes)
+        self._allowance.take(TEXT_NBYTES + nbytes)
         at = self._at
         self._at = at + nbytes
         return self._data[at : at + nbytes]
@@ -235,7 +209,7 @@ class Unpickler:
         self._stack.append(int.from_bytes(self._data[at : at + nbytes], "little", signed=True))
 
     def _float(self, width: int) -> None:
-        self._allowance.take(_FLOAT_NBYTES)
+        self._allowance.take(FLOAT_NBYTES)
         self._stack.append(_FLOAT.unpack_from(self._data, self._at)[0])
         self._at += width
 
@@ -259,7 +233,7 @@ class Unpickler:
         self._stack.append(tuple(items))
 
     def _list(self, _: int) -> None:
-        self._allowance.take(_LIST_NBYTES)
+        self._allowance.take(LIST_NBYTES)
         self._stack.append([])
 
     def _dict(self, _: int) -> None:
@@ -271,7 +245,7 @@ class Unpickler:
         target = self._stack[-1]
         if type(target) is not list:
             raise ValueError(f"it appends to a {type(target).__name__}")
-        self._allowance.take(_ITEM_NBYTES * len(items))
+        self._allowance.take(ITEM_NBYTES * len(items))
         target.extend(items)
 
     def _set(self, count: int) -> None:

@@ -185,7 +185,7 @@ class Document:
         return UnsupportedFormatError(
             f"{self.file}: the zarr array has {what} {shown}, which is not read here; expected "
             f"{expected}; rewrite the array with TensorStore or zarr",
-            location=self.file,
+            file=self.file,
             expected=expected,
             found=found,
         )

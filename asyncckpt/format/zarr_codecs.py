@@ -57,7 +57,7 @@ def make_codec(
         if name not in known:
             raise UnsupportedFormatError(
                 f"{file}: chunks packed with {name} are not read here; rewrite the array with zstd",
-                location=file,
+                file=file,
                 expected=sorted(known),
                 found=name,
             )

@@ -11,7 +11,7 @@ import errno
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -128,6 +128,29 @@ class LocalDataFile:
             raise UsageError(f"{self._location}: the data file is sealed", location=self._location)
         if data.size:
             await self._workers.run(self._write, offset, data)
+
+    async def write_runs(self, offsets: Sequence[int], runs: Sequence[Bytes]) -> None:
+        """Each of many short runs is written at its own offset (not yet durable).
+
+        Every `write` to the same pages must have returned. Cancellation, errors: as `write`.
+        """
+        self._check()
+        if self._buffered is None or self.sealed:
+            raise UsageError(f"{self._location}: the data file is sealed", location=self._location)
+        await self._workers.run(self._write_runs, offsets, runs)
+
+    def _write_runs(self, offsets: Sequence[int], runs: Sequence[Bytes]) -> None:
+        assert self._buffered is not None
+        try:
+            with (
+                reported(f"writing {len(runs)} runs", self._location),
+                self._buffered.use() as fd,
+            ):
+                for offset, run in zip(offsets, runs, strict=True):
+                    write_all(fd, memoryview(run), offset)
+        except AsyncCheckpointError as error:
+            self._poison(error)
+            raise
 
     def _write(self, offset: int, data: Bytes) -> None:
         try:

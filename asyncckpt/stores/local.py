@@ -17,6 +17,7 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.ports import StoreCapabilities
 from asyncckpt.stores.attempt import Context, LocalAttempt
 from asyncckpt.stores.datafile import DirectWrites
+from asyncckpt.stores.export import LocalExport
 from asyncckpt.stores.failures import reported
 from asyncckpt.stores.files import LocalFiles
 from asyncckpt.stores.layout import (
@@ -118,13 +119,31 @@ class LocalStore:
             overwrite=overwrite,
             private=private,
         )
+        await self._open(attempt)
+        return attempt
+
+    async def begin_export(
+        self, name: str, save_id: str, *, overwrite: bool = False, private: bool = False
+    ) -> LocalExport:
+        """As `begin`, for files of another format, which have no commit record."""
+        attempt = LocalExport(
+            self._context,
+            check_name(name),
+            check_save_id(save_id),
+            epoch=0,
+            overwrite=overwrite,
+            private=private,
+        )
+        await self._open(attempt)
+        return attempt
+
+    async def _open(self, attempt: LocalAttempt) -> None:
         self._wrote = True
         try:
             await self._workers.run(attempt.open)
         except BaseException:
             await attempt.abort()
             raise
-        return attempt
 
     async def names(self) -> list[str]:
         """Names of all directories below the root, in no order; none if there is no root.

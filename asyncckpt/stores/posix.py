@@ -306,7 +306,9 @@ def read_all(fd: int, max_nbytes: int) -> bytes:
     """The content of the file, or its first `max_nbytes` + 1 bytes when it is longer."""
     parts = []
     left = max_nbytes + 1
-    while left > 0 and (part := os.read(fd, min(left, 64 << 20))):
+    # Python reserves as much as is asked for, before it reads.
+    most = min(os.fstat(fd).st_size + 1, 64 << 20)
+    while left > 0 and (part := os.read(fd, min(left, most))):
         parts.append(part)
         left -= len(part)
     return b"".join(parts)

@@ -132,11 +132,14 @@ class Publication:
     def _check_source(self) -> None:
         # A takeover renames the epoch's directory: then this path leads nowhere.
         if not leads_to(self.source, self.directory):
-            raise SaveError(
-                f"{self.source}: the directory of this attempt has gone before it was published: "
-                "another process has taken over or removed it; nothing of this save is visible",
-                location=self.target,
-            )
+            raise self._gone()
+
+    def _gone(self) -> SaveError:
+        return SaveError(
+            f"{self.source}: the directory of this attempt has gone before it was published: "
+            "another process has taken over or removed it; nothing of this save is visible",
+            location=self.target,
+        )
 
     def _publish_locked(self) -> str | None:
         with root_lock(self.layout):

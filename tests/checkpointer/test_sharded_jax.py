@@ -371,6 +371,22 @@ def test_the_global_array_is_never_assembled(tmp_path: str) -> None:
     assert nothing_cached(saved)
 
 
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@on_eight_devices
+def test_a_small_chunk_with_as_many_bytes_as_a_shard_is_not_taken_for_it(
+    compression: str | None, tmp_path: str
+) -> None:
+    value = VALUES["odd"]
+    with checkpointer(tmp_path, compression=compression) as ckpt:
+        ckpt.save(1, {"x": jax.device_put(value, sharding("rows"))})
+        like = {"x": jax.device_put(np.zeros_like(value), sharding("columns"))}
+        (stored,) = ckpt.inspect(1).leaves
+        wanted = like["x"].sharding.shard_shape(value.shape)
+        assert stored.chunk_shape != wanted
+        assert np.prod(stored.chunk_shape) == np.prod(wanted)
+        check(ckpt.restore(1, like=like)["x"], like["x"], value)
+
+
 @on_eight_devices
 def test_chunks_that_go_straight_into_shards_arrive_where_they_belong(tmp_path: str) -> None:
     # A megabyte and more: read without a buffer between where chunk and shard agree; and chunks,

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.ocdbt import Config, Location, Manifest, Version, VersionNode
-from asyncckpt.format.ocdbt.manifest import decode_manifest, encode_manifest
+from asyncckpt.format.ocdbt.manifest import (
+    decode_manifest,
+    encode_manifest,
+    generation_of,
+    numbered_name,
+)
 from asyncckpt.format.ocdbt.wire import MANIFEST_MAGIC, frame
 
 u62 = st.integers(0, 2**62)
@@ -93,9 +98,23 @@ def test_a_changed_byte_with_a_right_checksum_is_a_manifest_or_an_error(at: int,
     assert decode_manifest(encode_manifest(manifest), file="m") == manifest
 
 
-def test_a_numbered_manifest_is_recognised() -> None:
-    data = reframed(lambda body: body.__setitem__(16, 1))
-    with pytest.raises(UnsupportedFormatError, match="has numbered manifests"):
+def test_a_manifest_of_numbered_manifests_has_no_versions() -> None:
+    manifest = Manifest(bytes(range(16)), Config(zstd_level=3), numbered=True)
+    assert decode_manifest(encode_manifest(manifest), file="m") == manifest
+    with pytest.raises(CorruptCheckpointError, match="bytes follow the end"):
+        decode_manifest(reframed(lambda body: body.__setitem__(16, 1)), file="m")
+
+
+def test_names_of_numbered_manifests_are_generations() -> None:
+    assert numbered_name(21) == "manifest.0000000000000015"
+    assert generation_of(numbered_name(2**64 - 1)) == 2**64 - 1
+    for name in ("manifest.ocdbt", "manifest.15", "manifest.000000000000001F", "x"):
+        assert generation_of(name) is None
+
+
+def test_kinds_of_manifests_from_the_future_are_named() -> None:
+    data = reframed(lambda body: body.__setitem__(16, 2))
+    with pytest.raises(UnsupportedFormatError, match="manifests of kind 2"):
         decode_manifest(data, file="m")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncckpt.errors import AsyncCheckpointError, CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.format.zarr import Chain, Shards
 from asyncckpt.format.zarr3 import (
     ZarrArray,
     ZarrLimits,
@@ -37,7 +39,9 @@ def arrays(draw: st.DrawFn) -> tuple[ArraySpec, tuple[int, ...], int | None]:
 def test_metadata_round_trips(array: tuple[ArraySpec, tuple[int, ...], int | None]) -> None:
     spec, chunk_shape, level = array
     decoded = decode_metadata(encode_metadata(spec, chunk_shape, level), file="a/zarr.json")
-    assert decoded == ZarrArray(spec, chunk_shape, level, True, fill_value_bytes(spec.dtype))
+    packing = ("crc32c",) if level is None else ("zstd", "crc32c")
+    fill = fill_value_bytes(spec.dtype)
+    assert decoded == ZarrArray(spec, chunk_shape, Chain(packing=packing), fill)
     assert decoded.grid == ChunkGrid(spec.shape, chunk_shape)
     assert decoded.chunk_nbytes == math.prod(chunk_shape) * spec.itemsize
 
@@ -90,6 +94,16 @@ def test_impossible_fill_values_are_refused(dtype: str, value: object) -> None:
         decode(data_type=dtype, fill_value=value)
 
 
+LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
+GZIP = {"name": "gzip", "configuration": {"level": 1}}
+TRANSPOSE = {"name": "transpose", "configuration": {"order": [1, 0]}}
+
+
+def sharding(codecs: list[object], **more: object) -> dict[str, object]:
+    configuration = {"chunk_shape": [1, 3], "codecs": codecs, "index_codecs": [LITTLE], **more}
+    return {"name": "sharding_indexed", "configuration": configuration}
+
+
 def grid(*chunk_shape: object) -> dict[str, object]:
     return {"name": "regular", "configuration": {"chunk_shape": list(chunk_shape)}}
 
@@ -114,8 +128,16 @@ def grid(*chunk_shape: object) -> dict[str, object]:
         {"chunk_grid": 5},
         {"codecs": None},
         {"codecs": [5]},
-        {"codecs": [{"name": "bytes", "configuration": {"endian": "little"}}] * 17},
-        {"codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "zstd"}]},
+        {"codecs": [LITTLE] * 17},
+        {"codecs": [LITTLE, {"name": "zstd"}]},
+        {"codecs": [{"name": "transpose", "configuration": {"order": [0, 0]}}, LITTLE]},
+        {"codecs": [{"name": "transpose", "configuration": {"order": [1]}}, LITTLE]},
+        {"codecs": [{"name": "transpose"}, LITTLE]},
+        {"codecs": [{"name": "sharding_indexed", "configuration": {}}]},
+        {"codecs": [sharding([LITTLE], chunk_shape=[2, 5])]},
+        {"codecs": [sharding([LITTLE], chunk_shape=[2])]},
+        {"codecs": [sharding([LITTLE], chunk_shape=[0, 6])]},
+        {"codecs": [functools.reduce(lambda inner, _: sharding([inner]), range(17), LITTLE)]},
     ],
 )
 def test_hostile_or_damaged_documents_are_refused(changes: dict[str, object]) -> None:
@@ -132,14 +154,21 @@ def test_hostile_or_damaged_documents_are_refused(changes: dict[str, object]) ->
         ({"data_type": "float6_e2m3fn"}, "data_type"),
         ({"data_type": {"name": "struct"}}, "data_type"),
         ({"chunk_grid": {"name": "rectilinear", "configuration": {}}}, "chunk_grid"),
-        ({"chunk_key_encoding": {"name": "v2"}}, "chunk_key_encoding"),
+        ({"chunk_key_encoding": {"name": "v3"}}, "chunk_key_encoding"),
         (
-            {"chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}}},
+            {"chunk_key_encoding": {"name": "default", "configuration": {"separator": "-"}}},
             "chunk_key_encoding",
         ),
-        ({"codecs": [{"name": "sharding_indexed", "configuration": {}}]}, "codecs"),
-        ({"codecs": [{"name": "bytes", "configuration": {"endian": "big"}}]}, "endian"),
+        ({"codecs": []}, "codecs"),
+        ({"codecs": [GZIP]}, "codecs"),
+        ({"codecs": [LITTLE, {"name": "lz4"}]}, "codecs"),
+        ({"codecs": [LITTLE, LITTLE]}, "codecs"),
+        ({"codecs": [LITTLE, TRANSPOSE]}, "codecs"),
+        ({"codecs": [sharding([LITTLE]), GZIP]}, "nothing behind sharding_indexed"),
+        ({"codecs": [sharding([LITTLE], index_location="middle")]}, "index_location"),
+        ({"codecs": [sharding([LITTLE], index_codecs=[LITTLE, GZIP])]}, "index_codecs"),
         ({"codecs": [{"name": "bytes"}]}, "endian"),
+        ({"codecs": [{"name": "bytes", "configuration": {"endian": "middle"}}]}, "endian"),
         ({"surprise": {}}, "surprise"),
         ({"storage_transformers": [{"name": "x"}]}, "storage_transformers"),
     ],
@@ -149,15 +178,51 @@ def test_what_is_not_read_here_is_named(changes: dict[str, object], what: str) -
         decode(**changes)
 
 
+@pytest.mark.parametrize(
+    ("encoding", "keys"),
+    [
+        ("default", [b"a/c/0/0", b"a/c/0/1", b"a/c/1/0", b"a/c/1/1"]),
+        ({"name": "default", "configuration": {"separator": "."}}, [b"a/c.0.0", b"a/c.0.1"]),
+        ("v2", [b"a/0.0", b"a/0.1"]),
+        ({"name": "v2", "configuration": {"separator": "/"}}, [b"a/0/0", b"a/0/1"]),
+    ],
+)
+def test_chunks_have_the_keys_of_their_encoding(encoding: object, keys: list[bytes]) -> None:
+    array = decode(chunk_key_encoding=encoding)
+    assert array.keys.all(b"a/", (2, 2))[: len(keys)] == keys
+    assert array.keys.all(b"", ()) == [b"c" if array.keys.prefix else b"0"]
+    assert array.keys.all(b"", (0, 3)) == []
+    assert array.keys.all(b"", (2,))[-1] == keys[1].replace(b"a/", b"").replace(b"0", b"", 1)[
+        1 - array.keys.prefix :
+    ].replace(array.keys.separator.encode() * 2, array.keys.separator.encode())
+
+
+def test_the_order_of_the_elements_is_what_all_transposes_make_of_it() -> None:
+    turn = {"name": "transpose", "configuration": {"order": [2, 0, 1]}}
+    swap = {"name": "transpose", "configuration": {"order": [1, 0, 2]}}
+    array = decode(shape=[4, 6, 8], chunk_grid=grid(2, 3, 4), codecs=[turn, swap, LITTLE])
+    elements = np.zeros((2, 3, 4)).transpose(2, 0, 1).transpose(1, 0, 2)
+    assert elements.shape == tuple((2, 3, 4)[n] for n in array.chain.order)
+    assert decode(codecs=[TRANSPOSE, TRANSPOSE, LITTLE]).chain.order == ()
+
+
+def test_shards_are_described_in_the_order_in_which_they_are_stored() -> None:
+    codec = sharding([LITTLE, GZIP], chunk_shape=[3, 1], index_location="start")
+    chain = decode(codecs=[TRANSPOSE, codec]).chain
+    assert chain.order == (1, 0)
+    assert chain.shards == Shards((3, 1), Chain(packing=("gzip",)), index_crc32c=False,
+                                  index_at_start=True)
+
+
 def test_members_that_need_not_be_understood_are_passed_over() -> None:
     array = decode(surprise={"must_understand": False}, attributes={"a": 1}, dimension_names=None)
     assert array == decode()
 
 
 def test_arrays_without_a_checksum_say_so() -> None:
-    codec = {"name": "bytes", "configuration": {"endian": "little"}}
-    assert not decode(codecs=[codec]).crc32c
-    assert decode(codecs=[codec]).zstd_level is None
+    assert not decode(codecs=[LITTLE]).chain.crc32c
+    assert not decode(codecs=[LITTLE, {"name": "crc32c"}, GZIP]).chain.crc32c
+    assert decode(codecs=[LITTLE, GZIP, {"name": "crc32c"}]).chain.crc32c
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"9" * 5000])

@@ -11,12 +11,16 @@ from asyncckpt.format.ocdbt.btree import EncodedTree, ValueColumns, encode_tree
 from asyncckpt.format.ocdbt.datafiles import DataFile, Location
 from asyncckpt.format.ocdbt.keys import KeyColumns, prepare_keys, sort_keys
 from asyncckpt.format.ocdbt.manifest import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_NBYTES,
     Config,
     Manifest,
     Version,
     VersionNode,
     decode_manifest,
     encode_manifest,
+    generation_of,
+    numbered_name,
 )
 from asyncckpt.format.ocdbt.nodes import InteriorNode, LeafNode, Node, decode_node
 from asyncckpt.format.ocdbt.walk import (
@@ -29,6 +33,8 @@ from asyncckpt.format.ocdbt.walk import (
 )
 
 __all__ = [
+    "MANIFEST_NAME",
+    "MAX_MANIFEST_NBYTES",
     "Config",
     "DataFile",
     "EncodedTree",
@@ -50,6 +56,8 @@ __all__ = [
     "decode_tree",
     "encode_manifest",
     "encode_tree",
+    "generation_of",
+    "numbered_name",
     "prepare_keys",
     "sort_keys",
     "walk",

@@ -29,6 +29,7 @@ def dump(structure: Structure) -> Dump:
             "config": asdict(structure.config),
             "versions": [asdict(version) for version in structure.versions],
             "version_nodes": [asdict(node) for node in structure.version_nodes],
+            **({"numbered": True} if structure.numbered else {}),
         }
     files = [asdict(file) for file in structure.files]
     if isinstance(structure, LeafNode):
@@ -101,6 +102,7 @@ def _load_manifest(document: Dump) -> Manifest:
             VersionNode(**{**n, "location": Location(**n["location"])})
             for n in document["version_nodes"]
         ),
+        document.get("numbered", False),
     )
 
 

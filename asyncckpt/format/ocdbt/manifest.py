@@ -201,7 +201,7 @@ def decode_manifest(data: bytes, *, file: str) -> Manifest:
         raise UnsupportedFormatError(
             f"{file}: the OCDBT database has manifests of kind {kind}, this release reads kinds 0 "
             "and 1; read it with a newer release",
-            location=file,
+            file=file,
             expected=(0, 1),
             found=kind,
         )

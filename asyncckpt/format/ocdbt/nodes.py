@@ -86,6 +86,7 @@ def decode_node(
     key_prefix: bytes = b"",
     max_nbytes: int = MAX_BODY_NBYTES,
     max_keys_nbytes: int = MAX_KEYS_NBYTES,
+    max_entries: int = MAX_ARITY,
 ) -> Node:
     """The node whose frame is `data`, found at `offset` in `file`.
 
@@ -98,6 +99,7 @@ def decode_node(
         key_prefix: the prefix common to the subtree, which the node leaves out.
         max_nbytes: largest body accepted.
         max_keys_nbytes: most bytes that its keys may take together.
+        max_entries: most keys or children.
 
     Raises:
         CorruptCheckpointError: the bytes are damaged or pass a limit.
@@ -119,8 +121,9 @@ def decode_node(
         )
     files = decode_data_files(reader, base_path=base_path)
     count = reader.count("entries", nbytes_each=3)
-    if not 1 <= count <= MAX_ARITY:
-        raise reader.fault(f"{count} entries are not between 1 and {MAX_ARITY}")
+    most = min(max_entries, MAX_ARITY)
+    if not 1 <= count <= most:
+        raise reader.fault(f"{count} entries are not between 1 and {most}")
     keys, lengths, own_prefix = _decode_keys(
         reader, count, key_prefix, max_keys_nbytes, interior=height > 0
     )

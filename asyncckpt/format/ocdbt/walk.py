@@ -13,7 +13,17 @@ from asyncckpt.format.faults import corrupt
 from asyncckpt.format.ocdbt.datafiles import Location
 from asyncckpt.format.ocdbt.manifest import Version
 from asyncckpt.format.ocdbt.nodes import MAX_KEYS_NBYTES, InteriorNode, LeafNode, decode_node
-from asyncckpt.format.ocdbt.wire import I64, MAX_BODY_NBYTES
+from asyncckpt.format.ocdbt.wire import FRAME_OVERHEAD, I64, MAX_BODY_NBYTES
+
+
+# What any database may have, however small its files are.
+_FREE_NODES = 1 << 10
+_FREE_KEYS = 1 << 17
+_FREE_NBYTES = 16 << 20
+
+_MAX_RATIO = 64
+"""To how many times its stored size a node may decompress beyond `_FREE_NBYTES`. Metadata documents
+that are all alike reach about 40."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +43,20 @@ class TreeLimits:
     max_keys_nbytes: int = MAX_KEYS_NBYTES
     max_node_nbytes: int = MAX_BODY_NBYTES
     max_nodes_nbytes: int = 1 << 32
+
+    @classmethod
+    def of_files(cls, nbytes: int) -> TreeLimits:
+        """The limits of a database whose files take `nbytes` together.
+
+        Nodes share no bytes and take 18 at least. A key with a small value takes 16 or more, also
+        where nodes are compressed; keys as long as the files suffice where they share prefixes.
+        """
+        return cls(
+            max_nodes=min(cls.max_nodes, _FREE_NODES + nbytes // FRAME_OVERHEAD),
+            max_keys=min(cls.max_keys, _FREE_KEYS + nbytes // 16),
+            max_keys_nbytes=min(cls.max_keys_nbytes, _FREE_NBYTES + nbytes),
+            max_nodes_nbytes=nbytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +115,8 @@ class TreeDecoder:
         self._keys = 0
         self._keys_nbytes = 0
         if version.root is not None:
-            self._want([_Wanted(version.root, b"", b"", version.num_keys)])
+            self._admit(1, version.root.nbytes, version.root)
+            self._level = [_Wanted(version.root, b"", b"", version.num_keys)]
 
     @property
     def wanted(self) -> list[Location]:
@@ -108,7 +133,7 @@ class TreeDecoder:
         for want, data in zip(self._level, blocks, strict=True):
             children += self._decode(want, data)
         self._height -= 1
-        self._want(children)
+        self._level = children
 
     def columns(self) -> TreeColumns:
         """The whole tree."""
@@ -125,22 +150,23 @@ class TreeDecoder:
         file, offset, nbytes = (np.concatenate(column) for column in zip(*columns, strict=True))
         return TreeColumns(keys, tuple(index), file, offset, nbytes, inline)
 
-    def _want(self, children: list[_Wanted]) -> None:
+    def _admit(self, count: int, nbytes: int, where: Location) -> None:
+        """That many more nodes, of so many bytes together, are within the limits."""
         limits = self._limits
-        self._nodes += len(children)
-        self._nbytes += sum(want.location.nbytes for want in children)
+        self._nodes += count
+        self._nbytes += nbytes
         for passed, what in (
             (self._nodes > limits.max_nodes, f"more than {limits.max_nodes} nodes"),
             (self._nbytes > limits.max_nodes_nbytes, f"over {limits.max_nodes_nbytes} bytes"),
         ):
             if passed:
-                raise _fault(children[-1].location, f"the tree has {what}")
-        self._level = children
+                raise _fault(where, f"the tree has {what}")
 
     def _decode(self, want: _Wanted, data: bytes) -> list[_Wanted]:
         where = want.location
         if len(data) != where.nbytes:
             raise _fault(where, f"{len(data)} bytes were read instead of {where.nbytes}")
+        limits = self._limits
         node = decode_node(
             data,
             file=where.file,
@@ -148,8 +174,9 @@ class TreeDecoder:
             expected_height=self._height,
             base_path=where.base_path,
             key_prefix=want.prefix,
-            max_nbytes=self._limits.max_node_nbytes,
-            max_keys_nbytes=self._limits.max_keys_nbytes - self._keys_nbytes,
+            max_nbytes=min(limits.max_node_nbytes, _FREE_NBYTES + _MAX_RATIO * len(data)),
+            max_keys_nbytes=limits.max_keys_nbytes - self._keys_nbytes,
+            max_entries=limits.max_nodes if self._height else limits.max_keys,
         )
         if node.num_keys != want.num_keys:
             raise _fault(where, f"it has {node.num_keys} keys, its parent says {want.num_keys}")
@@ -157,6 +184,7 @@ class TreeDecoder:
             raise _fault(where, "its first key sorts before what its parent says")
         self._keys_nbytes += sum(map(len, node.keys))
         if isinstance(node, InteriorNode):
+            self._admit(len(node.keys), int(node.nbytes.sum(dtype=np.float64)), where)
             prefixes = node.prefix_nbytes.tolist()
             counts = node.child_num_keys.tolist()
             return [
@@ -166,8 +194,8 @@ class TreeDecoder:
                 )
             ]
         self._keys += len(node.keys)
-        if self._keys > self._limits.max_keys:
-            raise _fault(where, f"the tree has more than {self._limits.max_keys} keys")
+        if self._keys > limits.max_keys:
+            raise _fault(where, f"the tree has more than {limits.max_keys} keys")
         if self._leaves and self._leaves[-1].keys[-1] >= node.keys[0]:
             raise _fault(where, "its keys do not sort behind those of the leaf before it")
         self._leaves.append(node)

@@ -236,7 +236,8 @@ def unframe(
         raise UnsupportedFormatError(
             f"{file}, byte {offset}: {what} has OCDBT format version {version}, this release reads "
             "version 0; read it with a newer release",
-            location=file,
+            file=file,
+            offset=offset,
             expected=0,
             found=version,
         )

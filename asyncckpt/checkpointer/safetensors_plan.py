@@ -1,0 +1,270 @@
+"""Which tensors a conversion to safetensors writes, in which files, and where.
+
+Everything that can be wrong with names, dtypes and sizes is found here, before a byte is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncckpt.checkpointer.capture import Capture
+from asyncckpt.errors import UnsupportedLeafError, UsageError
+from asyncckpt.format.record import LeafTable
+from asyncckpt.format.safetensors import (
+    CODES,
+    LENGTH_NBYTES,
+    MAX_HEADER_NBYTES,
+    MAX_NAME_CHARS,
+    METADATA_KEY,
+    SUFFIX,
+    encode_header,
+)
+from asyncckpt.format.safetensors_set import INDEX_SUFFIX, encode_index
+from asyncckpt.format.safetensors_tree import SavedTree, encode_tree
+from asyncckpt.options import SLOT_NBYTES
+from asyncckpt.planning.pack import Window, cut_windows
+from asyncckpt.spec import ArraySpec
+from asyncckpt.tree import Key, where
+
+STEM = "model"
+"""What the files of a set are called; other libraries look for this name."""
+
+FRAMEWORK_KEY = "format"
+"""Metadata that Hugging Face's libraries ask for before they read a file."""
+
+CASTS = {
+    "int4": "int8",
+    "float8_e3m4": "bfloat16",
+    "float8_e4m3b11fnuz": "bfloat16",
+    "complex128": "complex64",
+}
+"""For each dtype that safetensors lacks, one that holds its values, or most of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor: which array of the capture it is, its place, and its form as stored."""
+
+    number: int
+    name: str
+    spec: ArraySpec
+    file: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FilesPlan:
+    """The files of a conversion.
+
+    Attributes:
+        names: file names.
+        headers: the first bytes of each.
+        file_nbytes: their sizes.
+        tensors: all tensors, by file and offset.
+        windows: the files cut into slots. A piece's `array` is an index into `tensors`, or below
+            zero for the header; pieces of `tiled` tensors are not among them.
+        tiled: tensors (indices) that are written tile by tile when all windows are.
+        index: name and content of the index of a set, or None.
+    """
+
+    names: tuple[str, ...]
+    headers: tuple[bytes, ...]
+    file_nbytes: tuple[int, ...]
+    tensors: tuple[Tensor, ...]
+    windows: tuple[Window, ...]
+    tiled: tuple[int, ...]
+    index: tuple[str, bytes] | None
+
+
+def tensor_names(parts: Sequence[tuple[Key, ...]], paths: Sequence[str]) -> list[str]:
+    """A name for every leaf: its keys joined by ``.``, as in the state dicts of torch.
+
+    Raises:
+        UsageError: two leaves would have one name, or a name is not possible; names the paths.
+    """
+    names: list[str] = []
+    first: dict[str, str] = {}
+    for path, keys in zip(paths, parts, strict=True):
+        name = ".".join(map(str, keys)) or "root"
+        if name in first:
+            raise UsageError(
+                f"{where(path)} and {where(first[name])} would both be the tensor {name!r} in a "
+                "safetensors file; rename one of them",
+                path=path,
+                expected="different names",
+                found=name,
+            )
+        if name == METADATA_KEY or len(name) > MAX_NAME_CHARS or not _encodable(name):
+            raise UsageError(
+                f"{where(path)}: a safetensors file cannot hold a tensor named {name[:80]!r}; "
+                "rename it",
+                path=path,
+                found=name,
+            )
+        first[name] = path
+        names.append(name)
+    return names
+
+
+def _encodable(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def plan_files(
+    taken: Capture,
+    specs: Sequence[ArraySpec],
+    *,
+    metadata: Mapping[str, object],
+    metrics: Mapping[str, float],
+    max_file_nbytes: int | None,
+    tiled: Sequence[bool],
+    name: str,
+) -> FilesPlan:
+    """The files that hold a captured tree.
+
+    Args:
+        taken: the tree.
+        specs: shape of every array and the dtype that it is stored in.
+        metadata: the user's metadata.
+        metrics: the user's metrics.
+        max_file_nbytes: size at which a set goes on in the next file; None for a single file.
+        tiled: per array whether it is to be written tile by tile.
+        name: name of the single file.
+
+    Raises:
+        UsageError: names, dtypes or sizes do not fit the format; names the leaf.
+    """
+    leaf_names = tensor_names(taken.structure.parts(), taken.paths)
+    owned = [number for number in range(len(specs)) if number not in taken.tied]
+    for number in owned:
+        _check_dtype(taken.array_paths[number], specs[number].dtype)
+    files = _share(owned, specs, max_file_nbytes)
+    texts = _metadata(taken, leaf_names, metadata, metrics)
+    names = _file_names(len(files), None if max_file_nbytes else name)
+    headers: list[bytes] = []
+    sizes: list[int] = []
+    tensors: list[Tensor] = []
+    for file, numbers in enumerate(files):
+        rows = [(leaf_names[taken.array_leaf[number]], specs[number]) for number in numbers]
+        # What tells the tree stands in the first file of a set.
+        own = texts if file == 0 else {FRAMEWORK_KEY: texts[FRAMEWORK_KEY]}
+        header, offsets = encode_header(rows, own)
+        if len(header) - LENGTH_NBYTES > MAX_HEADER_NBYTES:
+            raise UsageError(
+                f"the header of {names[file]} takes {len(header)} bytes, safetensors allows "
+                f"{MAX_HEADER_NBYTES}; the tree has too many leaves: pass max_file_nbytes, which "
+                "makes a set of files",
+                expected=MAX_HEADER_NBYTES,
+                found=len(header),
+            )
+        headers.append(header)
+        sizes.append(len(header) + sum(spec.nbytes for _, spec in rows))
+        placed = [
+            Tensor(number, row[0], row[1], file, offset)
+            for number, row, offset in zip(numbers, rows, offsets, strict=True)
+        ]
+        tensors += sorted(placed, key=lambda tensor: tensor.offset)
+    later = tuple(row for row, tensor in enumerate(tensors) if tiled[tensor.number])
+    index = None
+    if len(files) > 1:
+        total = sum(tensor.spec.nbytes for tensor in tensors)
+        weights = {tensor.name: names[tensor.file] for tensor in tensors}
+        index = (f"{STEM}{INDEX_SUFFIX}", encode_index(weights, total))
+    return FilesPlan(
+        names=tuple(names),
+        headers=tuple(headers),
+        file_nbytes=tuple(sizes),
+        tensors=tuple(tensors),
+        windows=_windows(headers, sizes, tensors, set(later)),
+        tiled=later,
+        index=index,
+    )
+
+
+def _check_dtype(path: str, dtype: str) -> None:
+    if dtype in CODES:
+        return
+    raise UnsupportedLeafError(
+        f"{where(path)}: safetensors has no dtype {dtype}; cast it, for example to "
+        f"{CASTS[dtype]} (leaf_options with LeafOptions(dtype={CASTS[dtype]!r}), or --cast "
+        f"{dtype}={CASTS[dtype]})",
+        path=path,
+        expected=tuple(CODES),
+        found=dtype,
+    )
+
+
+def _share(
+    numbers: Sequence[int], specs: Sequence[ArraySpec], max_file_nbytes: int | None
+) -> list[list[int]]:
+    """The arrays of every file, in tree order; at least one file."""
+    files: list[list[int]] = [[]]
+    nbytes = 0
+    for number in numbers:
+        size = specs[number].nbytes
+        if max_file_nbytes is not None and files[-1] and nbytes + size > max_file_nbytes:
+            files.append([])
+            nbytes = 0
+        files[-1].append(number)
+        nbytes += size
+    return files
+
+
+def _file_names(count: int, single: str | None) -> list[str]:
+    if single is not None:
+        return [single]
+    if count == 1:
+        return [f"{STEM}{SUFFIX}"]
+    return [f"{STEM}-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)]
+
+
+def _metadata(
+    taken: Capture,
+    names: Sequence[str],
+    metadata: Mapping[str, object],
+    metrics: Mapping[str, float],
+) -> dict[str, str]:
+    number_of = {leaf: number for number, leaf in enumerate(taken.array_leaf)}
+    tensors: list[str | None] = []
+    texts = {FRAMEWORK_KEY: "pt"}
+    for leaf, name in enumerate(names):
+        number = number_of.get(leaf)
+        if number is None:
+            tensors.append(None)
+            continue
+        kept = names[taken.array_leaf[taken.tied.get(number, number)]]
+        tensors.append(kept)
+        if kept != name:
+            # As safetensors.torch.save_model notes tensors that share their memory.
+            texts[name] = kept
+    texts |= {key: text for key, text in metadata.items() if isinstance(text, str)}
+    leaves = LeafTable(taken.kinds, taken.values, taken.extra, {})
+    tree = SavedTree(taken.structure, leaves, tensors, dict(metadata), dict(metrics))  # type: ignore[arg-type]
+    return texts | encode_tree(tree)
+
+
+def _windows(
+    headers: Sequence[bytes],
+    sizes: Sequence[int],
+    tensors: Sequence[Tensor],
+    later: set[int],
+) -> tuple[Window, ...]:
+    rows = [(-1 - file, file, 0, len(header)) for file, header in enumerate(headers)]
+    rows += [
+        (row, tensor.file, tensor.offset, tensor.spec.nbytes)
+        for row, tensor in enumerate(tensors)
+        if row not in later and tensor.spec.nbytes
+    ]
+    rows.sort(key=lambda row: (row[1], row[2]))
+    array, file, offset, nbytes = (np.array(column, np.int64) for column in zip(*rows, strict=True))
+    windows = cut_windows(
+        np.arange(len(rows)), array, file, offset, nbytes, sizes, SLOT_NBYTES
+    )
+    return tuple(window for window in windows if window.pieces)

@@ -1,0 +1,177 @@
+"""Publishing files that other programs read: a file or a directory without a commit record.
+
+They are written in an attempt's directory like a checkpoint, so that nothing of them is visible
+before they are durable, and what a dead process leaves is swept.
+"""
+
+# Rule 1: without `overwrite` nothing that exists is touched; with it, only what is of the same
+#   kind: a file for a file, a directory of tensors or a checkpoint for a directory.
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import stat
+from dataclasses import dataclass
+from functools import partial
+
+from asyncckpt.errors import (
+    AsyncCheckpointError,
+    CheckpointExistsError,
+    SaveError,
+    UsageError,
+)
+from asyncckpt.flow.threads import ThreadAbandonedError
+from asyncckpt.stores.attempt import LocalAttempt
+from asyncckpt.stores.locks import leads_to, remove_owner
+from asyncckpt.stores.posix import (
+    UnsupportedCallError,
+    flush_directory,
+    landed,
+    remove_tree,
+    rename_exchange,
+)
+from asyncckpt.stores.publish import Found, Publication, record_at
+from asyncckpt.stores.waiting import side_by_side
+
+log = logging.getLogger("asyncckpt.stores")
+
+REPLACEABLE_SUFFIXES = (".safetensors", ".safetensors.index.json")
+"""A directory with such a file is one that a former export may have made."""
+
+
+@dataclass(slots=True)
+class FilesPublication(Publication):
+    """A publication of one file of the attempt, or of its directory as it is.
+
+    Attributes:
+        attempt: the attempt's directory; `source` is it, or a file in it.
+    """
+
+    attempt: str = ""
+
+    def _check_source(self) -> None:
+        if not leads_to(self.attempt, self.directory):
+            raise self._gone()
+
+    def _find(self) -> Found:
+        try:
+            mode = os.lstat(self.target).st_mode
+        except FileNotFoundError:
+            return "nothing"
+        if self.source != self.attempt:
+            return "checkpoint" if stat.S_ISREG(mode) else "other"
+        if leads_to(self.target, self.directory):
+            return "ours"
+        if not stat.S_ISDIR(mode):
+            return "other"
+        names = os.listdir(self.target)
+        ours = not names or any(name.endswith(REPLACEABLE_SUFFIXES) for name in names)
+        record = None if ours else record_at(self.target)
+        return "checkpoint" if ours or (record and self.is_valid(record)) else "other"
+
+    def _replace(self) -> str:
+        try:
+            landed(rename_exchange, self.source, self.target)
+        except UnsupportedCallError:
+            if self.source == self.attempt:
+                return self._replace_in_two_steps()
+            return self._rename_over()
+        except OSError as error:
+            raise self._rename_error(error) from error
+        self._flush_root(self.source)
+        return self.source
+
+    def _rename_over(self) -> str:
+        landed(os.rename, self.source, self.target)
+        try:
+            flush_directory(self.layout.root)
+        except OSError as error:
+            # What stood here is gone already: there is nothing to go back to.
+            raise SaveError(
+                f"{self.target}: flushing the directory after the rename failed: "
+                f"{error.strerror}; the file is visible but may not survive power loss. Check the "
+                "disk, then convert again",
+                visible=True,
+                durable=False,
+                location=self.target,
+            ) from error
+        return self.source
+
+    def _is_visible(self) -> bool:
+        return self.source != self.attempt or Publication._is_visible(self)
+
+    def _exists_error(self, found: Found) -> CheckpointExistsError:
+        if found != "other":
+            text = "something stands here already; pass overwrite=True to replace it"
+        elif self.source == self.attempt:
+            text = "something that is no directory of tensors stands here"
+        else:
+            text = "a directory stands here"
+        advice = "" if found != "other" else "; move it away or choose another name"
+        return CheckpointExistsError(f"{self.target}: {text}{advice}", location=self.target)
+
+
+class LocalExport(LocalAttempt):
+    """An attempt that ends in plain files. Made by `LocalStore.begin_export`."""
+
+    async def publish_files(self, path: str = "") -> None:
+        """The file `path` of the attempt, or with ``""`` all of it, is at its name, durably.
+
+        If it fails, nothing of the attempt is left. Cancellation, errors: as `publish`.
+        """
+        try:
+            self._check()
+            await self._publish_files(path)
+        except ThreadAbandonedError:
+            self._ended = True
+            raise
+        except BaseException as error:
+            try:
+                await self.abort()
+            except AsyncCheckpointError as failure:
+                error.add_note(f"cleaning up failed too: {failure}")
+            raise
+
+    async def _publish_files(self, path: str) -> None:
+        workers = self._context.workers
+        if any(not file.sealed for file in self._files):
+            raise UsageError(f"{self.location}: a file is not sealed", location=self.location)
+        await side_by_side(
+            workers, [partial(self._flush_directory, name) for name in (*self._directories, ".")]
+        )
+        publication = FilesPublication(
+            self._context.layout,
+            self._context.machine,
+            self._context.is_valid,
+            os.path.join(self._path, path) if path else self._path,
+            self._name,
+            self._save_id,
+            self._overwrite,
+            self._file_mode,
+            attempt=self._path,
+        )
+        task = asyncio.current_task()
+        cancelling = task.cancelling() if task is not None else 0
+        try:
+            await workers.run(self._rename, publication)
+        except asyncio.CancelledError:
+            if not publication.started:
+                raise
+            while task is not None and task.cancelling() > cancelling:
+                task.uncancel()
+            if publication.error is not None:
+                raise publication.error from None
+        await workers.run(self._remove_rest)
+
+    def _remove_rest(self) -> None:
+        """The attempt's directory, which one file has left, is gone too."""
+        if self._keep:
+            return
+        try:
+            remove_tree(self._path)
+            remove_owner(self._path)
+        except OSError as error:
+            # The files stand; `sweep` will try again.
+            log.warning("%s: removing the attempt failed: %s", self._path, error)

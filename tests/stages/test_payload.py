@@ -1,0 +1,126 @@
+"""Reading the payload bytes of chunks from arrays in shards, wherever their values are."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncckpt.adapters.numpy import NumpyAdapter
+from asyncckpt.ports import Source
+from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid, Shard
+from asyncckpt.stages.payload import ArrayReader, gather
+
+SHAPE = (7, 6)
+
+
+class Device(NumpyAdapter):
+    """An adapter of values that are not in host memory; notes which boxes are fetched."""
+
+    def __init__(self) -> None:
+        self.fetched: list[Box] = []
+
+    def fetch(self, source: Source, box: Box, out: np.ndarray[Any, Any]) -> None:
+        self.fetched.append(box)
+        super().fetch(source, box, out)
+
+
+@st.composite
+def sources(draw: st.DrawFn) -> Source:
+    """An array in shards: in C order, turned, or on a device, with replicas and empty ones."""
+    dtype = draw(st.sampled_from(["float32", "bfloat16", "complex128"]))
+    values = np.arange(42).reshape(SHAPE).astype(DTYPES[dtype])
+    cuts = [sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=2))}) for n in SHAPE]
+    boxes = [
+        Box((a, c), (b - a, d - c))
+        for (a, b), (c, d) in itertools.product(*map(itertools.pairwise, cuts))
+    ]
+    boxes += draw(st.lists(st.sampled_from(boxes), max_size=2))
+    boxes.append(Box((0, 0), (0, 6)))
+    shards, views = [], []
+    for box in draw(st.permutations(boxes)):
+        held = values[box.slices()].copy()
+        where = draw(st.sampled_from(["c", "fortran", "device"]))
+        shards.append(Shard(box))
+        views.append({"c": held, "fortran": np.asfortranarray(held), "device": None}[where])
+    spec = ArraySpec(SHAPE, dtype)
+    return Source(spec, values, None, shards=tuple(shards), views=tuple(views))
+
+
+@given(sources(), st.data())
+def test_any_box_is_read_from_the_shards_that_hold_it(source: Source, data: st.DataObject) -> None:
+    stored = data.draw(st.sampled_from([source.spec.dtype, "complex128"]))
+    adapter = Device()
+    reader = ArrayReader(source, adapter, stored)
+    ends = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in SHAPE]
+    box = Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
+    out = np.full(box.shape, -1, DTYPES[stored])
+    reader.read(box, out)
+    np.testing.assert_array_equal(out, source.leaf[box.slices()].astype(DTYPES[stored]))
+    # What is fetched lies in one shard each, and nothing is fetched twice.
+    assert source.shards is not None
+    held = [shard.box for shard in source.shards]
+    assert all(any(shard.intersect(part) == part for shard in held) for part in adapter.fetched)
+    assert len(set(adapter.fetched)) == len(adapter.fetched)
+
+
+@given(sources())
+def test_shards_in_c_order_are_read_as_runs_of_bytes(source: Source) -> None:
+    assert source.shards is not None
+    reader = ArrayReader(source, Device(), source.spec.dtype)
+    for view, flat in zip(source.views, reader.flats, strict=True):
+        assert (flat is not None) == (view is not None and view.flags.c_contiguous)
+        if flat is not None:
+            assert view is not None
+            assert flat.tobytes() == view.tobytes()
+            assert not view.size or np.shares_memory(flat, view)
+    other = "float32" if source.spec.dtype != "float32" else "bfloat16"
+    assert set(ArrayReader(source, Device(), other).flats) == {None}
+
+
+@given(sources(), st.data())
+def test_the_payload_of_a_piece_is_gathered_from_where_it_lies(
+    source: Source, data: st.DataObject
+) -> None:
+    spec = source.spec
+    offset = tuple(data.draw(st.integers(0, n - 1)) for n in SHAPE)
+    shape = tuple(data.draw(st.integers(1, n - o)) for n, o in zip(SHAPE, offset, strict=True))
+    grid = ChunkGrid(shape, tuple(data.draw(st.integers(1, n + 1)) for n in shape))
+    reader = ArrayReader(source, Device(), spec.dtype)
+    piece = source.leaf[Box(offset, shape).slices()]
+    for cell in grid.cells():
+        box = grid.box(cell)
+        wanted = np.zeros(grid.chunk_shape, piece.dtype)
+        wanted[tuple(map(slice, box.shape))] = piece[box.slices()]
+        start = data.draw(st.integers(0, wanted.nbytes - 1))
+        out = np.full(wanted.nbytes - start, 7, np.uint8)
+        gather(
+            reader.read,
+            ArraySpec(shape, spec.dtype),
+            grid,
+            cell,
+            start,
+            wanted.nbytes,
+            out,
+            offset=offset,
+        )
+        assert out.tobytes() == wanted.tobytes()[start:]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_an_array_of_rank_0_is_read(dtype: str) -> None:
+    value = np.asarray(2.5, np.float32)
+    spec = ArraySpec((), "float32")
+    for source in (
+        Source(spec, value, value),
+        Source(spec, value, None),
+        Source(spec, value, None, shards=(Shard(Box((), ())),), views=(value,)),
+        Source(spec, value, None, shards=(Shard(Box((), ())),), views=(None,)),
+    ):
+        out = np.zeros((), DTYPES[dtype])
+        ArrayReader(source, Device(), dtype).read(Box((), ()), out)
+        assert out == 2.5
