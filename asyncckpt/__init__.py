@@ -19,6 +19,9 @@ _EXPORTS = {
     "ShardedArray": "adapters.sharded_array",
     "Checkpointer": "checkpointer",
     "PendingSave": "checkpointer",
+    "convert": "checkpointer",
+    "diff": "checkpointer",
+    "export": "checkpointer",
     "inspect": "checkpointer",
     "restore": "checkpointer",
     "restore_into": "checkpointer",
@@ -48,8 +51,11 @@ _EXPORTS = {
     "RestoreOptions": "options",
     "SaveOptions": "options",
     "CheckpointInfo": "reports",
+    "ConvertReport": "reports",
     "Damage": "reports",
+    "DiffReport": "reports",
     "FileInfo": "reports",
+    "LeafDifference": "reports",
     "LeafInfo": "reports",
     "Progress": "reports",
     "RestoreReport": "reports",
@@ -69,6 +75,9 @@ if TYPE_CHECKING:
     from asyncckpt.adapters.sharded_array import ShardedArray as ShardedArray
     from asyncckpt.checkpointer import Checkpointer as Checkpointer
     from asyncckpt.checkpointer import PendingSave as PendingSave
+    from asyncckpt.checkpointer import convert as convert
+    from asyncckpt.checkpointer import diff as diff
+    from asyncckpt.checkpointer import export as export
     from asyncckpt.checkpointer import inspect as inspect
     from asyncckpt.checkpointer import restore as restore
     from asyncckpt.checkpointer import restore_into as restore_into
@@ -98,8 +107,11 @@ if TYPE_CHECKING:
     from asyncckpt.options import RestoreOptions as RestoreOptions
     from asyncckpt.options import SaveOptions as SaveOptions
     from asyncckpt.reports import CheckpointInfo as CheckpointInfo
+    from asyncckpt.reports import ConvertReport as ConvertReport
     from asyncckpt.reports import Damage as Damage
+    from asyncckpt.reports import DiffReport as DiffReport
     from asyncckpt.reports import FileInfo as FileInfo
+    from asyncckpt.reports import LeafDifference as LeafDifference
     from asyncckpt.reports import LeafInfo as LeafInfo
     from asyncckpt.reports import Progress as Progress
     from asyncckpt.reports import RestoreReport as RestoreReport

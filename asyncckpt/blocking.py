@@ -14,12 +14,27 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from asyncckpt.checkpointer.api import Leaves, ProgressCallback
+from asyncckpt.checkpointer.convert import (
+    Conversion,
+    Destination,
+    Format,
+    destination_of,
+    export_destination,
+)
 from asyncckpt.checkpointer.core import Core, number_of
+from asyncckpt.checkpointer.diff import Comparison
 from asyncckpt.checkpointer.finish import finish_into, finish_tree
 from asyncckpt.checkpointer.pending import BlockingPendingSave
 from asyncckpt.checkpointer.prepare import tree_nbytes
 from asyncckpt.options import RestoreOptions, SaveOptions
-from asyncckpt.reports import CheckpointInfo, RestoreReport, SaveReport, VerifyReport
+from asyncckpt.reports import (
+    CheckpointInfo,
+    ConvertReport,
+    DiffReport,
+    RestoreReport,
+    SaveReport,
+    VerifyReport,
+)
 from asyncckpt.retention import Retention
 
 PendingSave = BlockingPendingSave
@@ -27,6 +42,9 @@ PendingSave = BlockingPendingSave
 __all__ = [
     "Checkpointer",
     "PendingSave",
+    "convert",
+    "diff",
+    "export",
     "inspect",
     "restore",
     "restore_into",
@@ -343,6 +361,87 @@ def verify(
         return core.call(lambda: core.verify(None, progress)).result()
     finally:
         core.close()
+
+
+def convert(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    to: Format | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    max_file_nbytes: int | None = None,
+    options: SaveOptions | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: ProgressCallback | None = None,
+) -> ConvertReport:
+    """What `source` holds is at `destination` too, in another format. As `asyncckpt.convert`."""
+    target = destination_of(
+        destination, to, orbax=False, overwrite=overwrite, max_file_nbytes=max_file_nbytes
+    )
+    return _convert(source, target, metadata, options, storage_options, progress)
+
+
+def export(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    to: Literal["orbax"] = "orbax",
+    metadata: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    options: SaveOptions | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: ProgressCallback | None = None,
+) -> ConvertReport:
+    """What `source` holds is where Orbax can restore it. As `asyncckpt.export`."""
+    target = export_destination(destination, to, overwrite=overwrite)
+    return _convert(source, target, metadata, options, storage_options, progress)
+
+
+def diff(
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str],
+    *,
+    bitwise: bool = False,
+    options: RestoreOptions | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: ProgressCallback | None = None,
+) -> DiffReport:
+    """How two checkpoints of any formats differ. As `asyncckpt.diff`."""
+    work = Comparison(
+        first,
+        second,
+        bitwise=bitwise,
+        options=options,
+        storage_options=storage_options,
+        progress=progress,
+    )
+    try:
+        return work.submit().result()
+    finally:
+        work.close()
+
+
+def _convert(
+    source: str | os.PathLike[str],
+    destination: Destination,
+    metadata: Mapping[str, Any] | None,
+    options: SaveOptions | None,
+    storage_options: Mapping[str, Any] | None,
+    progress: ProgressCallback | None,
+) -> ConvertReport:
+    work = Conversion(
+        source,
+        destination,
+        metadata=metadata,
+        options=options,
+        storage_options=storage_options,
+        progress=progress,
+    )
+    try:
+        return work.submit().result()
+    finally:
+        work.close()
 
 
 def _restore(

@@ -15,7 +15,8 @@ class Progress:
     """A snapshot of work under way, handed to `progress=` callbacks and shown by `PendingSave`.
 
     Attributes:
-        stage: the stage that moves at present: plan, stage, upload, commit; fetch, place; verify.
+        stage: the stage that moves at present: plan, stage, upload, commit; fetch, place; verify;
+            convert; diff.
         done_nbytes: bytes that have passed the last stage.
         total_nbytes: bytes in all.
     """
@@ -334,6 +335,139 @@ class VerifyReport:
         return f"{self.location}: {len(self.damages)} damaged\n" + "\n".join(
             f"  {damage}" for damage in self.damages
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertReport:
+    """A finished conversion.
+
+    Attributes:
+        source: path or URL of the checkpoint that was read.
+        source_format: as `CheckpointInfo.format`.
+        location: path or URL of what was written.
+        format: ``asyncckpt`` or ``safetensors``.
+        step: step of the new checkpoint, None where it is none of a run.
+        leaf_count: leaves, scalars included.
+        array_count: arrays written (tied leaves count once).
+        nbytes: bytes of array data written, before compression.
+        read_nbytes: bytes read from the source.
+        stored_nbytes: bytes of all files written.
+        file_count: files written.
+        total_s: seconds taken.
+        orbax: whether Orbax can restore what was written.
+        unverified: paths whose bytes had no checksum to check.
+        notes: anything a person should know.
+    """
+
+    source: str
+    source_format: str
+    location: str
+    format: str
+    step: int | None
+    leaf_count: int
+    array_count: int
+    nbytes: int
+    read_nbytes: int
+    stored_nbytes: int
+    file_count: int
+    total_s: float
+    orbax: bool = False
+    unverified: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return (
+            f"converted {self.source} ({self.source_format}) to {self.location} ({self.format}): "
+            f"{self.leaf_count} leaves, {nbytes_text(self.nbytes)} in {self.total_s:.2f} s "
+            f"({rate_text(self.nbytes, self.total_s)})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LeafDifference:
+    """One leaf that two checkpoints hold differently.
+
+    Attributes:
+        path: its path.
+        what: ``kind`` (scalar or array, type of a scalar), ``shape``, ``dtype`` or ``value``; the
+            first of these that differs.
+        first: what the first checkpoint has: kind, shape, dtype, or value of a scalar.
+        second: what the second one has.
+        size: elements of the arrays, 0 where their shapes or kinds differ.
+        count: elements that differ.
+        nan_count: those of them that are NaN in one checkpoint only.
+        largest: largest absolute difference of elements that are numbers in both.
+        largest_relative: largest difference divided by the larger magnitude of the two.
+        index: index of the element with the largest difference (or of one that is NaN).
+    """
+
+    path: str
+    what: str
+    first: str
+    second: str
+    size: int = 0
+    count: int = 0
+    nan_count: int = 0
+    largest: float = 0.0
+    largest_relative: float = 0.0
+    index: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"{self.path or '(the tree itself)'}: {self.what}"
+        if self.first != self.second:
+            text += f" {self.first} and {self.second}"
+        if self.count:
+            text += (
+                f", {self.count} of {self.size} elements differ, by up to {self.largest:.6g} at "
+                f"{list(self.index)} (relative {self.largest_relative:.3g})"
+            )
+            if self.nan_count:
+                text += f", {self.nan_count} are NaN in one of them"
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class DiffReport:
+    """How two checkpoints differ; true where they do not.
+
+    Attributes:
+        first: path or URL of the first checkpoint.
+        second: path or URL of the second one.
+        only_first: paths of leaves that only the first one has.
+        only_second: paths of leaves that only the second one has.
+        changed: leaves that differ, in the order of the first checkpoint.
+        leaf_count: leaves that both have.
+        nbytes: bytes of array data compared, of one side.
+        total_s: seconds taken.
+        notes: differences that are none of leaves: containers, frameworks, formats.
+    """
+
+    first: str
+    second: str
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    changed: tuple[LeafDifference, ...]
+    leaf_count: int
+    nbytes: int
+    total_s: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """Whether both have the same leaves, of equal kind, shape, dtype and value."""
+        return not (self.only_first or self.only_second or self.changed)
+
+    def __bool__(self) -> bool:
+        return self.equal
+
+    def __str__(self) -> str:
+        if self.equal:
+            return f"{self.first} and {self.second}: {self.leaf_count} leaves, all equal"
+        lines = [f"{self.first} and {self.second} differ"]
+        lines += [f"  only in the first: {path}" for path in self.only_first]
+        lines += [f"  only in the second: {path}" for path in self.only_second]
+        lines += [f"  {leaf}" for leaf in self.changed]
+        return "\n".join(lines)
 
 
 def nbytes_text(nbytes: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +12,14 @@ from benchmarks.measure import Sample, median
 
 SAVE, WARM, COLD = "save", "restore, warm", "restore, cold"
 STALL, LAG, FIRST = "stall", "loop lag", "first save after prepare"
+PLAN, RESHARD = "planning", "restore, resharded"
+FOREIGN, CONVERT = "restore of what others saved", "conversion"
+SCENARIOS = (SAVE, WARM, COLD, STALL, LAG, FIRST, PLAN, RESHARD, FOREIGN, CONVERT)
 IN_PLACE, OWN = "in place", "own memory"
-OURS, SAFETENSORS = "asyncckpt", "safetensors"
+OURS, SAFETENSORS, ORBAX = "asyncckpt", "safetensors", "Orbax"
+
+SMALL_LEAVES = "W4"
+"""How the ids of the workloads begin that are about leaves and not about bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +30,10 @@ class Measurement:
         workload: id of the workload.
         scenario: what was done.
         subject: who did it.
-        column: `durable` or `as shipped`; `in place` or `own memory`; the kind of loop.
+        column: `durable` or `as shipped`; `in place` or `own memory`; the kind of loop; what was
+            planned; between which shardings.
         nbytes: bytes of arrays.
-        leaf_count: leaves.
+        leaf_count: leaves, or whatever else a plan is about.
         floor: name of the floor that was probed; empty where none applies.
         samples: one per round.
     """
@@ -107,123 +115,51 @@ class Results:
         }
 
 
-# ------------------------------------------------------------------------------------- targets
+# --------------------------------------------------------------------------- with more leaves
 
 
-def judge(results: Results) -> list[Verdict]:
-    """The targets of the short form, each with what was measured."""
-    verdicts: list[Verdict] = []
-    for workload in ("W1", "W2", "W3", "W3-odd"):
-        verdicts += _save_verdicts(results, workload)
-        verdicts += _restore_verdicts(results, workload)
-    verdicts += _slope_verdicts(results)
-    for found in results.measurements:
-        if found.scenario == STALL and "every leaf" not in found.column:
-            verdicts.append(_stall_verdict(found))
-    return verdicts
-
-
-def _save_verdicts(results: Results, workload: str) -> list[Verdict]:
-    ours = results.find(workload, SAVE, OURS, "durable")
-    if ours is None:
-        return []
-    peer = results.find(workload, SAVE, SAFETENSORS, "durable")
-    return [
-        _at_least(workload, "durable save / raw write", 0.9, ours.floor_ratio, "of the floor"),
-        _at_least(
-            workload,
-            "durable save / safetensors + fsync",
-            1.2,
-            _speedup(ours, peer),
-            "× safetensors",
-        ),
-    ]
-
-
-def _restore_verdicts(results: Results, workload: str) -> list[Verdict]:
-    ours = results.find(workload, WARM, OURS, IN_PLACE)
-    if ours is None:
-        return []
-    return [
-        _at_least(
-            workload,
-            f"warm restore in place / safetensors {what}",
-            2.0,
-            _speedup(ours, results.find(workload, WARM, SAFETENSORS, column)),
-            "× safetensors",
-        )
-        for column, what in ((OWN, "load_file"), (IN_PLACE, "into the same arrays"))
-    ]
-
-
-def slope_s(results: Results, scenario: str, subject: str, column: str) -> float | None:
-    """Seconds per small leaf: from the smallest to the largest W4 that was measured."""
+def by_size(results: Results, scenario: str, subject: str, column: str) -> list[Measurement]:
+    """What was measured on W4, the fewest leaves first."""
     found = [
         m
         for m in results.measurements
-        if m.workload.startswith("W4")
+        if m.workload.startswith(SMALL_LEAVES)
         and (m.scenario, m.subject, m.column) == (scenario, subject, column)
     ]
-    found.sort(key=lambda m: m.leaf_count)
+    return sorted(found, key=lambda m: m.leaf_count)
+
+
+def slope_s(results: Results, scenario: str, subject: str, column: str) -> float | None:
+    """Seconds per leaf more: from the smallest to the largest W4; None with fewer than two."""
+    found = by_size(results, scenario, subject, column)
     if len(found) < 2:
         return None
     low, high = found[0], found[-1]
     return (high.wall_s - low.wall_s) / (high.leaf_count - low.leaf_count)
 
 
-def _slope_verdicts(results: Results) -> list[Verdict]:
-    counts = sorted({m.leaf_count for m in results.measurements if m.workload.startswith("W4")})
-    name = f"W4 {counts[0]}→{counts[-1]}" if counts else "W4"
-    made = []
-    for what, scenario, column in (
-        ("save", SAVE, "durable"),
-        ("restore in place", WARM, IN_PLACE),
-    ):
-        slope = slope_s(results, scenario, OURS, column)
-        if slope is not None:
-            made.append(
-                Verdict(
-                    name,
-                    f"{what}, per small leaf",
-                    "≤ 15 µs",
-                    f"{slope * 1e6:.1f} µs",
-                    "PASS" if slope <= 15e-6 else "MISS",
-                )
-            )
-    return made
+def exponent(results: Results, scenario: str, subject: str, column: str) -> float | None:
+    """With which power of the leaves the time grows, fitted over all W4; None with fewer than two.
+
+    1 is proportional. What does not depend on the leaves lowers it.
+    """
+    found = by_size(results, scenario, subject, column)
+    if len(found) < 2:
+        return None
+    return statistics.linear_regression(
+        [math.log(m.leaf_count) for m in found], [math.log(m.wall_s) for m in found]
+    ).slope
 
 
-def _stall_verdict(found: Measurement) -> Verdict:
-    shares, limits = [], []
-    for sample in found.samples:
-        if sample.floor_s is not None:
-            limit = 1.3 * sample.floor_s + 6e-6 * found.leaf_count
-            limits.append(limit)
-            shares.append(sample.wall_s / limit)
-    share = median(shares)
-    return Verdict(
-        found.workload,
-        f"stall, {found.column}",
-        f"≤ 1.3 × memcpy + 6 µs × {found.leaf_count} = {median(limits) * 1e3:.1f} ms",
-        f"{found.wall_s * 1e3:.1f} ms ({share:.2f} of it)",
-        "-" if math.isnan(share) else "PASS" if share <= 1 else "MISS",
-    )
+def speedup(ours: Measurement, peer: Measurement | None) -> float | None:
+    """How many times as long the peer takes; the median over the rounds; None without a peer.
 
-
-def _speedup(ours: Measurement, peer: Measurement | None) -> float | None:
+    Round by round, so that a disk or memory that changes its speed changes both.
+    """
     if peer is None:
         return None
-    # Round by round, so that a disk or memory that changes its speed changes both.
     pairs = zip(ours.samples, peer.samples, strict=False)
     return median([theirs.wall_s / own.wall_s for own, theirs in pairs])
-
-
-def _at_least(
-    workload: str, metric: str, target: float, measured: float | None, unit: str
-) -> Verdict:
-    text = "not measured" if measured is None else f"{measured:.2f} {unit}"
-    status = "-" if measured is None else "PASS" if measured >= target else "MISS"
-    return Verdict(workload, metric, f"≥ {target} {unit}", text, status)
 
 
 # ---------------------------------------------------------------------------------------- JSON

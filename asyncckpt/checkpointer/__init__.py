@@ -11,10 +11,14 @@ from asyncckpt.checkpointer.api import (
     verify,
 )
 from asyncckpt.checkpointer.pending import PendingSave
+from asyncckpt.checkpointer.transfer import convert, diff, export
 
 __all__ = [
     "Checkpointer",
     "PendingSave",
+    "convert",
+    "diff",
+    "export",
     "inspect",
     "restore",
     "restore_into",

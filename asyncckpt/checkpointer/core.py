@@ -81,8 +81,8 @@ class Core:
         storage_options: Mapping[str, Any] | None = None,
         coordinator: object = "auto",
     ) -> None:
-        self.save_options = _typed("save_options", save_options, SaveOptions)
-        self.restore_options = _typed("restore_options", restore_options, RestoreOptions)
+        self.save_options = typed("save_options", save_options, SaveOptions)
+        self.restore_options = typed("restore_options", restore_options, RestoreOptions)
         if keep is not None and not callable(getattr(keep, "keep", None)):
             raise UsageError(f"keep={keep!r}: pass a retention policy such as KeepLast(3)")
         _check_coordinator(coordinator)
@@ -175,7 +175,7 @@ class Core:
             UsageError: arguments or leaves are wrong; nothing was begun.
             …: the unseen failure of an earlier save.
         """
-        options = _typed("options", options, SaveOptions, self.save_options)
+        options = typed("options", options, SaveOptions, self.save_options)
         self.runtime.engine.check()
         self.raise_unseen(options)
         location = f"{self.store.url.rstrip('/')}/{name}"
@@ -192,11 +192,11 @@ class Core:
             name=name,
             step=step,
             taken=capture(tree, adapters_for_loaded_frameworks()),
-            metadata=_metadata(metadata),
+            metadata=checked_metadata(metadata),
             metrics=_metrics(metrics),
             overwrite=overwrite,
             options=options,
-            progress=_guarded(progress),
+            progress=guarded(progress),
             stall_first=stall_first,
         )
         staged: Future[None] = Future()
@@ -228,7 +228,7 @@ class Core:
         progress: Callable[[Progress], None] | None,
     ) -> tuple[RestoreRequest, Flat | None, AdapterSet]:
         """What a caller wants restored, taken in its thread."""
-        options = _typed("options", options, RestoreOptions, self.restore_options)
+        options = typed("options", options, RestoreOptions, self.restore_options)
         self.runtime.engine.check()
         framework = adapter_named(leaves)
         adapters = adapters_for_loaded_frameworks()
@@ -249,7 +249,7 @@ class Core:
             strict=strict,
             cast=cast,
             options=options,
-            progress=_guarded(progress),
+            progress=guarded(progress),
             stateful=stateful,
         )
         return request, flat, adapters
@@ -380,7 +380,7 @@ class Core:
         files = self.store.files(name)
         with self._read(name):
             try:
-                return await verify_checkpoint(self.runtime, files, number, _guarded(progress))
+                return await verify_checkpoint(self.runtime, files, number, guarded(progress))
             finally:
                 await files.close()
 
@@ -442,8 +442,7 @@ class Core:
         if self._to_sweep:
             # Nobody opened this with a `with` block: one-shot saves, for example.
             await self.open()
-        await self.store.close()
-        self.runtime.pool.close()
+        await self.runtime.release()
 
     # -- the end
 
@@ -511,7 +510,8 @@ def _skipped(
     return kind(job, staged, state, location=location, step=step, skipped=True)
 
 
-def _typed(name: str, value: Any, kind: type[T], default: T | None = None) -> T:
+def typed(name: str, value: Any, kind: type[T], default: T | None = None) -> T:
+    """The value, which is of that kind; for None the default, or one made without arguments."""
     if value is None:
         return kind() if default is None else default
     if not isinstance(value, kind):
@@ -536,7 +536,7 @@ def _check_coordinator(coordinator: object) -> None:
         )
 
 
-def _metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def checked_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """A copy of the metadata as JSON makes it."""
     if metadata is None:
         return {}
@@ -566,7 +566,7 @@ def _metrics(metrics: Mapping[str, float] | None) -> Mapping[str, float]:
             if not isinstance(name, str):
                 raise TypeError("its name is no string")
             result[name] = float(value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"metrics[{name!r}]={value!r:.80}: {error}; pass numbers") from None
     return result
 
@@ -580,7 +580,7 @@ def _globs(include: str | Sequence[str] | None) -> Sequence[str] | None:
     return globs
 
 
-def _guarded(
+def guarded(
     progress: Callable[[Progress], None] | None,
 ) -> Callable[[Progress], None] | None:
     """The callback, which cannot break a save: after its first error, logged, it is left alone."""

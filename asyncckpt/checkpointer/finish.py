@@ -60,7 +60,7 @@ def finish_into(outcome: RestoreOutcome, flat: Flat, adapters: AdapterSet) -> Re
     """
     by_path: dict[str, Any] = {}
     if flat.stateful:
-        by_path = {path: outcome.values.get(n) for n, path in enumerate(flat.paths)}
+        by_path = {path: outcome.values.get(n, _ABSENT) for n, path in enumerate(flat.paths)}
     for path, target in flat.stateful:
         try:
             structure, ordinals = outcome.structure.subtree(path)

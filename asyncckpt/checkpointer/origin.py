@@ -11,7 +11,8 @@ from asyncckpt.checkpointer.core import STEP
 from asyncckpt.checkpointer.reader import LeafReader, refuse_unstored
 from asyncckpt.checkpointer.runtime import Runtime
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from asyncckpt.ports import CheckpointFiles, Store
+from asyncckpt.options import default_budget_nbytes
+from asyncckpt.ports import Store
 from asyncckpt.stages.elsewhere import open_any
 from asyncckpt.stages.opened import RECORD, OpenCheckpoint, extents_of
 
@@ -66,9 +67,7 @@ async def open_origin(
         await store.close()
         raise
     try:
-        reader = LeafReader(
-            runtime, opened, await extents_of(opened), cache_nbytes=cache_nbytes
-        )
+        reader = LeafReader(runtime, opened, await extents_of(opened), cache_nbytes=cache_nbytes)
         refuse_unstored(reader)
     except BaseException:
         await store.close()
@@ -83,7 +82,7 @@ async def _newest(store: Store) -> tuple[str, OpenCheckpoint] | None:
     """Name and content of the highest step that is a checkpoint."""
     names = [name for name in await store.names() if STEP.fullmatch(name)]
     for name in sorted(names, key=int, reverse=True):
-        files: CheckpointFiles = store.files(name)
+        files = store.files(name)
         try:
             return name, await open_any(files)
         except CheckpointNotFoundError:
@@ -93,3 +92,9 @@ async def _newest(store: Store) -> tuple[str, OpenCheckpoint] | None:
             if error.file != RECORD:
                 raise
     return None
+
+
+def shares(host_memory_nbytes: int | None) -> tuple[int, int, int]:
+    """Of a byte budget: what reading stages, what decoded chunks take, and what writing stages."""
+    nbytes = default_budget_nbytes() if host_memory_nbytes is None else host_memory_nbytes
+    return nbytes // 4, nbytes // 2, nbytes // 4

@@ -69,27 +69,26 @@ class LeafReader:
         self._leaf_of = {p.array: leaf for leaf, own in enumerate(self.pieces) for p in own}
         self._stored = opened.stored()
         self._owners, self._owner_rows = self._rows()
-        self._sequence = np.arange(opened.row_count)
-        self._turn = self._sequence
         self._row_nbytes = self._decoded_nbytes()
+        self._turn = np.zeros(opened.row_count, np.int64)
+        self.in_order(range(len(self.pieces)))
         self._indices: dict[int, BoxIndex] = {}
         self._blocks = Blocks(cache_nbytes, self._group, self._load)
         self._lock = threading.Lock()
         self.read_nbytes = 0
 
     def in_order(self, leaves: Sequence[int]) -> None:
-        """From now on the leaves are read in about this order; to be called before any `read`."""
+        """The leaves will be read in about this order; to be called before any `read`."""
         rows = [
-            np.arange(first, first + self._grid(array).chunk_count)
+            np.arange(first, first + self._grid(piece.array).chunk_count)
             for leaf in leaves
-            for array in self._arrays(leaf)
-            for first in (self.opened.first_rows[array],)
+            for piece in self.pieces[leaf]
+            for first in (self.opened.first_rows[piece.array],)
         ]
-        order = np.concatenate([*rows, self._sequence]) if rows else self._sequence
+        order = np.concatenate([np.zeros(0, np.int64), *rows])
         # Tied arrays share rows: the first turn counts.
         _, firsts = np.unique(order, return_index=True)
         self._sequence = order[np.sort(firsts)]
-        self._turn = np.empty(len(self._sequence), np.int64)
         self._turn[self._sequence] = np.arange(len(self._sequence))
 
     def read(self, leaf: int, box: Box, out: Values) -> None:
@@ -137,9 +136,6 @@ class LeafReader:
 
     def _grid(self, array: int) -> ChunkGrid:
         return self._grids[self.opened.arrays.spec[array]]
-
-    def _arrays(self, leaf: int) -> list[int]:
-        return [piece.array for piece in self.pieces[leaf]]
 
     def _rows(self) -> tuple[Column, Column]:
         """Arrays that have rows of their own, and the first row of each, ascending."""
@@ -289,4 +285,3 @@ def refuse_unstored(reader: LeafReader) -> None:
             expected=limit,
             found=claimed,
         )
-

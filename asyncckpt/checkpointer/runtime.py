@@ -34,6 +34,7 @@ class Runtime:
         nbytes = default_budget_nbytes() if host_memory_nbytes is None else host_memory_nbytes
         self.budget = ByteBudget(max(1, nbytes // SLOT_NBYTES))
         self.pool = SlotPool(self.budget, self.engine.compute, _host_memory())
+        self._stores: list[Store] = []
 
     def __repr__(self) -> str:
         return f"Runtime({self.engine!r}, {self.pool!r})"
@@ -45,7 +46,9 @@ class Runtime:
     def store(self, root: str | os.PathLike[str], *, direct_io: Any, storage_options: Any) -> Store:
         """The store of a root directory."""
         _check_location(root, storage_options)
-        return LocalStore(_local(root), self.engine.io, direct_io=direct_io, is_valid=is_record)
+        store = LocalStore(_local(root), self.engine.io, direct_io=direct_io, is_valid=is_record)
+        self._stores.append(store)
+        return store
 
     def one(
         self, location: str | os.PathLike[str], *, direct_io: Any, storage_options: Any
@@ -54,7 +57,26 @@ class Runtime:
         _check_location(location, storage_options)
         root, name = open_local(_local(location))
         store = LocalStore(root, self.engine.io, direct_io=direct_io, is_valid=is_record)
+        self._stores.append(store)
         return store, name
+
+    async def release(self) -> None:
+        """Stores are closed and staging memory is returned. Runs on the engine."""
+        for store in self._stores:
+            await store.close()
+        self.pool.close()
+
+    async def aclose(self) -> None:
+        """As `release`, and all threads have ended. Idempotent."""
+        if self.engine.usable:
+            await self.engine.submit(self.release).wait()
+        await self.engine.aclose()
+
+    def close(self) -> None:
+        """As `aclose`, blocking."""
+        if self.engine.usable and not self.engine.abandoned:
+            self.engine.submit(self.release).result()
+        self.engine.close()
 
 
 def _host_memory() -> HostMemory:

@@ -161,7 +161,7 @@ class FilesWriter:
             grid = ChunkGrid(tensor.spec.shape, tensor.spec.shape)
             cell = (0,) * len(grid.shape)
             read = self._reader(tensor.number).read
-            gather(read, tensor.spec, grid, cell, piece.start, piece.stop, out)
+            gather(read, tensor.spec, grid, cell, piece.start, piece.stop, out, offset=cell)
         data[end:] = 0
 
     def _reader(self, number: int) -> ArrayReader:

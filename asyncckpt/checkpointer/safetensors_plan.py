@@ -264,7 +264,5 @@ def _windows(
     ]
     rows.sort(key=lambda row: (row[1], row[2]))
     array, file, offset, nbytes = (np.array(column, np.int64) for column in zip(*rows, strict=True))
-    windows = cut_windows(
-        np.arange(len(rows)), array, file, offset, nbytes, sizes, SLOT_NBYTES
-    )
+    windows = cut_windows(np.arange(len(rows)), array, file, offset, nbytes, sizes, SLOT_NBYTES)
     return tuple(window for window in windows if window.pieces)

@@ -1,4 +1,4 @@
-"""The command line: look at checkpoints, verify them, remove steps.
+"""The command line: look at checkpoints, verify, convert and compare them, remove steps.
 
 `main` is the entry point of the command ``asyncckpt`` and of ``python -m asyncckpt``. Importing
 this module needs nothing beyond the library; running it needs the extra `cli` (rich and typer).
@@ -17,8 +17,9 @@ _EXTRA = frozenset(("rich", "typer"))
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command has run; returns its exit status.
 
-    0: done, and whole where something was verified. 1: an error of the library, damage, or a
-    question answered with no. 2: the command line was wrong, or the extra `cli` is missing.
+    0: done, whole where something was verified, and equal where something was compared. 1: an
+    error of the library, damage, a difference, or a question answered with no. 2: the command line
+    was wrong, the extra `cli` is missing, or something could not be compared.
 
     Args:
         arguments: words behind the command's name; None for those of the process.

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
-from rich.progress import Progress as Bar
 
 import asyncckpt.blocking as blocking
 from asyncckpt import __version__
-from asyncckpt.cli import documents, opening, tables
+from asyncckpt.cli import documents, opening, tables, transfer
+from asyncckpt.cli.terminal import AsJson, bar, complain, print_json
 from asyncckpt.errors import (
     AsyncCheckpointError,
     CheckpointNotFoundError,
@@ -27,14 +23,16 @@ from asyncckpt.reports import CheckpointInfo, Damage, Progress, VerifyReport, nb
 
 app = typer.Typer(
     name="asyncckpt",
-    help="Look at checkpoints, verify them, remove steps.",
+    help="Look at checkpoints, verify, convert and compare them, remove steps.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+app.command()(transfer.convert)
+app.command()(transfer.diff)
+app.command()(transfer.export)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -47,12 +45,6 @@ def run(arguments: Sequence[str]) -> int:
         complain(error)
         return 2 if isinstance(error, UsageError) else 1
     return 0
-
-
-def complain(error: AsyncCheckpointError) -> None:
-    """The error stands on standard error, on one line."""
-    text = " ".join(str(error).splitlines())
-    print(f"asyncckpt: {tables.printable(text)}", file=sys.stderr)
 
 
 def _version(wanted: bool) -> None:
@@ -68,7 +60,7 @@ def _top(
         typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """Look at checkpoints, verify them, remove steps."""
+    """Look at checkpoints, verify, convert and compare them, remove steps."""
 
 
 @app.command("ls")
@@ -88,7 +80,7 @@ def list_steps(
             complain(error)
             failed = True
     if as_json:
-        _print_json([documents.summary(info) for info in infos])
+        print_json([documents.summary(info) for info in infos])
     elif infos:
         tables.show([tables.listing(infos)])
     elif not failed:
@@ -107,7 +99,7 @@ def show(
     """Show what a checkpoint holds: leaves, shapes, dtypes, sizes, chunks, files."""
     info = opening.inspect_path(path)
     if as_json:
-        _print_json(documents.details(info))
+        print_json(documents.details(info))
         return
     tables.show([tables.heading(info), tables.leaves(info), tables.files(info)])
 
@@ -120,10 +112,10 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Read and check every byte; exit status 1 and the damaged leaves if any differs."""
-    with _bar() as progress:
+    with bar("verify") as progress:
         reports = _verified(path, progress)
     if as_json:
-        _print_json(
+        print_json(
             {
                 "ok": all(report.ok for report in reports),
                 "checkpoints": [documents.verification(report) for report in reports],
@@ -202,26 +194,3 @@ def _damage_told(
         location = os.path.abspath(path.removeprefix("file://"))
         damage = Damage(None, error.file or opening.RECORD, error.offset, str(error))
         return VerifyReport(location, step, (damage,), 0, 0, 0.0)
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[Progress], None]]:
-    """A progress bar on standard error where that is a terminal."""
-    console = tables.console(sys.stderr)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-    )
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("verify", total=None)
-
-        def moved(state: Progress) -> None:
-            bar.update(task, completed=state.done_nbytes, total=state.total_nbytes)
-
-        yield moved
-
-
-def _print_json(document: Any) -> None:
-    typer.echo(json.dumps(document, indent=1, allow_nan=False))

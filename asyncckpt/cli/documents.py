@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import datetime
 import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from asyncckpt.reports import CheckpointInfo, FileInfo, LeafInfo, VerifyReport
+from asyncckpt.reports import (
+    CheckpointInfo,
+    ConvertReport,
+    DiffReport,
+    FileInfo,
+    LeafInfo,
+    VerifyReport,
+)
 
 
 def summary(info: CheckpointInfo) -> dict[str, Any]:
@@ -89,6 +97,27 @@ def verification(report: VerifyReport) -> dict[str, Any]:
                 "reason": damage.reason,
             }
             for damage in report.damages
+        ],
+    }
+
+
+def conversion(report: ConvertReport) -> dict[str, Any]:
+    """What a conversion has done."""
+    return dataclasses.asdict(report)
+
+
+def difference(report: DiffReport) -> dict[str, Any]:
+    """How two checkpoints differ."""
+    return {
+        "equal": report.equal,
+        **dataclasses.asdict(report),
+        "changed": [
+            {
+                **dataclasses.asdict(leaf),
+                "largest": number(leaf.largest),
+                "largest_relative": number(leaf.largest_relative),
+            }
+            for leaf in report.changed
         ],
     }
 

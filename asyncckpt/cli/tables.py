@@ -14,7 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncckpt.cli.documents import compact, crc_text, created
-from asyncckpt.reports import CheckpointInfo, LeafInfo, VerifyReport, nbytes_text
+from asyncckpt.reports import (
+    CheckpointInfo,
+    DiffReport,
+    LeafDifference,
+    LeafInfo,
+    VerifyReport,
+    nbytes_text,
+)
 
 STYLED_ROWS = 2000
 """Rows that are laid out for the terminal; rich takes a third of a millisecond for each."""
@@ -154,6 +161,30 @@ def damages(reports: Sequence[VerifyReport]) -> Grid:
             for damage in report.damages
         ],
     )
+
+
+def changes(report: DiffReport, limit: int) -> Grid:
+    """The leaves that differ, at most `limit` of them (0: all)."""
+    shown = report.changed[: limit or None]
+    rows = [_change_row(leaf) for leaf in shown]
+    if len(shown) < len(report.changed):
+        rows.append([f"… and {len(report.changed) - len(shown)} more", *[""] * 7])
+    columns = ["leaf", "differs in", "first", "second"]
+    return Grid([*columns, ">elements", ">largest", ">relative", "at"], rows)
+
+
+def _change_row(leaf: LeafDifference) -> Sequence[str]:
+    row = [leaf.path or "(the tree itself)", leaf.what, short(leaf.first), short(leaf.second)]
+    if not leaf.count:
+        return [*row, *[""] * 4]
+    nan = f" ({leaf.nan_count} NaN)" if leaf.nan_count else ""
+    return [
+        *row,
+        f"{leaf.count} of {leaf.size}{nan}",
+        f"{leaf.largest:.6g}",
+        f"{leaf.largest_relative:.3g}",
+        str(list(leaf.index)),
+    ]
 
 
 def time_text(info: CheckpointInfo) -> str:

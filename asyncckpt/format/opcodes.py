@@ -112,19 +112,21 @@ REFUSED: Final[dict[int, str]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PickleSource:
-    """Bytes that begin with a pickle, and what to call them in errors.
+    """Bytes with a pickle in them, and what to call it in errors.
 
     Attributes:
-        data: the pickle; what follows it is left alone.
-        what: what it is.
+        data: the bytes.
+        what: what the pickle is.
         file: where it stands.
         base: offset of `data` in that file.
+        start: where in `data` the pickle begins; what follows its end is left alone.
     """
 
     data: bytes
     what: str
     file: str
     base: int = 0
+    start: int = 0
 
     def corrupt(self, reason: str, at: int) -> CorruptCheckpointError:
         """The error for what stands at byte `at` of the data."""
@@ -144,7 +146,7 @@ class PickleSource:
 
 
 def scan(source: PickleSource) -> tuple[array[int], int]:
-    """The memo entries that the pickle uses again, and its length.
+    """The memo entries that the pickle uses again, and where it ends in the data.
 
     The entries end with one more number, that of all entries. Nothing is made of the pickle.
 
@@ -155,7 +157,7 @@ def scan(source: PickleSource) -> tuple[array[int], int]:
     data, size, widths = source.data, len(source.data), WIDTHS
     gets, puts = (BINGET, LONG_BINGET), (BINPUT, LONG_BINPUT)
     used = bytearray()
-    at = 0
+    at = source.start
     while at < size:
         begun, code = at, data[at]
         width = widths[code]

@@ -14,6 +14,7 @@ import base64
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -382,7 +383,7 @@ def _metric_json(name: object, value: object) -> float | str:
         raise UsageError(f"the metric {name!r} is not a name with a number: {value!r}")
     try:
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise UsageError(f"the metric {name!r} is not a number: {value!r}") from None
     return number if math.isfinite(number) else repr(number)
 
@@ -392,7 +393,7 @@ def _decode_metrics(fields: Fields) -> Mapping[str, float]:
     for name, value in fields.object("metrics").items():
         if isinstance(value, str) and value in _NON_FINITE:
             metrics[name] = _NON_FINITE[value]
-        elif type(value) in (int, float) and abs(value) < math.inf:
+        elif type(value) in (int, float) and abs(value) <= sys.float_info.max:
             metrics[name] = float(value)
         else:
             raise fields.fault(f"metrics[{name[:40]!r}]", f"is {repr(value)[:40]}, not a number")

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.format.allowance import (
-    DICT_NBYTES,
     ENTRY_NBYTES,
     INT_NBYTES,
     TUPLE_NBYTES,
     Allowance,
 )
 from asyncckpt.format.opcodes import PickleSource
+from asyncckpt.format.plain_values import empty_dict
 from asyncckpt.format.unpickle import Names, Stub, Unpickler
 
 MAX_RANK = 32
@@ -154,7 +154,7 @@ def _layout(arguments: tuple[Any, ...], _: Allowance) -> str:
 
 
 def metadata_names() -> Names:
-    """For the file `.metadata`."""
+    """What the globals of the file `.metadata` stand for; a new table for each."""
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def size(arguments: tuple[Any, ...], allowance: Allowance) -> tuple[int, ...]:
@@ -267,11 +267,13 @@ def _view(arguments: tuple[Any, ...], dtype: str, bits: object) -> SavedTensor:
     )
 
 
-def _empty_dict(arguments: tuple[Any, ...], allowance: Allowance) -> dict[Any, Any]:
-    allowance.take(DICT_NBYTES)
-    if arguments:
-        raise ValueError("an OrderedDict is made of something")
-    return {}
+_TENSOR_NAMES: Names = {
+    **_DTYPE_NAMES,
+    **_STORAGE_NAMES,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor_of_dtype,
+    ("collections", "OrderedDict"): empty_dict,
+}
 
 
 def load_tensor(source: PickleSource, allowance: Allowance) -> tuple[SavedTensor, int]:
@@ -281,15 +283,8 @@ def load_tensor(source: PickleSource, allowance: Allowance) -> tuple[SavedTensor
         CorruptCheckpointError: it is malformed.
         UnsupportedFormatError: it holds something else.
     """
-    names: Names = {
-        **_DTYPE_NAMES,
-        **_STORAGE_NAMES,
-        ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-        ("torch._utils", "_rebuild_tensor_v3"): _tensor_of_dtype,
-        ("collections", "OrderedDict"): _empty_dict,
-    }
-    unpickler = Unpickler(source, names, allowance, persistent=saved_storage)
+    unpickler = Unpickler(source, _TENSOR_NAMES, allowance, persistent=saved_storage)
     value = unpickler.run()
     if not isinstance(value, SavedTensor):
-        raise source.refused(f"a {type(value).__name__} instead of a tensor", 0)
+        raise source.refused(f"a {type(value).__name__} instead of a tensor", source.start)
     return value, unpickler.nbytes

@@ -42,7 +42,7 @@ _BATCH = 1 << 12
 MAX_MARKS = 1 << 10
 """Containers that are open at once."""
 
-MAX_INTEGER_NBYTES = 1792
+MAX_INTEGER_NBYTES = 1785
 """Integers of 4,300 digits, the most that Python itself takes from a text."""
 
 
@@ -111,12 +111,13 @@ class Unpickler:
         self._names = names
         self._allowance = allowance
         self._persistent = persistent
-        self._at = 0
+        self._at = source.start
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: list[Any] = []
         self._memo_count = 0
-        self._used, self.nbytes = scan(source)
+        self._used, end = scan(source)
+        self.nbytes = end - source.start
         self._next_used = self._used[0]
 
     def run(self) -> Any:

@@ -1,7 +1,7 @@
 """zarr v2 arrays: the metadata document `.zarray`.
 
-Source: zarr-specs v2, as the `zarr` driver of TensorStore reads and writes it: dtypes of `ml_dtypes`
-stand by their name, and a fill value of null reads as zero.
+Source: zarr-specs v2, as the `zarr` driver of TensorStore reads and writes it: dtypes of
+`ml_dtypes` stand by their name, and a fill value of null reads as zero.
 """
 
 from __future__ import annotations

@@ -123,6 +123,7 @@ def encode_index(
     """
     chunks = payload.chunks
     values: list[bytes | None] = [*catalog.templates, *payload.inline, None]
+    payload.inline.clear()
     row = catalog.row
     in_file = np.flatnonzero(catalog.inline < 0)
     file = np.full(len(row), -1, np.int64)
@@ -130,14 +131,12 @@ def encode_index(
     offsets, lengths = np.zeros_like(file), np.zeros_like(file)
     offsets[in_file] = chunks.offset[row[in_file]]
     lengths[in_file] = chunks.nbytes[row[in_file]]
+    columns = ValueColumns([values[i] for i in catalog.inline.tolist()], file, offsets, lengths)
+    # From here on the nodes hold the values, and nothing else does.
+    values.clear()
     tree = encode_tree(
         catalog.columns,
-        ValueColumns(
-            inline=[values[i] for i in catalog.inline.tolist()],
-            file=file,
-            offset=offsets,
-            nbytes=lengths,
-        ),
+        columns,
         data_files=[name for name, _, _ in payload.files],
         node_file=path,
         node_offset=0,

@@ -229,6 +229,7 @@ class Staging:
         for source in self._sources:
             source.leaf = source.view = source.stream = None
             source.views = ()
+            source.identity = None
 
     async def use(
         self, slots: Sequence[Slot], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs

@@ -67,7 +67,10 @@ class FilesPublication(Publication):
         if not stat.S_ISDIR(mode):
             return "other"
         names = os.listdir(self.target)
-        ours = not names or any(name.endswith(REPLACEABLE_SUFFIXES) for name in names)
+        if not names:
+            os.rmdir(self.target)
+            return "nothing"
+        ours = any(name.endswith(REPLACEABLE_SUFFIXES) for name in names)
         record = None if ours else record_at(self.target)
         return "checkpoint" if ours or (record and self.is_valid(record)) else "other"
 

@@ -61,7 +61,7 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    listed = re.findall(r"^  - .+: (\w+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.M)
+    listed = re.findall(r"^  - .+: ([\w-]+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.M)
     assert sorted(listed) == sorted(path.name for path in PAGES[1:])
 
 

@@ -19,7 +19,7 @@ from asyncckpt.format.ocdbt.manifest import (
 )
 from asyncckpt.format.ocdbt.wire import MANIFEST_MAGIC, frame
 
-u62 = st.integers(0, 2**62)
+u62 = st.integers(0, 2**62 - 1)
 names = st.sampled_from(["d/a", "d/ab", "d/index", "x"])
 locations = st.builds(Location, names, u62, u62)
 rooted = st.builds(Version, st.just(0), locations, st.integers(0, 255), u62, u62, u62, u62)

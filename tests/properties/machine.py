@@ -425,7 +425,9 @@ class CheckpointMachine(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.steps))
     @rule(data=st.data(), damage=DAMAGES)
     def corrupt(self, data: st.DataObject, damage: Damage) -> None:
-        step = data.draw(st.sampled_from(sorted(self.steps)))
+        healthy = sorted(step for step, saved in self.steps.items() if len(saved.damaged) < 2)
+        assume(healthy)
+        step = data.draw(st.sampled_from(healthy))
         saved, directory = self.steps[step], self.root / str(step)
         files = sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file())
         path = data.draw(st.sampled_from([file for file in files if file not in saved.damaged]))

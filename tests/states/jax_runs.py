@@ -170,6 +170,18 @@ def is_matrix(params: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
+def decaying_rate() -> optax.GradientTransformation:
+    """Adam whose learning rate is part of its state, where the run changes it."""
+    inner = optax.inject_hyperparams(optax.adam)(learning_rate=1e-2, b1=0.8)
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        updates, state = inner.update(grads, state, params)
+        rate = state.hyperparams["learning_rate"] * 0.9
+        return updates, state._replace(hyperparams={**state.hyperparams, "learning_rate": rate})
+
+    return optax.GradientTransformation(inner.init, update)
+
+
 OPTIMIZERS: dict[str, optax.GradientTransformation] = {
     "adamw": optax.adamw(optax.cosine_decay_schedule(1e-2, 50), mu_dtype=jnp.bfloat16),
     "chain": optax.chain(
@@ -183,9 +195,7 @@ OPTIMIZERS: dict[str, optax.GradientTransformation] = {
         {"decayed": optax.adamw(1e-2), "plain": optax.sgd(1e-2, momentum=0.9)},
         lambda params: jax.tree.map(lambda leaf: "decayed" if leaf.ndim > 1 else "plain", params),
     ),
-    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(
-        learning_rate=optax.exponential_decay(1e-2, 2, 0.5), b1=0.8
-    ),
+    "inject_hyperparams": decaying_rate(),
     "masked": optax.chain(
         optax.masked(optax.add_decayed_weights(0.1), is_matrix),
         optax.masked(optax.scale_by_rms(), is_matrix),

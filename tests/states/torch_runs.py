@@ -169,7 +169,7 @@ def everything(seed: int) -> dict[str, Any]:
         "scaler": torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2),
         "data": Batches(seed),
         "random": generators,
-        "best": [float("inf"), -1],
+        "largest": [0.0, -1],
     }
 
 
@@ -186,15 +186,14 @@ def everything_step(state: dict[str, Any], number: int) -> torch.Tensor:
     scaler.update()
     state["scheduler"].step()
     state["average"].update_parameters(state["model"])
-    state["best"] = min(state["best"], [loss.item(), number])
+    state["largest"] = max(state["largest"], [loss.item(), number])
     return loss.detach()
 
 
 def everything_resume(ckpt: blocking.Checkpointer, step: int, fresh: dict[str, Any]) -> Any:
     """Python scalars are immutable: what stands in a list of the tree comes with `restore`."""
-    best = ckpt.restore(step, include="best")["best"]
-    resume(ckpt, step, {**fresh, "best": best})
-    return {**fresh, "best": best}
+    state = {**fresh, **ckpt.restore(step, include="largest")}
+    return resume(ckpt, step, state)
 
 
 # --------------------------------------------------------------------- schedulers and optimizers

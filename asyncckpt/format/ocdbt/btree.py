@@ -44,13 +44,14 @@ class ValueColumns:
     """One value per key, in key order.
 
     Attributes:
-        inline: the value itself, or None where it stands in a data file.
+        inline: the value itself, or None where it stands in a data file; `encode_tree` takes the
+            values out of a list, so that each is held once, here or in a node.
         file: index into the data files, -1 for inline values.
         offset: where it starts in that file; ignored for inline values.
         nbytes: its length; ignored for inline values.
     """
 
-    inline: Sequence[bytes | None]
+    inline: list[bytes | None]
     file: I64
     offset: I64
     nbytes: I64
@@ -122,6 +123,7 @@ def encode_tree(
         body, inline_start = _encode_leaf(
             columns, values, indirect, nbytes, data_files, start, stop, prefix
         )
+        values.inline[start:stop] = [None] * (stop - start)
         rows = start + np.flatnonzero(~indirect[start:stop])
         sizes = nbytes[rows]
         inline_offset[rows] = offset + FRAME_HEADER + inline_start + np.cumsum(sizes) - sizes

@@ -18,6 +18,9 @@ from asyncckpt.format.paths import MAX_PATH_NBYTES, path_fault
 # Paths share prefixes, so a small table can stand for a large one.
 _MAX_TABLE_NBYTES = 1 << 26
 
+MAX_DATA_FILES = 1 << 20
+"""Rows of a table."""
+
 MISSING = (1 << 64) - 1
 """Offset and length that stand for "there is no root"."""
 
@@ -80,11 +83,15 @@ def data_file_nbytes(path: str) -> int:
     return nbytes + 2 * len(encode_varint(nbytes)) + 1
 
 
-def decode_data_files(reader: Reader, *, base_path: str = "") -> tuple[DataFile, ...]:
+def decode_data_files(
+    reader: Reader, *, base_path: str = "", max_files: int = MAX_DATA_FILES
+) -> tuple[DataFile, ...]:
     """The table at the reader's cursor; `base_path` is the transitive path of its node."""
     count = reader.count("data files", nbytes_each=2)
     if not count:
         return ()
+    if count > max_files:
+        raise reader.fault(f"{count} data files are more than the limit of {max_files}")
     below = MAX_PATH_NBYTES + 1
     shared = [0, *reader.varints(count - 1, below=below).tolist()]
     suffix_nbytes = reader.varints(count, below=below).tolist()

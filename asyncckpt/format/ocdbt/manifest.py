@@ -38,6 +38,13 @@ from asyncckpt.format.ocdbt.wire import (
 MAX_MANIFEST_NBYTES = 1 << 26
 """A manifest holds at most 2^arity_log2 versions; 64 MiB is far beyond any."""
 
+# A manifest may decompress to this many bytes, and beyond that to so many times its size.
+_FREE_NBYTES = 1 << 22
+_MAX_RATIO = 64
+
+_MAX_FILES = 1 << 17
+"""Data files that a manifest names: those of the roots of 2^16 versions, and of their nodes."""
+
 MAX_INLINE_VALUE_NBYTES = 1024
 """What TensorStore would keep inline; Orbax writes the same number."""
 
@@ -180,7 +187,7 @@ def decode_manifest(data: bytes, *, file: str) -> Manifest:
         what="the OCDBT manifest",
         file=file,
         offset=0,
-        max_nbytes=MAX_MANIFEST_NBYTES,
+        max_nbytes=min(MAX_MANIFEST_NBYTES, _FREE_NBYTES + _MAX_RATIO * len(data)),
     )
     uuid = reader.take(16)
     kind = reader.varint()
@@ -205,7 +212,7 @@ def decode_manifest(data: bytes, *, file: str) -> Manifest:
             expected=(0, 1),
             found=kind,
         )
-    files = decode_data_files(reader)
+    files = decode_data_files(reader, max_files=_MAX_FILES)
     manifest = Manifest(
         uuid,
         config,

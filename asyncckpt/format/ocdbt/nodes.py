@@ -9,7 +9,13 @@ import numpy as np
 
 from asyncckpt.format.faults import corrupt
 from asyncckpt.format.ocdbt.btree import MAX_ARITY
-from asyncckpt.format.ocdbt.datafiles import DataFile, Location, decode_data_files, used_file
+from asyncckpt.format.ocdbt.datafiles import (
+    MAX_DATA_FILES,
+    DataFile,
+    Location,
+    decode_data_files,
+    used_file,
+)
 from asyncckpt.format.ocdbt.keys import MAX_KEY_NBYTES
 from asyncckpt.format.ocdbt.wire import I64, MAX_BODY_NBYTES, NODE_MAGIC, Reader, unframe
 
@@ -87,6 +93,7 @@ def decode_node(
     max_nbytes: int = MAX_BODY_NBYTES,
     max_keys_nbytes: int = MAX_KEYS_NBYTES,
     max_entries: int = MAX_ARITY,
+    max_files: int = MAX_DATA_FILES,
 ) -> Node:
     """The node whose frame is `data`, found at `offset` in `file`.
 
@@ -100,6 +107,7 @@ def decode_node(
         max_nbytes: largest body accepted.
         max_keys_nbytes: most bytes that its keys may take together.
         max_entries: most keys or children.
+        max_files: most data files.
 
     Raises:
         CorruptCheckpointError: the bytes are damaged or pass a limit.
@@ -119,7 +127,7 @@ def decode_node(
             expected=expected_height,
             found=height,
         )
-    files = decode_data_files(reader, base_path=base_path)
+    files = decode_data_files(reader, base_path=base_path, max_files=max_files)
     count = reader.count("entries", nbytes_each=3)
     most = min(max_entries, MAX_ARITY)
     if not 1 <= count <= most:

@@ -10,15 +10,15 @@ import numpy as np
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.faults import corrupt
-from asyncckpt.format.ocdbt.datafiles import Location
+from asyncckpt.format.ocdbt.datafiles import MAX_DATA_FILES, Location
 from asyncckpt.format.ocdbt.manifest import Version
 from asyncckpt.format.ocdbt.nodes import MAX_KEYS_NBYTES, InteriorNode, LeafNode, decode_node
 from asyncckpt.format.ocdbt.wire import FRAME_OVERHEAD, I64, MAX_BODY_NBYTES
 
-
 # What any database may have, however small its files are.
 _FREE_NODES = 1 << 10
 _FREE_KEYS = 1 << 17
+_FREE_FILES = 1 << 10
 _FREE_NBYTES = 16 << 20
 
 _MAX_RATIO = 64
@@ -36,6 +36,7 @@ class TreeLimits:
         max_keys_nbytes: bytes of all keys, prefixes counted every time.
         max_node_nbytes: body of one node, decompressed.
         max_nodes_nbytes: all nodes as they are stored.
+        max_files: data files that one node names.
     """
 
     max_nodes: int = 1 << 20
@@ -43,10 +44,11 @@ class TreeLimits:
     max_keys_nbytes: int = MAX_KEYS_NBYTES
     max_node_nbytes: int = MAX_BODY_NBYTES
     max_nodes_nbytes: int = 1 << 32
+    max_files: int = MAX_DATA_FILES
 
     @classmethod
-    def of_files(cls, nbytes: int) -> TreeLimits:
-        """The limits of a database whose files take `nbytes` together.
+    def of_files(cls, count: int, nbytes: int) -> TreeLimits:
+        """The limits of a database of `count` files, which take `nbytes` together.
 
         Nodes share no bytes and take 18 at least. A key with a small value takes 16 or more, also
         where nodes are compressed; keys as long as the files suffice where they share prefixes.
@@ -56,6 +58,7 @@ class TreeLimits:
             max_keys=min(cls.max_keys, _FREE_KEYS + nbytes // 16),
             max_keys_nbytes=min(cls.max_keys_nbytes, _FREE_NBYTES + nbytes),
             max_nodes_nbytes=nbytes,
+            max_files=min(cls.max_files, _FREE_FILES + count),
         )
 
 
@@ -177,6 +180,7 @@ class TreeDecoder:
             max_nbytes=min(limits.max_node_nbytes, _FREE_NBYTES + _MAX_RATIO * len(data)),
             max_keys_nbytes=limits.max_keys_nbytes - self._keys_nbytes,
             max_entries=limits.max_nodes if self._height else limits.max_keys,
+            max_files=limits.max_files,
         )
         if node.num_keys != want.num_keys:
             raise _fault(where, f"it has {node.num_keys} keys, its parent says {want.num_keys}")

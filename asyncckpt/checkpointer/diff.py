@@ -1,0 +1,348 @@
+"""Comparing two checkpoints of any formats, leaf by leaf, within bounded memory."""
+
+# Rule 1: both sides are read by one runtime and compared by another, as in a conversion.
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from asyncckpt.checkpointer.comparing import Difference
+from asyncckpt.checkpointer.core import guarded, typed
+from asyncckpt.checkpointer.origin import Origin, open_origin, shares
+from asyncckpt.checkpointer.reader import LeafReader
+from asyncckpt.checkpointer.runtime import Runtime
+from asyncckpt.errors import DeadlineExceededError
+from asyncckpt.flow.buffers import Slot
+from asyncckpt.flow.engine import Job
+from asyncckpt.flow.shield import leading_error
+from asyncckpt.format.record import decode_scalar
+from asyncckpt.options import SLOT_NBYTES, RestoreOptions
+from asyncckpt.planning.tiles import band_nbytes, runs, tiles
+from asyncckpt.reports import DiffReport, LeafDifference, Progress
+from asyncckpt.spec import DTYPES, ArraySpec, Box
+
+BATCH_LEAVES = 1024
+"""Small leaves compared by one call of a worker."""
+
+NOTED = 5
+"""Containers that a note lists."""
+
+
+@dataclass(slots=True, eq=False)
+class _Pair:
+    """One array leaf that both checkpoints have, in the same shape."""
+
+    path: str
+    leaves: tuple[int, int]
+    specs: tuple[ArraySpec, ArraySpec]
+    found: Difference = field(default_factory=Difference)
+
+
+class Comparison:
+    """One comparison: `submit` it, wait for the job, then close.
+
+    Args:
+        first: path of a checkpoint, of a file, or of the root of a run (its newest step).
+        second: likewise.
+        bitwise: NaNs and zeros of different bits are different.
+        options: as for restoring.
+        storage_options: options of the file system for URLs.
+        progress: called with a `Progress` as the comparison goes.
+
+    Raises:
+        UsageError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        first: str | os.PathLike[str],
+        second: str | os.PathLike[str],
+        *,
+        bitwise: bool,
+        options: RestoreOptions | None,
+        storage_options: Mapping[str, Any] | None,
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self._locations = (first, second)
+        self._bitwise = bitwise
+        self._options = typed("options", options, RestoreOptions)
+        self._storage_options = storage_options
+        self._progress = guarded(progress)
+        reading, cache, working = shares(self._options.host_memory_nbytes)
+        self._cache_nbytes = cache // 2
+        self._reading = Runtime("asyncckpt-read", host_memory_nbytes=reading)
+        self._working = Runtime("asyncckpt-diff", host_memory_nbytes=max(working, 2 * SLOT_NBYTES))
+        self._done_nbytes = 0
+        self._total_nbytes = 0
+
+    def submit(self) -> Job[DiffReport]:
+        """The comparison is on its way."""
+        return self._working.engine.submit(self._run)
+
+    async def aclose(self) -> None:
+        """All files are closed and all threads have ended. Idempotent."""
+        await self._working.aclose()
+        await self._reading.aclose()
+
+    def close(self) -> None:
+        """As `aclose`, blocking."""
+        self._working.close()
+        self._reading.close()
+
+    # -- on the comparing engine
+
+    async def _run(self) -> DiffReport:
+        begun = time.perf_counter()
+        try:
+            async with asyncio.timeout(self._options.deadline_s):
+                first, second = [await self._open(location) for location in self._locations]
+                return await self._compare(first, second, begun)
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"{self._locations[0]}: the comparison did not finish within "
+                f"{self._options.deadline_s} s; raise RestoreOptions.deadline_s"
+            ) from None
+        except BaseExceptionGroup as group:
+            raise leading_error(group) from None
+
+    async def _open(self, location: str | os.PathLike[str]) -> Origin:
+        return await self._reading.engine.submit(
+            lambda: open_origin(
+                self._reading,
+                location,
+                storage_options=self._storage_options,
+                cache_nbytes=self._cache_nbytes,
+            )
+        ).wait()
+
+    async def _compare(self, first: Origin, second: Origin, begun: float) -> DiffReport:
+        a, b = first.reader, second.reader
+        place = {path: leaf for leaf, path in enumerate(b.paths)}
+        changed: dict[int, LeafDifference] = {}
+        pairs: list[_Pair] = []
+        common = 0
+        for leaf, path in enumerate(a.paths):
+            other = place.pop(path, None)
+            if other is None:
+                continue
+            common += 1
+            difference = _described(a, leaf, b, other, bitwise=self._bitwise)
+            if difference is not None:
+                changed[leaf] = difference
+            specs = a.spec(leaf), b.spec(other)
+            if specs[0] is not None and specs[1] is not None and specs[0].shape == specs[1].shape:
+                pairs.append(_Pair(path, (leaf, other), (specs[0], specs[1])))
+        a.in_order([pair.leaves[0] for pair in pairs])
+        b.in_order([pair.leaves[1] for pair in pairs])
+        self._total_nbytes = sum(pair.specs[0].nbytes for pair in pairs)
+        await self._compare_values(a, b, pairs)
+        for pair in pairs:
+            if pair.found.count or pair.leaves[0] in changed:
+                changed[pair.leaves[0]] = _with_values(changed.get(pair.leaves[0]), pair)
+        known = set(b.paths) - place.keys()
+        return DiffReport(
+            first=first.opened.location,
+            second=second.opened.location,
+            only_first=tuple(path for path in a.paths if path not in known),
+            only_second=tuple(place),
+            changed=tuple(changed[leaf] for leaf in sorted(changed)),
+            leaf_count=common,
+            nbytes=self._total_nbytes,
+            total_s=time.perf_counter() - begun,
+            notes=tuple(_notes(first, second)),
+        )
+
+    async def _compare_values(self, a: LeafReader, b: LeafReader, pairs: Sequence[_Pair]) -> None:
+        pool = self._working.pool
+        streams = asyncio.Semaphore(self._working.concurrency(self._options.concurrency))
+        async with asyncio.TaskGroup() as group:
+            for batch in _batches(a, b, pairs, pool.slot_nbytes):
+                await streams.acquire()
+                try:
+                    slots = await pool.take(2, grow=False)
+                except BaseException:
+                    streams.release()
+                    raise
+                task = group.create_task(self._batch(a, b, batch, slots))
+                # A task that is cancelled before its first step never runs its `finally`.
+                task.add_done_callback(partial(self._free, slots, streams))
+
+    def _free(
+        self, slots: list[Slot], streams: asyncio.Semaphore, task: asyncio.Task[None]
+    ) -> None:
+        streams.release()
+        self._working.pool.give(slots, None if task.cancelled() else task.exception())
+
+    async def _batch(
+        self,
+        a: LeafReader,
+        b: LeafReader,
+        batch: Sequence[tuple[_Pair, Box]],
+        slots: Sequence[Slot],
+    ) -> None:
+        found = await self._working.engine.compute.run(self._look, a, b, batch, slots)
+        for (pair, _), difference in zip(batch, found, strict=True):
+            pair.found.merge(difference)
+        self._done_nbytes += sum(box.size * pair.specs[0].itemsize for pair, box in batch)
+        if self._progress is not None:
+            self._progress(Progress("diff", self._done_nbytes, self._total_nbytes))
+
+    # -- in worker threads
+
+    def _look(
+        self,
+        a: LeafReader,
+        b: LeafReader,
+        batch: Sequence[tuple[_Pair, Box]],
+        slots: Sequence[Slot],
+    ) -> list[Difference]:
+        found = []
+        for pair, box in batch:
+            values = []
+            for reader, leaf, spec, slot in zip(
+                (a, b), pair.leaves, pair.specs, slots, strict=True
+            ):
+                data = slot.buffer[: box.size * spec.itemsize]
+                part = data.view(DTYPES[spec.dtype]).reshape(box.shape)
+                reader.read(leaf, box, part)
+                values.append(part)
+            difference = Difference()
+            difference.add(box, values[0], values[1], bitwise=self._bitwise)
+            found.append(difference)
+        return found
+
+
+def _batches(
+    a: LeafReader, b: LeafReader, pairs: Sequence[_Pair], slot_nbytes: int
+) -> Iterator[list[tuple[_Pair, Box]]]:
+    """Boxes to compare, many small ones together; each of at most one slot on either side."""
+    batch: list[tuple[_Pair, Box]] = []
+    nbytes = 0
+    for pair in pairs:
+        for box in _boxes(a, b, pair, slot_nbytes):
+            batch.append((pair, box))
+            nbytes += box.size * max(spec.itemsize for spec in pair.specs)
+            if nbytes >= slot_nbytes // 2 or len(batch) == BATCH_LEAVES:
+                yield batch
+                batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _boxes(a: LeafReader, b: LeafReader, pair: _Pair, slot_nbytes: int) -> Iterator[Box]:
+    """Boxes of a leaf, in the order in which the larger chunks of the two are."""
+    shape = pair.specs[0].shape
+    if not pair.specs[0].size:
+        return
+    itemsize = max(spec.itemsize for spec in pair.specs)
+    if pair.specs[0].size * itemsize <= slot_nbytes:
+        yield Box.whole(shape)
+        return
+    parts = [reader.parts(leaf) for reader, leaf in zip((a, b), pair.leaves, strict=True)]
+    bands = [band_nbytes(own, spec.itemsize) for own, spec in zip(parts, pair.specs, strict=True)]
+    larger = 0 if bands[0] >= bands[1] else 1
+    if bands[larger] > a.cache_nbytes // 2:
+        yield from tiles(parts[larger], itemsize, slot_nbytes)
+    else:
+        yield from runs(shape, itemsize, slot_nbytes)
+
+
+def _kind(reader: LeafReader, leaf: int) -> str:
+    """What a leaf is, apart from shape and dtype."""
+    kind = reader.opened.leaves.kind[leaf]
+    if reader.spec(leaf) is None:
+        return kind
+    facts = reader.opened.leaves.extra.get(leaf, {})
+    if "python" in facts:
+        return str(facts["python"])
+    return f"PRNG keys of {facts['prng_impl']}" if "prng_impl" in facts else "array"
+
+
+def _described(
+    a: LeafReader, leaf: int, b: LeafReader, other: int, *, bitwise: bool
+) -> LeafDifference | None:
+    """How two leaves of one path differ before their arrays are looked at, or None."""
+    path = a.paths[leaf]
+    kinds = _kind(a, leaf), _kind(b, other)
+    if kinds[0] != kinds[1]:
+        return LeafDifference(path, "kind", _text(a, leaf), _text(b, other))
+    first, second = a.spec(leaf), b.spec(other)
+    if first is None or second is None:
+        # Of two `bytes` only the longer may be stored as an array.
+        values = a.opened.leaves.value[leaf], b.opened.leaves.value[other]
+        if first is second and _same_scalar(kinds[0], *values, bitwise=bitwise):
+            return None
+        return LeafDifference(path, "value", _text(a, leaf), _text(b, other))
+    if first.shape != second.shape:
+        return LeafDifference(path, "shape", str(first), str(second))
+    if first.dtype != second.dtype:
+        return LeafDifference(path, "dtype", first.dtype, second.dtype)
+    return None
+
+
+def _same_scalar(kind: str, first: Any, second: Any, *, bitwise: bool) -> bool:
+    if first == second or bitwise:
+        return bool(first == second)
+    a, b = decode_scalar(kind, first), decode_scalar(kind, second)
+    return a == b or (a != a and b != b)
+
+
+def _text(reader: LeafReader, leaf: int) -> str:
+    kind, spec = _kind(reader, leaf), reader.spec(leaf)
+    if spec is not None:
+        return f"{kind} {spec}"
+    return f"{kind} {decode_scalar(kind, reader.opened.leaves.value[leaf])!r:.80}"
+
+
+def _with_values(described: LeafDifference | None, pair: _Pair) -> LeafDifference:
+    first, second = (str(spec) for spec in pair.specs)
+    base = described or LeafDifference(pair.path, "value", first, second)
+    found = pair.found
+    return LeafDifference(
+        base.path,
+        base.what,
+        base.first,
+        base.second,
+        size=pair.specs[0].size,
+        count=found.count,
+        nan_count=found.nan_count,
+        largest=found.largest_absolute,
+        largest_relative=found.largest_relative,
+        index=found.index,
+    )
+
+
+def _notes(first: Origin, second: Origin) -> Iterator[str]:
+    """What differs without being a leaf."""
+    formats = first.opened.format, second.opened.format
+    if formats[0] != formats[1]:
+        yield f"the first is a checkpoint of format {formats[0]}, the second of {formats[1]}"
+    containers = [_containers(origin) for origin in (first, second)]
+    differing = [
+        path
+        for path in {**containers[0], **containers[1]}
+        if containers[0].get(path) != containers[1].get(path)
+    ]
+    if differing:
+        shown = ", ".join(
+            f"{path or 'the tree itself'} ({containers[0].get(path, 'nothing')} and "
+            f"{containers[1].get(path, 'nothing')})"
+            for path in differing[:NOTED]
+        )
+        more = f", and {len(differing) - NOTED} more" if len(differing) > NOTED else ""
+        yield f"containers differ: {shown}{more}"
+
+
+def _containers(origin: Origin) -> dict[str, str]:
+    structure = origin.opened.structure()
+    kinds: dict[str, str] = {}
+    for path, node in zip(structure.node_paths(), structure.nodes, strict=True):
+        # A stateful object and its state dict have one path: the outer one is what it is.
+        kinds.setdefault(path, node.kind)
+    return kinds

@@ -1,0 +1,184 @@
+"""The commands between checkpoints: convert, diff, export."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Annotated, Literal
+
+import typer
+
+import asyncckpt.blocking as blocking
+from asyncckpt.cli import documents, tables
+from asyncckpt.cli.terminal import AsJson, bar, complain, print_json
+from asyncckpt.errors import AsyncCheckpointError, UsageError
+from asyncckpt.options import LeafOptions, RestoreOptions, SaveOptions
+from asyncckpt.reports import ConvertReport
+from asyncckpt.spec import DTYPES, ArraySpec
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+Source = Annotated[
+    str,
+    typer.Argument(metavar="SRC", help="A checkpoint, a file, or a run (its newest step)."),
+]
+Target = Annotated[str, typer.Argument(metavar="DST", help="Where to write.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace what stands at DST, atomically.")
+]
+Zstd = Annotated[bool, typer.Option("--zstd", help="Compress the chunks.")]
+Memory = Annotated[
+    str, typer.Option("--memory", metavar="SIZE", help="Staging memory, for example 512MiB.")
+]
+Casts = Annotated[
+    list[str],
+    typer.Option(
+        "--cast", metavar="FROM=TO", help="Store arrays of one dtype as another; repeatable."
+    ),
+]
+
+
+def convert(
+    source: Source,
+    destination: Target,
+    to: Annotated[
+        Literal["asyncckpt", "safetensors"] | None,
+        typer.Option("--to", help="Format of DST; by its suffix otherwise."),
+    ] = None,
+    overwrite: Overwrite = False,
+    zstd: Zstd = False,
+    cast: Casts = [],  # noqa: B006 - typer copies it
+    max_file_size: Annotated[
+        str,
+        typer.Option(
+            "--max-file-size", metavar="SIZE", help="Size of the files of a safetensors set."
+        ),
+    ] = "",
+    memory: Memory = "",
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint in another format: as ours, or as safetensors files.
+
+    DST in .safetensors is one file; ROOT/STEP becomes a step of a run.
+    """
+    with bar("convert") as progress:
+        report = blocking.convert(
+            source,
+            destination,
+            to=to,
+            overwrite=overwrite,
+            max_file_nbytes=_nbytes("--max-file-size", max_file_size),
+            options=_options(zstd, memory, cast),
+            progress=progress,
+        )
+    _show(report, as_json)
+
+
+def export(
+    source: Source,
+    destination: Target,
+    orbax: Annotated[
+        bool, typer.Option("--orbax", help="For Orbax, which reads no leaves in pieces.")
+    ] = False,
+    overwrite: Overwrite = False,
+    zstd: Zstd = False,
+    memory: Memory = "",
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint so that another library can restore it."""
+    if not orbax:
+        raise UsageError("export: say for whom: --orbax")
+    with bar("export") as progress:
+        report = blocking.export(
+            source,
+            destination,
+            to="orbax",
+            overwrite=overwrite,
+            options=_options(zstd, memory, ()),
+            progress=progress,
+        )
+    _show(report, as_json)
+
+
+def diff(
+    first: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, a file, or a run.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="What it is compared with.")],
+    bitwise: Annotated[
+        bool, typer.Option("--bitwise", help="Compare bits: NaNs and zeros may differ.")
+    ] = False,
+    limit: Annotated[
+        int, typer.Option("--limit", min=0, help="Leaves listed in the tables; 0 for all.")
+    ] = 50,
+    memory: Memory = "",
+    as_json: AsJson = False,
+) -> None:
+    """Compare two checkpoints; exit status 1 if they differ, 2 if they cannot be compared."""
+    try:
+        options = RestoreOptions(host_memory_nbytes=_nbytes("--memory", memory))
+        with bar("diff") as progress:
+            report = blocking.diff(
+                first, second, bitwise=bitwise, options=options, progress=progress
+            )
+    except AsyncCheckpointError as error:
+        complain(error)
+        raise typer.Exit(2) from None
+    if as_json:
+        print_json(documents.difference(report))
+    else:
+        if report.changed:
+            tables.show([tables.changes(report, limit)])
+        for paths, place in ((report.only_first, "first"), (report.only_second, "second")):
+            for path in paths[: limit or None]:
+                typer.echo(f"only in the {place}: {tables.printable(path)}")
+            if limit and len(paths) > limit:
+                typer.echo(f"only in the {place}: {len(paths) - limit} more")
+        for note in report.notes:
+            typer.echo(tables.printable(note))
+        found = "equal" if report.equal else f"{len(report.changed)} differ"
+        typer.echo(f"{report.leaf_count} leaves in both, {found}")
+    if not report.equal:
+        raise typer.Exit(1)
+
+
+def _show(report: ConvertReport, as_json: bool) -> None:
+    if as_json:
+        print_json(documents.conversion(report))
+        return
+    typer.echo(tables.printable(str(report)))
+    for note in report.notes:
+        typer.echo(tables.printable(note))
+
+
+def _options(zstd: bool, memory: str, casts: Sequence[str]) -> SaveOptions:
+    return SaveOptions(
+        compression="zstd" if zstd else None,
+        host_memory_nbytes=_nbytes("--memory", memory),
+        leaf_options=_casting(casts),
+    )
+
+
+def _casting(casts: Sequence[str]) -> Callable[[str, ArraySpec], LeafOptions | None] | None:
+    """The options of leaves whose dtype is to be another one."""
+    wanted: dict[str, LeafOptions] = {}
+    for cast in casts:
+        before, separator, after = cast.partition("=")
+        if not separator or before not in DTYPES or after not in DTYPES:
+            raise UsageError(
+                f"--cast {cast}: pass FROM=TO with two of {', '.join(DTYPES)}", found=cast
+            )
+        wanted[before] = LeafOptions(dtype=after)
+    if not wanted:
+        return None
+    return lambda _, spec: wanted.get(spec.dtype)
+
+
+def _nbytes(option: str, text: str) -> int | None:
+    """A size such as 5GB (decimal) or 5GiB (binary); None for no text."""
+    if not text:
+        return None
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise UsageError(f"{option} {text}: pass a size, for example 500MB or 2GiB", found=text)
+    number, unit, binary = found.groups()
+    base = 1024 if binary else 1000
+    return int(float(number) * base ** " KMGT".index(unit.upper() or " "))

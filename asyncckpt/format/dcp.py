@@ -1,0 +1,296 @@
+"""What a checkpoint of `torch.distributed.checkpoint` says about itself, checked.
+
+`.metadata` names every key of the flattened state dict, the path it had (`planner_data`), whether
+it is a tensor, and for every shard of it the file, offset and length of an archive of `torch.save`.
+Source: `metadata.py`, `filesystem.py` and `default_planner.py` of torch 2.13.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from asyncckpt.errors import UnsupportedFormatError
+from asyncckpt.format.faults import corrupt
+from asyncckpt.format.paths import path_fault
+from asyncckpt.format.strided import Layout, dense_axes
+from asyncckpt.format.tiles import tiling_fault
+from asyncckpt.format.torch_pickle import (
+    DTYPES,
+    MAX_RANK,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Dtype,
+    Metadata,
+    MetadataIndex,
+    SavedTensor,
+    StorageInfo,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from asyncckpt.spec import ITEMSIZES, Box
+from asyncckpt.tree import MAX_DEPTH, Key
+
+METADATA_NAME = ".metadata"
+VERSION = 1
+"""Major version of the format, as `Metadata.version` states it; torch before 2.6 states none."""
+
+MAX_METADATA_NBYTES = 1 << 30
+MAX_FILE_NBYTES = 1 << 62
+MAX_ELEMENTS = 1 << 58
+"""Elements of a tensor, of which none has more than 16 bytes."""
+
+_WHAT = "the metadata of torch.distributed.checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One archive: a run of bytes of a file."""
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One key of the flattened state dict.
+
+    Attributes:
+        key: the key.
+        path: where it was in the nested one; integers are indices of lists.
+        shape: of a tensor; None for other values.
+        dtype: torch dtype of a tensor, without its module.
+        boxes: of a tensor, the shards that hold elements; they tile it.
+        items: per box the archive that holds it; of other values the one archive.
+    """
+
+    key: str
+    path: tuple[Key, ...]
+    shape: tuple[int, ...] | None
+    dtype: str
+    boxes: tuple[Box, ...]
+    items: tuple[Item, ...]
+
+
+def decode_entries(value: object, *, file: str) -> list[Entry]:
+    """The entries of a checkpoint, from what its `.metadata` holds.
+
+    Raises:
+        CorruptCheckpointError: it is malformed, names files outside the checkpoint, or has shards
+            that do not tile their tensor.
+        UnsupportedFormatError: it is of a newer version, or uses what is not read here.
+    """
+    return _Decoder(file).entries(value)
+
+
+class _Decoder:
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self._files: dict[str, str] = {}
+
+    def entries(self, value: object) -> list[Entry]:
+        if not isinstance(value, Metadata):
+            self._fault(f"it is a {type(value).__name__}")
+        version = getattr(value, "version", None)
+        if version is not None and (
+            type(version) is not str or version.partition(".")[0] != str(VERSION)
+        ):
+            raise self._unsupported(
+                f"{_WHAT} has version {_shown(version)}, this release reads version {VERSION}",
+                VERSION,
+                _shown(version),
+            )
+        described = self._dict(getattr(value, "state_dict_metadata", None), "state_dict_metadata")
+        places = self._places(getattr(value, "storage_data", None))
+        paths = getattr(value, "planner_data", None)
+        paths = self._dict({} if paths is None else paths, "planner_data")
+        # Ranks add their shards one after the other; the planner knows the order of the state dict.
+        order = [key for key in paths if key in described]
+        order += [key for key in described if key not in paths]
+        return [self._entry(key, described[key], paths.get(key, (key,)), places) for key in order]
+
+    def _places(self, value: object) -> dict[tuple[str, object], StorageInfo]:
+        places: dict[tuple[str, object], StorageInfo] = {}
+        for index, info in self._dict(value, "storage_data", MetadataIndex).items():
+            fqn, offset = getattr(index, "fqn", None), getattr(index, "offset", None)
+            if type(fqn) is not str:
+                self._fault("an index of storage_data has no name")
+            if offset is not None:
+                offset = self._extents(offset, f"the offset of a shard of {fqn[:200]!r}")
+            if not isinstance(info, StorageInfo):
+                self._fault(f"storage_data of {fqn[:200]!r} is a {type(info).__name__}")
+            places[fqn, offset] = info
+        return places
+
+    def _entry(
+        self,
+        key: str,
+        value: object,
+        path: object,
+        places: Mapping[tuple[str, object], StorageInfo],
+    ) -> Entry:
+        where = f"{key[:200]!r}"
+        if type(path) is not tuple or not path or set(map(type, path)) - {str, int}:
+            self._fault(f"planner_data of {where} is no path of strings and integers")
+        if len(path) > MAX_DEPTH or any(type(p) is int and not 0 <= p < 1 << 31 for p in path):
+            self._fault(f"planner_data of {where} is too deep, or has an index out of range")
+        if isinstance(value, BytesStorageMetadata):
+            item = self._item(places.get((key, None)), where)
+            return Entry(key, path, None, "", (), (item,))
+        if not isinstance(value, TensorStorageMetadata):
+            self._fault(f"{where} is a {type(value).__name__}")
+        properties, shape = getattr(value, "properties", None), getattr(value, "size", None)
+        dtype = getattr(properties, "dtype", None)
+        if not isinstance(properties, TensorProperties) or not isinstance(dtype, Dtype):
+            self._fault(f"{where} has no dtype")
+        if properties.layout != "torch.strided":
+            raise self._unsupported(
+                f"{where} has the layout {_shown(properties.layout)}; save it as a dense tensor",
+                "torch.strided",
+                _shown(properties.layout),
+            )
+        shape = self._extents(shape, f"the size of {where}")
+        if math.prod(max(1, n) for n in shape) >= MAX_ELEMENTS:
+            self._fault(f"the size of {where} is {list(shape)}, which no tensor has")
+        boxes = self._boxes(getattr(value, "chunks", None), shape, where)
+        items = [self._item(places.get((key, box.offset)), where) for box in boxes]
+        return Entry(key, path, shape, dtype.name, boxes, tuple(items))
+
+    def _boxes(self, chunks: object, shape: tuple[int, ...], where: str) -> tuple[Box, ...]:
+        """The shards that hold elements; they tile the tensor."""
+        if type(chunks) is not list:
+            self._fault(f"{where} has no list of shards")
+        boxes = []
+        for chunk in chunks:
+            if not isinstance(chunk, ChunkStorageMetadata):
+                self._fault(f"a shard of {where} is a {type(chunk).__name__}")
+            offset = self._extents(getattr(chunk, "offsets", None), f"the offset of {where}")
+            sizes = self._extents(getattr(chunk, "sizes", None), f"the size of a shard of {where}")
+            if not len(offset) == len(sizes) == len(shape):
+                self._fault(f"a shard of {where} is not of rank {len(shape)}")
+            if all(sizes):
+                boxes.append(Box(offset, sizes))
+        reason = tiling_fault(shape, boxes)
+        if reason is not None:
+            self._fault(f"the shards of {where}, of size {list(shape)}, do not tile it: {reason}")
+        return tuple(boxes)
+
+    def _item(self, info: StorageInfo | None, where: str) -> Item:
+        if info is None:
+            self._fault(f"storage_data has no place for a shard of {where}")
+        path, offset, nbytes = (
+            getattr(info, name, None) for name in ("relative_path", "offset", "length")
+        )
+        if type(path) is not str or type(offset) is not int or type(nbytes) is not int:
+            self._fault(f"the place of {where} has no file, offset and length")
+        if not 0 <= offset <= MAX_FILE_NBYTES or not 0 <= nbytes <= MAX_FILE_NBYTES:
+            self._fault(f"the place of {where} is bytes {offset} to {offset + nbytes}")
+        if path not in self._files:
+            reason = path_fault(path)
+            if reason is not None:
+                self._fault(f"{where} is in the file {path[:200]!r}, which {reason}")
+        extensions = getattr(info, "transform_descriptors", None)
+        if extensions:
+            first = _shown(extensions[0] if type(extensions) is list else extensions)
+            raise self._unsupported(
+                f"{where} is stored through the extension {first}; save it without extensions",
+                "no extensions",
+                first,
+            )
+        return Item(self._files.setdefault(path, path), offset, nbytes)
+
+    def _extents(self, value: object, what: str) -> tuple[int, ...]:
+        """The value, if it is a tuple of sizes or offsets. Nothing else may be hashed."""
+        if type(value) is not tuple or len(value) > MAX_RANK:
+            self._fault(f"{what} is no tuple of at most {MAX_RANK} numbers")
+        if any(type(n) is not int or not 0 <= n < MAX_ELEMENTS for n in value):
+            self._fault(f"{what} has what is no size")
+        return value
+
+    def _dict(self, value: object, name: str, kind: type = str) -> dict[Any, Any]:
+        if type(value) is not dict or any(type(key) is not kind for key in value):
+            self._fault(f"{name} is no dict by {kind.__name__}")
+        return value
+
+    def _fault(self, reason: str) -> NoReturn:
+        raise corrupt(_WHAT, reason, file=self._file)
+
+    def _unsupported(self, reason: str, expected: object, found: object) -> UnsupportedFormatError:
+        return UnsupportedFormatError(
+            f"{self._file}: {reason}", file=self._file, expected=expected, found=found
+        )
+
+
+def nest(paths: Sequence[tuple[Key, ...]], values: Sequence[object]) -> dict[Key, object]:
+    """The nested state dict with these values at these paths.
+
+    Integers in a path are indices of a list where those beside each other count from 0; else they
+    stay the keys of a dict (torch leaves out empty containers, and with them their index).
+
+    Raises:
+        ValueError: two values have one path, or one stands inside another.
+    """
+    root: dict[Key, Any] = {}
+    made: list[tuple[dict[Key, Any], Key]] = []
+    within: dict[int, dict[Key, Any]] = {id(root): root}
+    for path, value in zip(paths, values, strict=True):
+        node = root
+        for part in path[:-1]:
+            child = node.get(part)
+            if child is None and part not in node:
+                child = node[part] = {}
+                within[id(child)] = child
+                made.append((node, part))
+            if id(child) not in within:
+                raise ValueError(f"the path {list(path)!r:.200} leads through another value")
+            node = child
+        if path[-1] in node:
+            raise ValueError(f"the path {list(path)!r:.200} is that of two values, or of a dict")
+        node[path[-1]] = value
+    # Children were made after their parents.
+    for parent, key in reversed(made):
+        child = parent[key]
+        if all(type(part) is int for part in child) and max(child) == len(child) - 1:
+            parent[key] = [child[index] for index in range(len(child))]
+    return root
+
+
+def _shown(value: object) -> str:
+    """The value, if it is a text; what else a pickle holds may be too deep for `repr`."""
+    return repr(value[:80]) if isinstance(value, str) else f"a {type(value).__name__}"
+
+
+def layout_of(saved: SavedTensor, shape: tuple[int, ...], dtype: str) -> Layout:
+    """How the elements of a shard stand in its archive.
+
+    Args:
+        saved: what the archive says of itself.
+        shape: of the shard.
+        dtype: torch dtype of the whole tensor; one that can be restored.
+
+    Raises:
+        ValueError: the archive holds another tensor, or less than it says.
+        NotImplementedError: its elements do not stand densely.
+    """
+    if saved.dtype != dtype or saved.shape != shape:
+        raise ValueError(
+            f"the metadata says {dtype}{list(shape)}, the archive {saved.dtype}{list(saved.shape)}"
+        )
+    itemsize = ITEMSIZES[DTYPES[dtype] or ""]
+    stored = saved.storage.count // (1 if saved.storage.dtype else itemsize)
+    last = sum((n - 1) * stride for n, stride in zip(shape, saved.strides, strict=True))
+    if saved.storage.dtype not in ("", dtype) or saved.offset + last >= stored:
+        raise ValueError(f"the tensor reaches past the {stored} elements of its storage")
+    if (saved.conj and "complex" not in dtype) or (
+        saved.neg and dtype.startswith(("bool", "uint"))
+    ):
+        raise ValueError(f"a {dtype} tensor cannot be conjugated or negated")
+    axes = dense_axes(shape, saved.strides)
+    if axes is None:
+        raise NotImplementedError(
+            f"elements with strides {list(saved.strides)} share or skip bytes"
+        )
+    return Layout(axes, saved.conj, saved.neg)

@@ -1,0 +1,281 @@
+"""The documents that Orbax writes beside its arrays.
+
+Source: orbax-checkpoint 0.12.8, `metadata/tree.py`, `metadata/step_metadata_serialization.py`,
+`metadata/array_metadata_store.py` and `serialization/type_handlers.py`:
+
+- ``_METADATA``: every leaf and empty container of an item, with its path and handler;
+- ``_strings.json``: the string leaves;
+- ``array_metadatas/process_<i>``: which arrays are the data of typed PRNG keys;
+- ``_CHECKPOINT_METADATA``: of a step, its items with their handlers, metrics and times.
+
+``_sharding`` is not read: it says where Orbax puts arrays when nobody asks for a place, while here
+the target or the default device decides. `orbax.checkpoint` only marks a directory, and is empty.
+"""
+
+# Rule 1: a document's size and the number of values in it are bounded before it is parsed, since
+#   three bytes of ``[],`` become seventy.
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from asyncckpt.format.faults import corrupt
+from asyncckpt.format.fields import depth_fault
+from asyncckpt.format.scalars import JsonValue
+
+METADATA_FILE = "_METADATA"
+STRINGS_FILE = "_strings.json"
+ARRAY_METADATAS = "array_metadatas"
+CHECKPOINT_METADATA_FILE = "_CHECKPOINT_METADATA"
+PROCESS_DIRECTORY = re.compile(r"ocdbt\.process_[^/]+")
+"""Databases of single processes, beside or instead of a merged one."""
+
+UNFINISHED = ".orbax-checkpoint-tmp"
+"""What the name of a directory has that Orbax has not finished."""
+
+MAX_DOCUMENT_NBYTES = 1 << 28
+"""A million leaves take 250 bytes each in `_METADATA`."""
+
+# Values of a document: so many, and one per so many bytes. Metadata of leaves have one per 18.
+_FREE_VALUES = 1 << 17
+_NBYTES_PER_VALUE = 6
+
+Kind = Literal["array", "jax", "scalar", "string", "None", "Dict", "List", "Tuple", "NamedTuple"]
+
+_KINDS: dict[str, Kind] = {
+    "np.ndarray": "array",
+    "jax.Array": "jax",
+    "scalar": "scalar",
+    "string": "string",
+    "None": "None",
+    "Dict": "Dict",
+    "List": "List",
+    "Tuple": "Tuple",
+    "NamedTuple": "NamedTuple",
+}
+EMPTY: frozenset[Kind] = frozenset(("None", "Dict", "List", "Tuple", "NamedTuple"))
+"""Kinds that stand for an empty container."""
+
+_KEY_SEQUENCE = 1
+_KEY_DICT = 2
+_IMPLEMENTATION = re.compile(r"[A-Za-z0-9_.]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class TreeEntry:
+    """One leaf or empty container.
+
+    Attributes:
+        path: keys from the root, and whether each is an index of a list or tuple.
+        kind: what it is; None for a handler that is not known, named by `handler`.
+        handler: how the document calls it.
+        elsewhere: its value is not among the arrays, but in a file of older releases.
+    """
+
+    path: tuple[tuple[str, bool], ...]
+    kind: Kind | None
+    handler: str
+    elsewhere: bool
+
+    @property
+    def name(self) -> str:
+        """Name of its array, and of its string."""
+        return ".".join([key for key, _ in self.path])
+
+
+@dataclass(frozen=True, slots=True)
+class TreeMetadata:
+    """What `_METADATA` says.
+
+    Attributes:
+        entries: in the order of the document.
+        use_ocdbt: whether arrays are in an OCDBT database; None when it does not say.
+        use_zarr3: whether they are of zarr version 3.
+        complete: every chunk is stored, also one of nothing but the fill value.
+        custom: the user's JSON.
+    """
+
+    entries: tuple[TreeEntry, ...]
+    use_ocdbt: bool | None = None
+    use_zarr3: bool = False
+    complete: bool = False
+    custom: JsonValue = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetadata:
+    """What `_CHECKPOINT_METADATA` says.
+
+    Attributes:
+        handlers: class that wrote each item, by item name; under ``""`` where there is one item.
+        metrics: the user's numbers.
+        custom: the user's JSON.
+        committed_ns: time of the commit, nanoseconds since 1970; 0 when it does not say.
+    """
+
+    handlers: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    custom: Mapping[str, JsonValue] = field(default_factory=dict)
+    committed_ns: int = 0
+
+
+def parse_document(data: bytes, what: str, *, file: str) -> Any:
+    """The JSON value of a whole document of bounded size, density and depth.
+
+    Raises:
+        CorruptCheckpointError: it is none.
+    """
+    if len(data) > MAX_DOCUMENT_NBYTES:
+        raise corrupt(what, f"it has {len(data)} bytes", file=file)
+    values = data.count(b",") + data.count(b"[") + data.count(b"{")
+    if values > _FREE_VALUES + len(data) // _NBYTES_PER_VALUE:
+        raise corrupt(what, f"it has {values} values in {len(data)} bytes", file=file)
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise corrupt(what, f"it is not JSON ({error})", file=file) from None
+    reason = depth_fault(document)
+    if reason is not None:
+        raise corrupt(what, f"it {reason}", file=file)
+    return document
+
+
+def _members(data: bytes, what: str, file: str) -> dict[str, Any]:
+    document = parse_document(data, what, file=file)
+    if not isinstance(document, dict):
+        raise corrupt(what, "it is not a JSON object", file=file)
+    return document
+
+
+# ------------------------------------------------------------------------------------------ items
+
+
+def decode_metadata(data: bytes, *, file: str) -> TreeMetadata:
+    """What a `_METADATA` says; `file` is named in errors.
+
+    Raises:
+        CorruptCheckpointError: it is damaged.
+    """
+    what = "the Orbax metadata"
+    document = _members(data, what, file)
+    tree = document.get("tree_metadata")
+    if not isinstance(tree, dict):
+        raise corrupt(what, "its tree_metadata is not an object", file=file)
+    flags = {}
+    for name in ("use_ocdbt", "use_zarr3", "store_array_data_equal_to_fill_value"):
+        flags[name] = document.get(name)
+        if flags[name] not in (None, True, False):
+            raise corrupt(what, f"its {name} is {repr(flags[name])[:40]}", file=file)
+    entries = []
+    for name, entry in tree.items():
+        try:
+            entries.append(_decode_entry(entry))
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"its entry {name[:200]} is malformed ({error})"
+            raise corrupt(what, reason, file=file) from None
+    return TreeMetadata(
+        tuple(entries),
+        flags["use_ocdbt"],
+        bool(flags["use_zarr3"]),
+        bool(flags["store_array_data_equal_to_fill_value"]),
+        document.get("custom_metadata"),
+    )
+
+
+def _decode_entry(entry: dict[str, Any]) -> TreeEntry:
+    path = []
+    for step in entry["key_metadata"]:
+        key, kind = step["key"], step["key_type"]
+        if not isinstance(key, str) or kind not in (_KEY_SEQUENCE, _KEY_DICT):
+            raise ValueError(f"key {repr(key)[:80]} of type {repr(kind)[:40]}")
+        path.append((key, kind == _KEY_SEQUENCE))
+    value = entry["value_metadata"]
+    handler, skipped = value["value_type"], value.get("skip_deserialize", False)
+    if not isinstance(handler, str) or not isinstance(skipped, bool):
+        raise TypeError("value_type or skip_deserialize")
+    kind_of = _KINDS.get(handler)
+    return TreeEntry(tuple(path), kind_of, handler, skipped and kind_of not in EMPTY)
+
+
+def find_string(document: object, name: str) -> str | None:
+    """The string leaf of this name in `_strings.json`, or None.
+
+    Orbax reads it by the JSON pointer ``/<name>``, unescaped: a ``/`` in the name descends, ``~1``
+    stands for ``/`` and ``~0`` for ``~``.
+    """
+    at = document
+    for part in name.split("/"):
+        key = part.replace("~1", "/").replace("~0", "~")
+        at = at.get(key) if isinstance(at, dict) else None
+    return at if isinstance(at, str) else None
+
+
+def decode_array_metadatas(data: bytes, *, file: str) -> dict[str, str]:
+    """Implementations of typed PRNG keys by array name; other arrays are not named.
+
+    Raises:
+        CorruptCheckpointError: the document is damaged.
+    """
+    if b"random_key_impl" not in data:
+        return {}  # as in most checkpoints, which have an entry per array all the same
+    what = "the array metadata"
+    document = _members(data, what, file)
+    found = {}
+    try:
+        for row in document["array_metadatas"]:
+            metadata = row["array_metadata"]
+            name = metadata["param_name"]
+            implementation = (metadata.get("ext_metadata") or {}).get("random_key_impl")
+            if implementation is None:
+                continue
+            if not isinstance(name, str) or not _IMPLEMENTATION.fullmatch(implementation):
+                raise ValueError(f"random_key_impl is {repr(implementation)[:80]}")
+            found[name] = implementation
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise corrupt(what, f"an entry is malformed ({error})", file=file) from None
+    return found
+
+
+# ------------------------------------------------------------------------------------------ steps
+
+
+def decode_checkpoint_metadata(data: bytes, *, file: str) -> StepMetadata:
+    """What a `_CHECKPOINT_METADATA` says; members that it lacks are empty.
+
+    Raises:
+        CorruptCheckpointError: it is damaged.
+    """
+    what = "the checkpoint metadata"
+    document = _members(data, what, file)
+
+    def member(name: str, kind: type | tuple[type, ...], default: Any) -> Any:
+        value = document.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise corrupt(what, f"its {name} is {repr(value)[:40]}", file=file)
+        return value
+
+    handlers = member("item_handlers", (dict, str), {})
+    if isinstance(handlers, str):
+        handlers = {"": handlers}
+    return StepMetadata(
+        {name: handler for name, handler in handlers.items() if isinstance(handler, str)},
+        numbers(member("metrics", dict, {})),
+        member("custom_metadata", dict, {}),
+        max(member("commit_timestamp_nsecs", int, 0), 0),
+    )
+
+
+def numbers(document: object) -> dict[str, float]:
+    """The members of a JSON object that are numbers."""
+    members = document.items() if isinstance(document, dict) else ()
+    return {
+        name: float(value)
+        for name, value in members
+        if type(value) is float or (type(value) is int and abs(value) < 1 << 1000)
+    }

@@ -1,0 +1,126 @@
+"""Pickles of plain values: numbers, strings, bytes and containers of them, as `torch.save` writes.
+
+`bytes` and `complex` stand in protocol 2 as calls of `_codecs.encode` and `complex`; these and
+`OrderedDict` (as a dict) and `torch.Size` (as a tuple) are the only calls that are known here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncckpt.format.allowance import DICT_NBYTES, INT_NBYTES, TEXT_NBYTES, Allowance
+from asyncckpt.format.opcodes import PickleSource
+from asyncckpt.format.unpickle import Names, Unpickler
+from asyncckpt.tree import MAX_DEPTH
+from asyncckpt.tree.structure import MAX_KEY_BITS
+
+LEAF_NBYTES = 192
+"""What a leaf takes in the tables of an open checkpoint: its path, its value, its place."""
+
+_SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes))
+
+
+def _encode(arguments: tuple[Any, ...], allowance: Allowance) -> bytes:
+    """`_codecs.encode`: how protocol 2 writes bytes."""
+    if len(arguments) != 2 or type(arguments[0]) is not str or arguments[1] != "latin1":
+        raise ValueError("it encodes something else than bytes")
+    allowance.take(TEXT_NBYTES + len(arguments[0]))
+    return arguments[0].encode("latin1")
+
+
+def _bytes(arguments: tuple[Any, ...], _: Allowance) -> bytes:
+    """`bytes`: how protocol 2 writes empty ones."""
+    if arguments:
+        raise ValueError("it makes bytes of something")
+    return b""
+
+
+def _complex(arguments: tuple[Any, ...], allowance: Allowance) -> complex:
+    if len(arguments) != 2 or any(type(part) is not float for part in arguments):
+        raise ValueError("it makes a complex number of something else than two floats")
+    allowance.take(INT_NBYTES)
+    return complex(*arguments)
+
+
+def empty_dict(arguments: tuple[Any, ...], allowance: Allowance) -> dict[Any, Any]:
+    """`collections.OrderedDict`, whose items are set afterwards."""
+    if arguments:
+        raise ValueError("it makes an OrderedDict of something")
+    allowance.take(DICT_NBYTES)
+    return {}
+
+
+def _size(arguments: tuple[Any, ...], _: Allowance) -> tuple[int, ...]:
+    if len(arguments) != 1 or type(arguments[0]) is not tuple:
+        raise ValueError("it makes a torch.Size of something else than a tuple")
+    if any(type(n) is not int for n in arguments[0]):
+        raise ValueError("it makes a torch.Size of something else than integers")
+    return arguments[0]
+
+
+NAMES: Names = {
+    ("_codecs", "encode"): _encode,
+    ("__builtin__", "bytes"): _bytes,
+    ("builtins", "bytes"): _bytes,
+    ("__builtin__", "complex"): _complex,
+    ("builtins", "complex"): _complex,
+    ("collections", "OrderedDict"): empty_dict,
+    ("torch", "Size"): _size,
+}
+
+
+def load_value(source: PickleSource, allowance: Allowance, *, depth: int = 0) -> Any:
+    """The plain value that a pickle holds, as a tree that may stand `depth` containers deep.
+
+    Raises:
+        CorruptCheckpointError: the pickle is malformed, refers to itself, or describes a value far
+            larger than itself.
+        UnsupportedFormatError: it holds something that is no plain value.
+    """
+    unpickler = Unpickler(source, NAMES, allowance)
+    value = unpickler.run()
+    try:
+        found = _foreign(value, allowance, MAX_DEPTH - depth, unpickler.nbytes)
+    except ValueError as error:
+        raise source.corrupt(str(error), source.start) from None
+    except MemoryError:
+        reason = "its value would take far more memory than its bytes do"
+        raise source.corrupt(reason, source.start) from None
+    if found is not None:
+        raise source.refused(found, source.start)
+    return value
+
+
+def _foreign(value: Any, allowance: Allowance, depth: int, most: int) -> str | None:
+    """What of a value is not plain, or None. Containers that it shares count as often as it does.
+
+    Raises:
+        ValueError: it is deeper than `depth`, or has more than `most` parts.
+        MemoryError: the allowance does not do for its leaves.
+    """
+    level = [value]
+    count = 0
+    while level:
+        inner: list[Any] = []
+        for item in level:
+            kind = type(item)
+            if kind in _SCALARS:
+                allowance.take(LEAF_NBYTES + (len(item) if kind is bytes else 0))
+            elif kind is dict:
+                if any(type(key) not in (str, int) for key in item):
+                    return "a dict with a key that is neither a string nor an integer"
+                if any(type(key) is int and key.bit_length() > MAX_KEY_BITS for key in item):
+                    return f"a dict with an integer of more than {MAX_KEY_BITS} bits as a key"
+                inner += item.values()
+            elif kind is list or kind is tuple:
+                inner += item
+            else:
+                return f"a {kind.__name__}"
+            if count + len(inner) > most:
+                raise ValueError("it uses one container so often that its value has no bounds")
+        count += len(inner)
+        level = inner
+        depth -= 1
+        if inner and depth <= 0:
+            raise ValueError(f"its containers stand more than {MAX_DEPTH} deep")
+    return None

@@ -1,0 +1,78 @@
+"""Arrays whose elements stand densely, but not in C order or not as they are.
+
+torch keeps the strides of a tensor when it saves it (transposed weights, `channels_last`), and the
+two bits by which a view of complex numbers is conjugated or negated without being computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncckpt.format.codecs import PLAIN, Bytes, ChunkError, Codec, Decode
+from asyncckpt.spec import DTYPES
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the elements of an array stand.
+
+    Attributes:
+        axes: its axes, the one along which memory is slowest first.
+        conj: the values are the complex conjugates of what is stored.
+        neg: the values are the negatives of what is stored.
+    """
+
+    axes: tuple[int, ...]
+    conj: bool = False
+    neg: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether the stored bytes are the array in C order."""
+        return self.axes == tuple(range(len(self.axes))) and not self.conj and not self.neg
+
+
+def dense_axes(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
+    """The axes from slow to fast, where elements stand without gaps; None where they do not.
+
+    Axes of length 1 have any stride, and are put where they keep C order if they can.
+    """
+    rank = len(shape)
+    long = sorted((a for a in range(rank) if shape[a] > 1), key=lambda axis: (-strides[axis], axis))
+    due = 1
+    for axis in reversed(long):
+        if 0 not in shape and strides[axis] != due:
+            return None
+        due *= shape[axis]
+    if long == sorted(long):
+        return tuple(range(rank))
+    return (*(a for a in range(rank) if shape[a] <= 1), *long)
+
+
+def codec_of(layout: Layout, chunk_shape: tuple[int, ...], dtype: str) -> Codec:
+    """Makes a chunk of C order from one whose axes stand as in `layout`."""
+    if layout.plain:
+        return PLAIN
+    return Codec("strided", crc32c=False, decode=_decoder(layout, chunk_shape, dtype))
+
+
+def _decoder(layout: Layout, chunk_shape: tuple[int, ...], dtype: str) -> Decode:
+    stored_shape = tuple(chunk_shape[axis] for axis in layout.axes)
+    back = tuple(np.argsort(layout.axes).tolist())
+
+    def decode(parts: Sequence[Bytes], nbytes: int) -> Bytes:
+        stored = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if stored.nbytes != nbytes:
+            raise ChunkError(f"it has {stored.nbytes} bytes, not {nbytes}")
+        # A slot's memory is used again: what is returned is always new.
+        values = stored.view(DTYPES[dtype]).reshape(stored_shape).transpose(back).copy()
+        if layout.conj:
+            np.conjugate(values, out=values)
+        if layout.neg:
+            np.negative(values, out=values)
+        return values.reshape(-1).view(np.uint8)
+
+    return decode

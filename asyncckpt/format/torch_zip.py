@@ -1,0 +1,183 @@
+"""Where things stand in an archive of `torch.save`, from its first bytes.
+
+The archive is a zip file of members that are stored as they are: `data.pkl`, a few that are tiny
+(`byteorder`, `.format_version`, …), then the payloads `data/0`, `data/1`, … Sizes stand behind the
+members and in the directory at the end; here the pickle tells its own, and with it those of the
+payloads, so that the head of an archive is enough to find a tensor. Source: APPNOTE.TXT 6.3.10,
+`torch.serialization` and `caffe2/serialize/inline_container.cc` of torch 2.13.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.format.allowance import Allowance
+from asyncckpt.format.faults import corrupt
+from asyncckpt.format.opcodes import PickleSource
+from asyncckpt.format.torch_pickle import SavedTensor, load_tensor
+
+HEAD_NBYTES = 1024
+"""Enough for the head of nearly every tensor: 704 bytes with torch 2.13."""
+
+LONG_HEAD_NBYTES = 64 << 10
+"""Longer heads are not written by anybody."""
+
+_HEADER = struct.Struct("<4sHHHHHIIIHH")
+_HEADER_MAGIC = b"PK\x03\x04"
+_DESCRIPTOR_MAGIC = b"PK\x07\x08"
+_DESCRIPTORS = (struct.Struct("<4sIII"), struct.Struct("<4sIQQ"))
+_SIZES_BEHIND = 1 << 3
+_UTF8 = 1 << 11
+_MAX_SMALL_NBYTES = 256
+_MAX_MEMBERS = 16
+
+
+class ShortHeadError(Exception):
+    """The archive's head is longer than the bytes that are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One member of the archive.
+
+    Attributes:
+        name: its name without that of the archive.
+        start: first byte of its content, in the archive.
+        nbytes: its size; None where that stands behind it.
+    """
+
+    name: str
+    start: int
+    nbytes: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Archive:
+    """The first bytes of one archive.
+
+    Attributes:
+        data: the bytes.
+        nbytes: length of the whole archive.
+        what: what it is, for errors.
+        file: where it stands, for errors.
+        base: offset of the archive in that file.
+    """
+
+    data: bytes
+    nbytes: int
+    what: str
+    file: str
+    base: int
+
+    def pickle(self) -> PickleSource:
+        """The pickle, which is the first member.
+
+        Raises:
+            CorruptCheckpointError: these are not the first bytes of an archive.
+        """
+        return PickleSource(self.data, self.what, self.file, self.base, self._first().start)
+
+    def tensor(self, allowance: Allowance) -> tuple[SavedTensor, int]:
+        """The one tensor in the archive, and where its payload begins in it.
+
+        Raises:
+            ShortHeadError: more bytes are needed.
+            CorruptCheckpointError: the archive is malformed.
+            UnsupportedFormatError: it is compressed, of another byte order, or holds no tensor.
+        """
+        member = self._first()
+        try:
+            tensor, nbytes = load_tensor(self.pickle(), allowance)
+        except CorruptCheckpointError:
+            if len(self.data) < min(self.nbytes, LONG_HEAD_NBYTES):
+                raise ShortHeadError from None
+            raise
+        wanted = f"data/{tensor.storage.key}"
+        for _ in range(_MAX_MEMBERS):
+            end = self._end(member, nbytes)
+            member = self._member(end)
+            if member.name == wanted:
+                return tensor, member.start
+            nbytes = self._small(member)
+            if member.name == "byteorder":
+                self._check_order(self.data[member.start : member.start + nbytes], member.start)
+        raise self._corrupt(f"it has no {wanted!r} among its first {_MAX_MEMBERS} members", 0)
+
+    def _first(self) -> Member:
+        member = self._member(0)
+        if member.name != "data.pkl":
+            raise self._corrupt(f"its first member is {member.name[:80]!r}", 0)
+        return member
+
+    def _member(self, at: int) -> Member:
+        """The member whose header begins at byte `at`."""
+        (magic, _, flags, method, _, _, _, packed, nbytes, name_nbytes, extra_nbytes) = (
+            _HEADER.unpack(self._bytes(at, _HEADER.size))
+        )
+        if magic != _HEADER_MAGIC:
+            raise self._corrupt(f"{magic!r} stands where a member of the zip file is due", at)
+        if method or flags & ~(_SIZES_BEHIND | _UTF8):
+            raise UnsupportedFormatError(
+                f"{self.file}, byte {self.base + at}: {self.what} is a zip file with compressed or "
+                "encrypted members; torch.save stores them as they are",
+                file=self.file,
+                offset=self.base + at,
+                expected="stored members",
+                found=f"method {method}, flags {flags:#x}",
+            )
+        name = self._bytes(at + _HEADER.size, name_nbytes).decode("utf-8", "replace")
+        start = at + _HEADER.size + name_nbytes + extra_nbytes
+        if start > self.nbytes or (packed != nbytes and not flags & _SIZES_BEHIND):
+            raise self._corrupt(f"the header of its member {name[:80]!r} contradicts itself", at)
+        known = None if flags & _SIZES_BEHIND or nbytes == 0xFFFFFFFF else nbytes
+        return Member(name.partition("/")[2], start, known)
+
+    def _end(self, member: Member, nbytes: int) -> int:
+        """One past a member of `nbytes` and what stands behind it."""
+        end = member.start + nbytes
+        if member.nbytes is not None:
+            if member.nbytes != nbytes:
+                raise self._corrupt(
+                    f"its member {member.name[:80]!r} has {member.nbytes} bytes, not {nbytes}",
+                    member.start,
+                )
+            return end
+        for layout in _DESCRIPTORS:
+            magic, _, packed, size = layout.unpack(self._bytes(end, layout.size))
+            if (magic, packed, size) == (_DESCRIPTOR_MAGIC, nbytes, nbytes):
+                return end + layout.size
+        raise self._corrupt(f"nothing tells the size of its member {member.name[:80]!r}", end)
+
+    def _small(self, member: Member) -> int:
+        """Length of a tiny member."""
+        if member.nbytes is not None:
+            return member.nbytes
+        end = self.data.find(_DESCRIPTOR_MAGIC, member.start, member.start + _MAX_SMALL_NBYTES + 4)
+        if end < 0:
+            if len(self.data) < min(self.nbytes, member.start + _MAX_SMALL_NBYTES + 4):
+                raise ShortHeadError
+            raise self._corrupt(f"its member {member.name[:80]!r} does not end", member.start)
+        return end - member.start
+
+    def _check_order(self, order: bytes, at: int) -> None:
+        if order != b"little":
+            raise UnsupportedFormatError(
+                f"{self.file}, byte {self.base + at}: {self.what} was written on a machine of "
+                f"another byte order ({order[:20]!r}); only little endian is read",
+                file=self.file,
+                offset=self.base + at,
+                expected="little",
+                found=order[:20],
+            )
+
+    def _bytes(self, at: int, nbytes: int) -> bytes:
+        if at + nbytes > self.nbytes:
+            raise self._corrupt("it ends inside the header of a member", self.nbytes)
+        if at + nbytes > len(self.data):
+            raise ShortHeadError
+        return self.data[at : at + nbytes]
+
+    def _corrupt(self, reason: str, at: int) -> CorruptCheckpointError:
+        return corrupt(self.what, reason, file=self.file, offset=self.base + at)

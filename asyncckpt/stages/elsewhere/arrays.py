@@ -1,0 +1,244 @@
+"""zarr arrays under the keys of a table, and the checkpoint that they make."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.format import zarr2, zarr3
+from asyncckpt.format.foreign_tree import ForeignLeaf, structure_of
+from asyncckpt.format.scalars import JsonValue
+from asyncckpt.format.sharding import ENTRY_NBYTES
+from asyncckpt.format.zarr import ZarrArray, ZarrLimits
+from asyncckpt.format.zarr_codecs import make_codec
+from asyncckpt.ports import CheckpointFiles
+from asyncckpt.stages.elsewhere.extents import ExtentReader, FoundArray
+from asyncckpt.stages.elsewhere.listing import located
+from asyncckpt.stages.elsewhere.tables import KeyTable
+from asyncckpt.stages.elsewhere.tensorstore import UNPACK
+from asyncckpt.stages.opened import OpenCheckpoint, Storage, StoredFile, number_rows
+from asyncckpt.format.record import ArrayTable, LeafTable
+
+DOCUMENTS_NBYTES = 16 << 20
+"""Metadata documents that are in memory at a time."""
+
+UNSTORED_CHUNKS = 1 << 19
+"""Chunks that need not be stored: each takes 24 bytes of the table of extents."""
+
+UNSTORED_FILES = 1 << 12
+"""The same where every chunk is a file: for each that is not there, a link must be ruled out."""
+
+_DECODERS = {
+    zarr3.METADATA_NAME: zarr3.decode_metadata,
+    zarr2.METADATA_NAME: zarr2.decode_metadata,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayKey:
+    """Where the metadata document of an array is.
+
+    Attributes:
+        name: the array's name in its database or directory; empty for the database's root.
+        document: last part of the key of the document.
+        row: row of the document in the table.
+    """
+
+    name: str
+    document: str
+    row: int
+
+
+def array_keys(table: KeyTable) -> list[ArrayKey]:
+    """All arrays and groups of zarr in a table, by name."""
+    found = []
+    for row, key in enumerate(table.keys):
+        for document in _DECODERS:
+            tail = document.encode()
+            if key.endswith(tail) and key[: -len(tail)][-1:] in (b"", b"/"):
+                try:
+                    name = key[: -len(tail) - 1].decode()
+                except UnicodeDecodeError:
+                    raise UnsupportedFormatError(
+                        f"{table.listing.files.location}: the array {key!r} has a name that is no "
+                        "UTF-8; copy it to another name with TensorStore",
+                        location=table.listing.files.location,
+                        found=key,
+                    ) from None
+                found.append(ArrayKey(name, document, row))
+    return found
+
+
+async def read_arrays(
+    table: KeyTable, keys: Sequence[ArrayKey], *, complete: bool
+) -> list[FoundArray | None]:
+    """The arrays whose documents these are; None for groups.
+
+    Args:
+        table: where they are.
+        keys: which.
+        complete: whether whoever wrote them has stored every chunk.
+
+    Raises:
+        CorruptCheckpointError: a document is damaged, or claims more than the limits.
+        UnsupportedFormatError: an array is stored in a way that is not read here.
+    """
+    listing = table.listing
+    known: dict[tuple[str, bytes], ZarrArray | None] = {}
+    found: list[FoundArray | None] = []
+    for batch in _batches(table, keys):
+        documents = await table.values(
+            [key.row for key in batch], max_nbytes=ZarrLimits().max_document_nbytes
+        )
+        for key, data in zip(batch, documents, strict=True):
+            place = posixpath.join(listing.path(key.name) if key.name else "", key.document)
+            if (key.document, data) not in known:
+                with located(listing.files):
+                    known[key.document, data] = _decode(key.document, data, place)
+            zarr = known[key.document, data]
+            base = f"{key.name}/".encode() if key.name else b""
+            found.append(
+                None if zarr is None else FoundArray(key.name, table, base, zarr, place, complete)
+            )
+    return found
+
+
+def _decode(document: str, data: bytes, place: str) -> ZarrArray | None:
+    if document == zarr3.METADATA_NAME and zarr3.is_group(data):
+        return None
+    return _DECODERS[document](data, file=place)
+
+
+def _batches(table: KeyTable, keys: Sequence[ArrayKey]) -> Iterator[list[ArrayKey]]:
+    batch: list[ArrayKey] = []
+    nbytes = 0
+    for key in keys:
+        batch.append(key)
+        nbytes += int(table.nbytes[key.row])
+        if nbytes > DOCUMENTS_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def make_checkpoint(
+    files: CheckpointFiles,
+    format: str,
+    root: Any,
+    *,
+    metadata: Mapping[str, JsonValue] | None = None,
+    metrics: Mapping[str, float] | None = None,
+    created_ns: int = 0,
+    database: str = "",
+) -> OpenCheckpoint:
+    """The checkpoint whose tree is `root`, with leaves that are `ForeignLeaf`.
+
+    Raises:
+        CorruptCheckpointError: the tree makes no sense, or arrays claim too many chunks.
+        UnsupportedFormatError: an array is packed in a way that is not read here.
+    """
+    try:
+        structure, leaves = structure_of(root)
+    except ValueError as error:
+        raise CorruptCheckpointError(
+            f"{files.location}: the tree of the checkpoint is malformed: {error}; use another "
+            "checkpoint",
+            location=files.location,
+        ) from None
+    arrays: list[FoundArray] = [leaf.array for leaf in leaves if leaf.array is not None]
+    numbers: dict[ZarrArray, int] = {}
+    storages: list[Storage] = []
+    for array in arrays:
+        if array.zarr not in numbers:
+            numbers[array.zarr] = len(storages)
+            with located(files):
+                storages.append(_storage(array))
+    table = ArrayTable([a.name for a in arrays], [numbers[a.zarr] for a in arrays])
+    stored_files = _stored_files(arrays)
+    _check_chunk_count(files, arrays, storages, table, stored_files)
+    first_rows, row_count = number_rows(storages, table)
+    reader = ExtentReader(files, arrays, storages, table, stored_files)
+    return OpenCheckpoint(
+        files=files,
+        format=format,
+        tree=structure,
+        leaves=_leaf_table(leaves),
+        arrays=table,
+        storages=tuple(storages),
+        stored_files=stored_files,
+        read_extents=reader.read,
+        first_rows=first_rows,
+        row_count=row_count,
+        metadata=metadata or {},
+        metrics=metrics or {},
+        created_ns=created_ns,
+        library=format,
+        database=database,
+    )
+
+
+def _leaf_table(leaves: Sequence[ForeignLeaf]) -> LeafTable:
+    return LeafTable(
+        [leaf.kind for leaf in leaves],
+        [leaf.value for leaf in leaves],
+        {row: leaf.extra for row, leaf in enumerate(leaves) if leaf.extra},
+    )
+
+
+def _storage(array: FoundArray) -> Storage:
+    zarr = array.zarr
+    shards = array.shards
+    codec = make_codec(
+        zarr.chain if shards is None else shards.chain,
+        zarr.chunk_shape if shards is None else shards.chunk_shape,
+        zarr.spec.dtype,
+        fill=zarr.fill_value,
+        more=UNPACK,
+        file=array.document,
+    )
+    shape = zarr.chunk_shape if shards is None else shards.chunk_shape
+    return Storage(zarr.spec, shape, codec, zarr.fill_value)
+
+
+def _stored_files(arrays: Sequence[FoundArray]) -> tuple[StoredFile, ...]:
+    tables = {id(array.table): array.table for array in arrays}
+    nbytes_of: dict[str, int] = {}
+    for table in tables.values():
+        for path in table.paths:
+            nbytes_of[path] = table.listing.nbytes_of.get(path, 0)
+    return tuple(StoredFile(path, nbytes) for path, nbytes in nbytes_of.items())
+
+
+def _check_chunk_count(
+    files: CheckpointFiles,
+    arrays: Sequence[FoundArray],
+    storages: Sequence[Storage],
+    table: ArrayTable,
+    stored_files: Sequence[StoredFile],
+) -> None:
+    """There are not many more chunks than are stored: the extents of all are one table in memory.
+
+    What is stored has a key of its own, or an entry in the index of a shard.
+    """
+    counts = [storage.grid.chunk_count for storage in storages]
+    claimed = sum(counts[spec] for spec in table.spec)
+    keys = sum({id(array.table): len(array.table.keys) for array in arrays}.values())
+    if any(array.shards is not None for array in arrays):
+        keys += sum(file.nbytes for file in stored_files) // ENTRY_NBYTES
+    in_files = any(array.table.is_directory for array in arrays)
+    unstored = UNSTORED_FILES if in_files else UNSTORED_CHUNKS
+    if claimed > keys + unstored:
+        worst = max(range(len(arrays)), key=lambda n: counts[table.spec[n]])
+        raise CorruptCheckpointError(
+            f"{files.location}: the arrays claim {claimed} chunks, of which at most {keys} are "
+            f"stored; array {arrays[worst].name!r} alone claims {counts[table.spec[worst]]}; the "
+            f"metadata is damaged or hostile, up to {unstored} chunks may be missing",
+            file=arrays[worst].document,
+            location=files.location,
+            expected=keys + unstored,
+            found=claimed,
+        )

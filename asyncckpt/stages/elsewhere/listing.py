@@ -1,0 +1,206 @@
+"""The files below a directory with their sizes, and reading many small ranges of them."""
+
+# Rule 1: nothing is read, nor memory taken for it, before the listing says that it is there. Links
+#   are not listed: what is reached through one is refused as the store refuses it.
+
+from __future__ import annotations
+
+import asyncio
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UnsupportedFormatError,
+)
+from asyncckpt.flow.shield import leading_error
+from asyncckpt.format.paths import path_fault
+from asyncckpt.planning.coalesce import coalesce
+from asyncckpt.ports import Bytes, CheckpointFiles
+from asyncckpt.stages.opened import missing
+
+MAX_FILES = 1 << 20
+"""Files and directories of one checkpoint."""
+
+MAX_DEPTH = 320
+"""Directories inside each other: as many as a tree has containers, and a cell has dimensions."""
+
+GAP_NBYTES = 64 << 10
+"""Unwanted bytes that a read takes along instead of ending."""
+
+READ_NBYTES = 4 << 20
+"""Longest read of several ranges."""
+
+CONCURRENCY = 8
+"""Reads in flight: enough to hide the hop to another thread."""
+
+Range = tuple[str, int, int]
+"""File relative to the checkpoint, first byte, length."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Listing:
+    """The regular files below one directory of a checkpoint.
+
+    Attributes:
+        files: access to the checkpoint.
+        directory: the directory, relative to the checkpoint; empty for the checkpoint itself.
+        nbytes_of: size of every file, by its path relative to the checkpoint.
+    """
+
+    files: CheckpointFiles
+    directory: str
+    nbytes_of: Mapping[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(self.nbytes_of.values())
+
+    def path(self, name: str) -> str:
+        """The path of what has this name in the directory."""
+        return posixpath.join(self.directory, name)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a regular file of this name in the directory."""
+        return self.path(name) in self.nbytes_of
+
+    async def check(self, path: str, offset: int, nbytes: int) -> None:
+        """The range is inside its file.
+
+        Raises:
+            CorruptCheckpointError: it is not, or there is no such file, or it is a link.
+        """
+        size = self.nbytes_of.get(path)
+        if size is None:
+            await self.refuse_link(path)
+            raise missing(self.files.location, path)
+        if offset > size or nbytes > size - offset:
+            raise CorruptCheckpointError(
+                f"{self.files.location}: {path} ends at byte {size}, the metadata places something "
+                f"at bytes {offset} to {offset + nbytes} of it; it is truncated or damaged",
+                file=path,
+                offset=offset,
+                location=self.files.location,
+                expected=offset + nbytes,
+                found=size,
+            )
+
+    async def refuse_link(self, path: str) -> None:
+        """There is nothing at `path`, or something that is not reached through a link.
+
+        Raises:
+            CorruptCheckpointError: there is a link.
+        """
+        try:
+            await self.files.entries(path, max_entries=MAX_FILES)
+        except CheckpointNotFoundError:
+            return
+
+    async def read(self, ranges: Sequence[Range]) -> list[bytes]:
+        """The bytes of every range; neighbours are read together.
+
+        Raises:
+            CorruptCheckpointError: a range is outside its file.
+        """
+        for path, offset, nbytes in ranges:
+            await self.check(path, offset, nbytes)
+        order = sorted(range(len(ranges)), key=ranges.__getitem__)
+        in_order = [ranges[n] for n in order]
+        groups = coalesce(
+            np.array([offset for _, offset, _ in in_order], np.int64),
+            np.array([nbytes for _, _, nbytes in in_order], np.int64),
+            gap_nbytes=GAP_NBYTES,
+            limit_nbytes=READ_NBYTES,
+            starts=np.array(
+                [n == 0 or in_order[n - 1][0] != row[0] for n, row in enumerate(in_order)], np.bool_
+            ),
+        ).tolist()
+        result = [b""] * len(ranges)
+        runs = zip(groups, [*groups[1:], len(order)], strict=True)
+
+        async def read_runs() -> None:
+            for first, stop in runs:
+                path, base, _ = in_order[first]
+                end = max(offset + nbytes for _, offset, nbytes in in_order[first:stop])
+                data = np.empty(end - base, np.uint8)
+                await self._read(path, base, data)
+                for row in range(first, stop):
+                    at = in_order[row][1] - base
+                    result[order[row]] = data[at : at + in_order[row][2]].tobytes()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(CONCURRENCY, len(groups))):
+                    group.create_task(read_runs())
+        except BaseExceptionGroup as errors:
+            raise leading_error(errors) from None
+        return result
+
+    async def _read(self, path: str, offset: int, data: Bytes) -> None:
+        try:
+            await self.files.read_into(path, offset, [data])
+        except CheckpointNotFoundError as error:
+            raise missing(self.files.location, path) from error
+
+
+async def list_files(files: CheckpointFiles, directory: str) -> Listing:
+    """All regular files below a directory. Links are neither listed nor followed.
+
+    Raises:
+        CheckpointNotFoundError: there is no such directory.
+        CorruptCheckpointError: there are too many files, or they are too deep.
+    """
+    nbytes_of: dict[str, int] = {}
+    waiting = [(directory, 0)]
+    count = 0
+    while waiting:
+        path, depth = waiting.pop()
+        entries = await files.entries(path, max_entries=MAX_FILES)
+        count += len(entries)
+        if count > MAX_FILES or depth > MAX_DEPTH:
+            raise CorruptCheckpointError(
+                f"{files.location}: more than {MAX_FILES} files, or deeper than {MAX_DEPTH} "
+                "directories; this is no checkpoint, or a hostile one",
+                file=path,
+                location=files.location,
+                expected=MAX_FILES,
+                found=count,
+            )
+        for entry in entries:
+            inner = posixpath.join(path, entry.name)
+            if path_fault(inner) is not None:
+                continue
+            if entry.is_directory:
+                waiting.append((inner, depth + 1))
+            else:
+                nbytes_of[inner] = entry.nbytes
+    return Listing(files, directory, nbytes_of)
+
+
+@contextmanager
+def located(files: CheckpointFiles, directory: str = "") -> Iterator[None]:
+    """Errors of parsers come out with the location, their files relative to the checkpoint."""
+    try:
+        yield
+    except (CorruptCheckpointError, UnsupportedFormatError) as error:
+        if error.location is not None:
+            raise
+        kind: type[CorruptCheckpointError | UnsupportedFormatError] = (
+            UnsupportedFormatError
+            if isinstance(error, UnsupportedFormatError)
+            else CorruptCheckpointError
+        )
+        raise kind(
+            f"{posixpath.join(files.location, directory)}: {error}",
+            file=None if error.file is None else posixpath.join(directory, error.file),
+            offset=error.offset,
+            location=files.location,
+            expected=error.expected,
+            found=error.found,
+        ) from None

@@ -1,0 +1,72 @@
+"""Plain OCDBT databases of TensorStore: any zarr arrays in them, nested by their names."""
+
+from __future__ import annotations
+
+import posixpath
+from typing import Any
+
+from asyncckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
+from asyncckpt.format.foreign_tree import Branch, ForeignLeaf, add
+from asyncckpt.ports import CheckpointFiles
+from asyncckpt.stages.elsewhere.arrays import array_keys, make_checkpoint, read_arrays
+from asyncckpt.stages.elsewhere.listing import list_files
+from asyncckpt.stages.elsewhere.tables import KeyTable, read_database
+from asyncckpt.stages.opened import OpenCheckpoint
+
+
+async def open_ocdbt(files: CheckpointFiles) -> OpenCheckpoint:
+    """The arrays of the newest version of a database, as a tree of dicts.
+
+    The parts of an array's name between ``/`` are its keys; an array at the root of the database is
+    the tree itself. Chunks that are not stored consist of the fill value.
+
+    Raises:
+        CheckpointNotFoundError: there is no array in it, or it is the database of a checkpoint of
+            ours that lacks its record.
+        CorruptCheckpointError: it is damaged or passes a limit.
+        UnsupportedFormatError: it is of a newer version, or stores an array in a way that is not
+            read here.
+    """
+    table = await read_database(await list_files(files, ""))
+    return make_checkpoint(files, "ocdbt", await tree_of(table))
+
+
+async def tree_of(table: KeyTable) -> Any:
+    """All arrays of a table, nested by their names.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        UnsupportedFormatError: one array is inside of another.
+    """
+    listing = table.listing
+    where = posixpath.join(listing.files.location, listing.directory)
+    root: Any = Branch("dict")
+    for array in await read_arrays(table, array_keys(table), complete=False):
+        if array is None:
+            continue
+        leaf = ForeignLeaf("numpy", array=array)
+        try:
+            if not array.name:
+                if isinstance(root, ForeignLeaf) or root.children:
+                    raise ValueError("it stands at the root of the database, beside others")
+                root = leaf
+            elif isinstance(root, ForeignLeaf):
+                raise ValueError("another array stands at the root of the database")
+            else:
+                add(root, [(part, "dict") for part in array.name.split("/")], leaf)
+        except ValueError as error:
+            raise UnsupportedFormatError(
+                f"{where}: array {array.name!r} has no place in a tree: {error}; copy it to "
+                "another name with TensorStore",
+                file=array.document,
+                location=listing.files.location,
+                found=array.name,
+            ) from None
+    if isinstance(root, Branch) and not root.children:
+        raise CheckpointNotFoundError(
+            f"{where}: there are no zarr arrays among its {len(table.keys)} keys",
+            location=listing.files.location,
+            expected="zarr.json or .zarray",
+            found=table.keys[:5],
+        )
+    return root

@@ -1,0 +1,209 @@
+"""Building an `OpenCheckpoint` of tensors that stand in files as runs of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncckpt.errors import AsyncCheckpointError
+from asyncckpt.format.codecs import PLAIN, Bytes, Codec
+from asyncckpt.format.record import ArrayTable, JsonValue, LeafTable, Piece
+from asyncckpt.format.scalars import Scalar, encode_scalar
+from asyncckpt.format.strided import Layout, codec_of
+from asyncckpt.options import DEFAULT_CHUNK_NBYTES, INLINE_NBYTES
+from asyncckpt.planning.raw import RawPiece, raw_pieces
+from asyncckpt.planning.table import Column
+from asyncckpt.ports import CheckpointFiles
+from asyncckpt.spec import ITEMSIZES, ArraySpec, array_spec
+from asyncckpt.stages.opened import Extents, OpenCheckpoint, Storage, StoredFile, number_rows
+from asyncckpt.tree import Structure, array_names
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A part of a leaf that stands in a file as one run of bytes.
+
+    Attributes:
+        offset: where the part starts in the leaf.
+        shape: its shape.
+        file: index of the file.
+        start: its first byte there.
+        layout: how its elements stand; None where they stand in C order.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: int
+    start: int
+    layout: Layout | None = None
+
+
+class RunTables:
+    """The leaves of one checkpoint in tree order, and where each stands."""
+
+    def __init__(self) -> None:
+        self._kinds: list[str] = []
+        self._values: list[JsonValue] = []
+        self._extra: dict[int, Mapping[str, JsonValue]] = {}
+        self._pieces: dict[int, tuple[Piece, ...]] = {}
+        self._owners: list[int] = []
+        self._specs: list[int] = []
+        self._storages: list[Storage] = []
+        self._known: dict[tuple[object, ...], int] = {}
+        self._cuts: dict[tuple[object, ...], list[RawPiece]] = {}
+        self._rows: list[tuple[int, Column, int]] = []
+        self._row_count = 0
+        self._inline: dict[int, bytes] = {}
+        self._refused: dict[int, AsyncCheckpointError] = {}
+
+    def add_scalar(self, value: Scalar) -> None:
+        """The next leaf is this value."""
+        if type(value) is not bytes or len(value) <= INLINE_NBYTES:
+            self._add_leaf(*encode_scalar(value))
+            return
+        self._extra[len(self._kinds)] = {"python": "bytes"}
+        self._inline[self._row_count] = value
+        shape = (len(value),)
+        storage = self._storage(array_spec(shape, "uint8"), shape, PLAIN)
+        self._add_array(storage, -1, np.zeros(1, np.int64), 0)
+        self._add_leaf("numpy")
+
+    def add_array(self, kind: str, dtype: str, runs: Sequence[Run]) -> None:
+        """The next leaf is an array of these runs, which tile it."""
+        pieces: list[Piece] = []
+        for run in runs:
+            for piece in self._cut(run, ITEMSIZES[dtype]):
+                codec = PLAIN
+                if run.layout is not None:
+                    codec = codec_of(run.layout, piece.chunk_shape, dtype)
+                storage = self._storage(array_spec(piece.shape, dtype), piece.chunk_shape, codec)
+                offset = tuple(a + b for a, b in zip(run.offset, piece.offset, strict=True))
+                pieces.append(Piece(offset, len(self._specs)))
+                nbytes = self._storages[storage].chunk_nbytes
+                self._add_array(storage, run.file, piece.row_offset + run.start, nbytes)
+        if len(pieces) > 1:
+            self._pieces[len(self._kinds)] = tuple(pieces)
+        self._add_leaf(kind)
+
+    def add_refused(
+        self,
+        kind: str,
+        spec: ArraySpec,
+        error: AsyncCheckpointError,
+        *,
+        file: int,
+        start: int,
+        nbytes: int,
+    ) -> None:
+        """The next leaf stands in these bytes, cannot be read, and gives `error` to who wants it.
+
+        `spec` is of an array that holds elements.
+        """
+
+        def refuse(_: Sequence[Bytes], __: int) -> Bytes:
+            raise error.with_traceback(None)
+
+        storage = self._storage(spec, spec.shape, Codec("unreadable", crc32c=False, decode=refuse))
+        self._refused[len(self._specs)] = error
+        self._add_array(storage, file, np.full(1, start, np.int64), nbytes)
+        self._add_leaf(kind)
+
+    def open(
+        self,
+        files: CheckpointFiles,
+        form: str,
+        tree: Structure,
+        stored_files: Sequence[StoredFile],
+        *,
+        library: str,
+        metadata: Mapping[str, JsonValue],
+    ) -> OpenCheckpoint:
+        """The checkpoint of all leaves that were added, in the containers of `tree`."""
+        arrays = ArrayTable(self._names(tree), self._specs)
+        storages = tuple(self._storages)
+        first_rows, row_count = number_rows(storages, arrays)
+        extents, refused = self._extents(), self._refused
+
+        async def read_extents(wanted: Sequence[int] | None) -> Extents:
+            for array in wanted or () if refused else ():
+                if array in refused:
+                    raise refused[array].with_traceback(None)
+            return extents
+
+        return OpenCheckpoint(
+            files=files,
+            format=form,
+            tree=tree,
+            leaves=LeafTable(self._kinds, self._values, self._extra, self._pieces),
+            arrays=arrays,
+            storages=storages,
+            stored_files=tuple(stored_files),
+            read_extents=read_extents,
+            first_rows=first_rows,
+            row_count=row_count,
+            metadata=metadata,
+            library=library,
+        )
+
+    def _add_leaf(self, kind: str, value: JsonValue = None) -> None:
+        self._kinds.append(kind)
+        self._values.append(value)
+
+    def _add_array(self, storage: int, file: int, offsets: Column, nbytes: int) -> None:
+        self._owners.append(len(self._kinds))
+        self._specs.append(storage)
+        self._rows.append((file, offsets, nbytes))
+        self._row_count += len(offsets)
+
+    def _storage(self, spec: ArraySpec, chunk_shape: tuple[int, ...], codec: Codec) -> int:
+        key = (spec, chunk_shape, codec)
+        number = self._known.setdefault(key, len(self._storages))
+        if number == len(self._storages):
+            self._storages.append(Storage(spec, chunk_shape, codec))
+        return number
+
+    def _cut(self, run: Run, itemsize: int) -> list[RawPiece]:
+        axes = None if run.layout is None else run.layout.axes
+        key = (run.shape, itemsize, axes)
+        pieces = self._cuts.get(key)
+        if pieces is None:
+            shape = run.shape if axes is None else tuple(run.shape[axis] for axis in axes)
+            pieces = raw_pieces(shape, itemsize, DEFAULT_CHUNK_NBYTES)
+            if axes is not None:
+                pieces = [_turned(piece, axes) for piece in pieces]
+            self._cuts[key] = pieces
+        return pieces
+
+    def _names(self, tree: Structure) -> list[str]:
+        of_leaf = array_names(tree.parts())
+        names: list[str] = []
+        for number, leaf in enumerate(self._owners):
+            pieces = self._pieces.get(leaf)
+            # No name has a slash in it, so that these are new ones.
+            part = f"/{number - pieces[0].array}" if pieces else ""
+            names.append(of_leaf[leaf] + part)
+        return names
+
+    def _extents(self) -> Extents:
+        counts = [len(offsets) for _, offsets, _ in self._rows]
+        none = np.zeros(0, np.int64)
+        return Extents(
+            np.repeat(np.array([file for file, _, _ in self._rows], np.int64), counts),
+            np.concatenate([none, *(offsets for _, offsets, _ in self._rows)]),
+            np.repeat(np.array([nbytes for _, _, nbytes in self._rows], np.int64), counts),
+            values=self._inline,
+        )
+
+
+def _turned(piece: RawPiece, axes: Sequence[int]) -> RawPiece:
+    """A piece of an array whose axes stand in this order, as a piece of the array itself."""
+    back = np.argsort(axes)
+    counts = [n // c for n, c in zip(piece.shape, piece.chunk_shape, strict=True)]
+    return RawPiece(
+        tuple(piece.offset[axis] for axis in back),
+        tuple(piece.shape[axis] for axis in back),
+        tuple(piece.chunk_shape[axis] for axis in back),
+        piece.row_offset.reshape(counts).transpose(back).reshape(-1),
+    )

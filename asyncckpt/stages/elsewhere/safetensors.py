@@ -1,0 +1,136 @@
+"""safetensors files, and sets of them with their index, opened as checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+import numpy as np
+
+from asyncckpt.errors import UnsupportedFormatError
+from asyncckpt.format.record import JsonValue
+from asyncckpt.format.safetensors import (
+    LENGTH_NBYTES,
+    SUFFIX,
+    Header,
+    decode_header,
+    header_nbytes,
+)
+from asyncckpt.format.safetensors_set import (
+    INDEX_SUFFIX,
+    MAX_INDEX_NBYTES,
+    check_set,
+    decode_index,
+    holds_parts,
+)
+from asyncckpt.ports import CheckpointFiles
+from asyncckpt.stages.elsewhere.access import MAX_ENTRIES, located, stored_files
+from asyncckpt.stages.elsewhere.runs import Run, RunTables
+from asyncckpt.stages.opened import OpenCheckpoint, StoredFile
+from asyncckpt.tree import Node, Structure
+
+
+async def open_safetensors(files: CheckpointFiles) -> OpenCheckpoint:
+    """The header of a safetensors file, or of every file of a set, has been read and is valid.
+
+    The location is the file, or a directory with either one such file or the index of a set. The
+    tree is a dict of arrays by name.
+
+    Raises:
+        CorruptCheckpointError: a header or the index is malformed, or a file is missing.
+        UnsupportedFormatError: a dtype is not known, the files hold parts of tensors, or it is
+            not clear which file is meant.
+    """
+    entries = await files.entries(max_entries=MAX_ENTRIES)
+    regular = {entry.name: entry.nbytes for entry in entries if not entry.is_directory}
+    indexes = [name for name in regular if name.endswith(INDEX_SUFFIX)]
+    tensors = [name for name in regular if name.endswith(SUFFIX) or not name]
+    if len(indexes) == 1:
+        return await _open_set(files, indexes[0])
+    if indexes or len(tensors) != 1:
+        _refuse_choice(files.location, indexes or tensors)
+    return await _open_file(files, StoredFile(tensors[0], regular[tensors[0]]))
+
+
+async def _open_file(files: CheckpointFiles, stored: StoredFile) -> OpenCheckpoint:
+    header = await _read_header(files, stored)
+    places = [(name, 0, header, row) for row, name in enumerate(header.names)]
+    return _opened(files, places, [stored], header.metadata)
+
+
+async def _open_set(files: CheckpointFiles, path: str) -> OpenCheckpoint:
+    data = await files.read(path, max_nbytes=MAX_INDEX_NBYTES)
+    with located(files, path) as shown:
+        weight_map = decode_index(data, file=shown)
+    stored = await stored_files(files, dict.fromkeys(weight_map.values()))
+    headers = {name: await _read_header(files, file) for name, file in stored.items()}
+    numbers = {name: number for number, name in enumerate(stored)}
+    with located(files, path) as shown:
+        places = [
+            (name, numbers[file], headers[file], row)
+            for name, file, row in check_set(weight_map, headers, file=shown)
+        ]
+    return _opened(files, places, list(stored.values()), _merged(headers))
+
+
+async def _read_header(files: CheckpointFiles, file: StoredFile) -> Header:
+    prefix = np.empty(min(LENGTH_NBYTES, file.nbytes), np.uint8)
+    await files.read_into(file.path, 0, [prefix])
+    with located(files, file.path) as shown:
+        nbytes = header_nbytes(prefix.tobytes(), file.nbytes, file=shown)
+    data = np.empty(nbytes, np.uint8)
+    await files.read_into(file.path, LENGTH_NBYTES, [data])
+    text = data.tobytes()
+    del data
+    with located(files, file.path) as shown:
+        header = decode_header(text, file.nbytes, file=shown)
+        if holds_parts(header.metadata, file=shown):
+            raise UnsupportedFormatError(
+                f"{shown}: its tensors are parts of larger ones, written by each rank for itself; "
+                "consolidate the files with torch.distributed.checkpoint first "
+                "(HuggingFaceStorageWriter(enable_consolidation=True))",
+                expected="whole tensors",
+                found="parts of tensors",
+            )
+    return header
+
+
+def _opened(
+    files: CheckpointFiles,
+    places: Sequence[tuple[str, int, Header, int]],
+    stored: Sequence[StoredFile],
+    metadata: Mapping[str, JsonValue],
+) -> OpenCheckpoint:
+    """The checkpoint of these tensors: name, number of the file, its header, row in it."""
+    tables = RunTables()
+    for _, file, header, row in places:
+        spec = header.specs[row]
+        origin = (0,) * len(spec.shape)
+        run = Run(origin, spec.shape, file, header.offsets[row])
+        tables.add_array("numpy", spec.dtype, [run])
+    keys = tuple(name for name, *_ in places)
+    tree = Structure((Node("dict", keys, tuple(range(len(keys)))),), len(keys))
+    return tables.open(files, "safetensors", tree, stored, library="safetensors", metadata=metadata)
+
+
+def _merged(headers: Mapping[str, Header]) -> dict[str, JsonValue]:
+    """What the files of a set say; where they differ, the text of each by its file."""
+    said: dict[str, dict[str, str]] = {}
+    for path, header in headers.items():
+        for key, text in header.metadata.items():
+            said.setdefault(key, {})[path] = text
+    return {
+        key: dict(texts) if len(set(texts.values())) > 1 else next(iter(texts.values()))
+        for key, texts in said.items()
+    }
+
+
+def _refuse_choice(location: str, names: Sequence[str]) -> NoReturn:
+    some = ", ".join(names[:5]) + (", …" if len(names) > 5 else "") or "no regular file"
+    raise UnsupportedFormatError(
+        f"{location}: one safetensors file or one index is read, and here is {some}; nothing says "
+        "which belong together: give the path of one file, or a directory with one index",
+        location=location,
+        expected="one file, or one index",
+        found=some,
+    )

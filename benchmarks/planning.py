@@ -1,0 +1,154 @@
+"""How long planning takes by itself: no array is read, no file is touched.
+
+Three things grow: the leaves of a tree, the shards of one leaf, and the leaves whose plan is found
+in the cache. A plan of leaves has one chunk each, one of shards a chunk per shard.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asyncckpt import options
+from asyncckpt.adapters import adapters_for_loaded_frameworks
+from asyncckpt.checkpointer.capture import capture
+from asyncckpt.checkpointer.layout import LayoutCache, layout_key, make_layout
+from asyncckpt.planning.restore import (
+    Request,
+    RestorePlan,
+    StoredArrays,
+    WholeArrays,
+    plan_restore,
+)
+from asyncckpt.planning.save import LeafLayout, SavePlan, plan_save
+from asyncckpt.spec import ArraySpec, ChunkGrid, Shard
+from benchmarks.workloads import Tree, flat_arrays
+
+LEAVES_PER_SHARD = 20
+"""A shard of one large array is worth so many leaves: what plans them has boxes to look at."""
+
+SHARD_SHAPE = (256, 256)
+
+GAP_NBYTES = 64 << 10
+"""Unwanted bytes that a restore reads along, as it is set in the library."""
+
+BUDGET_NBYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One thing to time.
+
+    Attributes:
+        column: what it is.
+        count: how many leaves or shards it is about.
+        work: does it.
+    """
+
+    column: str
+    count: int
+    work: Callable[[], object]
+
+    def run(self) -> Mapping[str, float]:
+        """`wall_s` is the time of the call alone."""
+        start = time.perf_counter()
+        self.work()
+        return {"wall_s": time.perf_counter() - start}
+
+
+def planned(tree: Tree) -> list[Planned]:
+    """What is timed for a tree: its leaves, and an array with shards in proportion."""
+    leaves = [
+        LeafLayout(path, ArraySpec(array.shape, array.dtype.name), options.DEFAULT_CHUNK_NBYTES)
+        for path, array in flat_arrays(tree).items()
+    ]
+    sharded = sharded_leaf(max(1, len(leaves) // LEAVES_PER_SHARD))
+    return [*_plans("leaves", len(leaves), leaves), *_plans("shards", *sharded), _cached(tree)]
+
+
+def _plans(what: str, count: int, leaves: list[LeafLayout]) -> list[Planned]:
+    plan = save(leaves)
+    return [
+        Planned(f"save, {what}", count, lambda: save(leaves)),
+        Planned(f"restore, {what}", count, restoring(plan, leaves)),
+    ]
+
+
+def save(leaves: list[LeafLayout]) -> SavePlan:
+    """The plan of a save as the library makes it."""
+    return plan_save(
+        leaves,
+        data_file_nbytes=options.DEFAULT_DATA_FILE_NBYTES,
+        slot_nbytes=options.SLOT_NBYTES,
+        page_nbytes=options.PAGE_NBYTES,
+        aligned_chunk_nbytes=options.ALIGNED_CHUNK_NBYTES,
+        inline_nbytes=options.INLINE_NBYTES,
+    )
+
+
+def restoring(plan: SavePlan, leaves: list[LeafLayout]) -> Callable[[], RestorePlan]:
+    """Plans the restore of everything that was planned to be saved, shard by shard."""
+    arrays = plan.arrays
+    stored = StoredArrays(
+        [(part.grid, part.spec.itemsize, False) for part in arrays.parts],
+        arrays.part,
+        plan.first_row,
+    )
+    requests: list[Request] | WholeArrays
+    if any(leaf.shards is not None for leaf in leaves):
+        requests = [
+            Request(array, shard.box, True)
+            for array, leaf in enumerate(leaves)
+            for shard in leaf.shards or ()
+        ]
+    else:
+        count = len(arrays.part)
+        requests = WholeArrays(np.arange(count), np.ones(count, np.bool_))
+    nbytes = plan.row_payload + 4
+    # What stands in the index does so leaf behind leaf, in a file behind those of the data.
+    inline = plan.row_file < 0
+    file = np.where(inline, len(plan.file_nbytes), plan.row_file)
+    offset = np.where(inline, np.cumsum(nbytes) - nbytes, plan.row_offset)
+    return lambda: plan_restore(
+        stored,
+        requests,
+        row_file=file,
+        row_offset=offset,
+        row_nbytes=nbytes,
+        slot_nbytes=options.SLOT_NBYTES,
+        gap_nbytes=GAP_NBYTES,
+        aligned_chunk_nbytes=options.ALIGNED_CHUNK_NBYTES,
+    )
+
+
+def sharded_leaf(count: int) -> tuple[int, list[LeafLayout]]:
+    """One array in about `count` shards that lie on a grid of rows and columns, and their number."""
+    rows = math.isqrt(count)
+    columns = count // rows
+    height, width = SHARD_SHAPE
+    grid = ChunkGrid((rows * height, columns * width), SHARD_SHAPE)
+    shards = tuple(Shard(grid.box(cell)) for cell in grid.cells())
+    spec = ArraySpec(grid.shape, "float32")
+    return len(shards), [LeafLayout("w", spec, options.DEFAULT_CHUNK_NBYTES, shards=shards)]
+
+
+def _cached(tree: Tree) -> Planned:
+    # Two saves of one loop: what the first one planned, the second one finds.
+    def key() -> list[Any]:
+        return layout_key(taken, options.SaveOptions(), BUDGET_NBYTES)
+
+    taken = capture(tree, adapters_for_loaded_frameworks())
+    layouts = LayoutCache()
+    layouts.keep(key(), make_layout(taken, options.SaveOptions(), BUDGET_NBYTES))
+    taken = capture(tree, adapters_for_loaded_frameworks())
+
+    def find() -> None:
+        if layouts.find(key()) is None:
+            raise AssertionError("the plan of an equal tree was not found")
+
+    return Planned("cached plan", len(taken.paths), find)
