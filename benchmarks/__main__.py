@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib.util
 import random
 import signal
 import sys
@@ -13,15 +14,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import machine, report, results, workloads
+from benchmarks import machine, report, reshard, results, targets, workloads
 from benchmarks.floors import Floors
 from benchmarks.measure import Protocol
 from benchmarks.peers import full_peers
 from benchmarks.subject import Subject
 from benchmarks.suite import Suite
-from benchmarks.workloads import Workload
 
-Makers = Mapping[str, Callable[[], Workload]]
+Runs = Mapping[str, Callable[[Suite], None]]
 Peers = Mapping[str, Callable[[Path], Subject]]
 
 MIB = 1 << 20
@@ -33,9 +33,12 @@ COPIES_IN_MEMORY = 6
 
 SPARE_NBYTES = 768 * MIB
 
-SHORT_STEADY_S, FULL_STEADY_S = 15.0, 600.0
+SHORT_STEADY_S, FULL_STEADY_S = 10.0, 600.0
 """Seconds per scenario within which unsteady samples are taken again: the short form is to end in
-eight minutes on a machine that is busy now and then."""
+ten minutes on a machine that is busy now and then."""
+
+SHORT_RESHARDED = 2
+"""The short form reshards a state of one part in so many: eight devices on a few cores are slow."""
 
 BUFFER_NBYTES = 256 * MIB
 
@@ -50,10 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.steady_s is None:
         options.steady_s = FULL_STEADY_S if options.full else SHORT_STEADY_S
     peers = full_peers() if options.full else {}
-    makers = _workloads(size, full=options.full)
-    unknown = set(options.only) - makers.keys()
+    runs = _workloads(size, full=options.full)
+    unknown = set(options.only) - runs.keys()
     if unknown:
-        print(f"no workload {', '.join(sorted(unknown))}; there are {', '.join(makers)}")
+        print(f"no workload {', '.join(sorted(unknown))}; there are {', '.join(runs)}")
         return 2
     with (
         _terminated_by_exception(),
@@ -68,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if refused:
             print(refused, file=sys.stderr)
             return 2
-        found = _measure(options, directory, peers, makers)
-    found.verdicts = results.judge(found)
+        found = _measure(options, directory, peers, runs)
+    found.verdicts = targets.judge(found)
     for path in report.write(found, options.out, plots=not options.no_plots):
         print(f"wrote {path}", file=sys.stderr)
     print(report.markdown(found))
@@ -77,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(
-    options: argparse.Namespace, directory: Path, peers: Peers, makers: Makers
+    options: argparse.Namespace, directory: Path, peers: Peers, runs: Runs
 ) -> results.Results:
     start = time.monotonic()
     found = results.Results("full" if options.full else "short")
@@ -98,9 +101,9 @@ def _measure(
             peers,
             frozenset(options.scenario),
         )
-        for name, make in makers.items():
+        for name, run in runs.items():
             if not options.only or name in options.only:
-                suite.run(make)
+                run(suite)
     finally:
         floors.close()
     found.facts["duration"] = f"{time.monotonic() - start:.0f} s"
@@ -119,24 +122,32 @@ def _terminated_by_exception() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _workloads(size: int, *, full: bool) -> dict[str, Callable[[], Workload]]:
-    made: dict[str, Callable[[], Workload]] = {
+def _workloads(size: int, *, full: bool) -> dict[str, Callable[[Suite], None]]:
+    made: dict[str, Callable[[], workloads.Workload]] = {
         "W1": functools.partial(workloads.llama, size),
         "W3": functools.partial(workloads.single, size),
         "W3-odd": functools.partial(workloads.single, size, odd=True),
         "W4-1k": functools.partial(workloads.small, 1_000),
         "W4-10k": functools.partial(workloads.small, 10_000),
+        "W4-100k": functools.partial(workloads.small, 100_000),
     }
     if full:
         made["W2"] = functools.partial(workloads.llama, size, stacked=True)
-        made["W4-100k"] = functools.partial(workloads.small, 100_000)
-    return made
+    runs: dict[str, Callable[[Suite], None]] = {
+        name: functools.partial(Suite.run, make=make) for name, make in made.items()
+    }
+    if importlib.util.find_spec("jax"):
+        nbytes = size if full else size // SHORT_RESHARDED
+        runs["W7"] = functools.partial(reshard.run, nbytes=nbytes, every_peer=full)
+    return runs
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "--full", action="store_true", help="also W2, 100k leaves, Orbax and torch DCP; takes long"
+        "--full",
+        action="store_true",
+        help="also W2, and Orbax and torch DCP everywhere; takes long",
     )
     parser.add_argument(
         "--dir", type=Path, default=None, help="where to write; default: the system's temp"
@@ -157,21 +168,14 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=None,
         metavar="SECONDS",
-        help="how long each scenario may take again what was unsteady; default 15 (--full: 600)",
+        help="how long each scenario may take again what was unsteady; default 10 (--full: 600)",
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="W", help="workloads to run")
     parser.add_argument(
         "--scenario",
         nargs="+",
         default=[],
-        choices=[
-            results.SAVE,
-            results.WARM,
-            results.COLD,
-            results.STALL,
-            results.LAG,
-            results.FIRST,
-        ],
+        choices=results.SCENARIOS,
         help="scenarios to run; default all",
     )
     parser.add_argument("--no-plots", action="store_true", help="write no pictures")

@@ -266,12 +266,21 @@ def back_memory(nbytes: int) -> None:
 
 def device_read_nbytes() -> int | None:
     """Bytes this process made block devices read so far; None where the system does not say."""
+    return _io_nbytes("read_bytes")
+
+
+def call_read_nbytes() -> int | None:
+    """Bytes this process read so far by system calls; None where the system does not say."""
+    return _io_nbytes("rchar")
+
+
+def _io_nbytes(key: str) -> int | None:
     try:
         text = Path("/proc/self/io").read_text()
     except OSError:
         return None
     for line in text.splitlines():
-        if line.startswith("read_bytes:"):
+        if line.startswith(key + ":"):
             return int(line.split()[1])
     return None
 

@@ -80,7 +80,8 @@ class Orbax(Subject):
     asynchronous: bool = True
     _checkpointer: Any = None
 
-    def _open(self) -> Any:
+    def open(self) -> Any:
+        """Its checkpointer."""
         if self._checkpointer is None:
             import orbax.checkpoint as ocp
 
@@ -91,10 +92,10 @@ class Orbax(Subject):
 
     def save(self, workload: Workload) -> Saved:
         """`save` and, where it is asynchronous, `wait_until_finished`."""
-        checkpointer, path = self._open(), self._new_path()
+        checkpointer, path = self.open(), self._new_path()
         # Its type handlers know arrays and Python numbers, as our workloads have them.
         start = time.perf_counter()
-        with _quiet():
+        with quiet():
             checkpointer.save(path, workload.tree)
             stall_s = time.perf_counter() - start
             if self.asynchronous:
@@ -105,12 +106,12 @@ class Orbax(Subject):
         """`restore` to NumPy arrays, which is how the leaves were saved."""
         import orbax.checkpoint as ocp
 
-        checkpointer = self._open()
+        checkpointer = self.open()
         restore_args = map_leaves(
             lambda leaf: ocp.RestoreArgs(restore_type=type(leaf)), workload.tree
         )
         start = time.perf_counter()
-        with _quiet():
+        with quiet():
             tree = checkpointer.restore(saved.path, restore_args=restore_args)
         wall_s = time.perf_counter() - start
         return Restored(tree, {"wall_s": wall_s})
@@ -145,7 +146,7 @@ class TorchDcp(Subject):
         writer = dcp.FileSystemWriter(path, thread_count=self.threads)
         start = time.perf_counter()
         stall_s = None
-        with _quiet():
+        with quiet():
             if self.asynchronous:
                 stall_s = self._save_async(dcp, state, writer, start)
             else:
@@ -196,7 +197,7 @@ class TorchDcp(Subject):
     def _load(self, saved: Saved, state: dict[str, Any]) -> None:
         import torch.distributed.checkpoint as dcp
 
-        with _quiet():
+        with quiet():
             dcp.load(state, storage_reader=dcp.FileSystemReader(saved.path), no_dist=True)
 
     def _tensors(self, tree: Tree) -> dict[str, Any]:
@@ -235,7 +236,8 @@ def _fsynced(path: Path, start: float, stall_s: float | None = None) -> Saved:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
+    """Warnings of a package that is measured are not shown."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from asyncckpt import options
 from asyncckpt.adapters import adapters_for_loaded_frameworks
 from asyncckpt.checkpointer.capture import capture
 from asyncckpt.checkpointer.layout import LayoutCache, layout_key, make_layout
+from asyncckpt.planning.pack import TRAILER_NBYTES
 from asyncckpt.planning.restore import (
     Request,
     RestorePlan,
@@ -26,16 +27,19 @@ from asyncckpt.planning.restore import (
     plan_restore,
 )
 from asyncckpt.planning.save import LeafLayout, SavePlan, plan_save
-from asyncckpt.spec import ArraySpec, ChunkGrid, Shard
-from benchmarks.workloads import Tree, flat_arrays
+from asyncckpt.spec import ChunkGrid, Shard, array_spec
+from asyncckpt.stages.fetch import GAP_NBYTES
+from benchmarks.measure import Case
+from benchmarks.results import OURS, PLAN
+from benchmarks.workloads import Tree, Workload, flat_arrays
+
+if TYPE_CHECKING:
+    from benchmarks.suite import Suite
 
 LEAVES_PER_SHARD = 20
 """A shard of one large array is worth so many leaves: what plans them has boxes to look at."""
 
 SHARD_SHAPE = (256, 256)
-
-GAP_NBYTES = 64 << 10
-"""Unwanted bytes that a restore reads along, as it is set in the library."""
 
 BUDGET_NBYTES = 1 << 30
 
@@ -61,10 +65,22 @@ class Planned:
         return {"wall_s": time.perf_counter() - start}
 
 
+def run(suite: Suite, workload: Workload) -> None:
+    """Everything was timed for the leaves of the workload."""
+    suite.attempt(f"{workload.id} {PLAN}", PLAN, lambda: _measure(suite, workload))
+
+
+def _measure(suite: Suite, workload: Workload) -> None:
+    found = {work.column: work for work in planned(workload.tree)}
+    cases = [Case(column, work.run) for column, work in found.items()]
+    for column, samples in suite.rounds(workload, PLAN, cases).items():
+        suite.add(workload, PLAN, OURS, column, "", samples, leaf_count=found[column].count)
+
+
 def planned(tree: Tree) -> list[Planned]:
     """What is timed for a tree: its leaves, and an array with shards in proportion."""
     leaves = [
-        LeafLayout(path, ArraySpec(array.shape, array.dtype.name), options.DEFAULT_CHUNK_NBYTES)
+        LeafLayout(path, array_spec(array.shape, array.dtype.name), options.DEFAULT_CHUNK_NBYTES)
         for path, array in flat_arrays(tree).items()
     ]
     sharded = sharded_leaf(max(1, len(leaves) // LEAVES_PER_SHARD))
@@ -109,7 +125,7 @@ def restoring(plan: SavePlan, leaves: list[LeafLayout]) -> Callable[[], RestoreP
     else:
         count = len(arrays.part)
         requests = WholeArrays(np.arange(count), np.ones(count, np.bool_))
-    nbytes = plan.row_payload + 4
+    nbytes = plan.row_payload + TRAILER_NBYTES
     # What stands in the index does so leaf behind leaf, in a file behind those of the data.
     inline = plan.row_file < 0
     file = np.where(inline, len(plan.file_nbytes), plan.row_file)
@@ -127,13 +143,13 @@ def restoring(plan: SavePlan, leaves: list[LeafLayout]) -> Callable[[], RestoreP
 
 
 def sharded_leaf(count: int) -> tuple[int, list[LeafLayout]]:
-    """One array in about `count` shards that lie on a grid of rows and columns, and their number."""
+    """One array in about `count` shards, a grid of rows and columns; first their number."""
     rows = math.isqrt(count)
     columns = count // rows
     height, width = SHARD_SHAPE
     grid = ChunkGrid((rows * height, columns * width), SHARD_SHAPE)
     shards = tuple(Shard(grid.box(cell)) for cell in grid.cells())
-    spec = ArraySpec(grid.shape, "float32")
+    spec = array_spec(grid.shape, "float32")
     return len(shards), [LeafLayout("w", spec, options.DEFAULT_CHUNK_NBYTES, shards=shards)]
 
 

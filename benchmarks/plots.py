@@ -1,26 +1,101 @@
+"""The picture of the report: rates, small leaves, and restores onto other shardings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import (
+    COLD,
+    CONVERT,
+    FOREIGN,
+    OURS,
+    PLAN,
+    RESHARD,
+    SAVE,
+    WARM,
+    Measurement,
+    Results,
+)
+from benchmarks.workloads import SMALL_LEAVES
+
+PER_ROW = 3
+
+
 def plot(results: Results, path: Path) -> None:
-    """One picture: rates of the large workloads by scenario, with every sample as a dot."""
+    """One picture with a panel per kind of measurement, every sample as a dot."""
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    scenarios = [
-        s
-        for s in (SAVE, WARM, COLD)
-        if any(m.scenario == s and m.floor for m in results.measurements)
+    panels: list[tuple[Any, str, list[Measurement]]] = []
+    for scenario in (SAVE, WARM, COLD, FOREIGN, CONVERT):
+        found = [m for m in results.measurements if m.scenario == scenario and m.floor]
+        panels.append((_plot_rates, scenario, found))
+    small = [
+        m
+        for m in results.measurements
+        if m.workload.startswith(SMALL_LEAVES)
+        and (m.scenario in (SAVE, WARM) or (m.scenario, m.subject) == (PLAN, OURS))
     ]
-    figure = Figure(figsize=(4.2 * max(1, len(scenarios)) + 2.5, 4.2), layout="constrained")
+    panels.append((_plot_growth, "time by number of leaves", small))
+    resharded = [m for m in results.measurements if m.scenario == RESHARD]
+    panels.append((_plot_shardings, RESHARD, resharded))
+    panels = [panel for panel in panels if panel[2]]
+    rows = max(1, -(-len(panels) // PER_ROW))
+    columns = max(1, min(PER_ROW, len(panels)))
+    figure = Figure(figsize=(4.8 * columns + 1, 4.6 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, max(1, len(scenarios)), squeeze=False)[0]
-    for axis, scenario in zip(axes, scenarios, strict=False):
-        found = [m for m in results.measurements if m.scenario == scenario]
-        colours = colormaps["tab20" if len(found) > 20 else "tab10"]
-        _plot_rates(axis, scenario, found, colours)
+    axes = figure.subplots(rows, columns, squeeze=False).reshape(-1)
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    for axis, (draw, title, found) in zip(axes, panels, strict=False):
+        axis.set_title(title)
+        draw(axis, found, colormaps["tab20" if len(found) > 20 else "tab10"])
     figure.savefig(path, dpi=80)
 
 
-def _plot_rates(axis: Any, scenario: str, found: list[Measurement], colours: Any) -> None:
-    found = [m for m in found if m.floor]
+def _plot_growth(axis: Any, found: list[Measurement], colours: Any) -> None:
+    kinds = list(dict.fromkeys((m.scenario, m.subject, m.column) for m in found))
+    for number, (scenario, subject, column) in enumerate(kinds):
+        sizes = sorted(
+            (m for m in found if (m.scenario, m.subject, m.column) == (scenario, subject, column)),
+            key=lambda m: m.leaf_count,
+        )
+        what = "plan of a " if scenario == PLAN else f"{subject}, {scenario}, "
+        axis.loglog(
+            [m.leaf_count for m in sizes],
+            [m.wall_s for m in sizes],
+            "--." if scenario == PLAN else "-o",
+            color=colours(number % colours.N),
+            label=f"{what}{column}",
+            markersize=4,
+        )
+    axis.set_xlabel("leaves, or shards")
+    axis.set_ylabel("s")
+    axis.legend(fontsize="xx-small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
+
+
+def _plot_shardings(axis: Any, found: list[Measurement], colours: Any) -> None:
+    columns = list(dict.fromkeys(m.column for m in found))
+    subjects = list(dict.fromkeys(m.subject for m in found))
+    height = 0.8 / len(subjects)
+    for number, subject in enumerate(subjects):
+        mine = [m for m in found if m.subject == subject]
+        places = [
+            len(columns) - 1 - columns.index(m.column) + (len(subjects) / 2 - number - 0.5) * height
+            for m in mine
+        ]
+        axis.barh(places, [m.wall_s for m in mine], height, color=colours(number), label=subject)
+        for place, measurement in zip(places, mine, strict=True):
+            times = [sample.wall_s for sample in measurement.samples]
+            axis.plot(times, [place] * len(times), ".", color="black", markersize=3)
+    axis.set_yticks(range(len(columns)), columns[::-1])
+    axis.set_xlabel("s")
+    axis.legend(fontsize="x-small")
+
+
+def _plot_rates(axis: Any, found: list[Measurement], colours: Any) -> None:
     workloads = list(dict.fromkeys(m.workload for m in found))
     kinds = list(dict.fromkeys((m.subject, m.column) for m in found))
     width = 0.8 / len(kinds)
@@ -50,6 +125,5 @@ def _plot_rates(axis: Any, scenario: str, found: list[Measurement], colours: Any
             label = "floor" if w == 0 else None
             axis.plot([w - 0.45, w + 0.45], [middle] * 2, "--", color="grey", label=label)
     axis.set_xticks(range(len(workloads)), workloads)
-    axis.set_title(scenario)
     axis.set_ylabel("GB/s")
     axis.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2)

@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import (
-    COLD,
-    FIRST,
-    LAG,
-    SAVE,
-    STALL,
-    WARM,
-    Measurement,
-    Results,
-    slope_s,
-)
-
-TOLERANCE = 0.10
+from benchmarks import plots as pictures
+from benchmarks import tables
+from benchmarks.results import Results
 
 
 def write(results: Results, directory: Path, *, plots: bool = True) -> list[Path]:
@@ -33,7 +21,7 @@ def write(results: Results, directory: Path, *, plots: bool = True) -> list[Path
     made = [data, table]
     picture = directory / f"{results.form}.png"
     if plots and importlib.util.find_spec("matplotlib"):
-        plot(results, picture)
+        pictures.plot(results, picture)
         made.append(picture)
     table.write_text(markdown(results, picture.name if picture in made else None))
     return made
@@ -54,36 +42,17 @@ def json_text(results: Results) -> str:
     return "\n".join([*lines, " ]\n}\n"])
 
 
-# ------------------------------------------------------------------------------------ markdown
-
-
 def markdown(results: Results, picture: str | None = None) -> str:
     """The tables, targets first."""
     parts = [f"# Benchmarks, {results.form} form\n", _facts(results.facts)]
     if results.errors:
         parts.append("## Failed\n\n" + "\n".join(f"- {error}" for error in results.errors) + "\n")
-    if results.verdicts:
-        judged = [(v.workload, v.metric, v.target, v.measured, v.status) for v in results.verdicts]
-        parts.append("## Targets\n\n" + _table("workload|metric|target|measured|", judged))
+    parts.append(tables.targets(results))
     if picture:
-        parts.append(f"![rates, slopes and stalls]({picture})\n")
-    for scenario in (SAVE, WARM, COLD):
-        found = [m for m in results.measurements if m.scenario == scenario]
-        if not found:
-            continue
-        columns, rows = _COLUMNS, [_row(m) for m in found]
-        if scenario != SAVE:
-            columns += "|read from disk"
-            rows = [(*row, _disk_share(m)) for row, m in zip(rows, found, strict=True)]
-        parts.append(f"## {scenario.capitalize()}\n\n" + _table(columns, rows))
-    parts += [_small_leaves(results), _stalls(results), _background(results), _NOTES]
+        parts.append(f"![rates, small leaves and shardings]({picture})\n")
+    parts += [*tables.all_of(results), _NOTES]
     return "\n".join(part for part in parts if part)
 
-
-_COLUMNS = (
-    "workload|subject|column|median|fastest – slowest|rate|of the floor|"
-    "CPU s per GB|extra memory|unsteady samples"
-)
 
 _NOTES = """## How to read this
 
@@ -96,7 +65,15 @@ them back slowly. *Extra memory* is the peak of resident memory above what was r
 pool that asyncckpt keeps for saves included. CPU seconds are those of the process; the kernel's
 write-back of buffered files is not in them. *Read from disk* is the share of the bytes that came
 from the device: about 100 % is cold, 0 % is warm. Every restore was compared with its source,
-outside the timed part.
+outside the timed part; of conversions, the first of each kind.
+
+*Per small leaf* is the slope from the smallest to the largest W4; *power* is the exponent with
+which the time grows, fitted over all of them (1 is proportional). Planning is timed by itself: no
+array is read and no file touched. Resharding runs in a process with eight devices that are emulated
+on the CPU; half of an array is what one process of two would read. *Read* is what the report of the
+restore says, *by system calls* what the process read meanwhile, metadata included, both relative to
+the bytes that are wanted. *Through memory* is the plain way to convert: restore with one library,
+save with the other.
 """
 
 
@@ -109,107 +86,3 @@ def _text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {item}" for key, item in value.items())
     return str(value)
-
-
-def _row(found: Measurement) -> Sequence[str]:
-    times = [sample.wall_s for sample in found.samples]
-    gigabytes = found.nbytes / 1e9
-    large = bool(found.floor)
-    cpu_s = sorted(sample.cpu_s for sample in found.samples)[len(times) // 2]
-    extra = sorted(sample.extra_nbytes for sample in found.samples)[len(times) // 2]
-    ratio = found.floor_ratio
-    return (
-        found.workload,
-        found.subject,
-        found.column,
-        _seconds(found.wall_s),
-        f"{_seconds(min(times))} – {_seconds(max(times))}",
-        f"{gigabytes / found.wall_s:.2f}" if large else "",
-        "" if ratio is None else f"{ratio:.2f}",
-        f"{cpu_s / gigabytes:.2f}" if large else "",
-        f"{extra / 2**20:.0f} MiB",
-        f"{found.noisy(TOLERANCE)} of {len(times)}" if large else "",
-    )
-
-
-def _disk_share(found: Measurement) -> str:
-    share = found.value("device_share")
-    return "" if math.isnan(share) else f"{share:.0%}"
-
-
-def _small_leaves(results: Results) -> str:
-    keys = dict.fromkeys(
-        (m.scenario, m.subject, m.column)
-        for m in results.measurements
-        if m.workload.startswith("W4") and m.scenario in (SAVE, WARM)
-    )
-    rows = []
-    for scenario, subject, column in keys:
-        slope = slope_s(results, scenario, subject, column)
-        if slope is not None:
-            rows.append((scenario, subject, column, f"{slope * 1e6:.1f} µs"))
-    if not rows:
-        return ""
-    return "## Per small leaf\n\n" + _table("scenario|subject|column|slope", rows)
-
-
-def _stalls(results: Results) -> str:
-    rows = []
-    for found in results.measurements:
-        if found.scenario != STALL:
-            continue
-        floor_s = [sample.floor_s for sample in found.samples if sample.floor_s is not None]
-        rows.append(
-            (
-                found.workload,
-                found.column,
-                _seconds(found.wall_s),
-                _seconds(found.value("start_save_s")),
-                _seconds(found.value("inflation_s")),
-                _seconds(found.value("step_s")),
-                _seconds(sorted(floor_s)[len(floor_s) // 2]) if floor_s else "",
-                _seconds(found.value("committed_s")),
-            )
-        )
-    if not rows:
-        return ""
-    columns = (
-        "workload|loop|stall|in start_save|three steps longer by|a step|memcpy|committed after"
-    )
-    return "## Stall\n\n" + _table(columns, rows)
-
-
-def _background(results: Results) -> str:
-    rows = []
-    for found in results.measurements:
-        if found.scenario == LAG:
-            for name, key in (
-                ("loop lag p99 during a save", "lag_p99_s"),
-                ("largest loop lag", "lag_max_s"),
-                ("loop lag p99 before the save", "idle_lag_p99_s"),
-            ):
-                rows.append((found.workload, name, _seconds(found.value(key))))
-        elif found.scenario == FIRST:
-            rows.append((found.workload, "first save after prepare", _seconds(found.wall_s)))
-            rows.append((found.workload, "steady save", _seconds(found.value("steady_s"))))
-            rows.append((found.workload, "first / steady", f"{found.value('first_to_steady'):.2f}"))
-    if not rows:
-        return ""
-    return "## Background\n\n" + _table("workload|metric|median", rows)
-
-
-def _table(columns: str, rows: Iterable[Sequence[str]]) -> str:
-    heads = columns.split("|")
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
-
-
-def _seconds(value: float) -> str:
-    if math.isnan(value):
-        return ""
-    if abs(value) >= 1:
-        return f"{value:.2f} s"
-    if abs(value) >= 1e-3:
-        return f"{value * 1e3:.1f} ms"
-    return f"{value * 1e6:.0f} µs"

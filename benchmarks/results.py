@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.measure import Sample, median
+from benchmarks.workloads import SMALL_LEAVES
 
 SAVE, WARM, COLD = "save", "restore, warm", "restore, cold"
 STALL, LAG, FIRST = "stall", "loop lag", "first save after prepare"
@@ -17,9 +18,6 @@ FOREIGN, CONVERT = "restore of what others saved", "conversion"
 SCENARIOS = (SAVE, WARM, COLD, STALL, LAG, FIRST, PLAN, RESHARD, FOREIGN, CONVERT)
 IN_PLACE, OWN = "in place", "own memory"
 OURS, SAFETENSORS, ORBAX = "asyncckpt", "safetensors", "Orbax"
-
-SMALL_LEAVES = "W4"
-"""How the ids of the workloads begin that are about leaves and not about bytes."""
 
 
 @dataclass(frozen=True, slots=True)

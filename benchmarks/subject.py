@@ -33,15 +33,27 @@ class Restored:
     flat: bool = False
 
 
+class Reader(ABC):
+    """One way to restore what lies somewhere."""
+
+    name: ClassVar[str] = ""
+    restores_in_place: ClassVar[bool] = True
+
+    @abstractmethod
+    def restore(self, saved: Saved, workload: Workload) -> Restored:
+        """What was saved, in memory that the package allocates; every page was touched."""
+
+    def restore_into(self, saved: Saved, targets: Tree) -> Restored:
+        """What was saved, in the arrays of `targets`."""
+        raise NotImplementedError(f"{self.name} cannot restore into given arrays")
+
+
 @dataclass(slots=True)
-class Subject(ABC):
+class Subject(Reader):
     """One way to save and restore; its checkpoints go below `directory`."""
 
     directory: Path
     _count: int = field(default=0, init=False)
-
-    name: ClassVar[str] = ""
-    restores_in_place: ClassVar[bool] = True
 
     @abstractmethod
     def save(self, workload: Workload) -> Saved:
@@ -53,14 +65,6 @@ class Subject(ABC):
             shutil.rmtree(saved.path)
         else:
             saved.path.unlink()
-
-    @abstractmethod
-    def restore(self, saved: Saved, workload: Workload) -> Restored:
-        """What was saved, in memory that the package allocates; every page was touched."""
-
-    def restore_into(self, saved: Saved, targets: Tree) -> Restored:
-        """What was saved, in the arrays of `targets`."""
-        raise NotImplementedError(f"{self.name} cannot restore into given arrays")
 
     def close(self) -> None:
         """Threads and loops of the subject are gone."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import importlib.util
 import random
 import shutil
 import sys
@@ -16,19 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import files, measure, results
+from benchmarks import background, elsewhere, files, measure, planning, results
 from benchmarks.floors import Floors
 from benchmarks.measure import Case, Protocol, Sample
 from benchmarks.ours import AsyncCkpt
 from benchmarks.peers import Safetensors
-from benchmarks.results import COLD, FIRST, IN_PLACE, LAG, OWN, SAVE, STALL, WARM
-from benchmarks.stall import JaxLoop, LagRun, NumpyLoop, StallRun
+from benchmarks.results import COLD, IN_PLACE, OWN, SAVE, WARM
 from benchmarks.subject import Saved, Subject
-from benchmarks.transfers import FirstRun, RestoreRun, SaveRun
-from benchmarks.workloads import Workload, targets_like
-
-LARGE_NBYTES = 16 << 20
-"""Below, floors drown in noise; slopes are looked at there."""
+from benchmarks.transfers import RestoreRun, SaveRun
+from benchmarks.workloads import LARGE_NBYTES, SMALL_LEAVES, Workload, targets_like
 
 SMALL_SAMPLES = 15
 """Runs of a few milliseconds are cheap, and their medians need more of them."""
@@ -68,16 +63,11 @@ class Suite:
             f"{workload.nbytes / 2**20:.0f} MiB"
         )
         self._transfers(workload)
+        background.run(self, workload)
         if workload.id == "W1":
-            self._attempt(f"{workload.id} {FIRST}", FIRST, lambda: self._first(workload))
-        if workload.id in ("W1", "W4-10k"):
-            self._attempt(f"{workload.id} {LAG}", LAG, lambda: self._lag(workload))
-        for column, loop in _loops(workload):
-            self._attempt(
-                f"{workload.id} {STALL} {column}",
-                STALL,
-                functools.partial(self._stall, workload, column, loop),
-            )
+            elsewhere.run(self, workload)
+        if workload.id.startswith(SMALL_LEAVES):
+            planning.run(self, workload)
 
     # ------------------------------------------------------------------- saves and restores
 
@@ -93,33 +83,33 @@ class Suite:
             for index, (label, make) in enumerate(makers.items())
         }
         try:
-            self._attempt(f"{workload.id} {SAVE}", SAVE, lambda: self._saves(workload, subjects))
+            self.attempt(f"{workload.id} {SAVE}", SAVE, lambda: self._saves(workload, subjects))
             saved: dict[str, Saved] = {}
             for label, subject in subjects.items():
-                self._attempt(
+                self.attempt(
                     f"{workload.id} save of {label} to restore from",
                     None,
                     functools.partial(_keep, saved, label, subject, workload),
                 )
-            self._attempt(
+            self.attempt(
                 f"{workload.id} {WARM}",
                 WARM,
                 lambda: self._restores(workload, subjects, saved, cold=False),
             )
             if workload.id in ("W1", "W2", "W3"):
-                self._attempt(
+                self.attempt(
                     f"{workload.id} {COLD}",
                     COLD,
                     lambda: self._restores(workload, subjects, saved, cold=True),
                 )
         finally:
             for label, subject in subjects.items():
-                self._attempt(f"{workload.id} close of {label}", None, subject.close)
+                self.attempt(f"{workload.id} close of {label}", None, subject.close)
             shutil.rmtree(base, ignore_errors=True)
             files.settle(self.directory)
 
     def _saves(self, workload: Workload, subjects: Mapping[str, Subject]) -> None:
-        large = workload.nbytes >= LARGE_NBYTES
+        large = workload.is_large
         floor = (lambda: self.floors.write_s(workload.nbytes)) if large else None
         cases = []
         for label, subject in subjects.items():
@@ -130,26 +120,24 @@ class Suite:
                     run=runs.run,
                     finish=runs.finish,
                     floor=floor,
-                    fresh_nbytes=_fresh_nbytes(workload),
+                    fresh_nbytes=workload.fresh_nbytes,
                     standing_nbytes=self._standing_nbytes(subject, workload),
                     samples=self._samples(label, workload),
                 )
             )
-        taken = self._rounds(workload, SAVE, cases)
+        taken = self.rounds(workload, SAVE, cases)
         for label, samples in taken.items():
-            self._add(workload, SAVE, label, "durable", "raw write" if large else "", samples)
+            self.add(workload, SAVE, label, "durable", "raw write" if large else "", samples)
             if label != results.OURS:
                 shipped = [dataclasses.replace(s, wall_s=s.values["as_shipped_s"]) for s in samples]
-                self._add(
-                    workload, SAVE, label, "as shipped", "raw write" if large else "", shipped
-                )
+                self.add(workload, SAVE, label, "as shipped", "raw write" if large else "", shipped)
 
     def _standing_nbytes(self, subject: Subject, workload: Workload) -> int:
         # What a prepared pool takes; it would be missing from peaks that are counted later.
         if not isinstance(subject, AsyncCkpt):
             return 0
         before = measure.resident_nbytes()
-        self._attempt(f"{workload.id} prepare", None, lambda: subject.open(workload))
+        self.attempt(f"{workload.id} prepare", None, lambda: subject.open(workload))
         return max(0, measure.resident_nbytes() - before)
 
     def _restores(
@@ -160,7 +148,7 @@ class Suite:
         *,
         cold: bool,
     ) -> None:
-        large = workload.nbytes >= LARGE_NBYTES
+        large = workload.is_large
         probe = self.floors.cold_read_s if cold else self.floors.warm_read_s
         floor = (lambda: probe(workload.nbytes)) if large else None
         targets = targets_like(workload.tree)
@@ -180,53 +168,20 @@ class Suite:
                         prepare=runs.prepare,
                         finish=runs.finish,
                         floor=floor,
-                        fresh_nbytes=_fresh_nbytes(workload),
+                        fresh_nbytes=workload.fresh_nbytes,
                         samples=self._samples(label, workload),
                     )
                 )
         scenario = COLD if cold else WARM
-        taken = self._rounds(workload, scenario, cases)
+        taken = self.rounds(workload, scenario, cases)
         floor_name = "" if not large else "raw read, cold" if cold else "raw read, warm"
         for name, samples in taken.items():
-            self._add(workload, scenario, *keys[name], floor_name, samples)
-
-    # ------------------------------------------------------------- what only asyncckpt can do
-
-    def _first(self, workload: Workload) -> None:
-        runs = FirstRun(self.directory / "first", workload)
-        case = Case(
-            name=results.OURS,
-            run=runs.run,
-            prepare=runs.prepare,
-            finish=runs.finish,
-            floor=lambda: self.floors.write_s(workload.nbytes),
-        )
-        samples = measure.rounds([case], self.protocol, self.rng)[results.OURS]
-        self._add(workload, FIRST, results.OURS, "durable", "raw write", samples)
-
-    def _lag(self, workload: Workload) -> None:
-        with _opened(self.directory / "lag") as subject:
-            runs = LagRun(subject, workload)
-            case = Case(name=results.OURS, run=runs.run, prepare=runs.prepare, finish=runs.finish)
-            samples = measure.rounds([case], self.protocol, self.rng)[results.OURS]
-        self._add(workload, LAG, results.OURS, "background", "", samples)
-
-    def _stall(self, workload: Workload, column: str, loop: Callable[[], Any]) -> None:
-        with _opened(self.directory / "stall") as subject:
-            runs = StallRun(subject, workload, loop())
-            case = Case(
-                name=results.OURS,
-                run=runs.run,
-                prepare=runs.prepare,
-                finish=runs.finish,
-                floor=lambda: self.floors.memcpy_s(workload.nbytes),
-            )
-            samples = measure.rounds([case], self.protocol, self.rng)[results.OURS]
-        self._add(workload, STALL, results.OURS, column, "memcpy", samples)
+            self.add(workload, scenario, *keys[name], floor_name, samples)
 
     # ------------------------------------------------------------------------------ plumbing
 
-    def _attempt(self, what: str, scenario: str | None, work: Callable[[], Any]) -> None:
+    def attempt(self, what: str, scenario: str | None, work: Callable[[], Any]) -> None:
+        """The work was done if its scenario is to be run; what it raised is among the errors."""
         if scenario is not None and self.only and scenario not in self.only:
             return
         start = time.perf_counter()
@@ -239,9 +194,11 @@ class Suite:
                 self.log(f"  {what}: {time.perf_counter() - start:.1f} s")
         gc.collect()
 
-    def _rounds(
+    def rounds(
         self, workload: Workload, scenario: str, cases: Sequence[Case]
     ) -> dict[str, list[Sample]]:
+        """Samples by name of the case; of a case that failed, those before."""
+
         def failed(case: Case, error: Exception) -> None:
             self._report(f"{workload.id} {scenario}: {case.name}", error)
 
@@ -261,7 +218,7 @@ class Suite:
             return None
         return 1 if workload.leaf_count > ONE_SAMPLE_LEAVES else self.protocol.samples
 
-    def _add(
+    def add(
         self,
         workload: Workload,
         scenario: str,
@@ -269,7 +226,10 @@ class Suite:
         column: str,
         floor: str,
         samples: Sequence[Sample],
+        *,
+        leaf_count: int | None = None,
     ) -> None:
+        """The samples are among what was found; `leaf_count` where it is not the workload's."""
         self.found.measurements.append(
             results.Measurement(
                 workload.id,
@@ -277,48 +237,12 @@ class Suite:
                 subject,
                 column,
                 workload.nbytes,
-                workload.leaf_count,
+                workload.leaf_count if leaf_count is None else leaf_count,
                 floor,
                 tuple(samples),
             )
         )
 
 
-def _fresh_nbytes(workload: Workload) -> int:
-    # A copy of the state, in memory or in the page cache, and a quarter to spare.
-    return workload.nbytes * 5 // 4 if workload.nbytes >= LARGE_NBYTES else 0
-
-
 def _keep(saved: dict[str, Saved], label: str, subject: Subject, workload: Workload) -> None:
     saved[label] = subject.save(workload)
-
-
-class _opened:
-    # A subject of its own directory, closed and removed at the end of the block.
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._subject = AsyncCkpt(directory)
-
-    def __enter__(self) -> AsyncCkpt:
-        return self._subject
-
-    def __exit__(self, *error: object) -> None:
-        try:
-            self._subject.close()
-        finally:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            files.settle(self._directory.parent)
-
-
-def _loops(workload: Workload) -> list[tuple[str, Callable[[], Any]]]:
-    if workload.id in ("W3", "W4-10k"):
-        return [("NumPy loop", lambda: NumpyLoop(workload))]
-    if workload.id != "W1":
-        return []
-    made: list[tuple[str, Callable[[], Any]]] = [("NumPy loop", lambda: NumpyLoop(workload))]
-    if importlib.util.find_spec("jax"):
-        made += [
-            ("JAX loop", lambda: JaxLoop(workload)),
-            ("JAX loop, every leaf updated", lambda: JaxLoop(workload, every_leaf=True)),
-        ]
-    return made

@@ -13,7 +13,6 @@ from benchmarks.results import (
     RESHARD,
     SAFETENSORS,
     SAVE,
-    SMALL_LEAVES,
     STALL,
     WARM,
     Measurement,
@@ -24,6 +23,7 @@ from benchmarks.results import (
     slope_s,
     speedup,
 )
+from benchmarks.workloads import SMALL_LEAVES
 
 PER_LEAF_S = 10e-6
 PLAN_100K_S = 0.15

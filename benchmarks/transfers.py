@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks import files, measure
 from benchmarks.ours import AsyncCkpt
-from benchmarks.subject import Restored, Saved, Subject
+from benchmarks.subject import Reader, Restored, Saved, Subject
 from benchmarks.workloads import Tree, Workload, difference, flat_arrays, scribble
 
 
@@ -36,7 +36,7 @@ class SaveRun:
 class RestoreRun:
     """Restores a checkpoint, warm or cold, and compares what came back."""
 
-    subject: Subject
+    subject: Reader
     workload: Workload
     saved: Saved
     targets: Tree | None

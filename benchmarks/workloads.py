@@ -18,6 +18,13 @@ import numpy as np
 Tree = dict[str, Any]
 
 LAYERS = 16
+
+LARGE_NBYTES = 16 << 20
+"""Below, floors drown in noise."""
+
+SMALL_LEAVES = "W4"
+"""How the ids of the workloads begin that are about leaves and not about bytes."""
+
 COMPARE_NBYTES = 8 << 20
 """Arrays are compared piece by piece, so that comparing takes no memory worth mentioning."""
 
@@ -45,6 +52,16 @@ class Workload:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(getattr(leaf, "nbytes", 0) for _, leaf in leaves(self.tree))
+
+    @property
+    def is_large(self) -> bool:
+        """Whether its time goes into bytes, so that floors mean something."""
+        return self.nbytes >= LARGE_NBYTES and not self.id.startswith(SMALL_LEAVES)
+
+    @property
+    def fresh_nbytes(self) -> int:
+        """A copy of it, in memory or in the page cache, and a quarter to spare."""
+        return self.nbytes * 5 // 4 if self.nbytes >= LARGE_NBYTES else 0
 
 
 def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:

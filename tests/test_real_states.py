@@ -405,3 +405,20 @@ def test_python_random_state_returns_exactly(tmp_path: Path) -> None:
     assert restored == state
     rng.setstate(restored)
     assert rng.random() == drawn
+
+
+# ----------------------------------------------------------------------------------- parts of one
+
+
+def test_include_returns_no_containers_of_what_it_leaves_out(tmp_path: Path) -> None:
+    groups = [{"lr": 0.1, "foreach": None, "extra": {}}]
+    tree = {"opt": {"groups": groups, "state": {}}, "best": [1.0, 2], "pair": (1, None), "n": None}
+    blocking.save(tmp_path / "x", tree)
+
+    def included(pattern: str) -> object:
+        return blocking.restore(tmp_path / "x", include=pattern)
+
+    assert included("best") == {"best": [1.0, 2], "n": None}
+    assert included("opt") == {"opt": tree["opt"], "n": None}
+    assert included("best/1") == {"best": [None, 2], "n": None}
+    assert included("pair") == {"pair": (1, None), "n": None}

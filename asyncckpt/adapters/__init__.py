@@ -23,6 +23,9 @@ _FRAMEWORKS = {"jax": ("Array", "JaxAdapter"), "torch": ("Tensor", "TorchAdapter
 _SHARDED = "asyncckpt.adapters.sharded_array"
 """Imported when somebody makes a `ShardedArray`."""
 
+_WANTING = {"torch": ("torch.nn.", "torch.optim.")}
+"""Framework -> where the classes are defined whose state dicts have only its arrays in them."""
+
 
 class AdapterSet:
     """The adapters of one save or restore. May be used from several threads.
@@ -47,6 +50,15 @@ class AdapterSet:
                 found = next((a for a in self.adapters if a.owns(kind)), None)
             self._resolved[kind] = found
             return found
+
+    def expected_by(self, owner: type) -> ArrayAdapter | None:
+        """The adapter of the arrays that objects of this class take in a state dict, if it says."""
+        modules = [base.__module__ for base in owner.__mro__]
+        for adapter in self.adapters:
+            wanting = _WANTING.get(adapter.name, ())
+            if any(module.startswith(wanting) for module in modules):
+                return adapter
+        return None
 
 
 def adapters_for_loaded_frameworks() -> AdapterSet:

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import re
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -50,6 +49,7 @@ from asyncckpt.options import (
     SaveOptions,
     step_number,
 )
+from asyncckpt.ports import ArrayAdapter
 from asyncckpt.reports import CheckpointInfo, Progress, SaveReport, VerifyReport
 from asyncckpt.retention import Retention
 from asyncckpt.stages.elsewhere import MAX_ENTRIES, open_any
@@ -234,13 +234,14 @@ class Core:
         adapters = adapters_for_loaded_frameworks()
         flat = None
         wanted = []
-        stateful: list[str] = []
+        stateful: dict[str, ArrayAdapter | None] = {}
         if mode != "saved":
             flat = flatten(like, adapters.nodes)
             wanted = wanted_leaves(flat.paths, flat.leaves, adapters, in_place=mode == "into")
-            stateful = [path for path, _ in flat.stateful] if mode == "into" else []
-            if stateful and leaves == "numpy":
-                framework = _framework_of(wanted, framework)
+            if mode == "into":
+                stateful = {
+                    path: adapters.expected_by(type(owner)) for path, owner in flat.stateful
+                }
         request = RestoreRequest(
             mode=mode,
             wanted=wanted,
@@ -251,6 +252,7 @@ class Core:
             options=options,
             progress=guarded(progress),
             stateful=stateful,
+            loaded={adapter.name: adapter for adapter in adapters.adapters},
         )
         return request, flat, adapters
 
@@ -601,14 +603,6 @@ def guarded(
             logger.exception("the progress callback failed and is not called again")
 
     return guarded
-
-
-def _framework_of(wanted: Sequence[Any], default: Any) -> Any:
-    """The adapter for leaves that a state dict does not have yet: that of the leaves it has."""
-    for want in wanted:
-        if want.adapter is not None and want.adapter.name == "torch":
-            return want.adapter
-    return adapter_named("torch") if "torch" in sys.modules else default
 
 
 def number_of(step: object) -> tuple[str, int]:

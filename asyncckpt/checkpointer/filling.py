@@ -18,7 +18,7 @@ from asyncckpt.errors import AsyncCheckpointError, MismatchError, UnsupportedFor
 from asyncckpt.options import ALIGNED_CHUNK_NBYTES, MIB, RestoreOptions
 from asyncckpt.planning.restore import Request, WholeArrays, plan_restore
 from asyncckpt.reports import Progress, nbytes_text
-from asyncckpt.stages.fetch import GAP_NBYTES, Destination, Fetch
+from asyncckpt.stages.fetch import GAP_NBYTES, Destination, Fetch, ReadTables
 from asyncckpt.stages.opened import Extents, OpenCheckpoint, extents_of
 
 PLACE_LEAVES = 512
@@ -109,8 +109,7 @@ class Filling:
         )
         self._total_nbytes = plan.read_nbytes
         fetch = Fetch(
-            opened,
-            extents,
+            ReadTables.of(opened, extents),
             plan,
             self._memories.destinations,
             pool,

@@ -29,7 +29,7 @@ def finish_tree(outcome: RestoreOutcome, flat: Flat | None, adapters: AdapterSet
     if outcome.selected is None:
         return unflatten(outcome.structure, [outcome.values[n] for n in range(count)])
     tree = unflatten(outcome.structure, [outcome.values.get(n, _ABSENT) for n in range(count)])
-    return _prune(tree)
+    return _prune(tree)[0]
 
 
 def _warn(report: RestoreReport) -> None:
@@ -38,18 +38,25 @@ def _warn(report: RestoreReport) -> None:
         warnings.warn(f"{report.location}: {note}", RestoreWarning, stacklevel=4)
 
 
-def _prune(node: Any) -> Any:
-    """The tree without absent leaves: dict entries go, items of sequences become None."""
+def _prune(node: Any) -> tuple[Any, bool]:
+    """The tree without absent leaves, and whether a leaf is left in it.
+
+    Entries of dicts go, items of sequences become None, and so do containers that have nothing
+    left. Those that had no leaf from the beginning (None, `{}`) stay where their parents do.
+    """
     if isinstance(node, dict):
-        pruned = {key: _prune(child) for key, child in node.items()}
-        kept = {key: child for key, child in pruned.items() if child is not _ABSENT}
-        return kept if kept or not node else _ABSENT
-    if type(node) in (list, tuple):
-        children = [_prune(child) for child in node]
-        if children and all(child is _ABSENT for child in children):
-            return _ABSENT
-        return type(node)(None if child is _ABSENT else child for child in children)
-    return node
+        pruned = [_prune(child) for child in node.values()]
+        kept = {
+            k: child for k, (child, _) in zip(node, pruned, strict=True) if child is not _ABSENT
+        }
+    elif type(node) in (list, tuple):
+        pruned = [_prune(child) for child in node]
+        kept = type(node)(None if child is _ABSENT else child for child, _ in pruned)
+    else:
+        return node, node is not None and node is not _ABSENT
+    if any(has_leaf for _, has_leaf in pruned):
+        return kept, True
+    return (_ABSENT if any(child is _ABSENT for child, _ in pruned) else node), False
 
 
 def finish_into(outcome: RestoreOutcome, flat: Flat, adapters: AdapterSet) -> RestoreReport:

@@ -14,7 +14,7 @@ from asyncckpt.flow.shield import leading_error
 from asyncckpt.options import ALIGNED_CHUNK_NBYTES
 from asyncckpt.planning.restore import WholeArrays, plan_restore
 from asyncckpt.reports import Damage, Progress, VerifyReport
-from asyncckpt.stages.fetch import GAP_NBYTES, Destination, Fetch
+from asyncckpt.stages.fetch import GAP_NBYTES, Destination, Fetch, ReadTables
 from asyncckpt.stages.opened import Extents, OpenCheckpoint, extents_of
 
 
@@ -104,8 +104,7 @@ class _Check:
             aligned_chunk_nbytes=ALIGNED_CHUNK_NBYTES,
         )
         fetch = Fetch(
-            opened,
-            extents,
+            ReadTables.of(opened, extents),
             plan,
             [Destination(self._leaf_of[array], array, None, None) for array in numbers],
             runtime.pool,

@@ -108,6 +108,7 @@ def match(
     strict: bool,
     cast: bool,
     free: Callable[[str], bool],
+    loose: Callable[[str], bool],
 ) -> Matching:
     """Which saved leaf goes to which leaf of the target.
 
@@ -119,6 +120,7 @@ def match(
         strict: missing and unexpected leaves are errors.
         cast: other dtypes are accepted.
         free: whether a path lies in a state dict whose owner decides what fits.
+        loose: whether that owner may take arrays of any shape and dtype, too.
 
     Raises:
         TreeMismatchError: leaves are missing or unexpected.
@@ -141,7 +143,9 @@ def match(
                 result.missing.append(want.path)
             continue
         seen.add(saved)
-        if free(want.path) and _is_other_kind(opened, want, saved, arrays[saved]):
+        if free(want.path) and _is_other(
+            opened, want, saved, arrays[saved], loose=loose(want.path)
+        ):
             result.additions.append(_saved(opened, want.path, saved, arrays[saved]))
             continue
         assignment = _assign(opened, number, want, saved, arrays[saved], cast, faults)
@@ -161,14 +165,18 @@ def match(
     return result
 
 
-def _is_other_kind(opened: OpenCheckpoint, want: Wanted, saved: int, array: int) -> bool:
-    """Whether one is an array and the other is not, or they are scalars of different types.
+def _is_other(opened: OpenCheckpoint, want: Wanted, saved: int, array: int, *, loose: bool) -> bool:
+    """Whether a leaf of a state dict has become something else, which is no fault there.
 
-    In a state dict that is no fault: a learning rate of 1 may have become 0.5, or a tensor.
+    A learning rate of 1 may be 0.5 now, or a tensor, and a replay buffer may have grown. But
+    modules and optimizers (not `loose`) have arrays of one shape and dtype.
     """
-    if want.target is not None or array >= 0:
-        return (want.target is not None) != (array >= 0)
-    return opened.leaves.kind[saved] != type(want.leaf).__name__
+    if want.target is None and array < 0:
+        return opened.leaves.kind[saved] != type(want.leaf).__name__
+    if want.target is None or array < 0:
+        return True
+    pieces = opened.leaves.pieces.get(saved, ())
+    return loose and want.target.spec != _spec(opened, array, pieces)
 
 
 def match_saved(

@@ -67,7 +67,10 @@ async def open_origin(
         await store.close()
         raise
     try:
-        reader = LeafReader(runtime, opened, await extents_of(opened), cache_nbytes=cache_nbytes)
+        # Naming the arrays makes readers say at once which of them they cannot read.
+        wanted = [piece.array for pieces in opened.leaf_pieces() for piece in pieces]
+        extents = await extents_of(opened, None if opened.record else wanted)
+        reader = LeafReader(runtime, opened, extents, cache_nbytes=cache_nbytes)
         refuse_unstored(reader)
     except BaseException:
         await store.close()

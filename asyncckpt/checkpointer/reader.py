@@ -29,7 +29,7 @@ from asyncckpt.planning.tiles import Part
 from asyncckpt.reports import nbytes_text
 from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
 from asyncckpt.stages.decode import flat_target
-from asyncckpt.stages.fetch import GAP_NBYTES, Destination, Fetch
+from asyncckpt.stages.fetch import GAP_NBYTES, Destination, Fetch, ReadTables
 from asyncckpt.stages.opened import Extents, OpenCheckpoint
 
 Values = npt.NDArray[Any]
@@ -61,6 +61,7 @@ class LeafReader:
         self.opened = opened
         self._runtime = runtime
         self.extents = extents
+        self._tables = ReadTables.of(opened, extents)
         self.cache_nbytes = cache_nbytes
         self.pieces = opened.leaf_pieces()
         self.paths = opened.structure().paths()
@@ -218,8 +219,7 @@ class LeafReader:
 
         async def read() -> int:
             fetch = Fetch(
-                self.opened,
-                extents,
+                self._tables,
                 plan,
                 destinations,
                 pool,

@@ -6,14 +6,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from asyncckpt.adapters import AdapterSet
 from asyncckpt.adapters.scalars import unsupported
 from asyncckpt.checkpointer.filling import Filling, changed_error
-from asyncckpt.checkpointer.match import Matching, Wanted, check_framework, match, match_saved
+from asyncckpt.checkpointer.match import (
+    Assignment,
+    Matching,
+    Wanted,
+    check_framework,
+    match,
+    match_saved,
+)
 from asyncckpt.checkpointer.memory import wanted_nbytes
 from asyncckpt.checkpointer.runtime import Runtime
 from asyncckpt.checkpointer.values import Leaves
@@ -38,7 +45,9 @@ class RestoreRequest:
         wanted: the target's leaves.
         framework: adapter for leaves without a target.
         include: globs on paths, or None for all.
-        stateful: paths of the objects whose `load_state_dict` will get what is below them.
+        stateful: path of every object whose `load_state_dict` will get what is below it, and the
+            adapter of the arrays that it takes, if its class says.
+        loaded: adapters of the frameworks that are imported, by name.
     """
 
     mode: Mode
@@ -49,7 +58,8 @@ class RestoreRequest:
     cast: bool
     options: RestoreOptions
     progress: Callable[[Progress], None] | None
-    stateful: Sequence[str] = ()
+    stateful: Mapping[str, ArrayAdapter | None] = field(default_factory=dict)
+    loaded: Mapping[str, ArrayAdapter] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +104,10 @@ async def run_restore(
     changed = _immutable_scalars(matching, request)
     into = request.mode == "into"
     leaves = Leaves(
-        opened.leaves.extra, request.framework, into=into, stateful=tuple(request.stateful)
+        opened.leaves.extra,
+        _frameworks(opened, request),
+        into=into,
+        stateful=tuple(request.stateful),
     )
     filling = Filling(
         runtime,
@@ -153,6 +166,25 @@ def select(location: str, paths: Sequence[str], include: Sequence[str] | None) -
     return selected
 
 
+def _frameworks(
+    opened: OpenCheckpoint, request: RestoreRequest
+) -> Callable[[Assignment], ArrayAdapter]:
+    """Which adapter makes the leaves that have no target.
+
+    What a state dict did not have yet comes as its object takes it, or else as it was saved: a
+    PyTorch optimizer wants tensors, a data loader the NumPy array that it gave.
+    """
+    expected = [(_below([root]), adapter) for root, adapter in request.stateful.items() if adapter]
+
+    def addition(assignment: Assignment) -> ArrayAdapter:
+        for inside, adapter in expected:
+            if inside(assignment.path):
+                return adapter
+        return request.loaded.get(opened.leaves.kind[assignment.saved], request.framework)
+
+    return addition if request.stateful else lambda _: request.framework
+
+
 def _match(
     opened: OpenCheckpoint,
     paths: Sequence[str],
@@ -163,12 +195,6 @@ def _match(
         saved = match_saved(opened, paths, selected)
         check_framework(opened, saved, request.framework)
         return Matching(saved)
-    roots = tuple(request.stateful)
-    below = tuple(f"{root}/" for root in roots if root)
-
-    def free(path: str) -> bool:
-        return "" in roots or path in roots or path.startswith(below)
-
     return match(
         opened,
         paths,
@@ -176,12 +202,18 @@ def _match(
         selected=selected,
         strict=request.strict,
         cast=request.cast,
-        free=free if roots else _never,
+        free=_below(request.stateful),
+        loose=_below(root for root, adapter in request.stateful.items() if adapter is None),
     )
 
 
-def _never(_: str) -> bool:
-    return False
+def _below(roots: Iterable[str]) -> Callable[[str], bool]:
+    """Whether a path is one of these or lies below one."""
+    exactly = frozenset(roots)
+    prefixes = tuple(f"{root}/" for root in exactly)
+    if not exactly or "" in exactly:
+        return lambda _: bool(exactly)
+    return lambda path: path in exactly or path.startswith(prefixes)
 
 
 def _immutable_scalars(matching: Matching, request: RestoreRequest) -> list[str]:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ class Leaves:
 
     Args:
         extra: facts beside the values, by ordinal of the saved leaf.
-        framework: adapter for leaves without a target.
+        framework: gives the adapter for a leaf without a target.
         into: whether targets are filled in place.
         stateful: paths of the objects whose `load_state_dict` gets what is below them.
 
@@ -35,7 +35,7 @@ class Leaves:
     def __init__(
         self,
         extra: Mapping[int, Mapping[str, Any]],
-        framework: ArrayAdapter,
+        framework: Callable[[Assignment], ArrayAdapter],
         *,
         into: bool,
         stateful: Sequence[str],
@@ -76,7 +76,7 @@ class Leaves:
             if want is None:
                 if as_python is not None:
                     return as_python
-                return self._framework.leaf(assignment.path, values, extra)
+                return self._framework(assignment).leaf(assignment.path, values, extra)
             if isinstance(as_python, bytes):
                 return as_python
             kind = scalar_kind(type(want.leaf))

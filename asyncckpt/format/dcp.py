@@ -7,6 +7,7 @@ Source: `metadata.py`, `filesystem.py` and `default_planner.py` of torch 2.13.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -110,7 +111,11 @@ class _Decoder:
         # Ranks add their shards one after the other; the planner knows the order of the state dict.
         order = [key for key in paths if key in described]
         order += [key for key in described if key not in paths]
-        return [self._entry(key, described[key], paths.get(key, (key,)), places) for key in order]
+        entries = [
+            self._entry(key, described[key], paths.get(key, (key,)), places) for key in order
+        ]
+        self._check_apart(entries)
+        return entries
 
     def _places(self, value: object) -> dict[tuple[str, object], StorageInfo]:
         places: dict[tuple[str, object], StorageInfo] = {}
@@ -155,6 +160,10 @@ class _Decoder:
         shape = self._extents(shape, f"the size of {where}")
         if math.prod(max(1, n) for n in shape) >= MAX_ELEMENTS:
             self._fault(f"the size of {where} is {list(shape)}, which no tensor has")
+        if DTYPES[dtype.name] is None and 0 in shape:
+            raise self._unsupported(
+                f"{where} has the dtype {dtype.name}", tuple(DTYPES), dtype.name
+            )
         boxes = self._boxes(getattr(value, "chunks", None), shape, where)
         items = [self._item(places.get((key, box.offset)), where) for box in boxes]
         return Entry(key, path, shape, dtype.name, boxes, tuple(items))
@@ -186,7 +195,7 @@ class _Decoder:
         )
         if type(path) is not str or type(offset) is not int or type(nbytes) is not int:
             self._fault(f"the place of {where} has no file, offset and length")
-        if not 0 <= offset <= MAX_FILE_NBYTES or not 0 <= nbytes <= MAX_FILE_NBYTES:
+        if not 0 <= offset <= MAX_FILE_NBYTES or not 0 < nbytes <= MAX_FILE_NBYTES:
             self._fault(f"the place of {where} is bytes {offset} to {offset + nbytes}")
         if path not in self._files:
             reason = path_fault(path)
@@ -201,6 +210,19 @@ class _Decoder:
                 first,
             )
         return Item(self._files.setdefault(path, path), offset, nbytes)
+
+    def _check_apart(self, entries: Sequence[Entry]) -> None:
+        """No two archives share bytes: what is read is no more than there is."""
+        items = sorted(
+            (item.file, item.offset, item.nbytes, entry.key)
+            for entry in entries
+            for item in entry.items
+        )
+        for (file, offset, nbytes, key), (other, start, _, next_key) in itertools.pairwise(items):
+            if file == other and offset + nbytes > start:
+                self._fault(
+                    f"{key[:200]!r} and {next_key[:200]!r} share bytes of {file} from {start} on"
+                )
 
     def _extents(self, value: object, what: str) -> tuple[int, ...]:
         """The value, if it is a tuple of sizes or offsets. Nothing else may be hashed."""

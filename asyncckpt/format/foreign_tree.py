@@ -104,8 +104,7 @@ def structure_of(root: Any) -> tuple[Structure, list[Any]]:
         else:
             stack.pop()
     nodes = tuple(
-        Node(kind, keys, tuple(below))
-        for (kind, keys), below in zip(kinds, children, strict=True)
+        Node(kind, keys, tuple(below)) for (kind, keys), below in zip(kinds, children, strict=True)
     )
     return Structure(nodes, len(leaves)), leaves
 

@@ -200,9 +200,7 @@ class _Zarr3(Document):
             )
         return ChunkKeys(name == "default", separator)
 
-    def chain(
-        self, value: object, chunk_shape: tuple[int, ...], itemsize: int, most: int
-    ) -> Chain:
+    def chain(self, value: object, chunk_shape: tuple[int, ...], itemsize: int, most: int) -> Chain:
         """The codecs of chunks of this shape; `most` is how many are still allowed."""
         if not isinstance(value, list) or len(value) > most:
             raise self.fault(f"its codecs are not a list of at most {MAX_CODECS} in all")

@@ -95,7 +95,7 @@ class Arrays:
 
     def of(self, array: int) -> Part:
         """Shape, grid and place of an array."""
-        return self.parts[self.part[array]]
+        return self.parts[int(self.part[array])]
 
 
 def plan_arrays(leaves: Sequence[LeafLayout], *, regular: bool) -> Arrays:

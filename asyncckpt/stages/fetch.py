@@ -23,7 +23,7 @@ from asyncckpt.format.codecs import ChunkError, Codec
 from asyncckpt.format.crc import crc32c
 from asyncckpt.planning.restore import Part, ReadBatch, RestorePlan, intersection
 from asyncckpt.ports import Bytes
-from asyncckpt.spec import DTYPES, Box
+from asyncckpt.spec import DTYPES, Box, ChunkGrid
 from asyncckpt.stages.decode import trailer_matches
 from asyncckpt.stages.opened import Extents, OpenCheckpoint, missing
 from asyncckpt.stages.payload import scatter
@@ -63,13 +63,52 @@ class Destination:
     flat: Bytes | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadTables:
+    """What is looked up per chunk or kind of array; one serves all reads of an open checkpoint.
+
+    Attributes:
+        opened: the checkpoint.
+        extents: where its chunks stand.
+        offset: `extents.offset`, as Python ints.
+        nbytes: `extents.nbytes`, likewise.
+        crc: `extents.crc32c`, likewise, or None.
+        grids: chunk grid per storage.
+        codecs: codec per storage.
+        any_encoded: whether any chunk must be decoded.
+    """
+
+    opened: OpenCheckpoint
+    extents: Extents
+    offset: list[int]
+    nbytes: list[int]
+    crc: list[int] | None
+    grids: list[ChunkGrid]
+    codecs: list[Codec]
+    any_encoded: bool
+
+    @classmethod
+    def of(cls, opened: OpenCheckpoint, extents: Extents) -> ReadTables:
+        """The tables of an open checkpoint."""
+        codecs = [storage.codec for storage in opened.storages]
+        return cls(
+            opened=opened,
+            extents=extents,
+            offset=extents.offset.tolist(),
+            nbytes=extents.nbytes.tolist(),
+            crc=None if extents.crc32c is None else extents.crc32c.tolist(),
+            grids=[storage.grid for storage in opened.storages],
+            codecs=codecs,
+            any_encoded=any(codec.decode is not None for codec in codecs),
+        )
+
+
 class Fetch:
     """The fetch and decode stages of one restore."""
 
     def __init__(
         self,
-        opened: OpenCheckpoint,
-        extents: Extents,
+        tables: ReadTables,
         plan: RestorePlan,
         destinations: Sequence[Destination],
         pool: SlotPool,
@@ -80,8 +119,8 @@ class Fetch:
         arrived: Callable[[Sequence[int]], None],
         progress: Callable[[int], None],
     ) -> None:
-        self._opened = opened
-        self._extents = extents
+        self._opened = tables.opened
+        self._extents = tables.extents
         self._plan = plan
         self._destinations = destinations
         self._pool = pool
@@ -90,13 +129,13 @@ class Fetch:
         self._own_memory = own_memory
         self._arrived = arrived
         self._progress = progress
-        self._nbytes = extents.nbytes.tolist()
-        self._offset = extents.offset.tolist()
-        self._crc = None if extents.crc32c is None else extents.crc32c.tolist()
+        self._nbytes = tables.nbytes
+        self._offset = tables.offset
+        self._crc = tables.crc
         self._left = list(plan.counts)
-        self._grids = [storage.grid for storage in opened.storages]
-        self._codecs = [storage.codec for storage in opened.storages]
-        self._any_encoded = any(codec.decode is not None for codec in self._codecs)
+        self._grids = tables.grids
+        self._codecs = tables.codecs
+        self._any_encoded = tables.any_encoded
         self.read_nbytes = 0
 
     async def run(self) -> None:

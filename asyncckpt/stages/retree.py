@@ -23,10 +23,11 @@ def with_saved_tree(opened: OpenCheckpoint) -> OpenCheckpoint:
         CorruptCheckpointError: what the metadata tells is malformed.
         UnsupportedFormatError: it is of a newer version.
     """
+    if opened.format != "safetensors":
+        return opened
     texts = {key: text for key, text in opened.metadata.items() if isinstance(text, str)}
-    names = opened.structure().paths()
     try:
-        tree, others = decode_tree(texts, len(names), file=opened.location)
+        tree, others = decode_tree(texts, len(opened.leaves.kind), file=opened.location)
     except CorruptCheckpointError as error:
         error.location = opened.location
         raise

@@ -12,7 +12,7 @@ import math
 import shutil
 import struct
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from asyncckpt import CorruptCheckpointError, LeafOptions, SaveOptions, blocking
+from asyncckpt import CorruptCheckpointError, LeafOptions, SaveOptions, ShardedArray, blocking
 
 SCALARS = ("int", "float", "complex", "bool", "str", "bytes")
 
@@ -199,6 +199,20 @@ def read_array(
     return result
 
 
+def joined(pieces: list[tuple[list[int], np.ndarray[Any, Any]]]) -> np.ndarray[Any, Any]:
+    """The leaf that these pieces tile."""
+    shape = np.max([np.add(offset, piece.shape) for offset, piece in pieces], axis=0)
+    whole = np.empty(shape, pieces[0][1].dtype)
+    times = np.zeros(shape, int)
+    assert len(pieces) <= 4096
+    for offset, piece in pieces:
+        box = tuple(slice(o, o + n) for o, n in zip(offset, piece.shape, strict=True))
+        whole[box] = piece
+        times[box] += 1
+    assert (times == 1).all()
+    return whole
+
+
 def restore(directory: Path) -> tuple[list[str], Any]:
     """Paths and tree of a checkpoint."""
     record = read_record(directory)
@@ -206,18 +220,25 @@ def restore(directory: Path) -> tuple[list[str], Any]:
         data = (directory / entry["path"]).read_bytes()
         assert len(data) == entry["nbytes"] and f"{crc32c.crc32c(data):08x}" == entry["crc32c"]
     table = record["leaves"]
-    assert table["pieces"] == {}
     index, starts = read_index(directory, record), first_rows(record)
-    values, arrays = iter(table["values"]), iter(range(len(record["arrays"]["name"])))
+
+    def array_at(array: int) -> np.ndarray[Any, Any]:
+        spec = record["specs"][record["arrays"]["spec"][array]]
+        return read_array(directory, record, index, starts[array], spec)
+
+    named = {array for pieces in table["pieces"].values() for _, array in pieces}
+    free = [array for array in range(len(record["arrays"]["name"])) if array not in named]
+    values, arrays = iter(table["values"]), iter(free)
     leaves: list[Any] = []
     for leaf, code in enumerate(table["kind"]):
         kind = table["kinds"][code]
         if kind in SCALARS:
             leaves.append(scalar(kind, next(values)))
             continue
-        array = next(arrays)
-        spec = record["specs"][record["arrays"]["spec"][array]]
-        found = read_array(directory, record, index, starts[array], spec)
+        if str(leaf) in table["pieces"]:
+            found = joined([(o, array_at(array)) for o, array in table["pieces"][str(leaf)]])
+        else:
+            found = array_at(next(arrays))
         if table["extra"].get(str(leaf)) == {"python": "bytes"}:
             leaves.append(found.tobytes())
         else:
@@ -495,6 +516,22 @@ def test_the_page_suffices_to_restore_what_was_saved(saved: Path) -> None:
 def test_the_page_covers_small_trees(tree: Any, tmp_path: Path) -> None:
     blocking.save(tmp_path / "small", tree)
     assert same(tree, restore(tmp_path / "small")[1])
+
+
+def test_the_page_covers_leaves_in_pieces(tmp_path: Path) -> None:
+    values = np.arange(10_000 * 30, dtype=np.int64).reshape(10_000, 30)
+    edges = [0, 3001, 5000, 8001, 10_000]
+    shards = [((a, 0), values[a:b].copy()) for a, b in pairwise(edges)]
+    leaf = ShardedArray(values.shape, values.dtype, shards)
+    tree = {"before": np.arange(3), "uneven": leaf, "n": 7, "head": leaf, "after": np.arange(4)}
+    blocking.save(tmp_path / "x", tree)
+    assert same({**tree, "uneven": values, "head": values}, restore(tmp_path / "x")[1])
+    record = read_record(tmp_path / "x")
+    assert record["arrays"]["name"][1:5] == [f"uneven%~{i}" for i in range(4)]
+    assert record["arrays"]["tied"] == {str(array): array - 4 for array in range(5, 9)}
+    found = dict(entries_of(tmp_path / "x" / "default", record))
+    assert found == expected_entries(tmp_path / "x", record)
+    assert not (tmp_path / "x" / "default" / "_METADATA").exists()
 
 
 def test_chunks_stand_where_the_page_says(saved: Path) -> None:

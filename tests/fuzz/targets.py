@@ -138,7 +138,7 @@ def _tree() -> Target:
         root = Location("d/index", len(file) - len(blocks[-1]), len(blocks[-1]))
         height = blocks[-1][14] if len(blocks[-1]) > 18 else 0
         version = Version(1, root, height, 15, 0, 0, 0)
-        return decode_tree(version, fetch, limits=TreeLimits.of_files(len(file)))
+        return decode_tree(version, fetch, limits=TreeLimits.of_files(1, len(file)))
 
     seed = b"".join(bytes([len(body)]) + body for body in _nodes())
     return Target("tree", (seed,), decode)

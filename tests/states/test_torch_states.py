@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from torch.optim.lr_scheduler import ExponentialLR
 
+import asyncckpt
 from asyncckpt import blocking
 from tests.states import torch_runs
 from tests.states.resuming import Outcome, interrupted, uninterrupted
@@ -75,3 +78,54 @@ def test_a_state_dict_takes_scalars_of_another_type_than_it_has(tmp_path: Path) 
     assert {name: type(value) for name, value in fresh.state.items()} == {
         name: type(value) for name, value in saved.state.items()
     }
+
+
+@pytest.mark.parametrize("kind", ["numpy", "jax", "torch"])
+def test_arrays_that_a_state_dict_did_not_have_come_as_they_were_saved(
+    tmp_path: Path, kind: str
+) -> None:
+    made = {"numpy": np.arange(3.0), "jax": jnp.arange(3), "torch": torch.arange(3)}
+    saved = {"model": torch.nn.Linear(3, 2), "data": Holder(order=made[kind], more=made)}
+    blocking.save(tmp_path / "x", saved)
+    fresh = Holder(order=None)
+    blocking.restore_into(tmp_path / "x", {"model": torch.nn.Linear(3, 2), "data": fresh})
+    assert type(fresh.state["order"]) is type(made[kind])
+    assert {name: type(leaf) for name, leaf in fresh.state["more"].items()} == {
+        name: type(leaf) for name, leaf in made.items()
+    }
+
+
+@pytest.mark.parametrize("leaves", ["numpy", "jax"])
+def test_a_fresh_optimizer_gets_tensors_whatever_they_were_saved_as(
+    tmp_path: Path, leaves: Any
+) -> None:
+    state = torch_runs.small(0, torch.optim.AdamW, lambda opt: ExponentialLR(opt, 0.9))
+    torch_runs.small_step(state, 0)
+    blocking.save(tmp_path / "torch", state)
+    elsewhere = blocking.restore(tmp_path / "torch", leaves=leaves)
+    blocking.save(tmp_path / "x", elsewhere)
+    fresh = torch_runs.small(1, torch.optim.AdamW, lambda opt: ExponentialLR(opt, 0.9))
+    blocking.restore_into(tmp_path / "x", fresh)
+    assert torch_runs.contents(fresh) == torch_runs.contents(state)
+
+
+def test_an_object_of_ones_own_takes_arrays_of_another_size_and_an_optimizer_does_not(
+    tmp_path: Path,
+) -> None:
+    """A replay buffer has grown since it was made; moments of another shape are an error."""
+    saved = Holder(seen=np.arange(6.0).reshape(3, 2), mask=torch.ones(3, dtype=torch.bool))
+    blocking.save(tmp_path / "buffer", {"buffer": saved})
+    fresh = Holder(seen=np.zeros((0, 2)), mask=torch.zeros(2))
+    blocking.restore_into(tmp_path / "buffer", {"buffer": fresh})
+    np.testing.assert_array_equal(fresh.state["seen"], saved.state["seen"])
+    assert torch.equal(fresh.state["mask"], saved.state["mask"])
+
+    wide = torch_runs.small(0, torch.optim.AdamW, lambda opt: ExponentialLR(opt, 0.9))
+    torch_runs.small_step(wide, 0)
+    weight = torch.nn.Parameter(torch.zeros(2, 5))
+    other = torch.optim.AdamW([weight, torch.nn.Parameter(torch.zeros(3))])
+    weight.sum().backward()
+    other.step()
+    blocking.save(tmp_path / "opt", {"opt": wide["opt"]})
+    with pytest.raises(asyncckpt.ShapeMismatchError, match="opt/state/0/exp_avg"):
+        blocking.restore_into(tmp_path / "opt", {"opt": other})

@@ -45,6 +45,10 @@ def leaves(state: Any) -> dict[str, Any]:
     return dict(walk(state, ""))
 
 
+def contents(state: Any) -> dict[str, tuple[Any, ...]]:
+    return {path: content(leaf) for path, leaf in leaves(state).items()}
+
+
 def resume(ckpt: blocking.Checkpointer, step: int, fresh: Any) -> Any:
     report = ckpt.restore_into(fresh, step=step)
     assert report.missing == report.unexpected == report.changed == ()

@@ -53,12 +53,13 @@ class TreeLimits:
         Nodes share no bytes and take 18 at least. A key with a small value takes 16 or more, also
         where nodes are compressed; keys as long as the files suffice where they share prefixes.
         """
+        most = cls()
         return cls(
-            max_nodes=min(cls.max_nodes, _FREE_NODES + nbytes // FRAME_OVERHEAD),
-            max_keys=min(cls.max_keys, _FREE_KEYS + nbytes // 16),
-            max_keys_nbytes=min(cls.max_keys_nbytes, _FREE_NBYTES + nbytes),
+            max_nodes=min(most.max_nodes, _FREE_NODES + nbytes // FRAME_OVERHEAD),
+            max_keys=min(most.max_keys, _FREE_KEYS + nbytes // 16),
+            max_keys_nbytes=min(most.max_keys_nbytes, _FREE_NBYTES + nbytes),
             max_nodes_nbytes=nbytes,
-            max_files=min(cls.max_files, _FREE_FILES + count),
+            max_files=min(most.max_files, _FREE_FILES + count),
         )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from asyncckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
 from asyncckpt.ports import CheckpointFiles, Entry
 from asyncckpt.stages.opened import OpenCheckpoint, open_checkpoint
+from asyncckpt.stages.retree import with_saved_tree
 
 MAX_ENTRIES = 1 << 20
 """Names in one directory. Orbax without OCDBT has one per parameter."""
@@ -48,7 +49,7 @@ async def open_any(files: CheckpointFiles) -> OpenCheckpoint:
             raise _nothing(files.location, entries, error) from None
     module = importlib.import_module(f"asyncckpt.stages.elsewhere.{name}")
     opener: Open = getattr(module, f"open_{name}")
-    return await opener(files)
+    return with_saved_tree(await opener(files))
 
 
 async def _format_of(files: CheckpointFiles, entries: Sequence[Entry]) -> str | None:

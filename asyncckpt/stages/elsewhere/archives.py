@@ -4,9 +4,13 @@ Of a tensor only the head is read, which tells where its elements stand and in w
 values are read as a whole and decoded.
 """
 
+# Rule 1: what is wrong with an archive is kept as the fault of its entry, and raised to nobody
+#   here: other entries are intact.
+
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,13 +25,14 @@ from asyncckpt.errors import (
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.format.allowance import Allowance
 from asyncckpt.format.dcp import Entry, Item, layout_of
+from asyncckpt.format.faults import corrupt
 from asyncckpt.format.plain_values import load_value
 from asyncckpt.format.strided import Layout
 from asyncckpt.format.torch_pickle import DTYPES, SavedTensor
 from asyncckpt.format.torch_zip import HEAD_NBYTES, LONG_HEAD_NBYTES, Archive, ShortHeadError
 from asyncckpt.options import MIB
 from asyncckpt.ports import CheckpointFiles
-from asyncckpt.spec import ITEMSIZES
+from asyncckpt.spec import array_spec
 from asyncckpt.stages.elsewhere.access import located
 from asyncckpt.stages.opened import StoredFile, missing
 
@@ -43,8 +48,18 @@ GAP_NBYTES = 16 << 10
 STREAMS = 8
 """Reads in flight: 8 MiB of memory."""
 
+MAX_HEADS = 4096
+"""Different heads that are kept to be recognised."""
+
 HEAD_OBJECTS_NBYTES = 1 * MIB
 """What the objects of one head may take; they are dropped again."""
+
+
+class Place(NamedTuple):
+    """Where the elements of a shard stand: the first byte in its file, and how."""
+
+    start: int
+    layout: Layout
 
 
 class _Want(NamedTuple):
@@ -60,70 +75,184 @@ class Archives:
     """What the archives of a checkpoint say.
 
     Attributes:
-        stored: the files by path.
         values: decoded values, by number of the entry.
-        places: by number of the entry and of its shard, the first byte of the elements in the
-            file, and how they stand.
-        faults: why the archives of an entry cannot be read, by its number.
+        places: by number of the entry and of the shard in it.
+        faults: why an entry cannot be read, by its number.
     """
 
     def __init__(
-        self, files: CheckpointFiles, stored: Mapping[str, StoredFile], allowance: Allowance
+        self,
+        files: CheckpointFiles,
+        stored: Mapping[str, StoredFile],
+        entries: Sequence[Entry],
+        allowance: Allowance,
     ) -> None:
-        self.stored = stored
         self.values: dict[int, object] = {}
-        self.places: dict[tuple[int, int], tuple[int, Layout]] = {}
+        self.places: dict[tuple[int, int], Place] = {}
         self.faults: dict[int, AsyncCheckpointError] = {}
         self._files = files
+        self._stored = stored
+        self._entries = entries
         self._allowance = allowance
         self._heads: dict[bytes, tuple[SavedTensor, int]] = {}
         self._head_sizes: list[int] = []
 
-    async def read(self, entries: Sequence[Entry]) -> None:
-        """Every entry has its value, its places, or a fault.
+    async def read(self) -> None:
+        """Every entry has its value, the places of its shards, or a fault.
 
         Raises:
+            CorruptCheckpointError: a file is gone.
             StoreError: reading failed.
         """
-        by_file: dict[str, list[_Want]] = {path: [] for path in self.stored}
-        for number, entry in enumerate(entries):
-            for shard, item in enumerate(entry.items):
-                nbytes = self._wanted(number, entry, item)
-                if nbytes:
-                    by_file[item.file].append(_Want(item.offset, nbytes, number, shard))
         streams = asyncio.Semaphore(STREAMS)
         try:
             async with asyncio.TaskGroup() as group:
-                for path, wants in by_file.items():
+                for path, wants in self._wants().items():
                     for run in _runs(sorted(wants)):
+                        if run[0].nbytes > READ_NBYTES:
+                            await self._read_run(path, run)
+                            continue
                         await streams.acquire()
-                        task = group.create_task(self._read_run(path, run, entries))
+                        task = group.create_task(self._read_run(path, run))
                         # A task cancelled before its first step never runs its `finally`.
                         task.add_done_callback(lambda _: streams.release())
         except BaseExceptionGroup as errors:
             raise leading_error(errors) from None
 
-    def _wanted(self, number: int, entry: Entry, item: Item) -> int:
-        """Bytes to read of an archive; none of what is known to be unreadable."""
-        file = self.stored[item.file]
-        with located(self._files, item.file) as shown:
-            if item.offset + item.nbytes > file.nbytes:
-                self.faults[number] = CorruptCheckpointError(
-                    f"{shown}: {entry.key!r:.200} is at bytes {item.offset} to "
-                    f"{item.offset + item.nbytes} of the file, which has {file.nbytes}; it is "
-                    "truncated: use another checkpoint, or leave it out with include=",
-                    file=item.file,
-                    offset=item.offset,
-                    location=self._files.location,
-                    expected=item.offset + item.nbytes,
-                    found=file.nbytes,
-                )
-            elif entry.shape is None and item.nbytes > MAX_VALUE_NBYTES:
-                self._unsupported(
-                    number, entry, item, f"is a value of {item.nbytes} bytes that is no tensor"
-                )
-            elif entry.shape is not None and DTYPES.get(entry.dtype) is None:
-                self._unsupported(number, entry, item, f"has the dtype {entry.dtype}")
+    def _wants(self) -> dict[str, list[_Want]]:
+        """What is to be read of every file; nothing of entries whose fault is known before."""
+        wants: dict[str, list[_Want]] = {path: [] for path in self._stored}
+        for number, entry in enumerate(self._entries):
+            for shard, item in enumerate(entry.items):
+                with self._blamed(number, item.file) as shown:
+                    _check(entry, item, self._stored[item.file].nbytes, shown)
+                    nbytes = item.nbytes if entry.shape is None else min(item.nbytes, HEAD_NBYTES)
+                    wants[item.file].append(_Want(item.offset, nbytes, number, shard))
+        return wants
+
+    async def _read_run(self, path: str, run: Sequence[_Want]) -> None:
+        start = run[0].offset
+        data = await self._read_bytes(path, start, run[-1].offset + run[-1].nbytes - start)
+        for want in run:
+            begin = want.offset - start
+            head = data if len(run) == 1 else data[begin : begin + want.nbytes]
+            try:
+                self._take(path, want, head)
+            except ShortHeadError:
+                item = self._entries[want.number].items[want.shard]
+                nbytes = min(item.nbytes, LONG_HEAD_NBYTES)
+                self._take(path, want, await self._read_bytes(path, want.offset, nbytes))
+
+    async def _read_bytes(self, path: str, offset: int, nbytes: int) -> bytes:
+        data = np.empty(nbytes, np.uint8)
+        try:
+            await self._files.read_into(path, offset, [data])
+        except CheckpointNotFoundError as error:
+            raise missing(self._files.location, path) from error
+        return data.tobytes()
+
+    def _take(self, path: str, want: _Want, data: bytes) -> None:
+        entry = self._entries[want.number]
+        item = entry.items[want.shard]
+        with self._blamed(want.number, path) as shown:
+            what = f"the archive of {entry.key[:200]!r}"
+            archive = Archive(data, item.nbytes, what, shown, item.offset)
+            if entry.shape is None:
+                self._allowance.give(3 * len(data))
+                value = load_value(archive.pickle(), self._allowance, depth=len(entry.path))
+                self.values[want.number] = value
             else:
-                return item.nbytes if entry.shape is None else min(item.nbytes, HEAD_NBYTES)
-        return 0
+                self.places[want.number, want.shard] = self._place(archive, entry, want.shard)
+
+    def _place(self, archive: Archive, entry: Entry, shard: int) -> Place:
+        """Where the elements of a shard stand, as its archive says.
+
+        Raises:
+            ShortHeadError: the archive's head is longer than what was read.
+        """
+        tensor, payload = self._head(archive)
+        dtype = DTYPES[entry.dtype]
+        assert dtype is not None
+        spec = array_spec(entry.boxes[shard].shape, dtype)
+        try:
+            layout = layout_of(tensor, spec.shape, entry.dtype)
+        except ValueError as error:
+            raise corrupt(
+                archive.what, str(error), file=archive.file, offset=archive.base
+            ) from None
+        except NotImplementedError as error:
+            raise UnsupportedFormatError(
+                f"{archive.file}, byte {archive.base}: {archive.what} holds a tensor that is not "
+                f"dense: {error}; save tensor.contiguous()",
+                file=archive.file,
+                offset=archive.base,
+            ) from None
+        start = payload + tensor.offset * spec.itemsize
+        if start + spec.nbytes > archive.nbytes:
+            raise corrupt(
+                archive.what,
+                f"{spec} from byte {start} on does not fit into its {archive.nbytes} bytes",
+                file=archive.file,
+                offset=archive.base,
+            )
+        return Place(archive.base + start, layout)
+
+    def _head(self, archive: Archive) -> tuple[SavedTensor, int]:
+        """The tensor and where its payload begins. Equal tensors have equal heads."""
+        for size in self._head_sizes:
+            known = self._heads.get(archive.data[:size])
+            if known is not None:
+                return known
+        tensor, payload = archive.tensor(Allowance(HEAD_OBJECTS_NBYTES))
+        if len(self._heads) < MAX_HEADS:
+            self._heads[archive.data[:payload]] = tensor, payload
+            if payload not in self._head_sizes:
+                self._head_sizes.append(payload)
+        return tensor, payload
+
+    @contextlib.contextmanager
+    def _blamed(self, number: int, path: str) -> Iterator[str]:
+        """What is wrong in here with a file is the fault of an entry."""
+        try:
+            with located(self._files, path) as shown:
+                yield shown
+        except (CorruptCheckpointError, UnsupportedFormatError) as error:
+            self.faults[number] = error
+
+
+def _check(entry: Entry, item: Item, size: int, file: str) -> None:
+    """The archive lies within its file of `size` bytes, and may hold what can be restored."""
+    end = item.offset + item.nbytes
+    where = f"{entry.key[:200]!r}"
+    if end > size:
+        reason = f"it is truncated: the archive of {where} ends at byte {end}, the file at {size}"
+        raise corrupt("the file", reason, file=file, offset=size, expected=end, found=size)
+    found = ""
+    if entry.shape is None and item.nbytes > MAX_VALUE_NBYTES:
+        found = f"a value of {item.nbytes} bytes that is no tensor"
+    elif entry.shape is not None and DTYPES[entry.dtype] is None:
+        found = f"a tensor of the dtype {entry.dtype}"
+    if found:
+        raise UnsupportedFormatError(
+            f"{file}, byte {item.offset}: {where} is {found}, which is not restored; save it as a "
+            "tensor of another dtype, or leave it out with include=",
+            file=file,
+            offset=item.offset,
+            expected=tuple(name for name, dtype in DTYPES.items() if dtype is not None),
+            found=found,
+        )
+
+
+def _runs(wants: Sequence[_Want]) -> Iterator[list[_Want]]:
+    """Archives of one file that are read together; `wants` are sorted by offset."""
+    run: list[_Want] = []
+    end = 0
+    for want in wants:
+        stop = want.offset + want.nbytes
+        if run and (want.offset > end + GAP_NBYTES or stop > run[0].offset + READ_NBYTES):
+            yield run
+            run = []
+        run.append(want)
+        end = stop
+    if run:
+        yield run

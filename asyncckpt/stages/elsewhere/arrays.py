@@ -10,6 +10,7 @@ from typing import Any
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format import zarr2, zarr3
 from asyncckpt.format.foreign_tree import ForeignLeaf, structure_of
+from asyncckpt.format.record import ArrayTable, LeafTable
 from asyncckpt.format.scalars import JsonValue
 from asyncckpt.format.sharding import ENTRY_NBYTES
 from asyncckpt.format.zarr import ZarrArray, ZarrLimits
@@ -20,7 +21,6 @@ from asyncckpt.stages.elsewhere.listing import located
 from asyncckpt.stages.elsewhere.tables import KeyTable
 from asyncckpt.stages.elsewhere.tensorstore import UNPACK
 from asyncckpt.stages.opened import OpenCheckpoint, Storage, StoredFile, number_rows
-from asyncckpt.format.record import ArrayTable, LeafTable
 
 DOCUMENTS_NBYTES = 16 << 20
 """Metadata documents that are in memory at a time."""
@@ -94,22 +94,22 @@ async def read_arrays(
             [key.row for key in batch], max_nbytes=ZarrLimits().max_document_nbytes
         )
         for key, data in zip(batch, documents, strict=True):
-            place = posixpath.join(listing.path(key.name) if key.name else "", key.document)
+            path = listing.path(posixpath.join(key.name, key.document))
             if (key.document, data) not in known:
                 with located(listing.files):
-                    known[key.document, data] = _decode(key.document, data, place)
+                    known[key.document, data] = _decode(key.document, data, path)
             zarr = known[key.document, data]
             base = f"{key.name}/".encode() if key.name else b""
             found.append(
-                None if zarr is None else FoundArray(key.name, table, base, zarr, place, complete)
+                None if zarr is None else FoundArray(key.name, table, base, zarr, path, complete)
             )
     return found
 
 
-def _decode(document: str, data: bytes, place: str) -> ZarrArray | None:
+def _decode(document: str, data: bytes, path: str) -> ZarrArray | None:
     if document == zarr3.METADATA_NAME and zarr3.is_group(data):
         return None
-    return _DECODERS[document](data, file=place)
+    return _DECODERS[document](data, file=path)
 
 
 def _batches(table: KeyTable, keys: Sequence[ArrayKey]) -> Iterator[list[ArrayKey]]:
@@ -205,12 +205,12 @@ def _storage(array: FoundArray) -> Storage:
 
 
 def _stored_files(arrays: Sequence[FoundArray]) -> tuple[StoredFile, ...]:
-    tables = {id(array.table): array.table for array in arrays}
+    """All files of the items, and those that they lack."""
+    tables = {id(array.table): array.table for array in arrays}.values()
     nbytes_of: dict[str, int] = {}
-    for table in tables.values():
-        for path in table.paths:
-            nbytes_of[path] = table.listing.nbytes_of.get(path, 0)
-    return tuple(StoredFile(path, nbytes) for path, nbytes in nbytes_of.items())
+    for table in tables:
+        nbytes_of |= dict.fromkeys(table.paths, 0) | dict(table.listing.nbytes_of)
+    return tuple(StoredFile(path, nbytes) for path, nbytes in sorted(nbytes_of.items()))
 
 
 def _check_chunk_count(

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Mapping
 
 from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.format.allowance import Allowance
@@ -28,7 +28,7 @@ from asyncckpt.spec import array_spec
 from asyncckpt.stages.elsewhere.access import located, stored_files
 from asyncckpt.stages.elsewhere.archives import Archives
 from asyncckpt.stages.elsewhere.runs import Run, RunTables
-from asyncckpt.stages.opened import OpenCheckpoint
+from asyncckpt.stages.opened import OpenCheckpoint, StoredFile
 from asyncckpt.tree import flatten
 
 FREE_NBYTES = 48 * MIB
@@ -59,17 +59,16 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
     with located(files, METADATA_NAME) as shown:
         source = PickleSource(data, "the metadata of torch.distributed.checkpoint", shown)
         unpickler = Unpickler(source, metadata_names(), allowance)
-        while not unpickler.step(OPCODES_PER_TURN):
+        while True:
+            if unpickler.step(OPCODES_PER_TURN):
+                break
             await asyncio.sleep(0)
         entries = decode_entries(unpickler.value, file=shown)
     del data, source, unpickler
     stored = await stored_files(files, dict.fromkeys(i.file for e in entries for i in e.items))
-    archives = Archives(files, stored, allowance)
-    await archives.read(entries)
-    values = [
-        archives.values[number] if number in archives.values else _Placed(number)
-        for number in range(len(entries))
-    ]
+    archives = Archives(files, stored, entries, allowance)
+    await archives.read()
+    values = [archives.values.get(n, _Placed(n)) for n in range(len(entries))]
     with located(files, METADATA_NAME) as shown:
         try:
             tree = nest([entry.path for entry in entries], values)
@@ -77,12 +76,14 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
             raise corrupt("planner_data", str(error), file=shown) from None
     flat = flatten(tree)
     tables = RunTables()
-    files_at = {path: number for number, path in enumerate(stored)}
+    numbers = {path: number for number, path in enumerate(stored)}
     for leaf in flat.leaves:
-        if isinstance(leaf, _Placed):
-            _add(tables, entries[leaf.number], archives, leaf.number, files_at)
-        else:
+        if not isinstance(leaf, _Placed):
             tables.add_scalar(leaf)
+        elif leaf.number in archives.faults:
+            _add_refused(tables, entries[leaf.number], archives.faults[leaf.number], stored)
+        else:
+            _add_tensor(tables, leaf.number, entries[leaf.number], archives, numbers)
     return tables.open(
         files,
         "dcp",
@@ -93,32 +94,38 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
     )
 
 
-def _add(
-    tables: RunTables,
-    entry: Entry,
-    archives: Archives,
-    number: int,
-    files_at: dict[str, int],
+def _add_tensor(
+    tables: RunTables, number: int, entry: Entry, archives: Archives, numbers: Mapping[str, int]
 ) -> None:
-    """The entry's array is the next leaf."""
-    dtype = DTYPES.get(entry.dtype)
-    fault: AsyncCheckpointError | None = archives.faults.get(number)
-    if fault is not None:
-        item = entry.items[0]
-        start = min(item.offset, archives.stored[item.file].nbytes)
-        nbytes = min(item.nbytes, archives.stored[item.file].nbytes - start)
-        spec = array_spec((max(1, item.nbytes),), "uint8")
-        if dtype is not None and entry.shape is not None:
-            spec = array_spec(entry.shape, dtype)
-        file = files_at[item.file]
-        tables.add_refused("torch", spec, fault, file=file, start=start, nbytes=nbytes)
-        return
-    assert entry.shape is not None and dtype is not None
+    """The next leaf is a tensor; its shards are where their archives say."""
+    assert entry.shape is not None
     runs: list[Run] = []
     for shard, (box, item) in enumerate(zip(entry.boxes, entry.items, strict=True)):
         start, layout = archives.places[number, shard]
-        file = files_at[item.file]
-        runs.append(Run(box.offset, box.shape, file, start, None if layout.plain else layout))
-    if not runs:
-        runs = [Run((0,) * len(entry.shape), entry.shape, 0, 0)]
-    tables.add_array("torch", dtype, runs)
+        layout_or_none = None if layout.plain else layout
+        runs.append(Run(box.offset, box.shape, numbers[item.file], start, layout_or_none))
+    empty = Run((0,) * len(entry.shape), entry.shape, 0, 0)
+    tables.add_array("torch", DTYPES[entry.dtype] or "", runs or [empty])
+
+
+def _add_refused(
+    tables: RunTables,
+    entry: Entry,
+    fault: AsyncCheckpointError,
+    stored: Mapping[str, StoredFile],
+) -> None:
+    """The next leaf is what the fault keeps from being read."""
+    item = entry.items[0]
+    size = stored[item.file].nbytes
+    start = min(item.offset, size)
+    dtype = DTYPES.get(entry.dtype)
+    tables.add_refused(
+        "torch",
+        array_spec((item.nbytes,), "uint8")
+        if entry.shape is None or dtype is None
+        else array_spec(entry.shape, dtype),
+        fault,
+        file=list(stored).index(item.file),
+        start=start,
+        nbytes=min(item.nbytes, size - start),
+    )

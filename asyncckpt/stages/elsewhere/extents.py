@@ -153,6 +153,7 @@ class ExtentReader:
         file[columns.row] = columns.file
         offset[columns.row] = columns.offset
         nbytes[columns.row] = columns.nbytes
+        nbytes[list(columns.values)] = [len(value) for value in columns.values.values()]
         return Extents(file, offset, nbytes, None, columns.values)
 
     async def _rows_of(self, array: int) -> list[int]:

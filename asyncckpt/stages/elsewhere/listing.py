@@ -183,6 +183,11 @@ async def list_files(files: CheckpointFiles, directory: str) -> Listing:
     return Listing(files, directory, nbytes_of)
 
 
+def place(files: CheckpointFiles, directory: str) -> str:
+    """The directory as errors name it."""
+    return posixpath.join(files.location, directory) if directory else files.location
+
+
 @contextmanager
 def located(files: CheckpointFiles, directory: str = "") -> Iterator[None]:
     """Errors of parsers come out with the location, their files relative to the checkpoint."""
@@ -197,7 +202,7 @@ def located(files: CheckpointFiles, directory: str = "") -> Iterator[None]:
             else CorruptCheckpointError
         )
         raise kind(
-            f"{posixpath.join(files.location, directory)}: {error}",
+            f"{place(files, directory)}: {error}",
             file=None if error.file is None else posixpath.join(directory, error.file),
             offset=error.offset,
             location=files.location,

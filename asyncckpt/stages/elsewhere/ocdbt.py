@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import posixpath
 from typing import Any
 
 from asyncckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
 from asyncckpt.format.foreign_tree import Branch, ForeignLeaf, add
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.stages.elsewhere.arrays import array_keys, make_checkpoint, read_arrays
-from asyncckpt.stages.elsewhere.listing import list_files
+from asyncckpt.stages.elsewhere.listing import list_files, place
 from asyncckpt.stages.elsewhere.tables import KeyTable, read_database
 from asyncckpt.stages.opened import OpenCheckpoint
 
@@ -39,7 +38,7 @@ async def tree_of(table: KeyTable) -> Any:
         UnsupportedFormatError: one array is inside of another.
     """
     listing = table.listing
-    where = posixpath.join(listing.files.location, listing.directory)
+    where = place(listing.files, listing.directory)
     root: Any = Branch("dict")
     for array in await read_arrays(table, array_keys(table), complete=False):
         if array is None:
@@ -55,9 +54,10 @@ async def tree_of(table: KeyTable) -> Any:
             else:
                 add(root, [(part, "dict") for part in array.name.split("/")], leaf)
         except ValueError as error:
+            shown = f"array {array.name!r}" if array.name else "the array at the root"
             raise UnsupportedFormatError(
-                f"{where}: array {array.name!r} has no place in a tree: {error}; copy it to "
-                "another name with TensorStore",
+                f"{where}: {shown} has no place in a tree: {error}; copy it to another name with "
+                "TensorStore",
                 file=array.document,
                 location=listing.files.location,
                 found=array.name,

@@ -11,12 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from asyncckpt.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    UnsupportedFormatError,
-)
-from asyncckpt.format.fields import depth_fault
+from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.format.foreign_tree import Branch, ForeignLeaf, tree_of_json
 from asyncckpt.format.ocdbt import MANIFEST_NAME
 from asyncckpt.format.orbax_read import (
@@ -32,44 +27,48 @@ from asyncckpt.format.orbax_read import (
 )
 from asyncckpt.format.paths import path_fault
 from asyncckpt.format.scalars import JsonValue
+from asyncckpt.format.zarr2 import METADATA_NAME as ZARR2_NAME
+from asyncckpt.format.zarr3 import METADATA_NAME as ZARR3_NAME
 from asyncckpt.ports import CheckpointFiles, Entry
 from asyncckpt.stages.elsewhere.arrays import make_checkpoint
-from asyncckpt.stages.elsewhere.listing import MAX_FILES, located
+from asyncckpt.stages.elsewhere.listing import MAX_FILES, list_files, located, place
 from asyncckpt.stages.elsewhere.orbax_items import read_tree
 from asyncckpt.stages.opened import OpenCheckpoint
 
 MAX_ITEMS = 1 << 10
 """Items of one step."""
 
-MAX_ITEM_DEPTH = 4
+MAX_ITEM_DEPTH = 3
 """Items inside of items: Orbax itself puts the parts of a random state into one."""
 
 _METRICS = "metrics"
 _JSON_FILES = frozenset(("metadata", "data.json", _METRICS))
+_JSON_HANDLERS = ("JsonCheckpointHandler", "JsonHandler")
 _SUCCESS = "commit_success.txt"
-# These write a tree of one leaf, and restore that leaf.
-_SINGLE = ("ArrayCheckpointHandler", "JaxRandomKeyCheckpointHandler")
+# These write a tree of one leaf under this name, and restore that leaf.
+_SINGLE_HANDLERS = ("ArrayCheckpointHandler", "JaxRandomKeyCheckpointHandler")
+_SINGLE = "checkpoint"
 
 logger = logging.getLogger("asyncckpt")
 
 
 @dataclass(slots=True, eq=False)
-class _Step:
-    """What was found: trees by item name, and JSON by item name."""
+class _Item:
+    """What was found in a directory.
 
-    trees: dict[str, Any] = field(default_factory=dict)
-    documents: dict[str, JsonValue] = field(default_factory=dict)
-    custom: dict[str, JsonValue] = field(default_factory=dict)
+    Attributes:
+        tree: its tree, or None.
+        directory: where that is, when its arrays are in one database.
+        document: its JSON; items inside of it by name.
+        has_document: whether there is any.
+        custom: JSON that the user saved with its tree.
+    """
+
+    tree: Any = None
     directory: str = ""
-
-    def result(self) -> Any:
-        """The tree, or the dict of trees and documents."""
-        if len(self.trees) == 1:
-            return next(iter(self.trees.values()))
-        trees = dict(self.trees)
-        for name, document in self.documents.items():
-            trees.setdefault(name, tree_of_json(document))
-        return Branch("dict", dict(sorted(trees.items())))
+    document: JsonValue = None
+    has_document: bool = False
+    custom: dict[str, JsonValue] = field(default_factory=dict)
 
 
 async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
@@ -96,22 +95,141 @@ async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
         data = await files.read(CHECKPOINT_METADATA_FILE, max_nbytes=MAX_DOCUMENT_NBYTES)
         with located(files):
             step = decode_checkpoint_metadata(data, file=CHECKPOINT_METADATA_FILE)
-    found = _Step()
-    await _read_item(files, "", "", entries, step.handlers, found, 0)
-    if not found.trees:
+    item = await _read(files, "", entries, step.handlers, 0)
+    documents = item.document if isinstance(item.document, dict) else {}
+    if item.tree is None:
         raise CheckpointNotFoundError(
-            f"{files.location}: there is no tree among the items of this Orbax checkpoint; its "
-            f"JSON items are {sorted(found.documents)}",
+            f"{files.location}: there is no tree in this Orbax checkpoint; it has the JSON items "
+            f"{sorted(documents)}",
             location=files.location,
-            found=sorted(found.documents),
+            found=sorted(documents),
         )
-    metrics = {**step.metrics, **numbers(found.documents.pop(_METRICS, None))}
     return make_checkpoint(
         files,
         "orbax",
-        found.result(),
-        metadata={**step.custom, **found.custom, **found.documents},
-        metrics=metrics,
+        item.tree,
+        metadata={
+            **step.custom,
+            **item.custom,
+            **{name: value for name, value in documents.items() if name != _METRICS},
+        },
+        metrics={**step.metrics, **numbers(documents.get(_METRICS))},
         created_ns=step.committed_ns,
-        database=found.directory if len(found.trees) == 1 else "",
+        database=item.directory,
     )
+
+
+async def _read(
+    files: CheckpointFiles,
+    directory: str,
+    entries: Sequence[Entry],
+    handlers: Mapping[str, str],
+    depth: int,
+) -> _Item:
+    """What a directory holds: a tree, a JSON document, items of these kinds, or nothing known."""
+    names = {entry.name for entry in entries}
+    handler = handlers.get("", "")
+    below = [entry.name for entry in entries if _is_item(entry)]
+    if names & {METADATA_FILE, MANIFEST_NAME} or any(map(PROCESS_DIRECTORY.fullmatch, names)):
+        return await _read_tree(files, directory, handler)
+    documents = [e.name for e in entries if not e.is_directory and e.name != _SUCCESS]
+    if depth and not below and len(documents) == 1:
+        if documents[0] in _JSON_FILES or handler.endswith(_JSON_HANDLERS):
+            return await _read_document(files, posixpath.join(directory, documents[0]))
+        below = []
+    if len(below) > MAX_ITEMS or depth > MAX_ITEM_DEPTH:
+        raise CorruptCheckpointError(
+            f"{place(files, directory)}: {len(below)} items, or items inside of "
+            "items of items; this is no checkpoint, or a hostile one",
+            file=directory,
+            location=files.location,
+            expected=MAX_ITEMS,
+            found=len(below),
+        )
+    items: dict[str, _Item] = {}
+    for name in below:
+        path = posixpath.join(directory, name)
+        inner = await files.entries(path, max_entries=MAX_FILES)
+        if {entry.name for entry in inner} & {ZARR2_NAME, ZARR3_NAME}:
+            # Parameters of a tree without metadata.
+            return await _read_tree(files, directory, handler)
+        own = {"": handlers.get(name, "")}
+        item = items[name] = await _read(files, path, inner, own, depth + 1)
+        if item.tree is None and not item.has_document:
+            logger.warning("%s/%s: not read: no kind of item known here", files.location, path)
+    return _unwrapped(_joined(items), handler)
+
+
+def _is_item(entry: Entry) -> bool:
+    # Orbax keeps names with an underscore to itself.
+    return (
+        entry.is_directory
+        and not entry.name.startswith(("_", "."))
+        and UNFINISHED not in entry.name
+        and path_fault(entry.name) is None
+    )
+
+
+async def _read_tree(files: CheckpointFiles, directory: str, handler: str) -> _Item:
+    found = await read_tree(await list_files(files, directory))
+    custom = found.custom if isinstance(found.custom, dict) else {}
+    item = _Item(
+        tree=found.root,
+        directory=(directory or ".") if found.is_database else "",
+        custom=custom if found.custom is None or custom else {"custom_metadata": found.custom},
+    )
+    return _unwrapped(item, handler)
+
+
+async def _read_document(files: CheckpointFiles, path: str) -> _Item:
+    data = await files.read(path, max_nbytes=MAX_DOCUMENT_NBYTES)
+    with located(files):
+        return _Item(document=parse_document(data, "the JSON item", file=path), has_document=True)
+
+
+def _unwrapped(item: _Item, handler: str) -> _Item:
+    """The leaf of a tree that stands for nothing but that leaf."""
+    if handler.endswith(_SINGLE_HANDLERS) and isinstance(item.tree, Branch):
+        children = item.tree.children
+        if children.keys() == {_SINGLE}:
+            item.tree = children[_SINGLE]
+    return item
+
+
+def _joined(items: Mapping[str, _Item]) -> _Item:
+    """One item of several."""
+    documents = {name: item.document for name, item in items.items() if item.has_document}
+    result = _Item(document=documents, has_document=bool(documents))
+    trees = {name: item.tree for name, item in items.items() if item.tree is not None}
+    if len(trees) == 1:
+        (name,) = trees
+        result.tree, result.directory = trees[name], items[name].directory
+        result.custom = items[name].custom
+        return result
+    for name, tree in trees.items():
+        trees[name] = _renamed(tree, name)
+        if items[name].custom:
+            result.custom[name] = items[name].custom
+    if trees:
+        for name, document in documents.items():
+            trees.setdefault(name, tree_of_json(document))
+        result.tree = Branch("dict", dict(sorted(trees.items())))
+    return result
+
+
+def _renamed(tree: Any, item: str) -> Any:
+    """The tree with arrays whose names begin with that of its item, as those of others do."""
+    if isinstance(tree, ForeignLeaf):
+        if tree.array is None:
+            return tree
+        name = posixpath.join(item, tree.array.name)
+        return replace(tree, array=replace(tree.array, name=name))
+    todo = [tree]
+    while todo:
+        branch = todo.pop()
+        for key, child in branch.children.items():
+            if isinstance(child, Branch):
+                todo.append(child)
+            else:
+                branch.children[key] = _renamed(child, item)
+    return tree

@@ -25,7 +25,7 @@ from asyncckpt.format.ocdbt import (
 )
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import CheckpointFiles
-from asyncckpt.stages.elsewhere.listing import Listing, located
+from asyncckpt.stages.elsewhere.listing import Listing, located, place
 
 _OUR_INDEX = re.compile(r"d/[0-9a-f]{32}-index")
 """Where the nodes of our own databases are (`checkpointer/saves.py` names the file)."""
@@ -72,6 +72,7 @@ class KeyTable:
             for row in stored
         ]
         for row, (path, offset, nbytes) in zip(stored, ranges, strict=True):
+            await self.listing.check(path, offset, nbytes)
             if nbytes > max_nbytes:
                 raise CorruptCheckpointError(
                     f"{self.listing.files.location}: {self.keys[row]!r} in {path} takes {nbytes} "
@@ -123,6 +124,8 @@ async def read_database(listing: Listing, name: str = "") -> KeyTable:
             return _table(listing, [], (), ([], [], []), [])
         if _OUR_INDEX.fullmatch(version.root.file):
             raise _ours(files, directory)
+        root = version.root
+        await listing.check(posixpath.join(directory, root.file), root.offset, root.nbytes)
         decoder = TreeDecoder(version, TreeLimits.of_files(len(listing.nbytes_of), listing.nbytes))
         while wanted := decoder.wanted:
             ranges = [(posixpath.join(directory, w.file), w.offset, w.nbytes) for w in wanted]
@@ -170,11 +173,11 @@ async def _manifest(files: CheckpointFiles, directory: str, name: str) -> Manife
 
 
 def _ours(files: CheckpointFiles, directory: str) -> CheckpointNotFoundError:
-    place = posixpath.join(files.location, directory)
+    here = place(files, directory)
     return CheckpointNotFoundError(
-        f"{place}: this is the database of an asyncckpt checkpoint, but its commit record "
+        f"{here}: this is the database of an asyncckpt checkpoint, but its commit record "
         "checkpoint.json is missing: it was never committed, or lost its record, and is not "
-        f"restored without; where {posixpath.dirname(place)} has the record, name that directory",
+        f"restored without; where {posixpath.dirname(here)} has the record, name that directory",
         location=files.location,
         expected="checkpoint.json",
         found="nothing",

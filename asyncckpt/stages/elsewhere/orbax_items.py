@@ -1,0 +1,284 @@
+"""One tree that Orbax saved: its documents, its strings and its arrays."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.format import zarr2, zarr3
+from asyncckpt.format.foreign_tree import Branch, ForeignLeaf, add
+from asyncckpt.format.ocdbt import MANIFEST_NAME
+from asyncckpt.format.orbax_read import (
+    ARRAY_METADATAS,
+    EMPTY,
+    MAX_DOCUMENT_NBYTES,
+    METADATA_FILE,
+    PROCESS_DIRECTORY,
+    STRINGS_FILE,
+    TreeEntry,
+    TreeMetadata,
+    decode_array_metadatas,
+    decode_metadata,
+    find_string,
+    parse_document,
+)
+from asyncckpt.format.scalars import JsonValue, encode_scalar
+from asyncckpt.stages.elsewhere.arrays import ArrayKey, read_arrays
+from asyncckpt.stages.elsewhere.extents import FoundArray
+from asyncckpt.stages.elsewhere.listing import Listing, located
+from asyncckpt.stages.elsewhere.ocdbt import tree_of
+from asyncckpt.stages.elsewhere.tables import KeyTable, directory_table, merge, read_database
+from asyncckpt.stages.opened import missing
+from asyncckpt.tree import Kind
+
+_EMPTY_BRANCHES: dict[str, Kind] = {
+    "None": "none",
+    "Dict": "dict",
+    "List": "list",
+    "Tuple": "tuple",
+    "NamedTuple": "namedtuple",
+}
+_PYTHON = {"bool": "bool", "uint": "int", "int": "int", "complex": "complex"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundTree:
+    """One tree.
+
+    Attributes:
+        root: a `Branch`, or the leaf that is the tree.
+        custom: JSON that the user saved with it.
+        is_database: its arrays are in one OCDBT database.
+    """
+
+    root: Any
+    custom: JsonValue
+    is_database: bool
+
+
+async def read_tree(listing: Listing) -> FoundTree:
+    """The tree in the directory of a listing.
+
+    Without `_METADATA`, the arrays nested by their names, as of a plain database.
+
+    Raises:
+        CheckpointNotFoundError: there are no arrays, or it is the database of a checkpoint of
+            ours that lacks its record.
+        CorruptCheckpointError: it is damaged or passes a limit.
+        UnsupportedFormatError: it holds something that is not read here.
+    """
+    metadata = None
+    if listing.has(METADATA_FILE):
+        data = await listing.files.read(listing.path(METADATA_FILE), max_nbytes=MAX_DOCUMENT_NBYTES)
+        with located(listing.files):
+            metadata = decode_metadata(data, file=listing.path(METADATA_FILE))
+    table = await _table(listing, None if metadata is None else metadata.use_ocdbt)
+    is_database = not table.is_directory and listing.has(MANIFEST_NAME)
+    if metadata is None:
+        return FoundTree(await tree_of(table), None, is_database)
+    leaves = await _leaves(listing, table, metadata)
+    return FoundTree(_grow(listing, metadata, leaves), metadata.custom, is_database)
+
+
+async def _table(listing: Listing, use_ocdbt: bool | None) -> KeyTable:
+    if use_ocdbt is not False:
+        if listing.has(MANIFEST_NAME):
+            return await read_database(listing)
+        base = f"{listing.directory}/" if listing.directory else ""
+        first_parts = {p.removeprefix(base).partition("/")[0] for p in listing.nbytes_of}
+        processes = sorted(
+            name
+            for name in first_parts
+            if PROCESS_DIRECTORY.fullmatch(name) and listing.has(f"{name}/{MANIFEST_NAME}")
+        )
+        if processes:
+            # As Orbax leaves them where it has not merged them.
+            return merge([await read_database(listing, name) for name in processes])
+        if use_ocdbt:
+            await listing.refuse_link(listing.path(MANIFEST_NAME))
+            raise missing(listing.files.location, listing.path(MANIFEST_NAME))
+    return directory_table(listing)
+
+
+async def _leaves(
+    listing: Listing, table: KeyTable, metadata: TreeMetadata
+) -> list[ForeignLeaf | Branch]:
+    arrays = await _arrays(listing, table, metadata)
+    strings = await _strings(listing, metadata)
+    implementations = await _implementations(listing, metadata)
+    leaves: list[ForeignLeaf | Branch] = []
+    for entry in metadata.entries:
+        if entry.kind in EMPTY:
+            leaves.append(Branch(_EMPTY_BRANCHES[entry.kind]))
+        elif entry.kind == "string":
+            leaves.append(ForeignLeaf("str", strings[entry.name]))
+        else:
+            leaves.append(_array_leaf(entry, arrays[entry.name], implementations))
+    return leaves
+
+
+def _array_leaf(
+    entry: TreeEntry, array: FoundArray, implementations: Mapping[str, str]
+) -> ForeignLeaf:
+    if entry.kind == "scalar" and not array.zarr.spec.shape:
+        dtype = array.zarr.spec.dtype
+        python = next((kind for name, kind in _PYTHON.items() if dtype.startswith(name)), "float")
+        return ForeignLeaf("numpy", extra={"python": python}, array=array)
+    if entry.kind == "jax":
+        implementation = implementations.get(entry.name)
+        extra = None if implementation is None else {"prng_impl": implementation}
+        return ForeignLeaf("jax", extra=extra, array=array)
+    return ForeignLeaf("numpy", array=array)
+
+
+async def _arrays(
+    listing: Listing, table: KeyTable, metadata: TreeMetadata
+) -> dict[str, FoundArray]:
+    """The arrays of all leaves that have one, by name."""
+    location = listing.files.location
+    keys: dict[str, ArrayKey] = {}
+    names = (zarr3.METADATA_NAME, zarr2.METADATA_NAME)
+    for entry in metadata.entries:
+        if entry.kind in EMPTY or entry.kind == "string":
+            continue
+        if entry.elsewhere:
+            raise UnsupportedFormatError(
+                f"{location}: the value of {entry.name!r} is not among the arrays but in the file "
+                "`checkpoint` of an older release of Orbax, which is not read; restore it with "
+                "that release, and save it again",
+                file=listing.path(METADATA_FILE),
+                location=location,
+                found=entry.handler,
+            )
+        if entry.name in keys:
+            raise CorruptCheckpointError(
+                f"{location}: two leaves have the array {entry.name!r}: Orbax joins keys by dots, "
+                "and one leaf has overwritten the other; leave both out with include=",
+                file=listing.path(METADATA_FILE),
+                location=location,
+                found=entry.name,
+            )
+        for document in names if metadata.use_zarr3 else reversed(names):
+            row = table.find(
+                f"{entry.name}/{document}".encode() if entry.name else document.encode()
+            )
+            if row >= 0:
+                keys[entry.name] = ArrayKey(entry.name, document, row)
+                break
+        else:
+            await _refuse(listing, table, metadata, entry)
+    found = await read_arrays(table, list(keys.values()), complete=metadata.complete)
+    arrays = {}
+    for name, array in zip(keys, found, strict=True):
+        if array is None:
+            raise CorruptCheckpointError(
+                f"{location}: {name!r} is a zarr group, {METADATA_FILE} says an array; use another "
+                "checkpoint",
+                file=listing.path(METADATA_FILE),
+                location=location,
+            )
+        arrays[name] = array
+    return arrays
+
+
+async def _refuse(
+    listing: Listing, table: KeyTable, metadata: TreeMetadata, entry: TreeEntry
+) -> None:
+    """There is no array of this name: says why."""
+    location = listing.files.location
+    document = zarr3.METADATA_NAME if metadata.use_zarr3 else zarr2.METADATA_NAME
+    if entry.kind is None:
+        raise UnsupportedFormatError(
+            f"{location}: {entry.name!r} was written by the handler {entry.handler!r}, which is "
+            "not known here, and there is no array of that name; leave it out with include=",
+            file=listing.path(METADATA_FILE),
+            location=location,
+            found=entry.handler,
+        )
+    if table.is_directory:
+        await listing.refuse_link(listing.path(posixpath.join(entry.name, document)))
+    raise CorruptCheckpointError(
+        f"{location}: the array {entry.name!r} has no {document}, {METADATA_FILE} lists it; use "
+        "another checkpoint",
+        file=listing.path(METADATA_FILE),
+        location=location,
+        expected=document,
+        found="nothing",
+    )
+
+
+async def _strings(listing: Listing, metadata: TreeMetadata) -> dict[str, JsonValue]:
+    names = [entry.name for entry in metadata.entries if entry.kind == "string"]
+    if not names:
+        return {}
+    path = listing.path(STRINGS_FILE)
+    if not listing.has(STRINGS_FILE):
+        await listing.refuse_link(path)
+        raise missing(listing.files.location, path)
+    data = await listing.files.read(path, max_nbytes=MAX_DOCUMENT_NBYTES)
+    with located(listing.files):
+        document = parse_document(data, "the document of strings", file=path)
+    found: dict[str, JsonValue] = {}
+    for name in names:
+        text = find_string(document, name)
+        if text is None:
+            raise CorruptCheckpointError(
+                f"{listing.files.location}: {path} has no string {name!r}, {METADATA_FILE} lists "
+                "it; use another checkpoint",
+                file=path,
+                location=listing.files.location,
+                expected=name,
+                found="nothing",
+            )
+        found[name] = encode_scalar(text)[1]
+    return found
+
+
+async def _implementations(listing: Listing, metadata: TreeMetadata) -> dict[str, str]:
+    """PRNG implementations of key arrays by name."""
+    if not any(entry.kind == "jax" for entry in metadata.entries):
+        return {}
+    found: dict[str, str] = {}
+    directory = listing.path(ARRAY_METADATAS)
+    for path in sorted(p for p in listing.nbytes_of if posixpath.dirname(p) == directory):
+        data = await listing.files.read(path, max_nbytes=MAX_DOCUMENT_NBYTES)
+        with located(listing.files):
+            found |= decode_array_metadatas(data, file=path)
+    return found
+
+
+def _grow(listing: Listing, metadata: TreeMetadata, leaves: Sequence[ForeignLeaf | Branch]) -> Any:
+    entries = metadata.entries
+    if len(entries) == 1 and not entries[0].path:
+        return leaves[0]
+    root = Branch("list" if entries and entries[0].path[:1] and entries[0].path[0][1] else "dict")
+    for entry, leaf in zip(entries, leaves, strict=True):
+        try:
+            if not entry.path:
+                raise ValueError("it is a leaf without a path, beside others")
+            add(
+                root,
+                [
+                    (_index(key) if is_index else key, "list" if is_index else "dict")
+                    for key, is_index in entry.path
+                ],
+                leaf,
+            )
+        except ValueError as error:
+            raise CorruptCheckpointError(
+                f"{listing.files.location}: {METADATA_FILE} contradicts itself at {entry.name!r}: "
+                f"{error}; use another checkpoint",
+                file=listing.path(METADATA_FILE),
+                location=listing.files.location,
+                found=entry.name,
+            ) from None
+    return root
+
+
+def _index(key: str) -> int:
+    if not key.isascii() or not key.isdecimal() or len(key) > 18 or str(int(key)) != key:
+        raise ValueError(f"{key[:40]!r} is no index of a list")
+    return int(key)

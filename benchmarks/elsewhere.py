@@ -1,0 +1,250 @@
+"""Checkpoints of other libraries, restored by asyncckpt and by who wrote them; conversions.
+
+The plain way to convert is to hold the whole state in memory: restore with one library, save with
+the other. Both ways end with everything flushed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import asyncckpt
+from asyncckpt import blocking
+from benchmarks import files
+from benchmarks.measure import Case
+from benchmarks.peers import Orbax, Safetensors
+from benchmarks.results import CONVERT, FOREIGN, IN_PLACE, ORBAX, OURS, OWN, SAFETENSORS
+from benchmarks.subject import Reader, Restored, Saved, Subject
+from benchmarks.transfers import RestoreRun
+from benchmarks.workloads import (
+    Tree,
+    Workload,
+    difference,
+    flat_arrays,
+    leaves,
+    targets_like,
+)
+
+if TYPE_CHECKING:
+    from benchmarks.suite import Suite
+
+TO_SAFETENSORS, FROM_SAFETENSORS = "to safetensors", "from safetensors"
+PLAIN = "through memory"
+
+
+@dataclass(slots=True)
+class AsyncCkptReader(Reader):
+    """`asyncckpt.blocking.restore` of a path, whoever wrote it; `flat` where there is no tree."""
+
+    flat: bool
+    name: ClassVar[str] = OURS
+
+    def restore(self, saved: Saved, workload: Workload) -> Restored:
+        """`restore(path)`: arrays that the library allocates."""
+        with unverified():
+            start = time.perf_counter()
+            tree = blocking.restore(saved.path)
+            wall_s = time.perf_counter() - start
+        return Restored(tree, {"wall_s": wall_s}, flat=self.flat)
+
+    def restore_into(self, saved: Saved, targets: Tree) -> Restored:
+        """`restore_into(path, targets)`."""
+        target = dict(leaves(targets)) if self.flat else targets
+        with unverified():
+            start = time.perf_counter()
+            blocking.restore_into(saved.path, target)
+            wall_s = time.perf_counter() - start
+        return Restored(targets, {"wall_s": wall_s})
+
+
+class unverified(warnings.catch_warnings):
+    """Other libraries keep no checksums; that they do not is no news here."""
+
+    def __enter__(self) -> Any:
+        caught = super().__enter__()
+        warnings.simplefilter("ignore", asyncckpt.RestoreWarning)
+        return caught
+
+
+# --------------------------------------------------------------------------------- conversions
+
+
+@dataclass(slots=True)
+class ConvertRun:
+    """Converts a checkpoint; the first result is compared, all are deleted again.
+
+    Attributes:
+        work: converts `source`; gets the path of the result.
+        directory: where results go.
+        suffix: how their names end.
+        read: what a result holds, by path.
+    """
+
+    work: Callable[[Path], object]
+    source: Path
+    directory: Path
+    workload: Workload
+    suffix: str
+    read: Callable[[Path], Tree]
+    _made: Path | None = field(default=None, init=False)
+    _checked: bool = field(default=False, init=False)
+
+    def prepare(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        files.warm(self.source)
+
+    def run(self) -> Mapping[str, float]:
+        self._made = self.directory / f"converted{self.suffix}"
+        with unverified():
+            start = time.perf_counter()
+            self.work(self._made)
+            return {"wall_s": time.perf_counter() - start}
+
+    def finish(self) -> None:
+        made, self._made = self._made, None
+        if made is None or not made.exists():
+            return
+        try:
+            if not self._checked:
+                wrong = difference(flat_arrays(self.workload.tree), self.read(made))
+                if wrong:
+                    raise AssertionError(f"converted to something else: {wrong}")
+                self._checked = True
+        finally:
+            if made.is_dir():
+                shutil.rmtree(made)
+            else:
+                made.unlink()
+            files.settle(self.directory)
+
+
+def conversions(
+    ours: Path, theirs: Path, directory: Path, workload: Workload
+) -> dict[tuple[str, str], ConvertRun]:
+    """(subject, direction) -> what is measured, between a checkpoint and a safetensors file."""
+
+    def run(number: int, source: Path, work: Callable[[Path], object]) -> ConvertRun:
+        to_file = source == ours
+        return ConvertRun(
+            work,
+            source,
+            directory / str(number),
+            workload,
+            ".safetensors" if to_file else "",
+            _load_file if to_file else _restore,
+        )
+
+    return {
+        (OURS, TO_SAFETENSORS): run(0, ours, lambda path: blocking.convert(ours, path)),
+        (PLAIN, TO_SAFETENSORS): run(1, ours, lambda path: _save_file(_restore(ours), path)),
+        (OURS, FROM_SAFETENSORS): run(2, theirs, lambda path: blocking.convert(theirs, path)),
+        (PLAIN, FROM_SAFETENSORS): run(
+            3, theirs, lambda path: blocking.save(path, _load_file(theirs))
+        ),
+    }
+
+
+def _restore(path: Path) -> Tree:
+    return dict(leaves(blocking.restore(path)))
+
+
+def _load_file(path: Path) -> Tree:
+    from safetensors.numpy import load_file
+
+    loaded: Tree = load_file(path)
+    return loaded
+
+
+def _save_file(tree: Tree, path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    save_file(tree, path)
+    files.fsync_tree(path)
+
+
+# ----------------------------------------------------------------------------------- scenarios
+
+
+def run(suite: Suite, workload: Workload) -> None:
+    """What asyncckpt makes of checkpoints of others was measured, and of others its own."""
+    peers: dict[str, tuple[Callable[[Path], Subject], bool]] = {SAFETENSORS: (Safetensors, True)}
+    if importlib.util.find_spec("orbax"):
+        peers[ORBAX] = (Orbax, False)
+    for label, (make, flat) in peers.items():
+        what = f"{workload.id} {FOREIGN}, {label}"
+        work = functools.partial(_foreign, suite, workload, label, make, flat)
+        suite.attempt(what, FOREIGN, work)
+    suite.attempt(f"{workload.id} {CONVERT}", CONVERT, lambda: _convert(suite, workload))
+
+
+def _foreign(
+    suite: Suite, workload: Workload, label: str, make: Callable[[Path], Subject], flat: bool
+) -> None:
+    with _removed(suite.directory / "foreign") as directory:
+        subject = make(directory)
+        try:
+            saved = subject.save(workload)
+            readers: dict[str, Reader] = {OURS: AsyncCkptReader(flat), label: subject}
+            targets = targets_like(workload.tree)
+            cases, keys = [], {}
+            for name, reader in readers.items():
+                for column in (IN_PLACE, OWN) if reader.restores_in_place else (OWN,):
+                    runs = RestoreRun(
+                        reader, workload, saved, targets if column == IN_PLACE else None, False
+                    )
+                    case = Case(
+                        f"{name}, {column}",
+                        runs.run,
+                        runs.prepare,
+                        runs.finish,
+                        floor=lambda: suite.floors.warm_read_s(workload.nbytes),
+                        fresh_nbytes=workload.fresh_nbytes,
+                    )
+                    keys[case.name] = (name, f"{label}, {column}")
+                    cases.append(case)
+            for name, samples in suite.rounds(workload, FOREIGN, cases).items():
+                suite.add(workload, FOREIGN, *keys[name], "raw read, warm", samples)
+        finally:
+            subject.close()
+
+
+def _convert(suite: Suite, workload: Workload) -> None:
+    with _removed(suite.directory / "convert") as directory:
+        ours = directory / "ours"
+        blocking.save(ours, workload.tree)
+        theirs = Safetensors(directory / "theirs").save(workload).path
+        runs = conversions(ours, theirs, directory / "made", workload)
+        cases = [
+            Case(
+                ", ".join(key),
+                work.run,
+                work.prepare,
+                work.finish,
+                floor=lambda: suite.floors.write_s(workload.nbytes),
+                fresh_nbytes=2 * workload.fresh_nbytes,
+            )
+            for key, work in runs.items()
+        ]
+        taken = suite.rounds(workload, CONVERT, cases)
+        for key in runs:
+            if ", ".join(key) in taken:
+                suite.add(workload, CONVERT, *key, "raw write", taken[", ".join(key)])
+
+
+@contextlib.contextmanager
+def _removed(directory: Path) -> Iterator[Path]:
+    directory.mkdir(parents=True)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        files.settle(directory.parent)
