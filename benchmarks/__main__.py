@@ -147,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--full",
         action="store_true",
-        help="also W2, and Orbax and torch DCP everywhere; takes long",
+        help="also W2, Orbax and torch DCP; takes long",
     )
     parser.add_argument(
         "--dir", type=Path, default=None, help="where to write; default: the system's temp"

@@ -51,7 +51,8 @@ class Onto:
     Attributes:
         column: what it is called.
         layout: what it is restored onto.
-        most_read: bytes read at most per byte wanted; None where no target is set.
+        most_read: bytes read at most per byte wanted; None where the boundaries of the target do not
+            fall on the chunk grid, so that there is no limit to set.
         only: the one subtree that is wanted, or None.
         peer: measured with Orbax too, also in the short form.
     """
@@ -66,7 +67,7 @@ class Onto:
 WAYS = (
     Onto("same layout", shardings.ROWS_8, 1.01),
     Onto("8 → 2 devices", shardings.ROWS_2, 1.10, peer=True),
-    Onto("rows → columns", shardings.COLUMNS_8, 1.10, peer=True),
+    Onto("rows → columns", shardings.COLUMNS_8, None, peer=True),
     Onto("sharded → replicated", shardings.REPLICATED, 1.10),
     Onto("parameters only", shardings.ROWS_8, 1.02, only="params"),
     # What one process of two reads. Half of the columns has a part in every chunk.
@@ -81,19 +82,29 @@ def even_nbytes(nbytes: int) -> int:
     return (width << 30) * width // (512 * 512)
 
 
-def run(suite: Suite, nbytes: int, *, every_peer: bool) -> None:
-    """Everything was measured, in a child process."""
+def run(
+    suite: Suite, nbytes: int, *, layers: int = workloads.LAYERS, every_peer: bool = False
+) -> None:
+    """Everything was measured, in a child process.
+
+    Args:
+        suite: gets what is found.
+        nbytes: about the size of the state.
+        layers: of the model; fewer make it smaller.
+        every_peer: measure Orbax in every case, and as often.
+    """
     nbytes = even_nbytes(nbytes)
     suite.log(f"W7: {nbytes / 2**20:.0f} MiB over {DEVICES} devices, restored onto others")
-    suite.attempt(f"W7 {RESHARD}", RESHARD, functools.partial(_in_child, suite, nbytes, every_peer))
-
-
-def _in_child(suite: Suite, nbytes: int, every_peer: bool) -> None:
     directory = suite.directory / "W7"
-    command = [sys.executable, "-m", "benchmarks.reshard", str(directory), str(nbytes)]
-    command += ["--samples", str(suite.protocol.samples), "--seed", str(suite.rng.randrange(1000))]
-    if every_peer:
-        command.append("--every-peer")
+    arguments = [str(directory), str(nbytes), f"--layers={layers}"]
+    arguments += [f"--samples={suite.protocol.samples}", f"--seed={suite.rng.randrange(1000)}"]
+    arguments += ["--every-peer"] if every_peer else []
+    work = functools.partial(_in_child, suite, directory, arguments)
+    suite.attempt(f"W7 {RESHARD}", RESHARD, work)
+
+
+def _in_child(suite: Suite, directory: Path, arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "benchmarks.reshard", *arguments]
     try:
         done = subprocess.run(
             command,
@@ -281,6 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.reshard", description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("nbytes", type=int)
+    parser.add_argument("--layers", type=int, default=workloads.LAYERS)
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every-peer", action="store_true")
@@ -288,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import jax
 
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    workload = dataclasses.replace(workloads.llama(options.nbytes), id="W7")
+    workload = dataclasses.replace(workloads.llama(options.nbytes, layers=options.layers), id="W7")
     found, errors = measured(
         options.directory,
         workload,

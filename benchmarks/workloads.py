@@ -114,14 +114,15 @@ def random_floats(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) 
     return floats
 
 
-def llama(nbytes: int, *, stacked: bool = False, seed: int = 1) -> Workload:
+def llama(nbytes: int, *, layers: int = LAYERS, stacked: bool = False, seed: int = 1) -> Workload:
     """W1, or W2 when stacked: bf16 parameters with fp32 master copy, m and v, as Llama names them.
 
-    Unstacked there are 4 × 147 leaves, stacked (one array for all layers) 4 × 12.
+    Unstacked there are 4 × 147 leaves, stacked (one array for all layers) 4 × 12. The size is
+    about `nbytes` with 16 layers, and less with fewer.
     """
     # Parameters grow with the square of the width; at 512 the state has about 1 GiB.
     width = max(8, round(512 * math.sqrt(nbytes / (1 << 30)) / 8) * 8)
-    shapes = _llama_shapes(width, stacked=stacked)
+    shapes = _llama_shapes(width, layers, stacked=stacked)
     rng = _generator(seed)
     tree: Tree = {}
     for name, dtype in (
@@ -174,7 +175,7 @@ def _generator(seed: int) -> np.random.Generator:
     return np.random.Generator(np.random.SFC64(seed))
 
 
-def _llama_shapes(width: int, *, stacked: bool) -> Tree:
+def _llama_shapes(width: int, count: int, *, stacked: bool) -> Tree:
     hidden = width * 11 // 4
     vocabulary = width * 125 // 2
     layer: dict[str, tuple[int, ...]] = {
@@ -190,9 +191,9 @@ def _llama_shapes(width: int, *, stacked: bool) -> Tree:
     }
     layers: Tree
     if stacked:
-        layers = {name: (LAYERS, *shape) for name, shape in layer.items()}
+        layers = {name: (count, *shape) for name, shape in layer.items()}
     else:
-        layers = {f"layer_{index:02}": dict(layer) for index in range(LAYERS)}
+        layers = {f"layer_{index:02}": dict(layer) for index in range(count)}
     return {
         "tok_embeddings": (vocabulary, width),
         "layers": layers,

@@ -67,6 +67,8 @@ class LeafReader:
         self.paths = opened.structure().paths()
         self._specs = [opened.leaf_spec(own) if own else None for own in self.pieces]
         self._grids = [storage.grid for storage in opened.storages]
+        self._counts = [grid.chunk_count for grid in self._grids]
+        self._dtypes = [DTYPES[storage.spec.dtype] for storage in opened.storages]
         self._leaf_of = {p.array: leaf for leaf, own in enumerate(self.pieces) for p in own}
         self._stored = opened.stored()
         self._owners, self._owner_rows = self._rows()
@@ -74,6 +76,8 @@ class LeafReader:
         self._turn = np.zeros(opened.row_count, np.int64)
         self.in_order(range(len(self.pieces)))
         self._indices: dict[int, BoxIndex] = {}
+        # The row of each leaf that is one chunk as a whole, which nearly all small ones are.
+        self._single = [self._single_row(own) for own in self.pieces]
         self._blocks = Blocks(cache_nbytes, self._group, self._load)
         self._lock = threading.Lock()
         self.read_nbytes = 0
@@ -81,7 +85,7 @@ class LeafReader:
     def in_order(self, leaves: Sequence[int]) -> None:
         """The leaves will be read in about this order; to be called before any `read`."""
         rows = [
-            np.arange(first, first + self._grid(piece.array).chunk_count)
+            np.arange(first, first + self._counts[self.opened.arrays.spec[piece.array]])
             for leaf in leaves
             for piece in self.pieces[leaf]
             for first in (self.opened.first_rows[piece.array],)
@@ -99,6 +103,15 @@ class LeafReader:
             CorruptCheckpointError: names leaf, file and offset.
             StoreError: reading failed.
         """
+        single = self._single[leaf]
+        if single >= 0 and box.shape == self._shape(leaf):
+            block = self._blocks.take(single)
+            try:
+                assert block.values is not None
+                np.copyto(out, block.values[single], casting="no")
+            finally:
+                self._blocks.give(block, box.size)
+            return
         for array, part, memory in self._overlaps(leaf, box, out):
             grid = self._grid(array)
             first = self.opened.first_rows[array]
@@ -138,12 +151,22 @@ class LeafReader:
     def _grid(self, array: int) -> ChunkGrid:
         return self._grids[self.opened.arrays.spec[array]]
 
+    def _single_row(self, pieces: Sequence[Piece]) -> int:
+        if len(pieces) != 1:
+            return -1
+        array = pieces[0].array
+        one = self._counts[self.opened.arrays.spec[array]] == 1
+        return self.opened.first_rows[array] if one else -1
+
+    def _shape(self, leaf: int) -> tuple[int, ...]:
+        return self._grid(self.pieces[leaf][0].array).shape
+
     def _rows(self) -> tuple[Column, Column]:
         """Arrays that have rows of their own, and the first row of each, ascending."""
         arrays = [
             array
             for array in range(len(self.opened.arrays.spec))
-            if array not in self.opened.arrays.tied and self._grid(array).chunk_count
+            if array not in self.opened.arrays.tied and self._counts[self.opened.arrays.spec[array]]
         ]
         return np.array(arrays, np.int64), self._stored.first_row[arrays]
 
@@ -151,11 +174,6 @@ class LeafReader:
         sizes = np.array([storage.chunk_nbytes for storage in self.opened.storages], np.int64)
         counts = np.diff(self._owner_rows, append=self.opened.row_count)
         return np.repeat(sizes[self._stored.kind[self._owners]], counts)
-
-    def _place(self, row: int) -> tuple[int, int]:
-        """Array and cell of a row."""
-        at = int(np.searchsorted(self._owner_rows, row, side="right")) - 1
-        return int(self._owners[at]), row - int(self._owner_rows[at])
 
     def _overlaps(self, leaf: int, box: Box, out: Values) -> Iterator[tuple[int, Box, Values]]:
         """Array, part of it, and memory for that part, of all arrays that share elements."""
@@ -241,14 +259,18 @@ class LeafReader:
         return values
 
     def _destinations(self, rows: Sequence[int]) -> tuple[list[Destination], list[Values]]:
-        arena = Arena(int(self._row_nbytes[list(rows)].sum()))
+        numbers = np.array(rows, np.int64)
+        arena = Arena(int(self._row_nbytes[numbers].sum()))
+        owners = np.searchsorted(self._owner_rows, numbers, side="right") - 1
+        arrays = self._owners[owners].tolist()
+        cells = (numbers - self._owner_rows[owners]).tolist()
         destinations, memories = [], []
-        for row in rows:
-            array, cell = self._place(row)
-            grid, dtype = self._grid(array), DTYPES[self.opened.storage(array).spec.dtype]
+        for array, cell in zip(arrays, cells, strict=True):
+            kind = self.opened.arrays.spec[array]
+            grid, dtype = self._grids[kind], self._dtypes[kind]
             box = None
             shape = grid.shape
-            if grid.chunk_count > 1:
+            if self._counts[kind] > 1:
                 box = grid.box(tuple(int(i) for i in np.unravel_index(cell, grid.counts)))
                 shape = box.shape
             memory = arena.take(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)

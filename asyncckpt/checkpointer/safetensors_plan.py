@@ -144,7 +144,7 @@ def plan_files(
     leaf_names = tensor_names(taken.structure.parts(), taken.paths)
     owned = [number for number in range(len(specs)) if number not in taken.tied]
     for number in owned:
-        _check_dtype(taken.array_paths[number], specs[number].dtype)
+        _check_dtype(taken.paths[taken.array_leaf[number]], specs[number].dtype)
     files = _share(owned, specs, max_file_nbytes)
     texts = _metadata(taken, leaf_names, metadata, metrics)
     names = _file_names(len(files), None if max_file_nbytes else name)

@@ -10,6 +10,8 @@ FLOAT_NBYTES: Final = 24
 TUPLE_NBYTES: Final = 40
 LIST_NBYTES: Final = 72
 DICT_NBYTES: Final = 64
+FILLED_NBYTES: Final = 112
+"""What a dict takes with its first entry."""
 TEXT_NBYTES: Final = 56
 ITEM_NBYTES: Final = 9
 ENTRY_NBYTES: Final = 56

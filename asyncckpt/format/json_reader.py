@@ -164,7 +164,7 @@ class JsonReader:
             elif byte and byte in b"[{":
                 depth += 1
                 self._at += 1
-            elif byte and byte in b"]}":
+            elif byte and byte in b"]}" and depth > 0:
                 depth -= 1
                 self._at += 1
             else:
@@ -174,7 +174,7 @@ class JsonReader:
                 self._at = found.end()
             if depth > MAX_DEPTH or self._at - start > MAX_VALUE_NBYTES:
                 raise self.fault("a value is too large or too deep", start)
-            if depth <= 0:
+            if depth == 0:
                 break
         try:
             return json.loads(self._data[start : self._at])

@@ -23,6 +23,7 @@ from asyncckpt.format import opcodes as op
 from asyncckpt.format.allowance import (
     DICT_NBYTES,
     ENTRY_NBYTES,
+    FILLED_NBYTES,
     FLOAT_NBYTES,
     INT_NBYTES,
     ITEM_NBYTES,
@@ -254,7 +255,8 @@ class Unpickler:
         target = self._stack[-1]
         if type(target) is not dict or len(items) % 2:
             raise ValueError(f"it sets {len(items)} keys and values of a {type(target).__name__}")
-        self._allowance.take(ENTRY_NBYTES * (len(items) // 2))
+        first = 0 if target or not items else FILLED_NBYTES
+        self._allowance.take(first + ENTRY_NBYTES * (len(items) // 2))
         for row in range(0, len(items), 2):
             key = items[row]
             if type(key) not in (str, int) and not isinstance(key, Stub):
@@ -316,9 +318,11 @@ class Unpickler:
         self._stack.append(target)
         if getrefcount(state) <= _MY_REFERENCES:
             # Pickles describe every instance by a dict or tuple that nothing else uses.
-            is_dict = type(state) is dict
-            self._allowance.give(DICT_NBYTES if is_dict else TUPLE_NBYTES)
-            self._allowance.give((ENTRY_NBYTES if is_dict else 8) * len(state))
+            if type(state) is dict:
+                first = FILLED_NBYTES if state else 0
+                self._allowance.give(DICT_NBYTES + first + ENTRY_NBYTES * len(state))
+            elif type(state) is tuple:
+                self._allowance.give(TUPLE_NBYTES + 8 * len(state))
 
     def _persist(self, _: int) -> None:
         (identity,) = self._few(1)

@@ -15,12 +15,12 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from asyncckpt.errors import UsageError
 from asyncckpt.options import KIB
 from asyncckpt.planning.cut import PADDED_NBYTES, Limits, cut_freely
 from asyncckpt.planning.shards import distinct_boxes, follow_shards
+from asyncckpt.planning.table import Column
 from asyncckpt.spec import ArraySpec, Box, ChunkGrid, Shard
 
 WHOLE_NBYTES = 64 * KIB
@@ -73,8 +73,8 @@ def choose_grid(
 
 
 def contiguous_runs(
-    grid: ChunkGrid, itemsize: int, rows: npt.NDArray[np.int64], box: Box
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    grid: ChunkGrid, itemsize: int, rows: Column, box: Box
+) -> tuple[Column, Column]:
     """Per chunk: where it stands in the C-order memory of `box`, and how many bytes it holds.
 
     The first is the byte offset in `box` of a chunk that lies in it as a whole, as one run of
@@ -89,6 +89,17 @@ def contiguous_runs(
     """
     if len(rows) == 1 and grid.chunk_shape == grid.shape == box.shape and not any(box.offset):
         return np.zeros(1, np.int64), np.array([math.prod(grid.shape) * itemsize], np.int64)
+    return runs_within(grid, itemsize, rows, box.offset, box.shape)
+
+
+def runs_within(
+    grid: ChunkGrid,
+    itemsize: int,
+    rows: Column,
+    offsets: Sequence[int | Column],
+    shapes: Sequence[int | Column],
+) -> tuple[Column, Column]:
+    """As `contiguous_runs`; offset and shape of the box may differ by row, one column per axis."""
     if not len(rows) or not grid.shape:
         return np.zeros(len(rows), np.int64), np.full(len(rows), itemsize, np.int64)
     cells = np.unravel_index(rows, grid.counts)
@@ -96,13 +107,13 @@ def contiguous_runs(
     in_box, box_full, in_chunk, chunk_full = (np.ones(len(rows), bool) for _ in range(4))
     offset = np.zeros(len(rows), np.int64)
     nbytes = np.full(len(rows), itemsize, np.int64)
-    stride = itemsize
+    stride: int | Column = itemsize
     for cell, n, c, first, length in zip(
         cells[::-1],
         grid.shape[::-1],
         grid.chunk_shape[::-1],
-        box.offset[::-1],
-        box.shape[::-1],
+        offsets[::-1],
+        shapes[::-1],
         strict=True,
     ):
         start = cell.astype(np.int64) * c - first
@@ -115,7 +126,7 @@ def contiguous_runs(
         chunk_full &= held == c
         offset += start * stride
         nbytes *= held
-        stride *= length
+        stride = stride * length
     return np.where(inside & in_box & in_chunk, offset, -1), nbytes
 
 

@@ -100,7 +100,7 @@ def plan_save(
         raise ValueError(f"slot_nbytes={slot_nbytes} is not two pages of {page_nbytes} or more")
     arrays = plan_arrays(leaves, regular=regular)
     part, parts, tied = arrays.part, arrays.parts, arrays.tied
-    sources_of = [chunk_sources(p.grid, p.spec.itemsize, p.offset, p.shards) for p in parts]
+    sources_of = chunk_sources(parts)
     payload_of = np.array([p.grid.chunk_size * p.spec.itemsize for p in parts], np.int64)
     count_of = np.array([p.grid.chunk_count for p in parts], np.int64)
     zstd_of = np.array([p.zstd_level is not None for p in parts], bool)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
+
 from asyncckpt.planning.overlap import BoxIndex
 from asyncckpt.spec import Box
 
@@ -50,19 +52,23 @@ def _tile(whole: Box, boxes: Sequence[Box]) -> bool:
 
     Boxes tile a box if and only if their corners, with alternating signs, add up to its corners.
     """
-    cut = [
-        axis
-        for axis, (o, n) in enumerate(zip(whole.offset, whole.shape, strict=True))
-        if any(b.offset[axis] != o or b.shape[axis] != n for b in boxes)
-    ]
-    corners: dict[tuple[int, ...], int] = {}
-    for box, sign in [*((b, 1) for b in boxes), (whole, -1)]:
-        for ends in itertools.product((0, 1), repeat=len(cut)):
-            corner = tuple(
-                box.offset[i] + end * box.shape[i] for i, end in zip(cut, ends, strict=True)
-            )
-            corners[corner] = corners.get(corner, 0) + sign * (-1) ** sum(ends)
-    return not any(corners.values())
+    if not boxes:
+        return False
+    starts = np.array([whole.offset, *(box.offset for box in boxes)], np.int64)
+    shapes = np.array([whole.shape, *(box.shape for box in boxes)], np.int64)
+    cut = np.flatnonzero(((starts != starts[0]) | (shapes != shapes[0])).any(axis=0))
+    starts, shapes = starts[:, cut], shapes[:, cut]
+    # One row per box and choice of start or end along every axis that is cut.
+    k = len(cut)
+    ends = np.array([*itertools.product((0, 1), repeat=k)], np.int64).reshape(1 << k, k)
+    corners = (starts[:, None] + ends * shapes[:, None]).reshape(len(starts) << k, k)
+    signs = np.ones((len(starts), len(ends)), np.int64) * (-1) ** ends.sum(axis=1)
+    signs[0] *= -1
+    order = np.lexsort(corners.T) if k else np.arange(len(corners))
+    corners, sums = corners[order], signs.reshape(-1)[order]
+    fresh = np.ones(len(corners), bool)
+    fresh[1:] = (corners[1:] != corners[:-1]).any(axis=1)
+    return not np.add.reduceat(sums, np.flatnonzero(fresh)).any()
 
 
 def _without(box: Box, taken: Box) -> list[Box]:

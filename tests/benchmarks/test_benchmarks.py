@@ -13,12 +13,25 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from benchmarks import files, machine, measure, report, results, workloads
+from benchmarks import files, machine, measure, report, results, targets, workloads
 from benchmarks.__main__ import main
 from benchmarks.floors import Floors
 from benchmarks.measure import Case, Protocol, Sample
 from benchmarks.peers import Safetensors
-from benchmarks.results import IN_PLACE, OURS, OWN, SAFETENSORS, SAVE, STALL, WARM
+from benchmarks.results import (
+    CONVERT,
+    FOREIGN,
+    IN_PLACE,
+    ORBAX,
+    OURS,
+    OWN,
+    PLAN,
+    RESHARD,
+    SAFETENSORS,
+    SAVE,
+    STALL,
+    WARM,
+)
 from benchmarks.stall import heartbeat, percentile
 from benchmarks.suite import Suite
 
@@ -271,6 +284,11 @@ def taken(
     )
 
 
+def resharded(read: float, most: float) -> Sample:
+    values = {"read_share": read, "most_read": most, "calls_share": read, "wanted_nbytes": 1e9}
+    return sample(0.5, **values)
+
+
 @pytest.fixture
 def found() -> results.Results:
     stalled = sample(0.07, 0.05, start_save_s=0.06, inflation_s=0.01, step_s=0.02, committed_s=0.5)
@@ -283,11 +301,21 @@ def found() -> results.Results:
         taken("W1", WARM, SAFETENSORS, OWN, sample(0.45, 0.05)),
         taken("W1", STALL, OURS, "JAX loop", stalled),
         taken("W4-1k", SAVE, OURS, "durable", sample(0.01), leaves=1000),
-        taken("W4-10k", SAVE, OURS, "durable", sample(0.10), leaves=10_000),
+        taken("W4-100k", SAVE, OURS, "durable", sample(0.901), leaves=100_000),
         taken("W4-1k", WARM, OURS, IN_PLACE, sample(0.01), leaves=1000),
-        taken("W4-10k", WARM, OURS, IN_PLACE, sample(0.19), leaves=10_000),
+        taken("W4-100k", WARM, OURS, IN_PLACE, sample(1.99), leaves=100_000),
+        taken("W4-1k", PLAN, OURS, "save, leaves", sample(0.001), leaves=1000),
+        taken("W4-10k", PLAN, OURS, "save, leaves", sample(0.01), leaves=10_000),
+        taken("W4-100k", PLAN, OURS, "save, leaves", sample(0.16), leaves=100_000),
+        taken("W4-1k", PLAN, OURS, "cached plan", sample(0.001), leaves=1000),
+        taken("W4-100k", PLAN, OURS, "cached plan", sample(0.04), leaves=100_000),
+        taken("W7", RESHARD, OURS, "same layout", resharded(1.02, 1.01)),
+        taken("W7", RESHARD, OURS, "8 → 2 devices", resharded(1.02, 1.1)),
+        taken("W7", RESHARD, ORBAX, "8 → 2 devices", sample(1.5, wanted_nbytes=1e9)),
+        taken("W1", FOREIGN, OURS, "Orbax, own memory", sample(0.5, 0.1)),
+        taken("W1", FOREIGN, ORBAX, "Orbax, own memory", sample(2.0, 0.1)),
     ]
-    made.verdicts = results.judge(made)
+    made.verdicts = targets.judge(made)
     return made
 
 
@@ -298,16 +326,34 @@ def test_verdicts_compare_medians_of_ratios_with_the_targets(found: results.Resu
         ("W1", "durable save / safetensors + fsync"): "MISS",
         ("W1", "warm restore in place / safetensors load_file"): "PASS",
         ("W1", "warm restore in place / safetensors into the same arrays"): "MISS",
-        ("W4 1000→10000", "save, per small leaf"): "PASS",
-        ("W4 1000→10000", "restore in place, per small leaf"): "MISS",
+        ("W4 1000→100000", "save, per small leaf"): "PASS",
+        ("W4 1000→100000", "restore in place, per small leaf"): "MISS",
+        ("W4-100k", "save, leaves"): "MISS",
+        ("W4 1000→100000", "save, leaves: grows with the power"): "MISS",
+        ("W4-100k", "cached plan, per leaf"): "PASS",
         ("W1", "stall, JAX loop"): "MISS",
+        ("W7", "read amplification, same layout"): "MISS",
+        ("W7", "read amplification, 8 → 2 devices"): "PASS",
     }
     assert next(v for v in found.verdicts if "stall" in v.metric).target.endswith("= 68.5 ms")
+    measured = {v.metric: v.measured for v in found.verdicts}
+    assert measured["save, per small leaf"] == "9 µs"
+    assert measured["save, leaves: grows with the power"] == "1.10"
+    assert measured["cached plan, per leaf"] == "0.4 µs"
+
+
+def test_growth_of_time_is_fitted_over_all_sizes(found: results.Results) -> None:
+    found.measurements = [
+        taken("W4", PLAN, OURS, "x", sample(3e-6 * n**1.5), leaves=n) for n in (10, 700, 5000)
+    ]
+    assert results.exponent(found, PLAN, OURS, "x") == pytest.approx(1.5)
+    assert results.exponent(found, PLAN, OURS, "y") is None
+    assert results.slope_s(found, PLAN, OURS, "y") is None
 
 
 def test_missing_peer_is_not_measured_instead_of_passed(found: results.Results) -> None:
     found.measurements = [m for m in found.measurements if m.subject == OURS]
-    status = {v.metric: (v.measured, v.status) for v in results.judge(found)}
+    status = {v.metric: (v.measured, v.status) for v in targets.judge(found)}
     assert status["durable save / safetensors + fsync"] == ("not measured", "-")
 
 
@@ -326,6 +372,10 @@ def test_report_writes_json_with_every_sample_and_a_table(
     )
     assert "OSError: no space" in table
     assert "| W1 | JAX loop | 70.0 ms | 60.0 ms | 10.0 ms |" in table
+    assert "| save, leaves | 100000 | 160.0 ms | 1.60 µs |" in table
+    assert "| W7 | asyncckpt | 8 → 2 devices | 500.0 ms |" in table
+    assert "| 3.00 × |" in table, "Orbax onto two devices"
+    assert "| 4.00 × |" in table, "Orbax with its own checkpoint"
     assert "nan" not in table
     if importlib.util.find_spec("matplotlib"):
         assert [path.suffix for path in written] == [".json", ".md", ".png"]
@@ -366,6 +416,16 @@ def test_suite_runs_every_scenario_without_errors_and_cleans_up(tmp_path: Path) 
         for subject in (OURS, SAFETENSORS):
             assert (workload, SAVE, subject) in keys
             assert (workload, WARM, subject) in keys
+    assert {s for w, what, s in keys if what == FOREIGN} == {OURS, SAFETENSORS, ORBAX}
+    assert ("W1", CONVERT, OURS) in keys
+    planned = [m for m in data["measurements"] if m["scenario"] == PLAN]
+    assert {(m["column"], m["leaf_count"]) for m in planned} == {
+        ("save, leaves", 1000),
+        ("restore, leaves", 1000),
+        ("save, shards", 49),
+        ("restore, shards", 49),
+        ("cached plan", 1000),
+    }
     assert all(m["samples"][0]["cpu_s"] >= 0 for m in data["measurements"])
 
 
@@ -399,7 +459,8 @@ def test_restored_bytes_that_differ_are_an_error_and_no_sample(
 
 def test_unknown_workload_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--only", "W9"]) == 2
-    assert "no workload W9; there are W1, W3, W3-odd, W4-1k, W4-10k" in capsys.readouterr().out
+    there = "no workload W9; there are W1, W3, W3-odd, W4-1k, W4-10k, W4-100k, W7"
+    assert there in capsys.readouterr().out
 
 
 def test_too_little_space_is_refused(

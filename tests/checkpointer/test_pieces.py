@@ -268,6 +268,34 @@ async def test_any_layout_is_restored_to_any_other(
     assert same(await opened((await asyncckpt.inspect(path))["w"]), values)
 
 
+async def test_targets_whose_shards_overlap_are_refused_unless_they_are_tied(
+    tmp_path: Path,
+) -> None:
+    values = numbers(40, 30)
+    await asyncckpt.save(tmp_path / "x", {"a": values, "b": values + 1, "tied": values})
+    memory = np.zeros_like(values)
+    halves = [((0, 0), memory[:20]), ((20, 0), memory[20:])]
+    leaf = ShardedArray(values.shape, "float32", halves)
+    columns = [((0, i), memory[:, i : i + 15]) for i in (0, 15)]
+    for other in (memory, leaf, ShardedArray(values.shape, "float32", columns), memory[::-1]):
+        with pytest.raises(UsageError, match=r"[ab] and [ab]: these targets overlap in memory"):
+            await asyncckpt.restore_into(
+                tmp_path / "x", {"a": leaf, "b": other}, include=["a", "b"], strict=False
+            )
+    assert not memory.any()
+    # The same memory for leaves that are one array; and shards that lie between each other.
+    tree = {"a": leaf, "tied": ShardedArray(values.shape, "float32", halves)}
+    await asyncckpt.restore_into(tmp_path / "x", tree, include=["a", "tied"])
+    assert same(memory, values)
+    wide = np.zeros((40, 60), np.float32)
+    left = ShardedArray(values.shape, "float32", [((0, 0), wide[:, :30])])
+    right = ShardedArray(
+        values.shape, "float32", [((0, i), wide[:, 30 + i :][:, :15]) for i in (0, 15)]
+    )
+    await asyncckpt.restore_into(tmp_path / "x", {"a": left, "b": right}, include=["a", "b"])
+    assert same(wide, np.hstack([values, values + 1]))
+
+
 # ------------------------------------------------------------------------------- emulated meshes
 
 

@@ -279,3 +279,20 @@ async def test_the_device_of_a_typed_key_is_part_of_the_key(tmp_path: Path) -> N
     for step, device in enumerate(places):
         text = (tmp_path / str(step) / "default" / "_sharding").read_text()
         assert str(device) in text
+
+
+@on_eight_devices
+async def test_sharded_typed_keys_are_stored_as_one_array_that_orbax_restores(
+    tmp_path: Path,
+) -> None:
+    import orbax.checkpoint as ocp
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    keys = jax.device_put(jax.random.split(jax.random.key(0), 16), sharding)
+    report = await asyncckpt.save(Path(tmp_path) / "x", {"keys": keys})
+    assert report.orbax
+    found = ocp.PyTreeCheckpointer().restore(Path(tmp_path) / "x" / "default")["keys"]
+    assert jax.random.key_impl(found) == jax.random.key_impl(keys)
+    wanted = np.asarray(jax.random.key_data(keys))
+    np.testing.assert_array_equal(np.asarray(jax.random.key_data(found)), wanted)

@@ -44,7 +44,6 @@ def arrays() -> dict[str, Any]:
         "int": np.arange(-3, 4, dtype=np.int8),
         "bool": np.array([True, False, True]),
         "complex": np.array([1 + 2j, -0.0], np.complex64),
-        "empty": np.zeros((0, 3), np.uint16),
         "jax": {
             "bf16": jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3),
             "scalar": jnp.float32(2.5),

@@ -32,6 +32,7 @@ class Target:
         decode: puts the input into what surrounds it (lengths, checksums) and decodes that.
         mutate: what changes an input, behind its first `head` bytes.
         head: bytes at the start of an input that say how to surround it.
+        hostile: inputs made to take time or memory.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Target:
     decode: Callable[[bytes], object]
     mutate: Mutator = mutate_bytes
     head: int = 0
+    hostile: tuple[bytes, ...] = ()
 
     def mutated(self, data: bytes, random: Random, corpus: list[bytes]) -> bytes:
         """The next input."""
@@ -81,7 +83,7 @@ class Outcome:
 
 
 def fuzz(target: Target, inputs: int, *, seed: int = 0) -> Outcome:
-    """The seeds and mutations of them, `inputs` in all, were decoded in this process."""
+    """Seeds, hostile inputs and mutations, `inputs` in all, were decoded in this process."""
     random = Random(f"{target.name} {seed}")
     good, bad = list(target.seeds), list(target.seeds)
     outcome = Outcome()
@@ -89,6 +91,8 @@ def fuzz(target: Target, inputs: int, *, seed: int = 0) -> Outcome:
     with guarded() as guard:
         for data in target.seeds:
             target.decode(data)  # a target that refuses its own seeds tests nothing
+            _try(target, guard, data, outcome)
+        for data in target.hostile:
             _try(target, guard, data, outcome)
         while outcome.inputs < inputs and len(outcome.failures) < MAX_FAILURES:
             # What is refused may be refused elsewhere after another change, but mostly is not.

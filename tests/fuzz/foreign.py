@@ -28,6 +28,7 @@ from asyncckpt.format.unpickle import Unpickler
 from asyncckpt.format.zarr import Chain, Shards, ZarrArray
 from asyncckpt.format.zarr_codecs import make_codec
 from asyncckpt.tree import flatten
+from tests.fuzz import hostile
 from tests.fuzz.engine import Target
 from tests.fuzz.mutate import mutate_json, mutate_pickle
 from tests.fuzz.surround import RAW, sealed
@@ -70,7 +71,9 @@ def _zarr(name: str, decode_metadata: Any, documents: list[dict[str, Any]]) -> T
         )
         return array.grid.counts, array.chunk_nbytes, array.keys.all(b"w/", (2, 1))
 
-    return Target(name, tuple(json.dumps(d).encode() for d in documents), decode, mutate_json)
+    seeds = tuple(json.dumps(document).encode() for document in documents)
+    bad = tuple(text for seed in seeds[:2] for text in hostile.json_members(seed))
+    return Target(name, seeds, decode, mutate_json, hostile=bad)
 
 
 def _zarr3_documents() -> list[dict[str, Any]]:
@@ -176,7 +179,13 @@ def _chunks() -> Target:
     seeds = tuple(bytes([kind]) + data for kind, data in enumerate(stored))
     for seed in seeds:
         assert decode(seed).tobytes() == raw  # type: ignore[attr-defined]
-    return Target("chunks", seeds, decode, head=1)
+    bombs = hostile.stream_bombs()
+    bad = [
+        *(b"\0" + bomb for bomb in hostile.zstd_bombs()),
+        *(bytes([kind]) + bombs[chains[kind].packing[-1]] for kind in (1, 2, 3, 4)),
+        b"\6" + _shard([zstd for zstd in hostile.zstd_bombs()[:2]], at_start=True),
+    ]
+    return Target("chunks", seeds, decode, head=1, hostile=tuple(bad))
 
 
 def _shard(chunks: list[bytes], *, at_start: bool) -> bytes:
@@ -229,7 +238,13 @@ def _safetensors() -> Target:
         {"__metadata__": {"format": "pt"}, **tensors},
         {"__metadata__": {"DCP_SHARDING_INFO": parts}, **tensors},
     ]
-    return Target("safetensors", tuple(json.dumps(s).encode() for s in seeds), decode, mutate_json)
+    return Target(
+        "safetensors",
+        tuple(json.dumps(seed).encode() for seed in seeds),
+        decode,
+        mutate_json,
+        hostile=tuple(hostile.safetensors_headers()),
+    )
 
 
 def _safetensors_tree() -> Target:
@@ -247,7 +262,8 @@ def _safetensors_tree() -> Target:
         structure, leaves, ["a", "b.0", "b.1", None], {"x": [1]}, {"loss": float("nan")}
     )
     seed = encode_tree(tree)[TREE_KEY].encode()
-    return Target("safetensors-tree", (seed,), decode, mutate_json)
+    bad = tuple(hostile.json_members(seed))
+    return Target("safetensors-tree", (seed,), decode, mutate_json, hostile=bad)
 
 
 def _safetensors_index() -> Target:
@@ -256,7 +272,9 @@ def _safetensors_index() -> Target:
 
     names = {f"layers.{n}.w": f"model-{n % 3:05}-of-00003.safetensors" for n in range(6)}
     document = {"metadata": {"total_size": 10**9}, "weight_map": names}
-    return Target("safetensors-set", (json.dumps(document).encode(),), decode, mutate_json)
+    seed = json.dumps(document).encode()
+    bad = tuple(hostile.json_members(seed))
+    return Target("safetensors-set", (seed,), decode, mutate_json, hostile=bad)
 
 
 # -------------------------------------------------------------------------------------- torch
@@ -273,7 +291,8 @@ def _dcp_metadata() -> Target:
         return decode_entries(value, file=".metadata")
 
     seed = (SEEDS / "dcp-metadata.bin").read_bytes()
-    return Target("dcp-metadata", (seed,), decode, mutate_pickle)
+    bad = tuple(hostile.pickles())
+    return Target("dcp-metadata", (seed,), decode, mutate_pickle, hostile=bad)
 
 
 def _torch_tensor() -> Target:
@@ -291,4 +310,5 @@ def _torch_value() -> Target:
         return load_value(source, _allowance(data), depth=3)
 
     seed = (SEEDS / "torch-value.bin").read_bytes()
-    return Target("torch-value", (seed,), decode, mutate_pickle)
+    bad = tuple(hostile.pickles())
+    return Target("torch-value", (seed,), decode, mutate_pickle, hostile=bad)

@@ -6,10 +6,12 @@ checksums an input needs is not its business: targets put them around it.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import pickletools
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from random import Random
 from typing import Any
 
@@ -162,12 +164,12 @@ def _change(document: Any, random: Random) -> Any:
                 inner += node
         level = [node for node in inner if isinstance(node, (dict, list))]
     if not places:
-        return random.choice(_VALUES)
+        return _value(random)
     node, key = random.choice(places)
     other, other_key = random.choice(places)
     kind = int(8 * random.random())
     if kind < 2:
-        node[key] = random.choice(_VALUES)
+        node[key] = _value(random)
     elif kind == 2:
         del node[key]
     elif kind == 3:
@@ -178,16 +180,33 @@ def _change(document: Any, random: Random) -> Any:
         text = node[key].encode("utf-8", "surrogatepass")
         node[key] = mutate_bytes(text, random, [text]).decode("latin-1")
     elif kind == 6 and isinstance(node, list):
-        node.insert(key, random.choice(_VALUES) if random.random() < 0.5 else node[key])
+        node.insert(key, _value(random) if random.random() < 0.5 else node[key])
     elif isinstance(node, dict):
         node[random.choice(_NAMES)] = node[key]
     return document
+
+
+def _value(random: Random) -> Any:
+    value = random.choice(_VALUES)
+    # Documents are changed in place: no two may share a container.
+    return copy.deepcopy(value) if isinstance(value, (dict, list)) else value
 
 
 _NAMES = ("", "0", "1", "99", "-1", "01", "extra", "name", "shape", "crc32c", "version", "\0")
 
 
 # ----------------------------------------------------------------------------------------- pickle
+
+
+@lru_cache(maxsize=1024)
+def _opcodes(data: bytes) -> tuple[bytes, ...]:
+    """The opcodes of a pickle with their arguments; none if it is no pickle any more."""
+    try:
+        starts = [at for _, _, at in pickletools.genops(data) if at is not None]
+    except Exception:
+        return ()
+    return tuple(data[a:b] for a, b in itertools.pairwise((*starts, len(data))))
+
 
 _OPCODES = [ord(opcode.code) for opcode in pickletools.opcodes]
 
@@ -196,12 +215,9 @@ def mutate_pickle(data: bytes, random: Random, corpus: Sequence[bytes]) -> bytes
     """A pickle with opcodes removed, repeated, exchanged or replaced."""
     if random.random() < 0.3:
         return mutate_bytes(data, random, corpus)
-    try:
-        starts = [at for _, _, at in pickletools.genops(data) if at is not None]
-    except Exception:  # no pickle any more
+    ops = list(_opcodes(data))
+    if not ops:
         return mutate_bytes(data, random, corpus)
-    cuts = [*starts, len(data)]
-    ops = [data[a:b] for a, b in itertools.pairwise(cuts)]
     for _ in range(1 + int(3 * random.random() ** 2)):
         at, other = int(random.random() * len(ops)), int(random.random() * len(ops))
         kind = int(7 * random.random())

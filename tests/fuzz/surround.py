@@ -11,6 +11,8 @@ from asyncckpt.format.ocdbt.wire import FRAME_HEADER, frame
 RAW = b"\0"
 PLAIN = b"\1"
 PACKED = b"\2"
+PRESSED = b"\3"
+"""As packed, but the input itself is what the packer gave."""
 
 
 def sealed(body: bytes) -> bytes:
@@ -19,13 +21,13 @@ def sealed(body: bytes) -> bytes:
 
 
 def framed(data: bytes, magic: int) -> bytes:
-    """An OCDBT frame around the body behind the first byte, which says whether it is packed."""
+    """An OCDBT frame around the body behind the first byte."""
     kind, body = data[:1], data[1:]
     if kind == RAW:
         return body
-    if kind != PACKED:
+    if kind not in (PACKED, PRESSED):
         return frame(magic, body)
-    packed = b"\0\1" + zstandard.compress(body, 1)
+    packed = b"\0\1" + (body if kind == PRESSED else zstandard.compress(body, 1))
     return sealed(magic.to_bytes(4, "big") + (len(packed) + 16).to_bytes(8, "little") + packed)
 
 

@@ -33,7 +33,7 @@ from asyncckpt.format.ocdbt import (
     encode_tree,
     prepare_keys,
 )
-from asyncckpt.format.ocdbt.wire import MANIFEST_MAGIC, NODE_MAGIC, frame
+from asyncckpt.format.ocdbt.wire import MANIFEST_MAGIC, NODE_MAGIC
 from asyncckpt.format.record import (
     ArrayTable,
     CommitRecord,
@@ -49,6 +49,7 @@ from asyncckpt.format.record import (
 from asyncckpt.spec import ArraySpec
 from asyncckpt.stages.opened import resolve
 from asyncckpt.tree import flatten, unflatten
+from tests.fuzz import hostile
 from tests.fuzz.engine import Target
 from tests.fuzz.foreign import targets as foreign_targets
 from tests.fuzz.mutate import mutate_json
@@ -75,14 +76,14 @@ def _manifest() -> Target:
     def decode(data: bytes) -> object:
         return decode_manifest(framed(data, MANIFEST_MAGIC), file="manifest.ocdbt")
 
-    return Target("manifest", tuple(seeds), decode, head=1)
+    return Target("manifest", tuple(seeds), decode, head=1, hostile=tuple(hostile.manifests()))
 
 
 @cache
-def _nodes() -> tuple[bytes, ...]:
-    """The bodies of a tree of three levels, the root last."""
+def _nodes(names: str = "abcde") -> tuple[bytes, ...]:
+    """The bodies of a tree of three levels with these arrays, the root last."""
     keys = sorted(
-        f"{name}/{tail}".encode() for name in "abcde" for tail in ("c/0", "c/1", "zarr.json")
+        f"{name}/{tail}".encode() for name in names for tail in ("c/0", "c/1", "zarr.json")
     )
     inline = [b'{"x":1}' * 9 if key.endswith(b"json") else None for key in keys]
     count = len(keys)
@@ -95,7 +96,6 @@ def _nodes() -> tuple[bytes, ...]:
         node_offset=0,
         max_decoded_node_nbytes=110,
     )
-    assert tree.root_height >= 2
     return tuple(unframed(block) for block in tree.blocks)
 
 
@@ -117,14 +117,15 @@ def _node() -> Target:
 
 
 def _tree() -> Target:
-    """A whole tree: each node behind its length, the root last, all in one file."""
+    """A whole tree in one file, the root last; before each node its kind and its length."""
+    names = "ab"
 
     def decode(data: bytes) -> object:
         blocks = []
         while data:
-            size = data[0]
-            blocks.append(frame(NODE_MAGIC, data[1 : 1 + size]))
-            data = data[1 + size :]
+            end = 3 + int.from_bytes(data[1:3], "little")
+            blocks.append(framed(data[:1] + data[3:end], NODE_MAGIC))
+            data = data[end:]
         file = b"".join(blocks)
         if not blocks:
             raise CorruptCheckpointError("no node at all")
@@ -136,12 +137,16 @@ def _tree() -> Target:
             return block
 
         root = Location("d/index", len(file) - len(blocks[-1]), len(blocks[-1]))
-        height = blocks[-1][14] if len(blocks[-1]) > 18 else 0
-        version = Version(1, root, height, 15, 0, 0, 0)
+        height = blocks[-1][14] if len(blocks[-1]) > 18 and blocks[-1][13] == 0 else 0
+        version = Version(1, root, height, 3 * len(names), 0, 0, 0)
         return decode_tree(version, fetch, limits=TreeLimits.of_files(1, len(file)))
 
-    seed = b"".join(bytes([len(body)]) + body for body in _nodes())
-    return Target("tree", (seed,), decode)
+    def stored(data: bytes) -> bytes:
+        return data[:1] + (len(data) - 1).to_bytes(2, "little") + data[1:]
+
+    seed = b"".join(stored(PLAIN + body) for body in _nodes(names))
+    alone = [stored(data) for data in hostile.nodes() if len(data) <= 1 << 16]
+    return Target("tree", (seed,), decode, hostile=tuple(alone))
 
 
 # ------------------------------------------------------------------------------------- our record
@@ -193,7 +198,8 @@ def _commit_record() -> Target:
     document = json.loads(encode_record(_record()))
     del document["crc32c"]
     seeds = [PLAIN + json.dumps(document, separators=(",", ":")).encode()]
-    return Target("record", tuple(seeds), decode, mutate_json, head=1)
+    bad = tuple(PLAIN + text for text in hostile.json_members(seeds[0][1:]))
+    return Target("record", tuple(seeds), decode, mutate_json, head=1, hostile=bad)
 
 
 def _chunk_index() -> Target:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-import math
+import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,9 +15,10 @@ from hypothesis import strategies as st
 
 from asyncckpt.errors import UsageError
 from asyncckpt.options import KIB, MIB
-from asyncckpt.planning.arrays import LeafLayout
+from asyncckpt.planning import sources
+from asyncckpt.planning.arrays import LeafLayout, Part
 from asyncckpt.planning.save import SavePlan, plan_save
-from asyncckpt.planning.sources import chunk_sources
+from asyncckpt.planning.sources import ChunkSources, chunk_sources
 from asyncckpt.spec import ArraySpec, Box, ChunkGrid, Shard
 from asyncckpt.tree import array_names
 
@@ -172,13 +175,41 @@ def test_of_equal_shards_the_first_is_the_source() -> None:
 def test_a_shard_that_reaches_past_its_piece_is_a_source_all_the_same() -> None:
     # The array is rows 3 to 7 of the leaf; the shard holds rows 1 to 9.
     shard = Shard(Box((1, 0), (8, 5)))
-    found = chunk_sources(ChunkGrid((4, 5), (2, 5)), 4, (3, 0), (shard,))
+    found = source_of(ChunkGrid((4, 5), (2, 5)), (3, 0), (shard,))
     assert found.start.tolist() == [2 * 20, 4 * 20]
     assert found.shard.tolist() == [0, 0]
     # One chunk that is as large as the shard, and elsewhere.
     apart = (Shard(Box((0, 0), (3, 4))), Shard(Box((3, 0), (3, 4))))
-    found = chunk_sources(ChunkGrid((3, 4), (3, 4)), 4, (2, 0), apart)
+    found = source_of(ChunkGrid((3, 4), (3, 4)), (2, 0), apart)
     assert found.start.tolist() == [-1]
+
+
+def source_of(grid: ChunkGrid, offset: tuple[int, ...], shards: tuple[Shard, ...]) -> ChunkSources:
+    part = Part(ArraySpec(grid.shape, "float32"), grid, offset, None, shards)
+    (found,) = chunk_sources([part])
+    return found
+
+
+def test_sources_are_found_alike_without_a_table_of_all_cells(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leaf = LeafLayout(
+        "w",
+        ArraySpec((96, 120), "complex128"),
+        4 * KIB,
+        shards=tuple(
+            Shard(Box((a, c), (b - a, d - c)))
+            for a, b in itertools.pairwise((0, 24, 48, 96))
+            for c, d in itertools.pairwise((0, 40, 120))
+        )
+        * 2,
+    )
+    plan = plan_save([leaf], **SIZES)
+    assert len(plan.row_array) > 12 and (plan.row_source >= 0).any()
+    monkeypatch.setattr(sources, "TABLE_CELLS_PER_SHARD", 0)
+    other = plan_save([leaf], **SIZES)
+    assert other.row_source.tolist() == plan.row_source.tolist()
+    assert other.row_shard.tolist() == plan.row_shard.tolist()
 
 
 def test_small_sharded_leaves_are_one_chunk_gathered_from_their_shards() -> None:
@@ -258,13 +289,49 @@ def test_an_explicit_chunk_shape_makes_one_array_of_any_shards_of_one_process() 
     assert plan.row_source.tolist() == [-1, -1]
 
 
-def test_the_cost_of_a_leaf_is_that_of_its_chunks_and_shards() -> None:
-    # 4,096 shards and as many chunks: all pairs would be 16 million.
-    n = 64
+def operations(action: Callable[[], object]) -> int:
+    """Function calls made, Python's and C's."""
+    count = 0
+
+    def event(frame: object, kind: str, argument: object) -> None:
+        nonlocal count
+        count += kind in ("call", "c_call")
+
+    sys.setprofile(event)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def tiled(n: int) -> LeafLayout:
+    """As many shards as chunks, n x n."""
     boxes = [Box((i * 8, j * 8), (8, 8)) for i in range(n) for j in range(n)]
-    leaf = LeafLayout(
-        "w", ArraySpec((8 * n, 8 * n), "float32"), 4 * KIB, shards=tuple(map(Shard, boxes))
-    )
-    plan = plan_save([leaf], **SIZES)
-    assert plan.row_shard.tolist() == list(range(n * n))
-    assert math.prod(plan.arrays.of(0).grid.counts) == n * n
+    spec = ArraySpec((8 * n, 8 * n), "complex128")
+    return LeafLayout("w", spec, 4 * KIB, shards=tuple(map(Shard, boxes)))
+
+
+def uneven(n: int) -> LeafLayout:
+    """Nearly as many pieces as shards."""
+    cuts = [0, *(i * 16 + i * i % 7 for i in range(1, n)), n * 16]
+    shards = tuple(Shard(Box((a, 0), (b - a, 2000))) for a, b in itertools.pairwise(cuts))
+    return LeafLayout("w", ArraySpec((n * 16, 2000), "float64"), MIB, shards=shards)
+
+
+@pytest.mark.parametrize(("make", "sizes"), [(tiled, (16, 64)), (uneven, (100, 1600))])
+def test_the_cost_is_linear_in_the_shards(
+    make: Callable[[int], LeafLayout], sizes: tuple[int, int]
+) -> None:
+    few, many = (operations(functools.partial(plan_save, [make(n)], **SIZES)) for n in sizes)
+    assert many <= 17 * few
+
+
+def test_nearly_every_uneven_shard_may_be_a_piece() -> None:
+    assert len(plan_save([uneven(800)], **SIZES).arrays.names) > 400
+
+
+def test_as_many_shards_as_chunks_are_told_apart() -> None:
+    plan = plan_save([tiled(64)], **SIZES)
+    assert plan.row_shard.tolist() == list(range(64 * 64))
+    assert plan.row_source.tolist() == [0] * 64 * 64

@@ -134,7 +134,7 @@ def nnx_update(
     return loss
 
 
-GRAPH = nnx.graphdef(nnx_fresh(0))
+GRAPH, _ = nnx.split(nnx_fresh(0))
 
 
 @jit
