@@ -1,4 +1,4 @@
-"""Every promise, bad input and trap of `promises.toml` has tests that exist and that run."""
+"""Every promise, feature, bad input and trap of `promises.toml` has tests that exist and that run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 PROMISES = Path(__file__).with_name("promises.toml")
-KINDS = ("promises", "bad_input", "traps")
+KINDS = ("promises", "features", "bad_input", "traps")
 EXCUSES = frozenset({"skip", "skipif", "xfail", "importorskip"})
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -99,7 +99,7 @@ def test_every_promise_of_the_design_has_an_entry() -> None:
     assert list(promises) == [f"I{number}" for number in range(9)]
 
 
-def test_the_file_has_promises_bad_input_and_traps() -> None:
+def test_the_file_has_no_other_kinds_of_entries() -> None:
     assert set(tomllib.loads(PROMISES.read_text())) <= set(KINDS)
 
 

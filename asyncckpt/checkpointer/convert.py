@@ -56,6 +56,9 @@ Format = Literal["asyncckpt", "safetensors"]
 SET_FILE_NBYTES = 5 * GIB
 """Size at which a set of safetensors files goes on in the next one: what hubs ask for."""
 
+LARGEST_CHUNK_NBYTES = 1 * GIB
+"""Chunks of a source are kept as they are up to this size, where others would cost more reads."""
+
 _WHOLE_NBYTES = 8 << 20
 """Leaves up to this size fit into any cache: how their chunks lie does not matter."""
 
@@ -176,7 +179,12 @@ class Conversion:
             )
         self._storage_options = storage_options
         self._progress = guarded(progress)
-        reading, self._cache_nbytes, writing = shares(self._options.host_memory_nbytes)
+        packing = self._options.compression is not None or self._options.leaf_options is not None
+        reading, self._cache_nbytes, writing = shares(
+            self._options.host_memory_nbytes, packing=packing
+        )
+        # A chunk and what it is packed into are held at once.
+        self._largest_nbytes = writing // 2 if packing else LARGEST_CHUNK_NBYTES
         self._reading = Runtime("asyncckpt-read", host_memory_nbytes=reading)
         self._writing = Runtime("asyncckpt-write", host_memory_nbytes=writing)
         self._store, self._name = self._writing.one(
@@ -356,7 +364,11 @@ class Conversion:
             assert spec is not None
             if _is_banded(reader, leaf, spec):
                 shape = chunk_shape_for(
-                    spec.shape, reader.parts(leaf), spec.itemsize, self._options.chunk_nbytes
+                    spec.shape,
+                    reader.parts(leaf),
+                    spec.itemsize,
+                    target_nbytes=min(self._options.chunk_nbytes, self._largest_nbytes),
+                    limit_nbytes=self._largest_nbytes,
                 )
                 if shape is not None:
                     shapes[taken.paths[leaf]] = shape

@@ -97,7 +97,11 @@ async def _newest(store: Store) -> tuple[str, OpenCheckpoint] | None:
     return None
 
 
-def shares(host_memory_nbytes: int | None) -> tuple[int, int, int]:
-    """Of a byte budget: what reading stages, what decoded chunks take, and what writing stages."""
+def shares(host_memory_nbytes: int | None, *, packing: bool = False) -> tuple[int, int, int]:
+    """Of a byte budget: what reading stages, what decoded chunks take, and what writing stages.
+
+    With `packing` each chunk that is written is held whole, and what it becomes too.
+    """
     nbytes = default_budget_nbytes() if host_memory_nbytes is None else host_memory_nbytes
-    return nbytes // 4, nbytes // 2, nbytes // 4
+    eighth = nbytes // 8
+    return (eighth, 3 * eighth, 4 * eighth) if packing else (2 * eighth, 4 * eighth, 2 * eighth)

@@ -105,27 +105,23 @@ class LeafReader:
         """
         single = self._single[leaf]
         if single >= 0 and box.shape == self._shape(leaf):
-            block = self._blocks.take(single)
-            try:
-                assert block.values is not None
-                np.copyto(out, block.values[single], casting="no")
-            finally:
-                self._blocks.give(block, box.size)
+            self._copy(single, (), out)
             return
         for array, part, memory in self._overlaps(leaf, box, out):
             grid = self._grid(array)
             first = self.opened.first_rows[array]
             for cell in cells_overlapping(grid, part).tolist():
                 within, target = intersection(grid, cell, part)
-                block = self._blocks.take(first + cell)
-                elements = 0
-                try:
-                    assert block.values is not None
-                    values = block.values[first + cell][(*within, ...)]
-                    np.copyto(memory[(*target, ...)], values, casting="no")
-                    elements = values.size
-                finally:
-                    self._blocks.give(block, elements)
+                self._copy(first + cell, within, memory[(*target, ...)])
+
+    def _copy(self, row: int, within: tuple[slice, ...], out: Values) -> None:
+        """`out` holds a part of a chunk; nothing keeps the chunk when this returns."""
+        block = self._blocks.take(row)
+        try:
+            assert block.values is not None
+            np.copyto(out, block.values[row][(*within, ...)], casting="no")
+        finally:
+            self._blocks.give(block, out.size)
 
     def spec(self, leaf: int) -> ArraySpec | None:
         """Shape and dtype of a leaf; None for scalars."""

@@ -72,15 +72,33 @@ def tile_shape(grid: ChunkGrid, itemsize: int, target_nbytes: int) -> tuple[int,
 
 
 def chunk_shape_for(
-    shape: tuple[int, ...], parts: Sequence[Part], itemsize: int, target_nbytes: int
+    shape: tuple[int, ...],
+    parts: Sequence[Part],
+    itemsize: int,
+    *,
+    target_nbytes: int,
+    limit_nbytes: int,
 ) -> tuple[int, ...] | None:
     """A chunk shape for the whole leaf in which each tile comes from few chunks, or None.
 
-    None says that the ordinary grid is as good.
+    None says that the ordinary grid is as good. Chunks beyond the limit are cut evenly.
     """
     if len(parts) == 1:
-        return tile_shape(parts[0][1], itemsize, target_nbytes)
+        return _within(tile_shape(parts[0][1], itemsize, target_nbytes), itemsize, limit_nbytes)
     widest = [max(lengths) for lengths in zip(*(g.chunk_shape for _, g in parts), strict=True)]
     # Cut evenly, so that the edge pads by less than one element per chunk.
     even = tuple(-(-n // -(-n // min(c, n))) for n, c in zip(shape, widest, strict=True))
-    return even if math.prod(even) * itemsize <= LARGEST_TILE * target_nbytes else None
+    if math.prod(even) * itemsize > LARGEST_TILE * target_nbytes:
+        return None
+    return _within(even, itemsize, limit_nbytes)
+
+
+def _within(chunk: tuple[int, ...], itemsize: int, limit_nbytes: int) -> tuple[int, ...]:
+    """An exact part of the chunk of at most the limit, cut along its leading axes."""
+    shape = list(chunk)
+    for axis, length in enumerate(chunk):
+        rest = math.prod(shape) // length * itemsize
+        shape[axis] = max([1, *(d for d in divisors(length) if d * rest <= limit_nbytes)])
+        if shape[axis] * rest <= limit_nbytes:
+            break
+    return tuple(shape)

@@ -176,10 +176,12 @@ class Staging:
             for row in range(first, first + self._plan.arrays.of(array).grid.chunk_count):
                 nbytes = int(self._plan.row_payload[row])
                 count = max(1, -(-nbytes // self._pool.slot_nbytes))
-                slots = await self._pool.take(count, grow=self._grow, extra=count)
+                # As many as are taken where both together exceed the budget.
+                units = max(0, min(count, self._pool.budget.capacity - count))
+                slots = await self._pool.take(count, grow=self._grow, extra=units)
                 self.held.update(slots)
-                self.held_units += count
-                chunk = StagedChunk(row, nbytes, slots, count)
+                self.held_units += units
+                chunk = StagedChunk(row, nbytes, slots, units)
                 await self.use(slots, self._copy_chunk, array, chunk)
                 emit(chunk)
 

@@ -45,6 +45,7 @@ def arrays() -> dict[str, Any]:
         "bool": np.array([True, False, True]),
         "complex": np.array([1 + 2j, -0.0], np.complex64),
         "jax": {
+            "large": jnp.asarray(RNG.standard_normal((40, 60)), jnp.float32),
             "bf16": jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3),
             "scalar": jnp.float32(2.5),
             "fp8": jnp.arange(4).astype(jnp.float8_e4m3fn),

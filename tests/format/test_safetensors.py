@@ -83,7 +83,10 @@ ARRAYS = st.dictionaries(
 )
 
 
-@given(ARRAYS, st.none() | st.dictionaries(st.text(max_size=5), st.text(max_size=20), max_size=3))
+@given(
+    ARRAYS,
+    st.none() | st.dictionaries(st.text(max_size=5), st.text(max_size=20), min_size=1, max_size=3),
+)
 def test_what_safetensors_writes_is_read(
     arrays: dict[str, np.ndarray[Any, Any]], metadata: dict[str, str] | None
 ) -> None:

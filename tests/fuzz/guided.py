@@ -1,6 +1,7 @@
 """The same targets under atheris, which is guided by the coverage of the decoders.
 
-`python -m tests.fuzz.guided TARGET [-runs=N …]` takes libFuzzer's options. What led to new code is
+`python -m tests.fuzz.guided TARGET [-runs=N …]` takes libFuzzer's options and needs the package
+atheris, which nothing else here does. What led to new code is
 kept in `fuzz-corpus/TARGET` and is where the next run goes on; what failed is kept as `crash-…`,
 `timeout-…` or `oom-…` in the working directory.
 """
@@ -26,7 +27,7 @@ def main(name: str, options: list[str]) -> None:
     target = targets()[name]
     corpus = Path("fuzz-corpus") / name
     corpus.mkdir(parents=True, exist_ok=True)
-    for number, data in enumerate((*target.seeds, *target.hostile)):
+    for number, data in enumerate(target.seeds):
         (corpus / f"seed-{number}").write_bytes(data)
 
     def decode(data: bytes) -> None:
