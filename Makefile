@@ -8,7 +8,7 @@ INPUTS := pyproject.toml constraints-dev.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long check bench docs clean
+.PHONY: help demo test test-long fuzz check bench docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,6 +21,9 @@ test: $(VENV)/.installed-dev  ## run the tests, in two processes
 
 test-long: $(VENV)/.installed-dev  ## run the long tests: the whole first bar of RELIABILITY
 	$(PY) -m pytest -m long -s --timeout=7200 -o faulthandler_timeout=7100
+
+fuzz: $(VENV)/.installed-dev  ## feed mutated inputs to decoders: make fuzz COUNT=1000000 TARGETS="record node"
+	$(PY) -m tests.fuzz --inputs $(or $(COUNT),100000) $(TARGETS)
 
 check: $(VENV)/.installed-dev  ## lint, format, types, layers
 	$(VENV)/bin/ruff check

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from asyncckpt.checkpointer.api import Leaves, ProgressCallback
-from asyncckpt.checkpointer.convert import (
+from asyncckpt.checkpointer.conversion import (
     Conversion,
     Destination,
     Format,
@@ -22,7 +22,7 @@ from asyncckpt.checkpointer.convert import (
     export_destination,
 )
 from asyncckpt.checkpointer.core import Core, number_of
-from asyncckpt.checkpointer.diff import Comparison
+from asyncckpt.checkpointer.comparison import Comparison
 from asyncckpt.checkpointer.finish import finish_into, finish_tree
 from asyncckpt.checkpointer.pending import BlockingPendingSave
 from asyncckpt.checkpointer.prepare import tree_nbytes

@@ -209,7 +209,7 @@ def _foreign(
                         floor=lambda: suite.floors.warm_read_s(workload.nbytes),
                         fresh_nbytes=workload.fresh_nbytes,
                     )
-                    keys[case.name] = (name, f"{label}, {column}")
+                    keys[case.name] = (name, f"of {label}, {column}")
                     cases.append(case)
             for name, samples in suite.rounds(workload, FOREIGN, cases).items():
                 suite.add(workload, FOREIGN, *keys[name], "raw read, warm", samples)

@@ -62,7 +62,7 @@ def _plot_growth(axis: Any, found: list[Measurement], colours: Any) -> None:
             (m for m in found if (m.scenario, m.subject, m.column) == (scenario, subject, column)),
             key=lambda m: m.leaf_count,
         )
-        what = "plan of a " if scenario == PLAN else f"{subject}, {scenario}, "
+        what = "planning: " if scenario == PLAN else f"{subject}, {scenario}, "
         axis.loglog(
             [m.leaf_count for m in sizes],
             [m.wall_s for m in sizes],

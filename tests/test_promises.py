@@ -1,4 +1,4 @@
-"""Every promise, feature, bad input and trap of `promises.toml` has tests that exist and that run."""
+"""Every entry of `promises.toml` has tests that exist and that run."""
 
 from __future__ import annotations
 

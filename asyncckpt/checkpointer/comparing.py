@@ -81,14 +81,15 @@ def _bits(values: Values) -> Values:
 
 
 def _unequal(first: Values, second: Values, *, bitwise: bool) -> npt.NDArray[np.bool_]:
+    differs: npt.NDArray[np.bool_]
     if bitwise and first.dtype == second.dtype:
         differs = (_bits(first) != _bits(second)).reshape(first.size, -1)
-        return differs.any(axis=1)
-    a, b = _wide(first).reshape(-1), _wide(second).reshape(-1)
-    if a.dtype.kind == "c" or b.dtype.kind == "c":
-        a, b = _parts(a), _parts(b)
-        return ((a != b) & ~((a != a) & (b != b))).any(axis=1)
-    return (a != b) & ~((a != a) & (b != b))
+    else:
+        a, b = _wide(first).reshape(-1, 1), _wide(second).reshape(-1, 1)
+        if a.dtype.kind == "c" or b.dtype.kind == "c":
+            a, b = _parts(a), _parts(b)
+        differs = (a != b) & ~((a != a) & (b != b))
+    return np.asarray(differs.any(axis=1))
 
 
 def _parts(values: Values) -> Values:

@@ -112,14 +112,14 @@ class LeafReader:
             first = self.opened.first_rows[array]
             for cell in cells_overlapping(grid, part).tolist():
                 within, target = intersection(grid, cell, part)
-                self._copy(first + cell, within, memory[(*target, ...)])
+                self._copy(first + cell, within, _part(memory, target))
 
     def _copy(self, row: int, within: tuple[slice, ...], out: Values) -> None:
         """`out` holds a part of a chunk; nothing keeps the chunk when this returns."""
         block = self._blocks.take(row)
         try:
             assert block.values is not None
-            np.copyto(out, block.values[row][(*within, ...)], casting="no")
+            np.copyto(out, _part(block.values[row], within), casting="no")
         finally:
             self._blocks.give(block, out.size)
 
@@ -181,11 +181,8 @@ class LeafReader:
             offset, array = pieces[number].offset, pieces[number].array
             common = Box(offset, self._grid(array).shape).intersect(box)
             assert common is not None
-            yield (
-                array,
-                common.relative_to(offset),
-                out[(*common.relative_to(box.offset).slices(), ...)],
-            )
+            memory = _part(out, common.relative_to(box.offset).slices())
+            yield array, common.relative_to(offset), memory
 
     def _index(self, leaf: int, pieces: Sequence[Piece]) -> BoxIndex:
         index = self._indices.get(leaf)
@@ -274,6 +271,13 @@ class LeafReader:
             destinations.append(Destination(path, array, box, memory, flat_target(memory)))
             memories.append(memory)
         return destinations, memories
+
+
+def _part(values: Values, where: tuple[slice, ...]) -> Values:
+    """A view, also of rank 0."""
+    index: Any = (*where, ...)
+    part: Values = values[index]
+    return part
 
 
 UNSTORED_NBYTES = 64 * MIB

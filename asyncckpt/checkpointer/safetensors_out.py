@@ -18,7 +18,6 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from asyncckpt.checkpointer.capture import Capture
 from asyncckpt.checkpointer.safetensors_plan import FilesPlan, Tensor
@@ -180,8 +179,8 @@ def _file_of(window: Window) -> int:
     return window.file
 
 
-def _runs(tensor: Tensor, box: Box, data: Bytes) -> tuple[list[int], npt.NDArray[np.uint8]]:
-    """Where each run of a box goes in the file, and its bytes, one run per row."""
+def _runs(tensor: Tensor, box: Box, data: Bytes) -> tuple[list[int], list[Bytes]]:
+    """Where each run of a box goes in the file, and its bytes."""
     shape = tensor.spec.shape
     # The axes behind which the box is as wide as the tensor are one run.
     inner = len(shape)
@@ -193,4 +192,4 @@ def _runs(tensor: Tensor, box: Box, data: Bytes) -> tuple[list[int], npt.NDArray
     offsets = np.full((), start, np.int64)
     for length, stride in zip(outer, strides[: inner - 1], strict=True):
         offsets = offsets[..., None] + np.arange(length) * stride
-    return offsets.reshape(-1).tolist(), data.reshape(math.prod(outer), -1)
+    return offsets.reshape(-1).tolist(), list(data.reshape(math.prod(outer), -1))

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from asyncckpt.checkpointer.api import ProgressCallback
-from asyncckpt.checkpointer.convert import (
+from asyncckpt.checkpointer.comparison import Comparison
+from asyncckpt.checkpointer.conversion import (
     Conversion,
     Format,
     destination_of,
     export_destination,
 )
-from asyncckpt.checkpointer.diff import Comparison
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.options import RestoreOptions, SaveOptions
 from asyncckpt.reports import ConvertReport, DiffReport

@@ -194,11 +194,11 @@ class _Zarr3(Document):
     def chunk_keys(self, value: object) -> ChunkKeys:
         name, configuration = self.named(value, "chunk_key_encoding")
         separator = configuration.get("separator", _SEPARATORS.get(name))
-        if name not in _SEPARATORS or separator not in _SEPARATORS.values():
+        if name not in _SEPARATORS or separator not in ("/", "."):
             raise self.unsupported(
                 "chunk_key_encoding", (name, separator), "default or v2, with / or ."
             )
-        return ChunkKeys(name == "default", separator)
+        return ChunkKeys(name == "default", str(separator))
 
     def chain(self, value: object, chunk_shape: tuple[int, ...], itemsize: int, most: int) -> Chain:
         """The codecs of chunks of this shape; `most` is how many are still allowed."""

@@ -52,7 +52,7 @@ def make_codec(
         UnsupportedFormatError: a packing is not known.
     """
     packing = chain.packing[:-1] if chain.crc32c else chain.packing
-    known = _UNPACK | (more or {})
+    known = {**_UNPACK, **(more or {})}
     for name in packing:
         if name not in known:
             raise UnsupportedFormatError(

@@ -312,8 +312,8 @@ def found() -> results.Results:
         taken("W7", RESHARD, OURS, "same layout", resharded(1.02, 1.01)),
         taken("W7", RESHARD, OURS, "8 → 2 devices", resharded(1.02, 1.1)),
         taken("W7", RESHARD, ORBAX, "8 → 2 devices", sample(1.5, wanted_nbytes=1e9)),
-        taken("W1", FOREIGN, OURS, "Orbax, own memory", sample(0.5, 0.1)),
-        taken("W1", FOREIGN, ORBAX, "Orbax, own memory", sample(2.0, 0.1)),
+        taken("W1", FOREIGN, OURS, "of Orbax, own memory", sample(0.5, 0.1)),
+        taken("W1", FOREIGN, ORBAX, "of Orbax, own memory", sample(2.0, 0.1)),
     ]
     made.verdicts = targets.judge(made)
     return made

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import asyncckpt
-from asyncckpt.checkpointer import restores
+from asyncckpt.checkpointer import filling
 from asyncckpt.options import KIB
 from asyncckpt.stages import fetch
 from tests.cancellation.points import (
@@ -87,7 +87,7 @@ class Restores:
         return fired
 
 
-WAYS = ("_direct", "_small", "_large", "_large_compressed")
+WAYS = ("_direct", "_small", "_large", "_large_encoded")
 """The ways from a file to a target."""
 
 
@@ -110,7 +110,7 @@ def ways_taken(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 @contextlib.asynccontextmanager
 async def restoring(root: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Restores]:
     await warm_up()
-    monkeypatch.setattr(restores, "ALIGNED_CHUNK_NBYTES", 64 * KIB)
+    monkeypatch.setattr(filling, "ALIGNED_CHUNK_NBYTES", 64 * KIB)
     monkeypatch.setattr(fetch, "RUN_NBYTES", 128 * KIB)  # each chunk is read by itself
     taken = ways_taken(monkeypatch)
     with nothing_left_behind():

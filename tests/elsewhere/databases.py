@@ -24,6 +24,7 @@ from asyncckpt.format.ocdbt.datafiles import encode_data_files
 from asyncckpt.format.ocdbt.wire import NODE_MAGIC, encode_varint, frame
 
 UUID = bytes(range(16))
+VALUES = np.arange(1, 5, dtype="<f4").tobytes()
 DATA = "d/data"
 NODES = "d/nodes"
 

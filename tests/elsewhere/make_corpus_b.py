@@ -23,6 +23,7 @@ from tests.elsewhere.databases import (
     LITTLE,
     NODES,
     UUID,
+    VALUES,
     ZSTD,
     column,
     encode_varint,
@@ -47,8 +48,6 @@ CORPUS = Path(__file__).parent / "corpus"
 CORRUPT = "CorruptCheckpointError"
 UNSUPPORTED = "UnsupportedFormatError"
 NOT_FOUND = "CheckpointNotFoundError"
-
-VALUES = struct.pack("<4f", 1, 2, 3, 4)
 
 # ------------------------------------------------------------------------------- zarr documents
 

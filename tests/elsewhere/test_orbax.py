@@ -22,7 +22,7 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.stages.elsewhere.orbax import open_orbax
 from asyncckpt.stages.opened import OpenCheckpoint
 from asyncckpt.stores.files import LocalFiles
-from asyncckpt.tree import flatten, unflatten
+from asyncckpt.tree import flatten
 from tests.children import finish, start
 from tests.elsewhere.orbax_writers import (
     KEY,
@@ -136,14 +136,6 @@ async def test_verify_reads_every_chunk_and_names_what_has_no_checksum(
     assert sorted(report.unverified) == sorted(arrays)
 
 
-async def test_the_command_line_shows_them(
-    written: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    info = await asyncckpt.inspect(written[0])
-    assert {leaf.location for leaf in info.leaves}
-    assert info.created_ns > 0 or written[0].name in ("default", "state")
-
-
 async def test_a_tree_of_flat_leaves_restores_into_its_targets(
     written: tuple[Path, dict[str, Any]],
 ) -> None:
@@ -162,11 +154,11 @@ async def opened(path: Path, workers: Workers) -> OpenCheckpoint:
 
 @pytest.fixture
 def workers() -> Iterator[Workers]:
-    pool = Workers("test", 2)
+    pool = Workers(2, "test")
     try:
         yield pool
     finally:
-        pool.close()
+        pool.shutdown()
 
 
 @pytest.mark.parametrize("kind", ["directories-zarr2", "directories-zarr3", "small-files", "v1"])
@@ -176,7 +168,9 @@ async def test_only_the_chunks_of_wanted_leaves_are_looked_for(kind: str, tmp_pa
     target = {"large": np.zeros((300, 70), np.float32)}
     report = await asyncckpt.restore_into(path, target, include="large")
     info = {leaf.path: leaf for leaf in (await asyncckpt.inspect(path)).leaves}
-    assert report.read_nbytes == info["large"].stored_nbytes
+    stored = info["large"].stored_nbytes
+    # Indices of shards stand between the chunks, and are read along.
+    assert stored <= report.read_nbytes < 1.02 * stored
 
 
 async def test_what_is_damaged_elsewhere_does_not_concern_a_partial_restore(
@@ -269,7 +263,8 @@ async def test_items_of_a_step_are_a_dict_by_their_names(tmp_path: Path) -> None
 
 
 async def test_one_tree_beside_json_is_that_tree_and_the_json_is_metadata(tmp_path: Path) -> None:
-    with as_orbax_likes_it(), ocp.CheckpointManager(tmp_path / "c") as checkpoints:
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    with as_orbax_likes_it(), ocp.CheckpointManager(tmp_path / "c", options=options) as checkpoints:
         args = ocp.args.Composite(
             state=ocp.args.PyTreeSave(state()), data=ocp.args.JsonSave({"epoch": 3})
         )
@@ -412,13 +407,28 @@ async def test_databases_of_two_processes_are_read_merged_and_unmerged(tmp_path:
 # ------------------------------------------------------------------------------------------ links
 
 
-@pytest.mark.parametrize("name", ["w", "w/.zarray", "w/0", "_METADATA", "_strings.json"])
+LINKS = [
+    "w", "w/.zarray", "w/0", "_METADATA", "_CHECKPOINT_METADATA", "_strings.json",
+    "array_metadatas", "array_metadatas/process_0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LINKS)
 async def test_what_is_reached_through_a_link_is_refused(name: str, tmp_path: Path) -> None:
-    path = pytree(tmp_path / "c", {"w": np.arange(9), "s": "x"}, use_ocdbt=False)
+    tree = {"w": np.arange(9), "s": "x", "j": jax.numpy.arange(3)}
+    path = pytree(tmp_path / "c", tree, use_ocdbt=False)
     elsewhere = tmp_path / "elsewhere"
     (path / name).rename(elsewhere)
     (path / name).symlink_to(elsewhere)
-    with pytest.raises(asyncckpt.AsyncCheckpointError, match="symbolic link|missing"):
+    with pytest.raises(asyncckpt.CorruptCheckpointError, match="symbolic link"):
+        await asyncckpt.restore(path)
+
+
+async def test_an_item_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    path = manager(tmp_path / "c", {"w": np.arange(9)})
+    item = (path / "default").rename(tmp_path / "elsewhere")
+    (path / "default").symlink_to(item)
+    with pytest.raises(asyncckpt.AsyncCheckpointError, match="symbolic link"):
         await asyncckpt.restore(path)
 
 
@@ -486,8 +496,3 @@ async def test_a_document_of_nothing_but_brackets_is_refused_before_it_is_parsed
     (path / "_METADATA").write_bytes(b"[" + b"[]," * 300_000 + b"[]]")
     with pytest.raises(asyncckpt.CorruptCheckpointError, match="it has 600002 values in 900004"):
         await asyncckpt.inspect(path)
-
-
-def test_the_tree_of_restored_values_can_be_put_together_again() -> None:
-    flat = flatten({"a": [1, {}], "b": None})
-    assert unflatten(flat.structure, flat.leaves) == {"a": [1, {}], "b": None}

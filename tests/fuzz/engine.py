@@ -6,7 +6,7 @@ import hashlib
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -32,7 +32,7 @@ class Target:
         decode: puts the input into what surrounds it (lengths, checksums) and decodes that.
         mutate: what changes an input, behind its first `head` bytes.
         head: bytes at the start of an input that say how to surround it.
-        hostile: inputs made to take time or memory.
+        hostile: makes inputs that are to take time or memory.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Target:
     decode: Callable[[bytes], object]
     mutate: Mutator = mutate_bytes
     head: int = 0
-    hostile: tuple[bytes, ...] = ()
+    hostile: Callable[[], Sequence[bytes]] = tuple
 
     def mutated(self, data: bytes, random: Random, corpus: list[bytes]) -> bytes:
         """The next input."""
@@ -92,7 +92,7 @@ def fuzz(target: Target, inputs: int, *, seed: int = 0) -> Outcome:
         for data in target.seeds:
             target.decode(data)  # a target that refuses its own seeds tests nothing
             _try(target, guard, data, outcome)
-        for data in target.hostile:
+        for data in target.hostile():
             _try(target, guard, data, outcome)
         while outcome.inputs < inputs and len(outcome.failures) < MAX_FAILURES:
             # What is refused may be refused elsewhere after another change, but mostly is not.

@@ -34,7 +34,7 @@ from tests.fuzz.mutate import mutate_json, mutate_pickle
 from tests.fuzz.surround import RAW, sealed
 
 SEEDS = Path(__file__).parent / "seeds"
-"""Pickles and archives that torch 2.13 has written; `python -m tests.fuzz.seeds` writes them."""
+"""Pickles and archives that torch 2.13 has written; made by `make_seeds`."""
 
 _UNPACKED_ELSEWHERE = {"blosc": lambda parts, limit: np.concatenate(parts)}
 
@@ -72,8 +72,7 @@ def _zarr(name: str, decode_metadata: Any, documents: list[dict[str, Any]]) -> T
         return array.grid.counts, array.chunk_nbytes, array.keys.all(b"w/", (2, 1))
 
     seeds = tuple(json.dumps(document).encode() for document in documents)
-    bad = tuple(text for seed in seeds[:2] for text in hostile.json_members(seed))
-    return Target(name, seeds, decode, mutate_json, hostile=bad)
+    return Target(name, seeds, decode, mutate_json, hostile=lambda: hostile.json_members(seeds[0]))
 
 
 def _zarr3_documents() -> list[dict[str, Any]]:
@@ -179,13 +178,16 @@ def _chunks() -> Target:
     seeds = tuple(bytes([kind]) + data for kind, data in enumerate(stored))
     for seed in seeds:
         assert decode(seed).tobytes() == raw  # type: ignore[attr-defined]
-    bombs = hostile.stream_bombs()
-    bad = [
-        *(b"\0" + bomb for bomb in hostile.zstd_bombs()),
-        *(bytes([kind]) + bombs[chains[kind].packing[-1]] for kind in (1, 2, 3, 4)),
-        b"\6" + _shard([zstd for zstd in hostile.zstd_bombs()[:2]], at_start=True),
-    ]
-    return Target("chunks", seeds, decode, head=1, hostile=tuple(bad))
+
+    def bombs() -> list[bytes]:
+        zstd, streams = hostile.zstd_bombs(), hostile.stream_bombs()
+        return [
+            *(b"\0" + bomb for bomb in zstd),
+            *(bytes([kind]) + streams[chains[kind].packing[-1]] for kind in (1, 2, 3, 4)),
+            b"\6" + _shard([*zstd[:2]], at_start=True),
+        ]
+
+    return Target("chunks", seeds, decode, head=1, hostile=bombs)
 
 
 def _shard(chunks: list[bytes], *, at_start: bool) -> bytes:
@@ -243,7 +245,7 @@ def _safetensors() -> Target:
         tuple(json.dumps(seed).encode() for seed in seeds),
         decode,
         mutate_json,
-        hostile=tuple(hostile.safetensors_headers()),
+        hostile=hostile.safetensors_headers,
     )
 
 
@@ -262,8 +264,13 @@ def _safetensors_tree() -> Target:
         structure, leaves, ["a", "b.0", "b.1", None], {"x": [1]}, {"loss": float("nan")}
     )
     seed = encode_tree(tree)[TREE_KEY].encode()
-    bad = tuple(hostile.json_members(seed))
-    return Target("safetensors-tree", (seed,), decode, mutate_json, hostile=bad)
+    return Target(
+        "safetensors-tree",
+        (seed,),
+        decode,
+        mutate_json,
+        hostile=lambda: hostile.json_members(seed),
+    )
 
 
 def _safetensors_index() -> Target:
@@ -273,8 +280,9 @@ def _safetensors_index() -> Target:
     names = {f"layers.{n}.w": f"model-{n % 3:05}-of-00003.safetensors" for n in range(6)}
     document = {"metadata": {"total_size": 10**9}, "weight_map": names}
     seed = json.dumps(document).encode()
-    bad = tuple(hostile.json_members(seed))
-    return Target("safetensors-set", (seed,), decode, mutate_json, hostile=bad)
+    return Target(
+        "safetensors-set", (seed,), decode, mutate_json, hostile=lambda: hostile.json_members(seed)
+    )
 
 
 # -------------------------------------------------------------------------------------- torch
@@ -291,8 +299,7 @@ def _dcp_metadata() -> Target:
         return decode_entries(value, file=".metadata")
 
     seed = (SEEDS / "dcp-metadata.bin").read_bytes()
-    bad = tuple(hostile.pickles())
-    return Target("dcp-metadata", (seed,), decode, mutate_pickle, hostile=bad)
+    return Target("dcp-metadata", (seed,), decode, mutate_pickle, hostile=hostile.pickles)
 
 
 def _torch_tensor() -> Target:
@@ -310,5 +317,4 @@ def _torch_value() -> Target:
         return load_value(source, _allowance(data), depth=3)
 
     seed = (SEEDS / "torch-value.bin").read_bytes()
-    bad = tuple(hostile.pickles())
-    return Target("torch-value", (seed,), decode, mutate_pickle, hostile=bad)
+    return Target("torch-value", (seed,), decode, mutate_pickle, hostile=hostile.pickles)

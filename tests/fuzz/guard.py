@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import resource
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,6 @@ CPU_S = 1.0
 FREE_NBYTES = 64 << 20
 """Memory that an input may take, beyond four times its own size."""
 
-_PAGE_NBYTES = resource.getpagesize()
 _RENEWED = 512
 """Inputs between two looks at how large the process is."""
 
@@ -49,8 +49,7 @@ class Guard:
             BaseException: whatever the decoder raises.
         """
         if self._calls % _RENEWED == 0:
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            self._base_nbytes = pages * _PAGE_NBYTES
+            self._base_nbytes = _process_nbytes()
         self._calls += 1
         limit = self._base_nbytes + FREE_NBYTES + 4 * len(data)
         resource.setrlimit(resource.RLIMIT_AS, (limit, self._hard))
@@ -62,6 +61,13 @@ class Guard:
             signal.setitimer(signal.ITIMER_PROF, 0)
             self.slowest_s = max(self.slowest_s, time.process_time() - begun)
             resource.setrlimit(resource.RLIMIT_AS, (self._hard, self._hard))
+
+
+def _process_nbytes() -> int:
+    """Size of the address space; where it is not told, so much that nothing is limited."""
+    if sys.platform != "linux":
+        return 1 << 46
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 @contextmanager

@@ -36,11 +36,11 @@ def zstd_bombs() -> tuple[bytes, ...]:
 
 @cache
 def stream_bombs() -> dict[str, bytes]:
-    """128 MiB of zeros, by codec."""
+    """Zeros beyond what an input may take, by codec."""
     return {
-        "gzip": _packed(zlib.compressobj(1, zlib.DEFLATED, 31), 128),
-        "zlib": _packed(zlib.compressobj(1), 128),
-        "bz2": _packed(bz2.BZ2Compressor(1), 128),
+        "gzip": _packed(zlib.compressobj(1, zlib.DEFLATED, 31), 80),
+        "zlib": _packed(zlib.compressobj(1), 80),
+        "bz2": _packed(bz2.BZ2Compressor(1), 80),
     }
 
 
@@ -71,7 +71,7 @@ def nodes() -> list[bytes]:
 
 def json_documents() -> list[bytes]:
     """Documents that are deep, wide, long or full of large numbers."""
-    size = 1 << 19
+    size = 1 << 18
     return [
         b"[" * size,
         b'{"a":' * (size // 5),
@@ -90,7 +90,7 @@ def json_documents() -> list[bytes]:
 def json_members(seed: bytes) -> list[bytes]:
     """The document with one member after the other replaced by something large, or deep."""
     document = json.loads(seed)
-    size = 1 << 15
+    size = 1 << 13
     values: list[Any] = ["x" * size, [0] * size, [""] * size, [1 << 62] * size, 10**4000]
     values.append({str(n): 0 for n in range(size // 4)})
     texts = json_documents()

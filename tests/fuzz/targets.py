@@ -76,7 +76,7 @@ def _manifest() -> Target:
     def decode(data: bytes) -> object:
         return decode_manifest(framed(data, MANIFEST_MAGIC), file="manifest.ocdbt")
 
-    return Target("manifest", tuple(seeds), decode, head=1, hostile=tuple(hostile.manifests()))
+    return Target("manifest", tuple(seeds), decode, head=1, hostile=hostile.manifests)
 
 
 @cache
@@ -123,8 +123,8 @@ def _tree() -> Target:
     def decode(data: bytes) -> object:
         blocks = []
         while data:
-            end = 3 + int.from_bytes(data[1:3], "little")
-            blocks.append(framed(data[:1] + data[3:end], NODE_MAGIC))
+            end = 5 + int.from_bytes(data[1:5], "little")
+            blocks.append(framed(data[:1] + data[5:end], NODE_MAGIC))
             data = data[end:]
         file = b"".join(blocks)
         if not blocks:
@@ -142,11 +142,10 @@ def _tree() -> Target:
         return decode_tree(version, fetch, limits=TreeLimits.of_files(1, len(file)))
 
     def stored(data: bytes) -> bytes:
-        return data[:1] + (len(data) - 1).to_bytes(2, "little") + data[1:]
+        return data[:1] + (len(data) - 1).to_bytes(4, "little") + data[1:]
 
     seed = b"".join(stored(PLAIN + body) for body in _nodes(names))
-    alone = [stored(data) for data in hostile.nodes() if len(data) <= 1 << 16]
-    return Target("tree", (seed,), decode, hostile=tuple(alone))
+    return Target("tree", (seed,), decode, hostile=lambda: [stored(n) for n in hostile.nodes()])
 
 
 # ------------------------------------------------------------------------------------- our record
@@ -198,7 +197,10 @@ def _commit_record() -> Target:
     document = json.loads(encode_record(_record()))
     del document["crc32c"]
     seeds = [PLAIN + json.dumps(document, separators=(",", ":")).encode()]
-    bad = tuple(PLAIN + text for text in hostile.json_members(seeds[0][1:]))
+
+    def bad() -> list[bytes]:
+        return [PLAIN + text for text in hostile.json_members(seeds[0][1:])]
+
     return Target("record", tuple(seeds), decode, mutate_json, head=1, hostile=bad)
 
 

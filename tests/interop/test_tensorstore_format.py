@@ -15,7 +15,6 @@ import pytest
 import tensorstore as ts
 import zstandard
 
-from asyncckpt.errors import UnsupportedFormatError
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.ocdbt import (
     Config,
@@ -33,6 +32,8 @@ from asyncckpt.format.ocdbt import (
     prepare_keys,
     walk,
 )
+from asyncckpt.format.ocdbt.manifest import numbered_name
+from asyncckpt.format.zarr import Chain
 from asyncckpt.format.zarr3 import chunk_keys, decode_metadata, encode_metadata, metadata_key
 from asyncckpt.spec import DTYPES, ArraySpec, ChunkGrid
 
@@ -304,11 +305,16 @@ def test_a_database_emptied_by_tensorstore_has_no_root(tmp_path: Path) -> None:
     assert decode_manifest(encode_manifest(manifest), file="m") == manifest
 
 
-def test_a_numbered_manifest_of_tensorstore_is_recognised(tmp_path: Path) -> None:
+def test_numbered_manifests_of_tensorstore_are_read_newest_last(tmp_path: Path) -> None:
     store = open_database(tmp_path, config={"manifest_kind": "numbered"})
-    store.write(b"k", b"v").result()
-    with pytest.raises(UnsupportedFormatError, match="numbered manifests"):
-        decode_manifest((tmp_path / "manifest.ocdbt").read_bytes(), file="manifest.ocdbt")
+    for value in (b"old", b"new"):
+        store.write(b"k", value).result()
+    head = decode_manifest((tmp_path / "manifest.ocdbt").read_bytes(), file="manifest.ocdbt")
+    assert head.numbered and not head.versions
+    newest = max(path.name for path in tmp_path.glob("manifest.0*"))
+    manifest = decode_manifest((tmp_path / newest).read_bytes(), file=newest)
+    assert manifest.latest is not None
+    assert newest == numbered_name(manifest.latest.generation)
 
 
 def test_manifests_of_tensorstore_are_encoded_to_the_same_bytes(tmp_path: Path) -> None:
@@ -359,10 +365,10 @@ def test_databases_merged_by_orbax_are_read_through_base_paths(tmp_path: Path) -
 def test_metadata_written_by_tensorstore_is_read(dtype: str) -> None:
     zstd = {"name": "zstd", "configuration": {"level": 5}}
     endian = {"name": "bytes", "configuration": {"endian": "little"}}
-    for codecs, level, crc in (
-        ([endian], None, False),
-        ([endian, zstd], 5, False),
-        ([endian, zstd, {"name": "crc32c"}], 5, True),
+    for codecs, packing in (
+        ([endian], ()),
+        ([endian, zstd], ("zstd",)),
+        ([endian, zstd, {"name": "crc32c"}], ("zstd", "crc32c")),
     ):
         array = ts.open(
             {"driver": "zarr3", "kvstore": "memory://", "metadata": {"codecs": codecs}},
@@ -374,5 +380,5 @@ def test_metadata_written_by_tensorstore_is_read(dtype: str) -> None:
         decoded = decode_metadata(array.kvstore["zarr.json"], file="zarr.json")
         assert decoded.spec == ArraySpec((5, 0, 3), dtype)
         assert decoded.chunk_shape == (2, 1, 3)
-        assert (decoded.zstd_level, decoded.crc32c) == (level, crc)
+        assert decoded.chain == Chain(packing=packing)
         assert decoded.fill_value == bytes(math.prod((1, decoded.spec.itemsize)))

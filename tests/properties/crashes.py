@@ -13,8 +13,7 @@ from asyncckpt.testing.faults import Fault, FaultAttempt, FaultStore, Operation
 class CrashStore(FaultStore):
     """A `FaultStore` whose process can be killed before or after any of its operations.
 
-    A dead store cleans nothing up: attempts keep their files, and only what the kernel does for a
-    dead process happens, when it is closed: descriptors are closed, and so locks are free.
+    A dead store cleans nothing up: attempts keep their files.
 
     Attributes:
         down: it has died.
@@ -25,7 +24,6 @@ class CrashStore(FaultStore):
         super().__init__(inner)
         self.down = False
         self.applied: list[Operation] = []
-        self._local = inner
         self._attempts: list[FaultAttempt] = []
         self._dies_at = 0
         self._after = False
@@ -82,17 +80,15 @@ class CrashStore(FaultStore):
             self._attempts.append(attempt := CrashAttempt(self, inner))
         return attempt
 
-    async def close(self) -> None:
-        """The inner store is closed, or what the kernel would close of a dead process."""
-        if not self.down:
-            await super().close()
-            return
+    def bury(self) -> None:
+        """What the kernel does for a dead process: descriptors are closed, so that locks are free.
+
+        To be called when the `Checkpointer` is closed.
+        """
         for attempt in self._attempts:
             for file in attempt._inner._files:  # type: ignore[attr-defined]
                 file.close()
             attempt._inner._release()  # type: ignore[attr-defined]
-        for files in self._local._files:
-            await files.close()
 
 
 class CrashAttempt(FaultAttempt):

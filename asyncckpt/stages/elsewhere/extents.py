@@ -21,7 +21,7 @@ from asyncckpt.format.sharding import decode_index, index_range, places
 from asyncckpt.format.zarr import Shards, ZarrArray
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import CheckpointFiles
-from asyncckpt.stages.elsewhere.listing import Listing, Range
+from asyncckpt.stages.elsewhere.listing import Listing, Range, refuse_link
 from asyncckpt.stages.elsewhere.tables import KeyTable
 from asyncckpt.stages.opened import Extents, Storage, StoredFile, number_rows
 
@@ -166,7 +166,7 @@ class ExtentReader:
             if row < 0:
                 path = table.listing.path(key.decode())
                 if table.is_directory and path_fault(path) is None:
-                    await self._listing.refuse_link(path)
+                    await refuse_link(self._files, path)
                 if found.complete:
                     raise self._missing(found, f"{key.decode()!r}")
             elif (number := int(table.file[row])) >= 0:

@@ -78,7 +78,7 @@ class Listing:
         """
         size = self.nbytes_of.get(path)
         if size is None:
-            await self.refuse_link(path)
+            await refuse_link(self.files, path)
             raise missing(self.files.location, path)
         if offset > size or nbytes > size - offset:
             raise CorruptCheckpointError(
@@ -90,17 +90,6 @@ class Listing:
                 expected=offset + nbytes,
                 found=size,
             )
-
-    async def refuse_link(self, path: str) -> None:
-        """There is nothing at `path`, or something that is not reached through a link.
-
-        Raises:
-            CorruptCheckpointError: there is a link.
-        """
-        try:
-            await self.files.entries(path, max_entries=MAX_FILES)
-        except CheckpointNotFoundError:
-            return
 
     async def read(self, ranges: Sequence[Range]) -> list[bytes]:
         """The bytes of every range; neighbours are read together.
@@ -147,6 +136,18 @@ class Listing:
             await self.files.read_into(path, offset, [data])
         except CheckpointNotFoundError as error:
             raise missing(self.files.location, path) from error
+
+
+async def refuse_link(files: CheckpointFiles, path: str) -> None:
+    """There is nothing at `path`, or something that is not reached through a link.
+
+    Raises:
+        CorruptCheckpointError: there is a link.
+    """
+    try:
+        await files.entries(path, max_entries=MAX_FILES)
+    except CheckpointNotFoundError:
+        return
 
 
 async def list_files(files: CheckpointFiles, directory: str) -> Listing:

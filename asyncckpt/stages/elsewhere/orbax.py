@@ -31,7 +31,7 @@ from asyncckpt.format.zarr2 import METADATA_NAME as ZARR2_NAME
 from asyncckpt.format.zarr3 import METADATA_NAME as ZARR3_NAME
 from asyncckpt.ports import CheckpointFiles, Entry
 from asyncckpt.stages.elsewhere.arrays import make_checkpoint
-from asyncckpt.stages.elsewhere.listing import MAX_FILES, list_files, located, place
+from asyncckpt.stages.elsewhere.listing import MAX_FILES, list_files, located, place, refuse_link
 from asyncckpt.stages.elsewhere.orbax_items import read_tree
 from asyncckpt.stages.opened import OpenCheckpoint
 
@@ -90,11 +90,11 @@ async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
             location=files.location,
         )
     entries = await files.entries(max_entries=MAX_FILES)
-    step = StepMetadata()
-    if any(entry.name == CHECKPOINT_METADATA_FILE for entry in entries):
-        data = await files.read(CHECKPOINT_METADATA_FILE, max_nbytes=MAX_DOCUMENT_NBYTES)
-        with located(files):
-            step = decode_checkpoint_metadata(data, file=CHECKPOINT_METADATA_FILE)
+    step = await _step_metadata(files)
+    for name in step.handlers.keys() - {entry.name for entry in entries} - {""}:
+        # Deleted, or a link, which would be lost silently.
+        if path_fault(name) is None:
+            await refuse_link(files, name)
     item = await _read(files, "", entries, step.handlers, 0)
     documents = item.document if isinstance(item.document, dict) else {}
     if item.tree is None:
@@ -117,6 +117,15 @@ async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
         created_ns=step.committed_ns,
         database=item.directory,
     )
+
+
+async def _step_metadata(files: CheckpointFiles) -> StepMetadata:
+    try:
+        data = await files.read(CHECKPOINT_METADATA_FILE, max_nbytes=MAX_DOCUMENT_NBYTES)
+    except CheckpointNotFoundError:
+        return StepMetadata()
+    with located(files):
+        return decode_checkpoint_metadata(data, file=CHECKPOINT_METADATA_FILE)
 
 
 async def _read(

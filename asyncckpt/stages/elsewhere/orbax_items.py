@@ -28,7 +28,7 @@ from asyncckpt.format.orbax_read import (
 from asyncckpt.format.scalars import JsonValue, encode_scalar
 from asyncckpt.stages.elsewhere.arrays import ArrayKey, read_arrays
 from asyncckpt.stages.elsewhere.extents import FoundArray
-from asyncckpt.stages.elsewhere.listing import Listing, located
+from asyncckpt.stages.elsewhere.listing import Listing, located, refuse_link
 from asyncckpt.stages.elsewhere.ocdbt import tree_of
 from asyncckpt.stages.elsewhere.tables import KeyTable, directory_table, merge, read_database
 from asyncckpt.stages.opened import missing
@@ -71,10 +71,13 @@ async def read_tree(listing: Listing) -> FoundTree:
         UnsupportedFormatError: it holds something that is not read here.
     """
     metadata = None
+    path = listing.path(METADATA_FILE)
     if listing.has(METADATA_FILE):
-        data = await listing.files.read(listing.path(METADATA_FILE), max_nbytes=MAX_DOCUMENT_NBYTES)
+        data = await listing.files.read(path, max_nbytes=MAX_DOCUMENT_NBYTES)
         with located(listing.files):
-            metadata = decode_metadata(data, file=listing.path(METADATA_FILE))
+            metadata = decode_metadata(data, file=path)
+    else:
+        await refuse_link(listing.files, path)
     table = await _table(listing, None if metadata is None else metadata.use_ocdbt)
     is_database = not table.is_directory and listing.has(MANIFEST_NAME)
     if metadata is None:
@@ -87,6 +90,7 @@ async def _table(listing: Listing, use_ocdbt: bool | None) -> KeyTable:
     if use_ocdbt is not False:
         if listing.has(MANIFEST_NAME):
             return await read_database(listing)
+        await refuse_link(listing.files, listing.path(MANIFEST_NAME))
         base = f"{listing.directory}/" if listing.directory else ""
         first_parts = {p.removeprefix(base).partition("/")[0] for p in listing.nbytes_of}
         processes = sorted(
@@ -98,7 +102,6 @@ async def _table(listing: Listing, use_ocdbt: bool | None) -> KeyTable:
             # As Orbax leaves them where it has not merged them.
             return merge([await read_database(listing, name) for name in processes])
         if use_ocdbt:
-            await listing.refuse_link(listing.path(MANIFEST_NAME))
             raise missing(listing.files.location, listing.path(MANIFEST_NAME))
     return directory_table(listing)
 
@@ -199,7 +202,7 @@ async def _refuse(
             found=entry.handler,
         )
     if table.is_directory:
-        await listing.refuse_link(listing.path(posixpath.join(entry.name, document)))
+        await refuse_link(listing.files, listing.path(posixpath.join(entry.name, document)))
     raise CorruptCheckpointError(
         f"{location}: the array {entry.name!r} has no {document}, {METADATA_FILE} lists it; use "
         "another checkpoint",
@@ -216,7 +219,7 @@ async def _strings(listing: Listing, metadata: TreeMetadata) -> dict[str, JsonVa
         return {}
     path = listing.path(STRINGS_FILE)
     if not listing.has(STRINGS_FILE):
-        await listing.refuse_link(path)
+        await refuse_link(listing.files, path)
         raise missing(listing.files.location, path)
     data = await listing.files.read(path, max_nbytes=MAX_DOCUMENT_NBYTES)
     with located(listing.files):
@@ -243,6 +246,8 @@ async def _implementations(listing: Listing, metadata: TreeMetadata) -> dict[str
         return {}
     found: dict[str, str] = {}
     directory = listing.path(ARRAY_METADATAS)
+    if not listing.has(f"{ARRAY_METADATAS}/process_0"):
+        await refuse_link(listing.files, f"{directory}/process_0")
     for path in sorted(p for p in listing.nbytes_of if posixpath.dirname(p) == directory):
         data = await listing.files.read(path, max_nbytes=MAX_DOCUMENT_NBYTES)
         with located(listing.files):

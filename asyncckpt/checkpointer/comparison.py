@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from asyncckpt.checkpointer.comparing import Difference
+from asyncckpt.checkpointer.comparing import Difference, Values
 from asyncckpt.checkpointer.core import guarded, typed
 from asyncckpt.checkpointer.origin import Origin, open_origin, shares
 from asyncckpt.checkpointer.reader import LeafReader
@@ -22,7 +22,7 @@ from asyncckpt.flow.buffers import Slot
 from asyncckpt.flow.engine import Job
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.format.record import decode_scalar
-from asyncckpt.options import SLOT_NBYTES, RestoreOptions
+from asyncckpt.options import RestoreOptions
 from asyncckpt.planning.tiles import band_nbytes, runs, tiles
 from asyncckpt.reports import DiffReport, LeafDifference, Progress
 from asyncckpt.spec import DTYPES, ArraySpec, Box
@@ -77,7 +77,7 @@ class Comparison:
         reading, cache, working = shares(self._options.host_memory_nbytes)
         self._cache_nbytes = cache // 2
         self._reading = Runtime("asyncckpt-read", host_memory_nbytes=reading)
-        self._working = Runtime("asyncckpt-diff", host_memory_nbytes=max(working, 2 * SLOT_NBYTES))
+        self._working = Runtime("asyncckpt-diff", host_memory_nbytes=working // 2)
         self._done_nbytes = 0
         self._total_nbytes = 0
 
@@ -162,14 +162,14 @@ class Comparison:
         pool = self._working.pool
         streams = asyncio.Semaphore(self._working.concurrency(self._options.concurrency))
         async with asyncio.TaskGroup() as group:
-            for batch in _batches(a, b, pairs, pool.slot_nbytes):
+            for batch in _batches(a, b, pairs, pool.slot_nbytes // 2):
                 await streams.acquire()
                 try:
-                    slots = await pool.take(2, grow=False)
+                    slots = await pool.take(1, grow=False)
                 except BaseException:
                     streams.release()
                     raise
-                task = group.create_task(self._batch(a, b, batch, slots))
+                task = group.create_task(self._batch(a, b, batch, slots[0]))
                 # A task that is cancelled before its first step never runs its `finally`.
                 task.add_done_callback(partial(self._free, slots, streams))
 
@@ -184,9 +184,11 @@ class Comparison:
         a: LeafReader,
         b: LeafReader,
         batch: Sequence[tuple[_Pair, Box]],
-        slots: Sequence[Slot],
+        slot: Slot,
     ) -> None:
-        found = await self._working.engine.compute.run(self._look, a, b, batch, slots)
+        # One half for either side.
+        halves = slot.buffer.reshape(2, -1)
+        found = await self._working.engine.compute.run(self._look, a, b, batch, halves)
         for (pair, _), difference in zip(batch, found, strict=True):
             pair.found.merge(difference)
         self._done_nbytes += sum(box.size * pair.specs[0].itemsize for pair, box in batch)
@@ -200,15 +202,15 @@ class Comparison:
         a: LeafReader,
         b: LeafReader,
         batch: Sequence[tuple[_Pair, Box]],
-        slots: Sequence[Slot],
+        halves: Values,
     ) -> list[Difference]:
         found = []
         for pair, box in batch:
             values = []
-            for reader, leaf, spec, slot in zip(
-                (a, b), pair.leaves, pair.specs, slots, strict=True
+            for reader, leaf, spec, half in zip(
+                (a, b), pair.leaves, pair.specs, halves, strict=True
             ):
-                data = slot.buffer[: box.size * spec.itemsize]
+                data = half[: box.size * spec.itemsize]
                 part = data.view(DTYPES[spec.dtype]).reshape(box.shape)
                 reader.read(leaf, box, part)
                 values.append(part)
@@ -219,38 +221,38 @@ class Comparison:
 
 
 def _batches(
-    a: LeafReader, b: LeafReader, pairs: Sequence[_Pair], slot_nbytes: int
+    a: LeafReader, b: LeafReader, pairs: Sequence[_Pair], half_nbytes: int
 ) -> Iterator[list[tuple[_Pair, Box]]]:
-    """Boxes to compare, many small ones together; each of at most one slot on either side."""
+    """Boxes to compare, many small ones together; each of at most half a slot on either side."""
     batch: list[tuple[_Pair, Box]] = []
     nbytes = 0
     for pair in pairs:
-        for box in _boxes(a, b, pair, slot_nbytes):
+        for box in _boxes(a, b, pair, half_nbytes):
             batch.append((pair, box))
             nbytes += box.size * max(spec.itemsize for spec in pair.specs)
-            if nbytes >= slot_nbytes // 2 or len(batch) == BATCH_LEAVES:
+            if nbytes >= half_nbytes or len(batch) == BATCH_LEAVES:
                 yield batch
                 batch, nbytes = [], 0
     if batch:
         yield batch
 
 
-def _boxes(a: LeafReader, b: LeafReader, pair: _Pair, slot_nbytes: int) -> Iterator[Box]:
+def _boxes(a: LeafReader, b: LeafReader, pair: _Pair, half_nbytes: int) -> Iterator[Box]:
     """Boxes of a leaf, in the order in which the larger chunks of the two are."""
     shape = pair.specs[0].shape
     if not pair.specs[0].size:
         return
     itemsize = max(spec.itemsize for spec in pair.specs)
-    if pair.specs[0].size * itemsize <= slot_nbytes:
+    if pair.specs[0].size * itemsize <= half_nbytes:
         yield Box.whole(shape)
         return
     parts = [reader.parts(leaf) for reader, leaf in zip((a, b), pair.leaves, strict=True)]
     bands = [band_nbytes(own, spec.itemsize) for own, spec in zip(parts, pair.specs, strict=True)]
     larger = 0 if bands[0] >= bands[1] else 1
     if bands[larger] > a.cache_nbytes // 2:
-        yield from tiles(parts[larger], itemsize, slot_nbytes)
+        yield from tiles(parts[larger], itemsize, half_nbytes)
     else:
-        yield from runs(shape, itemsize, slot_nbytes)
+        yield from runs(shape, itemsize, half_nbytes)
 
 
 def _kind(reader: LeafReader, leaf: int) -> str:

@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz.seeds`: the seeds that torch writes, written anew with the torch there is."""
+"""`python -m tests.fuzz.make_seeds`: the seeds that torch writes, made by the torch there is."""
 
 from __future__ import annotations
 
