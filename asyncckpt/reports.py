@@ -321,20 +321,25 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every byte is as it was saved."""
+        """Whether every byte is as it was saved, as far as checksums can tell."""
         return not self.damages
+
+    @property
+    def outcome(self) -> str:
+        """What was found, on one line."""
+        if self.damages:
+            return f"damaged in {len(self.damages)} places"
+        read = f"{self.leaf_count} leaves, {nbytes_text(self.read_nbytes)}"
+        if not self.unverified:
+            return f"{read} intact"
+        return f"{read} readable, {len(self.unverified)} of them without checksums"
 
     def __bool__(self) -> bool:
         return self.ok
 
     def __str__(self) -> str:
-        if self.ok:
-            return (
-                f"{self.location}: {self.leaf_count} leaves, {nbytes_text(self.read_nbytes)} intact"
-            )
-        return f"{self.location}: {len(self.damages)} damaged\n" + "\n".join(
-            f"  {damage}" for damage in self.damages
-        )
+        lines = [f"{self.location}: {self.outcome}", *(f"  {damage}" for damage in self.damages)]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)

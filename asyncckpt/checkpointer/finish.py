@@ -90,6 +90,8 @@ def finish_into(outcome: RestoreOutcome, flat: Flat, adapters: AdapterSet) -> Re
                 location=outcome.report.location,
             )
         state = unflatten(structure, leaves)
+        if outcome.form == "dcp":
+            state = as_it_was(state, flat.state_dict_of(target))
         try:
             target.load_state_dict(state)
         except Exception as error:

@@ -68,6 +68,7 @@ class RestoreOutcome:
 
     Attributes:
         structure: containers of the checkpoint.
+        form: its format, as `OpenCheckpoint.format`.
         values: by ordinal of the target's leaf, or of the saved leaf where there is no target.
         additions: by ordinal of the saved leaf, what state dicts get beyond their present leaves.
         selected: ordinals of the saved leaves that were asked for.
@@ -76,6 +77,7 @@ class RestoreOutcome:
     """
 
     structure: Structure
+    form: str
     values: dict[int, Any]
     additions: dict[int, Any]
     selected: set[int] | None
@@ -144,7 +146,9 @@ async def run_restore(
     additions = {a.saved: a.result for a in matching.additions}
     values = {a.number: a.result for a in matching.assignments}
     saved = {path: leaf for leaf, path in enumerate(paths)}
-    return RestoreOutcome(structure, values, additions, selected, saved, report)
+    return RestoreOutcome(
+        structure, opened.format, values, additions, selected, saved, report
+    )
 
 
 def select(location: str, paths: Sequence[str], include: Sequence[str] | None) -> set[int] | None:

@@ -123,12 +123,7 @@ def verify(
         )
     else:
         for report in reports:
-            found = (
-                f"{report.leaf_count} leaves, {nbytes_text(report.read_nbytes)} intact"
-                if report.ok
-                else f"damaged in {len(report.damages)} places"
-            )
-            typer.echo(f"{tables.printable(report.location)}: {found}")
+            typer.echo(f"{tables.printable(report.location)}: {report.outcome}")
         damaged = [report for report in reports if not report.ok]
         if damaged:
             tables.show([tables.damages(damaged)])

@@ -98,7 +98,10 @@ def test_new_chunks_follow_those_that_would_be_read_repeatedly() -> None:
     assert chunk_shape_for((64, 64), columns, 1, target_nbytes=256, limit_nbytes=1 << 20) == (64, 4)
     assert chunk_shape_for((64, 64), columns, 1, target_nbytes=600, limit_nbytes=1 << 20) == (64, 8)
     assert chunk_shape_for((64, 64), columns, 1, target_nbytes=64, limit_nbytes=64) == (16, 4)
-    pieces: list[Part] = [((0, 0), ChunkGrid((10, 3), (5, 3))), ((0, 3), ChunkGrid((10, 7), (5, 4)))]
+    pieces: list[Part] = [
+        ((0, 0), ChunkGrid((10, 3), (5, 3))),
+        ((0, 3), ChunkGrid((10, 7), (5, 4))),
+    ]
     assert chunk_shape_for((10, 10), pieces, 1, target_nbytes=20, limit_nbytes=99) == (5, 4)
     assert chunk_shape_for((10, 10), pieces, 1, target_nbytes=4, limit_nbytes=99) is None
 

@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import fractions
 import importlib.util
+import itertools
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.numpy import save_file
 
 import asyncckpt
 from asyncckpt import blocking, errors
@@ -90,6 +97,8 @@ def test_every_method_of_the_checkpointer_is_on_the_api_page() -> None:
 def test_the_error_tree_is_on_the_api_page() -> None:
     text = page("api.md")
     for name, kind in vars(errors).items():
+        if name.startswith("_"):
+            continue
         if isinstance(kind, type) and issubclass(kind, errors.AsyncCheckpointError):
             assert re.search(rf"^[│ ├└─]*{name}\b", text, re.M), name
 
@@ -165,6 +174,83 @@ def system(number: int, text: str) -> Callable[[Path], None]:
     return run
 
 
+def gaps(where: Path) -> None:
+    half = asyncckpt.ShardedArray((4,), "float32", [((0,), np.zeros(2, np.float32))])
+    blocking.save(where / "gaps", {"x": half})
+
+
+def on_no_grid() -> asyncckpt.ShardedArray:
+    edges = [0, 67, 147, 200]
+    shards = [((a, 0), np.zeros((b - a, 200), np.float32)) for a, b in itertools.pairwise(edges)]
+    return asyncckpt.ShardedArray((200, 200), "float32", shards)
+
+
+def irregular(where: Path) -> None:
+    options = asyncckpt.SaveOptions(layout="regular")
+    blocking.save(where / "irregular", {"x": on_no_grid()}, options=options)
+
+
+def root_of_a_run(where: Path) -> None:
+    with blocking.Checkpointer(where / "run") as ckpt:
+        ckpt.save(3, {"x": 1})
+    blocking.restore(where / "run")
+
+
+def other_files(where: Path) -> None:
+    (where / "README").write_text("no checkpoint")
+    blocking.restore(where)
+
+
+def torch_file(where: Path) -> None:
+    torch.save({"x": torch.zeros(3)}, where / "x.pt")
+    blocking.restore(where / "x.pt")
+
+
+def dcp_with_an_object(where: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process only
+        dcp.save({"x": fractions.Fraction(1, 2)}, checkpoint_id=where / "dcp", no_dist=True)
+    blocking.restore(where / "dcp")
+
+
+def database(where: Path, **metadata: Any) -> Any:
+    """A zarr array in an OCDBT database of TensorStore."""
+    kvstore = {"driver": "ocdbt", "base": f"file://{where}/database", "path": "x/"}
+    field = {"field": "a"} if "a" in str(metadata["dtype"]) else {}
+    spec = {"driver": "zarr", "kvstore": kvstore, "metadata": {"compressor": None, **metadata}}
+    return tensorstore.open({**spec, **field}, create=True).result()
+
+
+def zarr_of_records(where: Path) -> None:
+    database(where, shape=[2], chunks=[2], dtype=[["a", "<f4"], ["b", "<i4"]])
+    blocking.restore(where / "database")
+
+
+def unstored(where: Path) -> None:
+    array = database(where, shape=[1 << 30], chunks=[1 << 16], dtype="<f4")
+    array[0].write(np.float32(1)).result()
+    blocking.restore(where / "database")
+
+
+def two_files(where: Path) -> None:
+    for name in ("a", "b"):
+        save_file({name: np.zeros(3)}, where / f"{name}.safetensors")
+    blocking.restore(where)
+
+
+def converted(tree: Any, name: str) -> Callable[[Path], None]:
+    def run(where: Path) -> None:
+        blocking.save(where / "saved", tree)
+        blocking.convert(where / "saved", where / name)
+
+    return run
+
+
+def exported(where: Path) -> None:
+    blocking.save(where / "saved", {"x": 1 << 80})
+    blocking.export(where / "saved", where / "exported")
+
+
 FLOATS = np.zeros(3)
 
 CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
@@ -219,6 +305,25 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
         unlike(np.array([1e9]), {"x": np.zeros(1, np.int8)}, cast=True),
     ),
     "damaged": ("is damaged", damaged),
+    "gaps": ("to be saved, every element must be in a shard", gaps),
+    "irregular": ("allows 4 per shard and 2 % of padding", irregular),
+    "root": ("this is no checkpoint, but it has the directories of steps", root_of_a_run),
+    "other files": (
+        "there is no checkpoint here: no checkpoint.json, nor what Orbax",
+        other_files,
+    ),
+    "torch.save": ("this looks like a file of torch.save", torch_file),
+    "pickle": ("nothing is executed from a checkpoint", dcp_with_an_object),
+    "zarr": ("which is not read here", zarr_of_records),
+    "fill values": ("the rest is said to be fill values", unstored),
+    "two files": ("one safetensors file or one index is read", two_files),
+    "names": (
+        "would both be the tensor",
+        converted({"a": {"b": FLOATS}, "a.b": FLOATS}, "x.safetensors"),
+    ),
+    "no dtype": ("safetensors has no dtype", converted(FLOATS * 1j, "x.safetensors")),
+    "export": ("Orbax cannot restore this tree, so it was not exported", exported),
+    "taken": ("something stands here already", converted({"x": FLOATS}, "saved")),
     "closed": ("is closed; create a new Checkpointer", closed),
     "object store": (
         "object stores are not supported yet",
@@ -238,3 +343,22 @@ def test_the_troubleshooting_page_quotes_errors_as_they_are(case: str, tmp_path:
     if case != "leaf":
         assert len(found) == 1, quoted
         assert f"`{type(caught.value).__name__}`" in found[0]
+
+
+def test_the_troubleshooting_page_quotes_warnings_and_notes_as_they_are(tmp_path: Path) -> None:
+    zstd = {"id": "zstd", "level": 1}
+    chunk = [20 << 20]
+    database(tmp_path, shape=chunk, chunks=chunk, dtype="<f4", compressor=zstd).write(1).result()
+    options = asyncckpt.RestoreOptions(host_memory_nbytes=64 << 20)
+    with pytest.warns(asyncckpt.RestoreWarning) as caught:
+        blocking.restore(tmp_path / "database", options=options)
+    (note,) = blocking.save(tmp_path / "pieces", {"x": on_no_grid()}).notes
+    text = page("troubleshooting.md")
+    for quoted, where, said in (
+        ("arrays have no checksum in this", "RestoreWarning", str(caught[0].message)),
+        ("was restored alone, beyond the budget", "RestoreWarning", str(caught[1].message)),
+        ("this leaf is stored in pieces", "a note in `SaveReport.notes`", note),
+    ):
+        assert quoted in said
+        (line,) = [line for line in text.splitlines() if f"**`{quoted}`**" in line]
+        assert where in line

@@ -95,7 +95,18 @@ def test_a_changed_byte_with_a_right_checksum_is_a_manifest_or_an_error(at: int,
         manifest = decode_manifest(data, file="m")
     except (CorruptCheckpointError, UnsupportedFormatError):
         return
-    assert decode_manifest(encode_manifest(manifest), file="m") == manifest
+    assert decode_manifest(encode_manifest(manifest), file="m") == without_base_paths(manifest)
+
+
+def without_base_paths(manifest: Manifest) -> Manifest:
+    """As it is encoded: base paths are read, but not written."""
+    return dataclasses.replace(
+        manifest,
+        versions=tuple(
+            dataclasses.replace(v, root=v.root and dataclasses.replace(v.root, base_path=""))
+            for v in manifest.versions
+        ),
+    )
 
 
 def test_a_manifest_of_numbered_manifests_has_no_versions() -> None:

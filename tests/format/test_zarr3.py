@@ -210,8 +210,9 @@ def test_shards_are_described_in_the_order_in_which_they_are_stored() -> None:
     codec = sharding([LITTLE, GZIP], chunk_shape=[3, 1], index_location="start")
     chain = decode(codecs=[TRANSPOSE, codec]).chain
     assert chain.order == (1, 0)
-    assert chain.shards == Shards((3, 1), Chain(packing=("gzip",)), index_crc32c=False,
-                                  index_at_start=True)
+    assert chain.shards == Shards(
+        (3, 1), Chain(packing=("gzip",)), index_crc32c=False, index_at_start=True
+    )
 
 
 def test_members_that_need_not_be_understood_are_passed_over() -> None:

@@ -26,15 +26,22 @@ class Saved:
     """One checkpoint of the model; two of them are never equal.
 
     Attributes:
-        tree: what was saved.
+        tree: what was saved, made from `seed`.
         damaged: content before the damage of each damaged file, by relative path.
+        record_is_gone: its record is not only damaged.
     """
 
-    tree: Any
+    seed: int
+    tree: dict[str, Any]
     metrics: Metrics
     metadata: Mapping[str, Any]
     damaged: dict[str, bytes] = field(default_factory=dict)
     record_is_gone: bool = False
+
+    @classmethod
+    def of(cls, seed: int, metrics: Metrics) -> Saved:
+        """What a save of the tree of this seed should leave."""
+        return cls(seed, tree(seed), metrics, {"seed": seed})
 
     @property
     def listed(self) -> bool:

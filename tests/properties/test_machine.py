@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.properties import machine
+from tests.properties.machine import CheckpointMachine
+from tests.properties.roots import visited
 
-# Each of them must have happened, or the machine has stopped testing what it is for.
+# Each of these must happen, or the machine has stopped testing what it is for.
 OPERATIONS = (
+    "cancel",
+    "corrupt",
+    "crash",
+    "delete",
+    "delete_after",
+    "deleted by retention",
+    "failing save",
+    "heal",
+    "inspect",
+    "newest",
+    "overwrite",
+    "restore",
+    "restore like",
+    "restore_into",
+    "save",
+    "second trainer",
+    "start_save",
+    "verify",
+    "wait",
+)
+# And these in a longer run.
+OUTCOMES = (
     "cancel in flight",
     "cancel: too late",
     "corrupt: cut",
@@ -24,30 +48,13 @@ OPERATIONS = (
     "crash in flight",
     "crash in save",
     "crash in save, committed",
-    "delete",
     "delete: no such step",
-    "delete_after",
-    "deleted by retention",
-    "failing save",
-    "heal",
-    "inspect",
-    "inspect: damaged",
-    "overwrite",
-    "newest",
-    "restore",
-    "restore like",
     "restore: damaged",
     "restore: no such step",
-    "restore_into",
     "restore_into another shape",
-    "save",
     "save: the step exists",
-    "second trainer",
-    "start_save",
-    "trainer ends",
-    "verify",
+    "start_save: the step appeared",
     "verify: damaged",
-    "wait",
 )
 
 
@@ -59,9 +66,9 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 def run(runs: int, *, operations: int) -> Counter[str]:
     """The operations that this many machines have carried out."""
-    machine.visited.clear()
+    visited.clear()
     run_state_machine_as_test(
-        machine.CheckpointMachine,
+        CheckpointMachine,
         settings=settings(
             max_examples=runs,
             stateful_step_count=operations,
@@ -72,21 +79,21 @@ def run(runs: int, *, operations: int) -> Counter[str]:
             phases=[Phase.generate, Phase.shrink],
         ),
     )
-    total = sum(machine.visited.values())
-    print(f"\n{runs} runs, {total} operations")
-    for name, count in sorted(machine.visited.items()):
+    print(f"\n{runs} runs, {visited.total()} operations")
+    for name, count in sorted(visited.items()):
         print(f"{count:8} {name}")
-    return machine.visited
+    return visited
 
 
 def test_any_sequence_of_operations_keeps_what_the_model_says() -> None:
-    visited = run(100, operations=20)
-    assert [name for name in OPERATIONS if not visited[name]] == []
-    assert sum(visited.values()) >= 2000
+    counts = run(100, operations=16)
+    kinds = {re.split(": | in ", name)[0] for name in +counts}
+    assert set(OPERATIONS) <= kinds
+    assert counts.total() >= 1500
 
 
 @pytest.mark.long
 def test_a_thousand_sequences_keep_what_the_model_says() -> None:
-    visited = run(1000, operations=50)
-    assert [name for name in OPERATIONS if visited[name] < 20] == []
-    assert sum(visited.values()) >= 40_000
+    counts = run(1000, operations=50)
+    assert {*OPERATIONS, *OUTCOMES} <= {*+counts, "cancel", "corrupt", "crash"}
+    assert counts.total() >= 40_000

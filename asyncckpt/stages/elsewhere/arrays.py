@@ -16,7 +16,8 @@ from asyncckpt.format.sharding import ENTRY_NBYTES
 from asyncckpt.format.zarr import ZarrArray, ZarrLimits
 from asyncckpt.format.zarr_codecs import make_codec
 from asyncckpt.ports import CheckpointFiles
-from asyncckpt.stages.elsewhere.extents import ExtentReader, FoundArray
+from asyncckpt.stages.elsewhere.extents import ExtentReader
+from asyncckpt.stages.elsewhere.found import FoundArray
 from asyncckpt.stages.elsewhere.listing import located
 from asyncckpt.stages.elsewhere.tables import KeyTable
 from asyncckpt.stages.elsewhere.tensorstore import UNPACK

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import posixpath
 from collections.abc import Mapping, Sequence
@@ -221,7 +222,9 @@ def _joined(items: Mapping[str, _Item]) -> _Item:
             result.custom[name] = items[name].custom
     if trees:
         for name, document in documents.items():
-            trees.setdefault(name, tree_of_json(document))
+            # JSON that is too deep for a tree stays in `metadata` alone.
+            with contextlib.suppress(ValueError):
+                trees.setdefault(name, tree_of_json(document))
         result.tree = Branch("dict", dict(sorted(trees.items())))
     return result
 

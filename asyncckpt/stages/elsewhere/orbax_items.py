@@ -27,7 +27,7 @@ from asyncckpt.format.orbax_read import (
 )
 from asyncckpt.format.scalars import JsonValue, encode_scalar
 from asyncckpt.stages.elsewhere.arrays import ArrayKey, read_arrays
-from asyncckpt.stages.elsewhere.extents import FoundArray
+from asyncckpt.stages.elsewhere.found import FoundArray
 from asyncckpt.stages.elsewhere.listing import Listing, located, refuse_link
 from asyncckpt.stages.elsewhere.ocdbt import tree_of
 from asyncckpt.stages.elsewhere.tables import KeyTable, directory_table, merge, read_database

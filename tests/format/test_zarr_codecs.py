@@ -1,0 +1,173 @@
+"""Decoding chunks of zarr: what TensorStore encodes in every way is in tests/elsewhere."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import itertools
+import tracemalloc
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncckpt.errors import UnsupportedFormatError
+from asyncckpt.format.codecs import Bytes, ChunkError, Codec
+from asyncckpt.format.crc import crc32c
+from asyncckpt.format.zarr import Chain, Shards
+from asyncckpt.format.zarr_codecs import make_codec
+
+Pack = Callable[[bytes], bytes]
+
+PACK: dict[str, Pack] = {
+    "zstd": lambda data: zstandard.ZstdCompressor().compress(data),
+    "gzip": lambda data: gzip.compress(data, mtime=0),
+    "zlib": zlib.compress,
+    "bz2": bz2.compress,
+    "crc32c": lambda data: data + crc32c(data).to_bytes(4, "little"),
+}
+
+
+def codec(*packing: str, nbytes: int = 1, **more: object) -> Codec:
+    return make_codec(Chain(packing=packing, **more), (nbytes,), "uint8", fill=b"\0")  # type: ignore[arg-type]
+
+
+def parts(data: bytes, *cuts: int) -> list[Bytes]:
+    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    whole = np.frombuffer(data, np.uint8)
+    return [whole[a:b] for a, b in itertools.pairwise(edges)]
+
+
+def decode(chunk: Codec, data: bytes, nbytes: int, *cuts: int) -> bytes:
+    assert chunk.decode is not None
+    return chunk.decode(parts(data, *cuts), nbytes).tobytes()
+
+
+packings = st.lists(st.sampled_from(sorted(PACK)), min_size=1, max_size=3)
+
+
+@given(st.binary(max_size=5000), packings, st.lists(st.integers(0, 6000), max_size=3))
+def test_what_was_packed_comes_back_however_it_is_cut(
+    data: bytes, packing: list[str], cuts: list[int]
+) -> None:
+    chunk = codec(*packing, nbytes=len(data))
+    stored = data
+    for name in packing:
+        stored = PACK[name](stored)
+    if chunk.crc32c:
+        stored = stored[:-4]  # which the pipeline checks
+    if chunk.decode is None:
+        assert stored == data
+        return
+    assert decode(chunk, stored, len(data), *cuts) == data
+
+
+@pytest.mark.parametrize("name", ["zstd", "gzip", "zlib", "bz2"])
+def test_more_or_fewer_bytes_than_the_chunk_has_are_refused(name: str) -> None:
+    packed = PACK[name](b"x" * 1000)
+    for nbytes in (999, 1001):
+        with pytest.raises(ChunkError, match="bytes"):
+            decode(codec(name), packed, nbytes)
+
+
+@pytest.mark.parametrize("name", ["gzip", "zlib", "bz2", "zstd"])
+def test_every_truncation_and_what_follows_the_end_is_refused(name: str) -> None:
+    packed = PACK[name](bytes(range(50)))
+    for length in range(len(packed)):
+        with pytest.raises(ChunkError):
+            decode(codec(name), packed[:length], 50)
+    if name != "zstd":
+        for cuts in ((), (len(packed),)):
+            with pytest.raises(ChunkError, match="bytes follow the end"):
+                decode(codec(name), packed + b"x", 50, *cuts)
+
+
+@pytest.mark.parametrize("name", ["zstd", "gzip", "zlib", "bz2"])
+def test_a_bomb_takes_no_more_memory_than_its_chunk(name: str) -> None:
+    packed = PACK[name](bytes(1 << 26))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ChunkError):
+            decode(codec(name), packed, 1 << 20)
+        with pytest.raises(ChunkError):
+            decode(codec(name, "gzip"), gzip.compress(packed), 1 << 20)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", ["zstd", "gzip", "zlib", "bz2"])
+def test_what_was_never_packed_is_refused(name: str) -> None:
+    for data in (b"", b"plain text, not packed at all"):
+        with pytest.raises(ChunkError):
+            decode(codec(name), data, 10)
+
+
+def test_a_checksum_inside_of_the_packing_is_checked() -> None:
+    data = PACK["crc32c"](b"0123456789")
+    assert decode(codec("crc32c", "gzip"), PACK["gzip"](data), 10) == b"0123456789"
+    with pytest.raises(ChunkError, match="a CRC-32C is"):
+        decode(codec("crc32c", "gzip"), PACK["gzip"](b"1" + data[1:]), 10)
+    with pytest.raises(ChunkError, match="hold no checksum"):
+        decode(codec("crc32c", "gzip"), PACK["gzip"](b"12"), 10)
+
+
+def test_chunks_that_are_stored_as_they_are_need_no_decoding() -> None:
+    plain, checked = codec(), codec("crc32c")
+    assert (plain.decode, plain.crc32c, plain.name) == (None, False, "")
+    assert (checked.decode, checked.crc32c, checked.name) == (None, True, "")
+
+
+def test_codecs_are_called_what_people_call_them() -> None:
+    assert codec("zstd", "crc32c").name == "zstd"
+    chain = Chain(order=(1, 0), big_endian=True, packing=("gzip", "crc32c"))
+    assert make_codec(chain, (2, 3), "int16", fill=b"\0\0").name == "transpose+big endian+gzip"
+
+
+@pytest.mark.parametrize("dtype", ["int16", "float64", "complex64"])
+def test_elements_are_put_into_c_order_and_little_endian(dtype: str) -> None:
+    value = np.arange(24).reshape(2, 3, 4).astype(dtype)
+    chain = Chain(order=(2, 0, 1), big_endian=True)
+    chunk = make_codec(chain, value.shape, dtype, fill=bytes(value.itemsize))
+    stored = value.transpose(2, 0, 1).astype(value.dtype.newbyteorder(">")).tobytes()
+    assert decode(chunk, stored, value.nbytes, 5) == value.tobytes()
+    with pytest.raises(ChunkError, match="it holds"):
+        decode(chunk, stored[:-1], value.nbytes)
+
+
+def test_whole_shards_are_decoded_where_elements_are_transposed_before() -> None:
+    value = np.arange(16, dtype=np.int32).reshape(2, 8)
+    shards = Shards((4, 2), Chain(packing=("zlib",)), index_crc32c=False)
+    chunk = make_codec(Chain(order=(1, 0), shards=shards), (2, 8), "int32", fill=b"\7\0\0\0")
+    first = PACK["zlib"](np.ascontiguousarray(value.T[:4]).tobytes())
+    index = np.array([[0, len(first)], [-1, -1]], np.int64).tobytes()
+    expected = value.copy()
+    expected[:, 4:] = 7
+    assert decode(chunk, first + index, 64) == expected.tobytes()
+    with pytest.raises(ChunkError, match="its index alone needs 32"):
+        decode(chunk, index[1:], 64)
+    wrong = np.array([[0, len(first) - 1], [-1, -1]], np.int64).tobytes()
+    with pytest.raises(ChunkError, match="cut off"):
+        decode(chunk, first + wrong, 64)
+    with pytest.raises(ChunkError, match="a chunk in the shard has 8 bytes, it needs 32"):
+        plain = Shards((4, 2), Chain(), index_crc32c=False)
+        whole = make_codec(Chain(order=(1, 0), shards=plain), (2, 8), "int32", fill=b"")
+        index = np.array([[0, 8], [-1, -1]], np.int64).tobytes()
+        decode(whole, bytes(8) + index, 64)
+
+
+def test_packings_that_nobody_unpacks_are_named() -> None:
+    with pytest.raises(UnsupportedFormatError, match=r"w/\.zarray: chunks packed with blosc"):
+        make_codec(Chain(packing=("blosc",)), (1,), "int8", fill=b"\0", file="w/.zarray")
+
+
+def test_packings_are_unpacked_by_who_knows_them() -> None:
+    def unpack(stored: object, limit: int) -> Bytes:
+        return np.full(limit, 7, np.uint8)
+
+    chunk = make_codec(Chain(packing=("blosc",)), (3,), "uint8", fill=b"", more={"blosc": unpack})
+    assert decode(chunk, b"", 3) == b"\7\7\7"
