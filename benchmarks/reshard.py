@@ -51,8 +51,8 @@ class Onto:
     Attributes:
         column: what it is called.
         layout: what it is restored onto.
-        most_read: bytes read at most per byte wanted; None where the boundaries of the target do not
-            fall on the chunk grid, so that there is no limit to set.
+        most_read: bytes read at most per byte wanted; None where the boundaries of the target
+            do not fall on the chunk grid, so that there is no limit to set.
         only: the one subtree that is wanted, or None.
         peer: measured with Orbax too, also in the short form.
     """

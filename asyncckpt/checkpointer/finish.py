@@ -7,6 +7,7 @@ from typing import Any
 
 from asyncckpt.adapters import AdapterSet
 from asyncckpt.checkpointer.restores import RestoreOutcome
+from asyncckpt.checkpointer.state_dicts import as_it_was
 from asyncckpt.errors import RestoreError, RestoreWarning
 from asyncckpt.reports import RestoreReport
 from asyncckpt.tree import Flat, unflatten, unflatten_like, where
@@ -91,7 +92,7 @@ def finish_into(outcome: RestoreOutcome, flat: Flat, adapters: AdapterSet) -> Re
             )
         state = unflatten(structure, leaves)
         if outcome.form == "dcp":
-            state = as_it_was(state, flat.state_dict_of(target))
+            state = as_it_was(state, _present_state(flat, target))
         try:
             target.load_state_dict(state)
         except Exception as error:
@@ -104,3 +105,10 @@ def finish_into(outcome: RestoreOutcome, flat: Flat, adapters: AdapterSet) -> Re
             ) from error
     _warn(outcome.report)
     return outcome.report
+
+
+def _present_state(flat: Flat, target: Any) -> Any:
+    """The state dict that the object gave when the target was taken apart."""
+    number = next(n for n, held in enumerate(flat.objects) if held is target)
+    (child,) = flat.structure.nodes[number].children
+    return flat.objects[-child] if child < 0 else None

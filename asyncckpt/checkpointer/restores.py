@@ -146,9 +146,7 @@ async def run_restore(
     additions = {a.saved: a.result for a in matching.additions}
     values = {a.number: a.result for a in matching.assignments}
     saved = {path: leaf for leaf, path in enumerate(paths)}
-    return RestoreOutcome(
-        structure, opened.format, values, additions, selected, saved, report
-    )
+    return RestoreOutcome(structure, opened.format, values, additions, selected, saved, report)
 
 
 def select(location: str, paths: Sequence[str], include: Sequence[str] | None) -> set[int] | None:

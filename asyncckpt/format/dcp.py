@@ -257,18 +257,19 @@ def nest(paths: Sequence[tuple[Key, ...]], values: Sequence[object]) -> dict[Key
     """
     root: dict[Key, Any] = {}
     made: list[tuple[dict[Key, Any], Key]] = []
-    within: dict[int, dict[Key, Any]] = {id(root): root}
+    within: dict[int, dict[Key, Any]] = {}
     for path, value in zip(paths, values, strict=True):
         node = root
         for part in path[:-1]:
-            child = node.get(part)
-            if child is None and part not in node:
-                child = node[part] = {}
+            if part not in node:
+                child: dict[Key, Any] = {}
+                node[part] = child
                 within[id(child)] = child
                 made.append((node, part))
-            if id(child) not in within:
+            inner = within.get(id(node[part]))
+            if inner is None:
                 raise ValueError(f"the path {list(path)!r:.200} leads through another value")
-            node = child
+            node = inner
         if path[-1] in node:
             raise ValueError(f"the path {list(path)!r:.200} is that of two values, or of a dict")
         node[path[-1]] = value

@@ -426,6 +426,18 @@ def deep_name(directory: Path) -> None:
     write_database(directory, {b"/".join([b"a"] * 1000) + b"/zarr.json": zarr3()})
 
 
+@database(CORRUPT, "places 327680000 bytes of chunks in files")
+def overlapping_chunks(directory: Path) -> None:
+    """20,000 chunks of 16 KiB, which are all the same one."""
+    count, nbytes = 20_000, 1 << 14
+    document = zarr3(shape=[count * nbytes // 4], chunk_grid=grid(nbytes // 4))
+    keys = sorted([b"w/zarr.json", *(b"w/c/%d" % n for n in range(count))])
+    places = [(0, nbytes, len(document)) if key.endswith(b"n") else (0, 0, nbytes) for key in keys]
+    root = packed(NODE_MAGIC, zstd(leaf(keys, places)))
+    write_root(directory, root, num_keys=len(keys))
+    write(directory / DATA, bytes(nbytes) + document)
+
+
 def chunk(directory: Path, data: bytes, **changes: Any) -> None:
     write_database(directory, {b"w/zarr.json": zarr3(**changes), b"w/c/0": data}, max_inline=700)
 

@@ -29,6 +29,7 @@ def unverified() -> Iterator[None]:
     """That nothing in them has a checksum is known here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*could not be verified")
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 

@@ -1,4 +1,4 @@
-"""The decoders of what other libraries write: zarr, safetensors and pickles of torch."""
+"""The decoders of what other libraries write: zarr, safetensors, Orbax and pickles of torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from asyncckpt.format import zarr2, zarr3
+from asyncckpt.format import orbax, orbax_read, zarr2, zarr3
 from asyncckpt.format.allowance import Allowance
 from asyncckpt.format.dcp import decode_entries
 from asyncckpt.format.opcodes import PickleSource
+from asyncckpt.format.orbax import OrbaxLeaf
 from asyncckpt.format.plain_values import load_value
 from asyncckpt.format.record import LeafTable, encode_scalar
 from asyncckpt.format.safetensors import decode_header, header_nbytes
@@ -49,6 +50,7 @@ def targets() -> list[Target]:
         _safetensors(),
         _safetensors_tree(),
         _safetensors_index(),
+        _orbax(),
         _dcp_metadata(),
         _torch_tensor(),
         _torch_value(),
@@ -285,7 +287,58 @@ def _safetensors_index() -> Target:
     )
 
 
-# -------------------------------------------------------------------------------------- torch
+# ------------------------------------------------------------------------------------------ Orbax
+
+
+def _orbax() -> Target:
+    """Four kinds of documents; the first byte of an input says which."""
+
+    def strings(data: bytes, *, file: str) -> object:
+        document = orbax_read.parse_document(data, "the strings", file=file)
+        return orbax_read.find_string(document, "name/of~1it")
+
+    decoders = (
+        orbax_read.decode_metadata,
+        strings,
+        orbax_read.decode_array_metadatas,
+        orbax_read.decode_checkpoint_metadata,
+    )
+
+    def decode(data: bytes) -> object:
+        kind = data[0] % len(decoders) if data else 0
+        return decoders[kind](data[1:], file="_METADATA")
+
+    key = OrbaxLeaf((("key", False),), "jax", "key", (2,), (2,), "cpu:0", "threefry2x32")
+    leaves = [
+        OrbaxLeaf((("w", False), ("0", True)), "array", "w.0"),
+        OrbaxLeaf((("step", False),), "scalar", "step"),
+        OrbaxLeaf((("name/of~1it", False),), "string", text="x"),
+        OrbaxLeaf((("none", False),), "None"),
+        key,
+    ]
+    step = {
+        "item_handlers": {"default": "orbax.checkpoint.handlers.StandardCheckpointHandler"},
+        "metrics": {"loss": 0.5, "count": 3},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": 1_700_000_000_000_000_000,
+        "commit_timestamp_nsecs": 1_700_000_000_000_000_001,
+        "custom_metadata": {"tokens": 10**9},
+    }
+    documents = (
+        orbax.encode_metadata(leaves, custom_metadata={"a": [1]}),
+        orbax.encode_strings(leaves),
+        orbax.encode_array_metadatas(leaves),
+        json.dumps(step).encode(),
+    )
+    seeds = tuple(bytes([kind]) + data for kind, data in enumerate(documents) if data)
+
+    def bad() -> list[bytes]:
+        return [seed[:1] + text for seed in seeds for text in hostile.json_members(seed[1:])]
+
+    return Target("orbax", seeds, decode, mutate_json, head=1, hostile=bad)
+
+
+# ------------------------------------------------------------------------------------------ torch
 
 
 def _allowance(data: bytes) -> Allowance:

@@ -26,6 +26,7 @@ from asyncckpt.format.ocdbt import (
     TreeLimits,
     ValueColumns,
     Version,
+    VersionNode,
     decode_manifest,
     decode_node,
     decode_tree,
@@ -63,12 +64,15 @@ def _manifest() -> Target:
     versions = tuple(
         Version(n, root, 2, 5, 900, 123_456, 1_700_000_000_000_000_000) for n in (1, 2, 300)
     )
+    older = VersionNode(2, root, 2, 1_600_000_000_000_000_000, 1)
     bodies = [
         unframed(encode_manifest(manifest))
         for manifest in (
             Manifest(bytes(16)),
             Manifest(bytes(range(16)), versions=versions[:1]),
             Manifest(bytes(range(16)), versions=versions),
+            Manifest(bytes(range(16)), versions=versions[2:], version_nodes=(older,)),
+            Manifest(bytes(16), numbered=True),
         )
     ]
     seeds = [kind + body for kind in (PLAIN, PACKED) for body in bodies]

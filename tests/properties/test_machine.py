@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import logging
 import re
+import traceback
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from asyncckpt import KeepLast
+from asyncckpt.stages import fetch
+from asyncckpt.stages.fetch import Fetch
+from asyncckpt.stores.local import LocalStore
 from tests.properties.machine import CheckpointMachine
 from tests.properties.roots import visited
 
@@ -64,7 +71,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "asyncckpt")
 
 
-def run(runs: int, *, operations: int) -> Counter[str]:
+def run(runs: int, *, operations: int, shrink: bool = True) -> Counter[str]:
     """The operations that this many machines have carried out."""
     visited.clear()
     run_state_machine_as_test(
@@ -75,8 +82,9 @@ def run(runs: int, *, operations: int) -> Counter[str]:
             derandomize=True,
             database=None,
             deadline=None,
+            report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
-            phases=[Phase.generate, Phase.shrink],
+            phases=[Phase.generate, *([Phase.shrink] if shrink else [])],
         ),
     )
     print(f"\n{runs} runs, {visited.total()} operations")
@@ -90,6 +98,33 @@ def test_any_sequence_of_operations_keeps_what_the_model_says() -> None:
     kinds = {re.split(": | in ", name)[0] for name in +counts}
     assert set(OPERATIONS) <= kinds
     assert counts.total() >= 1500
+
+
+async def sweep_nothing(self: LocalStore) -> list[str]:
+    return []
+
+
+def keep_one_less(self: KeepLast, steps: Sequence[int], metrics: Any) -> set[int]:
+    return set(sorted(steps)[len(steps) - self.n + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "complaint"),
+    [
+        (LocalStore, "sweep", sweep_nothing, r"_leftovers|epoch"),
+        (KeepLast, "keep", keep_one_less, r"deleted_steps"),
+        (Fetch, "_expect", lambda *_: None, r"not what was saved"),
+    ],
+    ids=["leftovers stay", "retention keeps too few", "checksums are not compared"],
+)
+def test_a_broken_rule_is_noticed(
+    owner: type, name: str, broken: Any, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    monkeypatch.setattr(fetch, "trailer_matches", lambda *_: True)
+    with pytest.raises(AssertionError) as caught:
+        run(100, operations=16, shrink=False)
+    assert re.search(complaint, "".join(traceback.format_exception(caught.value)))
 
 
 @pytest.mark.long

@@ -23,6 +23,9 @@ from asyncckpt.stages.elsewhere.tables import KeyTable
 from asyncckpt.stages.elsewhere.tensorstore import UNPACK
 from asyncckpt.stages.opened import OpenCheckpoint, Storage, StoredFile, number_rows
 
+MAX_DOCUMENT_NBYTES = ZarrLimits().max_document_nbytes
+"""A longer metadata document is not read."""
+
 DOCUMENTS_NBYTES = 16 << 20
 """Metadata documents that are in memory at a time."""
 
@@ -88,12 +91,12 @@ async def read_arrays(
         UnsupportedFormatError: an array is stored in a way that is not read here.
     """
     listing = table.listing
+    _check_documents(table, keys)
     known: dict[tuple[str, bytes], ZarrArray | None] = {}
     found: list[FoundArray | None] = []
     for batch in _batches(table, keys):
-        documents = await table.values(
-            [key.row for key in batch], max_nbytes=ZarrLimits().max_document_nbytes
-        )
+        rows = [key.row for key in batch]
+        documents = await table.values(rows, max_nbytes=MAX_DOCUMENT_NBYTES)
         for key, data in zip(batch, documents, strict=True):
             path = listing.path(posixpath.join(key.name, key.document))
             if (key.document, data) not in known:
@@ -105,6 +108,22 @@ async def read_arrays(
                 None if zarr is None else FoundArray(key.name, table, base, zarr, path, complete)
             )
     return found
+
+
+def _check_documents(table: KeyTable, keys: Sequence[ArrayKey]) -> None:
+    """The documents are not many times what the files hold, as they are where they overlap."""
+    rows = [key.row for key in keys if table.inline[key.row] is None]
+    claimed = sum(min(int(table.nbytes[row]), MAX_DOCUMENT_NBYTES) for row in rows)
+    stored = table.listing.nbytes
+    if claimed > 4 * stored + DOCUMENTS_NBYTES:
+        location = table.listing.files.location
+        raise CorruptCheckpointError(
+            f"{location}: the metadata documents of {len(keys)} arrays take {claimed} bytes of "
+            f"files of {stored}; the checkpoint is damaged or hostile: use another",
+            location=location,
+            expected=stored,
+            found=claimed,
+        )
 
 
 def _decode(document: str, data: bytes, path: str) -> ZarrArray | None:

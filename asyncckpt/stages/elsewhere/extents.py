@@ -2,8 +2,8 @@
 
 # Rule 1: only the arrays that are asked for are looked at, and only the indices of their shards are
 #   read.
-# Rule 2: what is returned is plausible: chunks that are stored as they are have their size, and
-#   others cannot unpack to much more than they are.
+# Rule 2: what is returned is plausible: chunks that are stored as they are have their size, others
+#   cannot unpack to much more than they are, and all together are not much more than the files.
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ MAX_RATIO_BZ2 = 1 << 21
 
 PADDING_NBYTES = 64 << 20
 """What a packed chunk may have beyond four times the bytes of its array."""
+
+OVERLAP_NBYTES = 64 << 20
+"""What all chunks may take beyond four times the files: few bytes could stand for many chunks."""
 
 ARRAYS_PER_TURN = 512
 """Arrays looked at before others get their turn on the event loop: some 20 ms."""
@@ -78,6 +81,7 @@ class ExtentReader:
                 await asyncio.sleep(0)
         await indices.flush()
         self._check_sizes(columns)
+        self._check_overlap(columns)
         file = np.full(self._row_count, -1, np.int64)
         offset, nbytes = np.zeros((2, self._row_count), np.int64)
         file[columns.row] = columns.file
@@ -141,6 +145,18 @@ class ExtentReader:
             expected=int(payload[bad]),
             found=int(stored[bad]),
         )
+
+    def _check_overlap(self, columns: Columns) -> None:
+        """Chunks may share bytes, as copies inside of a database do, but not without end."""
+        claimed, stored = sum(columns.nbytes), self._listing.nbytes
+        if claimed > 4 * stored + OVERLAP_NBYTES:
+            raise CorruptCheckpointError(
+                f"{self._files.location}: the metadata places {claimed} bytes of chunks in files "
+                f"of {stored} bytes; it is damaged or hostile: use another checkpoint",
+                location=self._files.location,
+                expected=stored,
+                found=claimed,
+            )
 
 
 def _place(columns: Columns, found: FoundArray, first_row: int, keyed: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -103,7 +104,7 @@ class RunTables:
         """
 
         def refuse(_: Sequence[Bytes], __: int) -> Bytes:
-            raise error.with_traceback(None)
+            raise copy.copy(error)
 
         storage = self._storage(spec, spec.shape, Codec("unreadable", crc32c=False, decode=refuse))
         self._refused[len(self._specs)] = error
@@ -129,7 +130,7 @@ class RunTables:
         async def read_extents(wanted: Sequence[int] | None) -> Extents:
             for array in wanted or () if refused else ():
                 if array in refused:
-                    raise refused[array].with_traceback(None)
+                    raise copy.copy(refused[array])
             return extents
 
         return OpenCheckpoint(

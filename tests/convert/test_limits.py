@@ -1,0 +1,151 @@
+"""Conversions and comparisons within the byte budget, and what one that is killed leaves."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from asyncckpt import blocking
+from asyncckpt.options import KIB, MIB
+from tests import children
+from tests.convert.trees import numbers, saved
+
+BUDGET_NBYTES = 64 * MIB
+
+# As of I3: besides the budget, what the leaves' names take and what a process needs once.
+EXTRA_NBYTES = 16 * MIB
+
+MEASURE = """
+import gc, json, resource, shutil, sys
+from pathlib import Path
+import numpy as np
+from asyncckpt import LeafOptions, RestoreOptions, SaveOptions, blocking
+
+MIB = 1 << 20
+LINUX = sys.platform == "linux"
+root, budget, nbytes = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+small = SaveOptions(host_memory_nbytes=budget)
+reading = RestoreOptions(host_memory_nbytes=budget)
+
+def rss(name="VmRSS"):
+    if not LINUX:  # the peak since the start: what it grows by is a lower bound
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for row in Path("/proc/self/status").read_text().splitlines():
+        if row.startswith(name + ":"):
+            return int(row.split()[1]) * 1024
+
+def peak_of(call):
+    gc.collect()
+    before = rss()
+    if LINUX:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    call()
+    return rss("VmHWM") - before
+
+def round_trip(place, options):
+    a, b, c, d = (place / name for name in ("a", "b", "c.safetensors", "d"))
+    yield "ours", lambda: blocking.convert(a, b, options=options)
+    yield "safetensors", lambda: blocking.convert(a, c, options=options)
+    yield "back", lambda: blocking.convert(c, d, options=options)
+    yield "diff", lambda: blocking.diff(a, d, options=reading).equal or sys.exit("they differ")
+
+def options_of(path, spec):
+    return LeafOptions(chunk_shape=(rows, 256)) if path.startswith("columns") else None
+
+rows = nbytes // 4 // 8 // 4096
+tree = {f"rows{i}": np.arange(rows * 4096, dtype=np.float32).reshape(rows, 4096) for i in range(4)}
+tree |= {f"columns{i}": tree["rows0"] + i for i in range(4)}
+tree |= {f"small{i}": np.full(1024, i) for i in range(500)}
+layout = SaveOptions(leaf_options=options_of)
+for place, part in (("warm", {"a": np.zeros(100), "b": np.zeros(3 * MIB)}), ("run", tree)):
+    blocking.save(root / place / "a", part, options=layout if place == "run" else None)
+tree.clear()
+del part
+
+found = {"leaves": 508, "nbytes": sum(f.nbytes for f in blocking.inspect(root / "run/a").files)}
+for _, call in round_trip(root / "warm", small):
+    call()
+for name, call in round_trip(root / "run", small):
+    found[name] = peak_of(call)
+assert blocking.inspect(root / "run/b")["columns1"].chunk_shape[0] == rows
+print(json.dumps(found))
+"""
+
+
+def measured(tmp_path: Path, nbytes: int) -> dict[str, int]:
+    out = children.output(MEASURE, tmp_path, BUDGET_NBYTES, nbytes, timeout_s=250)
+    found: dict[str, int] = json.loads(out)
+    print({name: f"{value / MIB:.1f} MiB" for name, value in found.items() if name != "leaves"})
+    return found
+
+
+def check_budget(found: dict[str, int]) -> None:
+    bound = 1.05 * BUDGET_NBYTES + 2 * KIB * found["leaves"] + EXTRA_NBYTES
+    for name in ("ours", "safetensors", "back", "diff"):
+        assert found[name] <= bound, f"{name}: {found[name] / MIB:.1f} MiB"
+
+
+def test_the_byte_budget_bounds_conversions_and_comparisons(tmp_path: Path) -> None:
+    found = measured(tmp_path, 192 * MIB)
+    assert found["nbytes"] > 192 * MIB > 2 * BUDGET_NBYTES
+    check_budget(found)
+
+
+@pytest.mark.long
+def test_the_byte_budget_bounds_those_of_a_large_checkpoint(tmp_path: Path) -> None:
+    found = measured(tmp_path, 1024 * MIB)
+    assert found["nbytes"] > 1024 * MIB
+    check_budget(found)
+
+
+KILLED = """
+import os, signal, sys
+from asyncckpt import SaveOptions, blocking
+
+def progress(state):
+    if state.fraction > 0.4:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+source, destination, to = sys.argv[1:4]
+blocking.convert(
+    source,
+    destination,
+    to=to,
+    options=SaveOptions(host_memory_nbytes=64 << 20),
+    progress=progress,
+    overwrite=len(sys.argv) > 4,
+)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [("b", "asyncckpt"), ("run/5", "asyncckpt"), ("x.safetensors", "safetensors"),
+     ("set", "safetensors")],
+)  # fmt: skip
+def test_a_killed_conversion_leaves_nothing_that_looks_finished(
+    tmp_path: Path, name: str, to: str
+) -> None:
+    tree = {f"w{i}": numbers(1500, 1000) + i for i in range(12)}
+    source, destination = saved(tmp_path / "a", tree), tmp_path / name
+    status, _, _ = children.finish(children.start(KILLED, source, destination, to))
+    assert status == -signal.SIGKILL
+    control = destination.parent / ".asyncckpt"
+    assert not destination.exists() and list(control.rglob("*"))
+    blocking.convert(source, destination, to=to)  # type: ignore[arg-type]
+    assert blocking.diff(source, destination).equal
+    assert not control.exists()
+
+
+@pytest.mark.parametrize(("name", "to"), [("b", "asyncckpt"), ("x.safetensors", "safetensors")])
+def test_a_killed_replacement_leaves_what_stood_there(tmp_path: Path, name: str, to: str) -> None:
+    source = saved(tmp_path / "a", {f"w{i}": numbers(1500, 1000) for i in range(12)})
+    before = saved(tmp_path / "before", {"w": numbers(5)})
+    blocking.convert(before, tmp_path / name)
+    child = children.start(KILLED, source, tmp_path / name, to, "overwrite")
+    status, _, _ = children.finish(child)
+    assert status == -signal.SIGKILL
+    assert blocking.diff(before, tmp_path / name).equal
