@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from asyncckpt.checkpointer.api import Leaves, ProgressCallback
+from asyncckpt.checkpointer.comparison import Comparison
 from asyncckpt.checkpointer.conversion import (
     Conversion,
     Destination,
@@ -22,7 +23,6 @@ from asyncckpt.checkpointer.conversion import (
     export_destination,
 )
 from asyncckpt.checkpointer.core import Core, number_of
-from asyncckpt.checkpointer.comparison import Comparison
 from asyncckpt.checkpointer.finish import finish_into, finish_tree
 from asyncckpt.checkpointer.pending import BlockingPendingSave
 from asyncckpt.checkpointer.prepare import tree_nbytes

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from asyncckpt.checkpointer.match import Assignment, Matching
-from asyncckpt.checkpointer.memory import Memories, wanted_nbytes
+from asyncckpt.checkpointer.memory import Memories
 from asyncckpt.checkpointer.overlaps import check_overlaps
 from asyncckpt.checkpointer.runtime import Runtime
 from asyncckpt.checkpointer.values import Leaves
@@ -159,28 +159,30 @@ class Filling:
         if opened.record is not None:
             return
         budget = self._runtime.budget.capacity * self._runtime.pool.slot_nbytes
+        is_unstored = extents.file < 0
+        is_unstored[list(extents.values)] = False
+        unstored_before = np.concatenate([[0], np.cumsum(is_unstored)])
         large = 0
-        unstored = 0
+        implied = 0
         for assignment in arrays:
             storages = [opened.storage(array) for array in assignment.arrays]
             if not all(storage.codec.crc32c for storage in storages):
                 self.unverified.append(assignment.path)
-            encoded = [s.chunk_nbytes for s in storages if s.codec.decode is not None]
-            large = max([large, *encoded])
-            if assignment.target is None:
-                unstored += wanted_nbytes(assignment)
-        present = extents.file >= 0
-        stored = int(extents.nbytes[present].sum()) + sum(map(len, extents.values.values()))
-        rows = len(extents) - int(np.count_nonzero(present)) - len(extents.values)
+            large = max([large, *(s.chunk_nbytes for s in storages if s.codec.decode is not None)])
+            if assignment.target is not None:
+                continue
+            for array, storage in zip(assignment.arrays, storages, strict=True):
+                start = opened.first_rows[array]
+                rows = unstored_before[start + storage.grid.chunk_count] - unstored_before[start]
+                implied += int(rows) * storage.chunk_nbytes
         limit = UNSTORED_NBYTES + 4 * sum(file.nbytes for file in opened.stored_files)
-        if rows and unstored - stored > limit:
+        if implied > limit:
             raise UnsupportedFormatError(
-                f"{opened.location}: the leaves take {nbytes_text(unstored)}, of which the files "
-                f"hold {nbytes_text(stored)}, and the rest is said to be fill values; pass like= "
-                "with arrays of these shapes if that is right",
+                f"{opened.location}: {nbytes_text(implied)} of the leaves are not stored and are "
+                "said to be fill values; pass like= with arrays of these shapes if that is right",
                 location=opened.location,
                 expected=limit,
-                found=unstored,
+                found=implied,
             )
         if self.unverified:
             self.notes.append(

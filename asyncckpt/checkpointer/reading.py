@@ -71,6 +71,11 @@ async def info_of(opened: OpenCheckpoint, step: int | None) -> CheckpointInfo:
     )
 
 
+def _database(opened: OpenCheckpoint) -> str:
+    """Path or URL of the OCDBT database."""
+    return f"{opened.location}/{opened.database}".removesuffix("/.").rstrip("/")
+
+
 def _array_info(
     opened: OpenCheckpoint,
     extents: Extents | None,
@@ -101,7 +106,8 @@ def _array_info(
         compression=storages[0].codec.name or None,
         array=names[pieces[0].array],
         tied_to=tied_to,
-        location=f"{opened.location}/{opened.database}".rstrip("/") if has_database else "",
+        location=_database(opened) if has_database else "",
+        driver=storages[0].driver,
         pieces=tuple((p.offset, names[p.array], opened.storage(p.array).spec.shape) for p in pieces)
         if len(pieces) > 1
         else (),

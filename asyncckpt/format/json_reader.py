@@ -15,7 +15,11 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.format.allowance import TEXT_NBYTES, Allowance
 from asyncckpt.format.faults import corrupt
+
+FREE_NBYTES = 48 << 20
+"""What the objects made of a document may take beyond three times its size, in memory."""
 
 MAX_STRING_NBYTES = 4 << 20
 """Longest string, in bytes of JSON. One character beyond Latin makes it four times as long."""
@@ -46,6 +50,7 @@ class JsonReader:
 
     def __init__(self, data: bytes, what: str, file: str, base: int = 0) -> None:
         self._data = data
+        self._allowance = Allowance(3 * len(data) + FREE_NBYTES)
         self._at = 0
         self._what = what
         self._file = file
@@ -73,6 +78,25 @@ class JsonReader:
     def position(self) -> int:
         """Where the cursor is in the document."""
         return self._at
+
+    def take(self, nbytes: int) -> None:
+        """What is made of the document takes `nbytes` more of memory.
+
+        Raises:
+            CorruptCheckpointError: it takes more than three times the document and 48 MiB.
+        """
+        try:
+            self._allowance.take(nbytes)
+        except MemoryError:
+            raise self.fault("it would take far more memory than its bytes do") from None
+
+    def match(self, pattern: re.Pattern[bytes]) -> re.Match[bytes] | None:
+        """What stands here, if it matches as a whole; else the cursor stays."""
+        self._skip_space()
+        found = pattern.match(self._data, self._at)
+        if found is not None:
+            self._at = found.end()
+        return found
 
     def members(self) -> Iterator[str]:
         """The keys of an object; its value must be read before the next one is asked for."""
@@ -116,6 +140,8 @@ class JsonReader:
             raise self.fault("a string does not end, or has a control character", start)
         if end - start > MAX_STRING_NBYTES:
             raise self.fault(f"a string is longer than {MAX_STRING_NBYTES} bytes", start)
+        text_nbytes = end - start if data[self._at : end].isascii() else 4 * (end - start)
+        self.take(TEXT_NBYTES + text_nbytes)
         try:
             if plain:
                 if _CONTROL.search(data, self._at, end):

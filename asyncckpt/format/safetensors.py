@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,12 @@ MAX_HEADER_NBYTES = 100_000_000
 
 MAX_RANK = 32
 MAX_NAME_CHARS = 1 << 16
-MAX_METADATA_ENTRIES = 1 << 16
+
+_TENSOR_NBYTES = 112
+"""What a tensor takes in memory beside its name and its spec."""
+
+_SPEC_NBYTES = 384
+"""What a spec takes in memory that no other tensor has."""
 
 # safetensors dtype -> zarr v3 data type name; what is missing on the right cannot be restored.
 DTYPES: dict[str, str | None] = {
@@ -62,6 +68,13 @@ DTYPES: dict[str, str | None] = {
 CODES: dict[str, str] = {name: code for code, name in DTYPES.items() if name is not None}
 
 _HEADER = "the safetensors header"
+_NUMBER = rb"(?:0|[1-9][0-9]{0,18})"
+_USUAL = re.compile(
+    rb'\{"dtype":"([A-Z0-9_]{1,16})","shape":\[((?:%b(?:,%b){0,31})?)\],'
+    rb'"data_offsets":\[(%b),(%b)\]\}' % (_NUMBER, _NUMBER, _NUMBER, _NUMBER)
+)
+"""A tensor as all known writers describe it: read in one go, a fifth of the time."""
+
 _FIELDS = frozenset(("dtype", "shape", "data_offsets"))
 
 
@@ -119,82 +132,113 @@ def decode_header(data: bytes, file_nbytes: int, *, file: str) -> Header:
         CorruptCheckpointError: it is malformed, or its tensors do not fill the data exactly.
         UnsupportedFormatError: a tensor has a dtype that is unknown or cannot be restored.
     """
-    reader = JsonReader(data, _HEADER, file, LENGTH_NBYTES)
-    names: dict[str, None] = {}
-    specs: list[ArraySpec] = []
-    begins, ends = array("q"), array("q")
-    metadata: dict[str, str] | None = None
-    for name in reader.members():
-        if name == METADATA_KEY:
-            if metadata is not None:
-                raise reader.fault(f"{METADATA_KEY} stands there twice")
-            metadata = _read_metadata(reader)
-            continue
-        if name in names or len(name) > MAX_NAME_CHARS:
-            raise reader.fault(f"the tensor {name[:80]!r} stands there twice, or is too long")
-        spec, begin, end = _read_tensor(reader, name)
-        names[name] = None
-        specs.append(spec)
-        begins.append(begin)
-        ends.append(end)
-    reader.end()
+    decoder = _Decoder(JsonReader(data, _HEADER, file, LENGTH_NBYTES))
+    decoder.run()
     start = LENGTH_NBYTES + len(data)
-    ordered = list(names)
-    _check_cover(ordered, begins, ends, file_nbytes - start, start, file)
-    return Header(ordered, specs, array("q", (start + begin for begin in begins)), metadata or {})
+    names, begins = list(decoder.names), decoder.begins
+    _check_cover(names, begins, decoder.ends, file_nbytes - start, start, file)
+    offsets = array("q", (start + begin for begin in begins))
+    return Header(names, decoder.specs, offsets, decoder.metadata or {})
 
 
-def _read_metadata(reader: JsonReader) -> dict[str, str]:
-    metadata: dict[str, str] = {}
-    for key in reader.members():
-        if key in metadata or len(metadata) == MAX_METADATA_ENTRIES:
-            raise reader.fault(f"{METADATA_KEY} names {key[:80]!r} twice, or too much")
-        metadata[key] = reader.string()
-    return metadata
+class _Decoder:
+    """The members of a header, read one after the other into columns."""
 
+    def __init__(self, reader: JsonReader) -> None:
+        self._reader = reader
+        self._known: dict[tuple[bytes, bytes], ArraySpec] = {}
+        self.names: dict[str, None] = {}
+        self.specs: list[ArraySpec] = []
+        self.begins, self.ends = array("q"), array("q")
+        self.metadata: dict[str, str] | None = None
 
-def _read_tensor(reader: JsonReader, name: str) -> tuple[ArraySpec, int, int]:
-    where = f"of tensor {name[:200]!r}"
-    begun = reader.position
-    fields: dict[str, str | tuple[int, ...]] = {}
-    for field in reader.members():
-        if field not in _FIELDS:
-            raise reader.fault(f"{field[:80]!r} {where} is no member of this version")
-        if field in fields:
-            raise reader.fault(f"{field!r} {where} stands there twice")
-        if field == "dtype":
-            fields[field] = reader.string()
-        else:
-            fields[field] = reader.integers(most=MAX_RANK if field == "shape" else 2)
-    code, shape, span = (fields.get(name) for name in ("dtype", "shape", "data_offsets"))
-    if not isinstance(code, str) or not isinstance(shape, tuple) or not isinstance(span, tuple):
-        missing = ", ".join(sorted(_FIELDS - fields.keys()))
-        raise reader.fault(f"{missing} {where} is missing", begun)
-    dtype = _dtype(code, where, reader)
-    if len(span) != 2 or not 0 <= span[0] <= span[1] < 1 << 63:
-        raise reader.fault(f"data_offsets {where} are {list(span)}, not first and last byte", begun)
-    spec = array_spec(shape, dtype)
-    if any(n < 0 for n in shape) or math.prod(max(1, n) for n in shape) * spec.itemsize >= 1 << 62:
-        raise reader.fault(f"shape {where} is {list(shape)}, which no array has", begun)
-    if spec.nbytes != span[1] - span[0]:
-        raise reader.fault(
-            f"data_offsets {where} span {span[1] - span[0]} bytes, {spec} takes {spec.nbytes}",
-            begun,
-        )
-    return spec, span[0], span[1]
+    def run(self) -> None:
+        reader = self._reader
+        for name in reader.members():
+            if name == METADATA_KEY:
+                self._read_metadata()
+                continue
+            if name in self.names or len(name) > MAX_NAME_CHARS:
+                raise reader.fault(f"the tensor {name[:80]!r} stands there twice, or is too long")
+            spec, begin, end = self._read_tensor(f"of tensor {name[:200]!r}")
+            if not 0 <= begin <= end < 1 << 63:
+                raise reader.fault(
+                    f"data_offsets of tensor {name[:200]!r} are [{begin}, {end}], not first and "
+                    "last byte"
+                )
+            if spec.nbytes != end - begin:
+                raise reader.fault(
+                    f"data_offsets of tensor {name[:200]!r} span {end - begin} bytes, {spec} takes "
+                    f"{spec.nbytes}"
+                )
+            reader.take(_TENSOR_NBYTES)
+            self.names[name] = None
+            self.specs.append(spec)
+            self.begins.append(begin)
+            self.ends.append(end)
+        reader.end()
 
+    def _read_metadata(self) -> None:
+        if self.metadata is not None:
+            raise self._reader.fault(f"{METADATA_KEY} stands there twice")
+        self.metadata = {}
+        for key in self._reader.members():
+            if key in self.metadata:
+                raise self._reader.fault(f"{METADATA_KEY} names {key[:80]!r} twice")
+            self._reader.take(_TENSOR_NBYTES)
+            self.metadata[key] = self._reader.string()
 
-def _dtype(code: str, where: str, reader: JsonReader) -> str:
-    dtype = DTYPES.get(code)
-    if dtype is not None:
-        return dtype
-    known = "cannot be restored" if code in DTYPES else "is unknown to this release"
-    raise reader.unsupported(
-        f"the dtype {code[:40]!r} {where} {known}; convert the tensor with the library that "
-        "wrote it",
-        expected=tuple(CODES.values()),
-        found=code[:40],
-    )
+    def _read_tensor(self, where: str) -> tuple[ArraySpec, int, int]:
+        found = self._reader.match(_USUAL)
+        if found is None:
+            return self._read_members(where)
+        code, shape, begin, end = found.groups()
+        spec = self._known.get((code, shape))
+        if spec is None:
+            sizes = tuple(map(int, shape.split(b","))) if shape else ()
+            spec = self._known[code, shape] = self._spec(code.decode(), sizes, where)
+        return spec, int(begin), int(end)
+
+    def _read_members(self, where: str) -> tuple[ArraySpec, int, int]:
+        """A tensor whose members stand in another order, or with spaces, or are malformed."""
+        reader = self._reader
+        begun = reader.position
+        fields: dict[str, str | tuple[int, ...]] = {}
+        for field in reader.members():
+            if field not in _FIELDS:
+                raise reader.fault(f"{field[:80]!r} {where} is no member of this version")
+            if field in fields:
+                raise reader.fault(f"{field!r} {where} stands there twice")
+            if field == "dtype":
+                fields[field] = reader.string()
+            else:
+                fields[field] = reader.integers(most=MAX_RANK if field == "shape" else 2)
+        code, shape, span = (fields.get(name) for name in ("dtype", "shape", "data_offsets"))
+        if not isinstance(code, str) or not isinstance(shape, tuple) or not isinstance(span, tuple):
+            missing = ", ".join(sorted(_FIELDS - fields.keys()))
+            raise reader.fault(f"{missing} {where} is missing", begun)
+        if len(span) != 2:
+            raise reader.fault(f"data_offsets {where} are {list(span)}, not first and last byte")
+        return self._spec(code, shape, where), span[0], span[1]
+
+    def _spec(self, code: str, shape: tuple[int, ...], where: str) -> ArraySpec:
+        dtype = DTYPES.get(code)
+        if dtype is None:
+            known = "cannot be restored" if code in DTYPES else "is unknown to this release"
+            raise self._reader.unsupported(
+                f"the dtype {code[:40]!r} {where} {known}; convert the tensor with the library "
+                "that wrote it",
+                expected=tuple(CODES.values()),
+                found=code[:40],
+            )
+        self._reader.take(_SPEC_NBYTES)
+        spec = array_spec(shape, dtype)
+        elements = math.prod(max(1, n) for n in shape)
+        if any(n < 0 for n in shape) or elements * spec.itemsize >= 1 << 62:
+            raise self._reader.fault(
+                f"shape {where} is {str(list(shape))[:80]}, which no array has"
+            )
+        return spec
 
 
 def _check_cover(

@@ -55,12 +55,14 @@ class Storage:
             full size.
         codec: how a stored chunk becomes its elements.
         fill: the bytes of one element of a chunk that is not stored; empty for zeros.
+        driver: TensorStore's driver that opens such an array.
     """
 
     spec: ArraySpec
     chunk_shape: tuple[int, ...]
     codec: Codec
     fill: bytes = b""
+    driver: str = "zarr3"
 
     @property
     def grid(self) -> ChunkGrid:

@@ -12,7 +12,7 @@ import contextlib
 import os
 import posixpath
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -222,9 +222,12 @@ class LocalAttempt:
             SaveError: the last flush failed; `visible` says what holds.
             StoreError: an earlier step failed; nothing is visible.
         """
+        await self._conclude(self._publish(record))
+
+    async def _conclude(self, publishing: Coroutine[Any, Any, None]) -> None:
+        """The attempt has ended: it is published, or nothing of it is left."""
         try:
-            self._check()
-            await self._publish(record)
+            await publishing
         except ThreadAbandonedError:
             # The file system does not answer: cleaning up would only block another thread.
             self._ended = True
@@ -238,11 +241,7 @@ class LocalAttempt:
 
     async def _publish(self, record: bytes) -> None:
         workers = self._context.workers
-        for file in self._files:
-            if not file.sealed:
-                raise UsageError(
-                    f"{file.path}: the data file is not sealed", location=self.location
-                )
+        self._check_sealed()
         await side_by_side(
             workers, [partial(self._flush_directory, path) for path in self._directories]
         )
@@ -264,10 +263,22 @@ class LocalAttempt:
             self._overwrite,
             self._file_mode,
         )
+        await self._run(publication)
+
+    def _check_sealed(self) -> None:
+        self._check()
+        for file in self._files:
+            if not file.sealed:
+                raise UsageError(
+                    f"{file.path}: the data file is not sealed", location=self.location
+                )
+
+    async def _run(self, publication: Publication) -> None:
+        """The publication was run; once it has begun, its outcome is awaited."""
         task = asyncio.current_task()
         cancelling = task.cancelling() if task is not None else 0
         try:
-            await workers.run(self._rename, publication)
+            await self._context.workers.run(self._rename, publication)
         except asyncio.CancelledError:
             # `run` has waited for the thread: if it began at all, the outcome is known.
             if not publication.started:

@@ -9,20 +9,13 @@ before they are durable, and what a dead process leaves is swept.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import stat
 from dataclasses import dataclass
 from functools import partial
 
-from asyncckpt.errors import (
-    AsyncCheckpointError,
-    CheckpointExistsError,
-    SaveError,
-    UsageError,
-)
-from asyncckpt.flow.threads import ThreadAbandonedError
+from asyncckpt.errors import CheckpointExistsError, SaveError
 from asyncckpt.stores.attempt import LocalAttempt
 from asyncckpt.stores.locks import leads_to, remove_owner
 from asyncckpt.stores.posix import (
@@ -124,23 +117,11 @@ class LocalExport(LocalAttempt):
 
         If it fails, nothing of the attempt is left. Cancellation, errors: as `publish`.
         """
-        try:
-            self._check()
-            await self._publish_files(path)
-        except ThreadAbandonedError:
-            self._ended = True
-            raise
-        except BaseException as error:
-            try:
-                await self.abort()
-            except AsyncCheckpointError as failure:
-                error.add_note(f"cleaning up failed too: {failure}")
-            raise
+        await self._conclude(self._publish_files(path))
 
     async def _publish_files(self, path: str) -> None:
         workers = self._context.workers
-        if any(not file.sealed for file in self._files):
-            raise UsageError(f"{self.location}: a file is not sealed", location=self.location)
+        self._check_sealed()
         await side_by_side(
             workers, [partial(self._flush_directory, name) for name in (*self._directories, ".")]
         )
@@ -155,17 +136,7 @@ class LocalExport(LocalAttempt):
             self._file_mode,
             attempt=self._path,
         )
-        task = asyncio.current_task()
-        cancelling = task.cancelling() if task is not None else 0
-        try:
-            await workers.run(self._rename, publication)
-        except asyncio.CancelledError:
-            if not publication.started:
-                raise
-            while task is not None and task.cancelling() > cancelling:
-                task.uncancel()
-            if publication.error is not None:
-                raise publication.error from None
+        await self._run(publication)
         await workers.run(self._remove_rest)
 
     def _remove_rest(self) -> None:

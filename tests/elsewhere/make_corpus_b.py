@@ -233,15 +233,15 @@ def long_keys(directory: Path) -> None:
 
 @database(CORRUPT, "it decompresses to")
 def node_bomb(directory: Path) -> None:
-    """A node of 100 MB of zeros."""
-    write_root(directory, packed(NODE_MAGIC, zstd(bytes(100_000_000))))
+    """A node of 40 MB of zeros."""
+    write_root(directory, packed(NODE_MAGIC, zstd(bytes(40_000_000))))
 
 
 @database(CORRUPT, "it decompresses to more than")
 def node_bomb_without_size(directory: Path) -> None:
     """The same, without a size in the zstd frame."""
     compressor = zstandard.ZstdCompressor(level=19, write_content_size=False).compressobj()
-    data = compressor.compress(bytes(100_000_000)) + compressor.flush()
+    data = compressor.compress(bytes(40_000_000)) + compressor.flush()
     write_root(directory, packed(NODE_MAGIC, data))
 
 
@@ -462,8 +462,8 @@ def chunk_is_no_zstd(directory: Path) -> None:
 
 @database(CORRUPT, "holds more bytes")
 def chunk_bomb(directory: Path) -> None:
-    """A hundred megabytes where 16 bytes are due."""
-    chunk(directory, zstd(bytes(100_000_000)), codecs=[LITTLE, ZSTD])
+    """Forty megabytes where 16 bytes are due."""
+    chunk(directory, zstd(bytes(40_000_000)), codecs=[LITTLE, ZSTD])
 
 
 @database(CORRUPT, "the gzip data are cut off")

@@ -50,7 +50,6 @@ async def test_bad_input_gives_the_error_that_is_due(
     assert error.location == str(path)
     assert getattr(error, "file", None) == expected.get("file")
     assert peak < 4 * nbytes_below(path) + MEMORY_NBYTES
-    print("PEAK", peak)
     # What the pickles would do if they were executed.
     assert not list(tmp_path.iterdir())
 

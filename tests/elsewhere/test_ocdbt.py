@@ -396,7 +396,7 @@ async def test_a_changed_byte_is_a_tree_or_an_error(tmp_path: Path) -> None:
         b"v/0": bytes(40),
     }
     rng = np.random.default_rng(1)
-    for _ in range(150):
+    for _ in range(80):
         key = list(entries)[int(rng.integers(4))]
         bad = bytearray(entries[key])
         bad[int(rng.integers(len(bad)))] = int(rng.integers(256))

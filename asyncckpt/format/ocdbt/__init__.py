@@ -2,7 +2,7 @@
 
 Source: the page "ocdbt Key-Value Store driver" of the TensorStore documentation. Only what a
 checkpoint needs is written (one generation, no compression); what TensorStore and Orbax write is
-read (zstd, several generations, trees of any height, base paths).
+read (zstd, several generations, numbered manifests, trees of any height, base paths).
 """
 
 from __future__ import annotations

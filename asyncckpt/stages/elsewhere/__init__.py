@@ -22,6 +22,9 @@ from asyncckpt.stages.retree import with_saved_tree
 MAX_ENTRIES = 1 << 20
 """Names in one directory. Orbax without OCDBT has one per parameter."""
 
+PROBED_ITEMS = 8
+"""Directories looked into to tell what a directory without known names is."""
+
 Open = Callable[[CheckpointFiles], Awaitable[OpenCheckpoint]]
 
 _ORBAX_NAMES = frozenset(("_METADATA", "_CHECKPOINT_METADATA", "orbax.checkpoint", "_sharding"))
@@ -67,7 +70,8 @@ async def _format_of(files: CheckpointFiles, entries: Sequence[Entry]) -> str | 
         return "ocdbt"
     if any(name.startswith("ocdbt.process_") for name in directories):
         return "orbax"
-    for name in sorted(name for name in directories if not _STEP.fullmatch(name))[:1]:
+    items = sorted(name for name in directories if not _STEP.fullmatch(name))
+    for name in items[:PROBED_ITEMS]:
         # Items of an Orbax step have any name, and so have its parameters without OCDBT.
         below = await files.entries(name, max_entries=MAX_ENTRIES)
         inner = {entry.name for entry in below}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -217,7 +218,8 @@ class Archives:
             with located(self._files, path) as shown:
                 yield shown
         except (CorruptCheckpointError, UnsupportedFormatError) as error:
-            self.faults[number] = error
+            # A copy: the traceback of the error keeps everything that was half decoded.
+            self.faults[number] = copy.copy(error)
 
 
 def _check(entry: Entry, item: Item, size: int, file: str) -> None:

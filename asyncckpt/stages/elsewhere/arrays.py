@@ -221,7 +221,8 @@ def _storage(array: FoundArray) -> Storage:
         file=array.document,
     )
     shape = zarr.chunk_shape if shards is None else shards.chunk_shape
-    return Storage(zarr.spec, shape, codec, zarr.fill_value)
+    driver = "zarr" if array.document.endswith(".zarray") else "zarr3"
+    return Storage(zarr.spec, shape, codec, zarr.fill_value, driver)
 
 
 def _stored_files(arrays: Sequence[FoundArray]) -> tuple[StoredFile, ...]:
