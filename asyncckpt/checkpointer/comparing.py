@@ -77,7 +77,7 @@ def _bits(values: Values) -> Values:
     size = values.dtype.itemsize
     if size in _BITS:
         return values.view(_BITS[size])
-    return values.reshape(-1).view(np.uint64).reshape(values.size, -1)
+    return values.reshape(-1).view(np.uint64).reshape(values.size, size // 8)
 
 
 def _unequal(first: Values, second: Values, *, bitwise: bool) -> npt.NDArray[np.bool_]:

@@ -87,13 +87,17 @@ class Comparison:
 
     async def aclose(self) -> None:
         """All files are closed and all threads have ended. Idempotent."""
-        await self._working.aclose()
-        await self._reading.aclose()
+        try:
+            await self._working.aclose()
+        finally:
+            await self._reading.aclose()
 
     def close(self) -> None:
         """As `aclose`, blocking."""
-        self._working.close()
-        self._reading.close()
+        try:
+            self._working.close()
+        finally:
+            self._reading.close()
 
     # -- on the comparing engine
 

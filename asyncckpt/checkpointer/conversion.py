@@ -199,13 +199,17 @@ class Conversion:
 
     async def aclose(self) -> None:
         """All files are closed and all threads have ended. Idempotent."""
-        await self._writing.aclose()
-        await self._reading.aclose()
+        try:
+            await self._writing.aclose()
+        finally:
+            await self._reading.aclose()
 
     def close(self) -> None:
         """As `aclose`, blocking."""
-        self._writing.close()
-        self._reading.close()
+        try:
+            self._writing.close()
+        finally:
+            self._reading.close()
 
     # -- on the writing engine
 

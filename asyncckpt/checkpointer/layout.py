@@ -7,6 +7,7 @@ and Orbax's files ready.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -268,6 +269,16 @@ def _with_options(
             path=path,
             expected=len(spec.shape),
             found=own.chunk_shape,
+        )
+    chunk_nbytes = math.prod(own.chunk_shape or ()) * spec.itemsize
+    if level is not None and chunk_nbytes > budget_nbytes:
+        raise UsageError(
+            f"{path}: LeafOptions(chunk_shape={own.chunk_shape}) makes chunks of {chunk_nbytes} "
+            f"bytes; what is compressed is held whole, and the budget has {budget_nbytes}: pass "
+            "smaller chunks, or raise host_memory_nbytes",
+            path=path,
+            expected=budget_nbytes,
+            found=chunk_nbytes,
         )
     return LeafLayout(
         name,

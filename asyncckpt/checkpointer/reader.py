@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.checkpointer.blocks import Blocks
+from asyncckpt.checkpointer.filling import UNSTORED_NBYTES
 from asyncckpt.checkpointer.runtime import Runtime
 from asyncckpt.errors import UnsupportedFormatError
 from asyncckpt.flow.arena import Arena
@@ -278,11 +279,6 @@ def _part(values: Values, where: tuple[slice, ...]) -> Values:
     index: Any = (*where, ...)
     part: Values = values[index]
     return part
-
-
-UNSTORED_NBYTES = 64 * MIB
-"""As for restoring: values that a checkpoint implies without storing them are written up to this
-size and four times its files."""
 
 
 def refuse_unstored(reader: LeafReader) -> None:

@@ -45,11 +45,11 @@ async def open_any(files: CheckpointFiles) -> OpenCheckpoint:
     """
     try:
         return await open_checkpoint(files)
-    except CheckpointNotFoundError as error:
+    except CheckpointNotFoundError:
         entries = await files.entries(max_entries=MAX_ENTRIES)
         name = await _format_of(files, entries)
         if name is None:
-            raise _nothing(files.location, entries, error) from None
+            raise _nothing(files.location, entries) from None
     module = importlib.import_module(f"asyncckpt.stages.elsewhere.{name}")
     opener: Open = getattr(module, f"open_{name}")
     return with_saved_tree(await opener(files))
@@ -94,11 +94,13 @@ async def _format_of_file(files: CheckpointFiles, entry: Entry) -> str:
     return "safetensors"
 
 
-def _nothing(
-    location: str, entries: Sequence[Entry], error: CheckpointNotFoundError
-) -> CheckpointNotFoundError:
+def _nothing(location: str, entries: Sequence[Entry]) -> CheckpointNotFoundError:
     if not entries:
-        return error
+        return CheckpointNotFoundError(
+            f"{location}: there is no checkpoint here: the directory is empty, or holds links "
+            "only, which are not followed; name the directory or file that they lead to",
+            location=location,
+        )
     steps = sorted(int(e.name) for e in entries if e.is_directory and _STEP.fullmatch(e.name))
     if steps:
         return CheckpointNotFoundError(

@@ -1,0 +1,89 @@
+"""What a place is taken for, and what is said where it is no checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import safetensors.numpy
+import torch
+import torch.distributed.checkpoint as dcp
+
+import asyncckpt
+from tests.elsewhere import orbax_writers
+
+VALUES = {"w": np.arange(6.0).reshape(2, 3)}
+
+
+async def test_the_format_of_each_place_is_in_its_info(tmp_path: Path) -> None:
+    await asyncckpt.save(tmp_path / "ours", VALUES)
+    safetensors.numpy.save_file(VALUES, tmp_path / "one.safetensors")
+    ocp.PyTreeCheckpointer().save(tmp_path / "orbax", VALUES)
+    dcp.save({"w": torch.from_numpy(VALUES["w"])}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    places = {
+        "ours": "asyncckpt",
+        "one.safetensors": "safetensors",
+        "orbax": "orbax",
+        "dcp": "dcp",
+    }
+    for place, form in places.items():
+        info = await asyncckpt.inspect(tmp_path / place)
+        assert (info.format, info["w"].shape) == (form, (2, 3))
+
+
+async def test_a_directory_with_a_damaged_record_is_ours_and_nothing_else(tmp_path: Path) -> None:
+    place = tmp_path / "x"
+    await asyncckpt.save(place, VALUES)
+    record = place / "checkpoint.json"
+    record.write_bytes(record.read_bytes()[:-1])
+    with pytest.raises(asyncckpt.CorruptCheckpointError, match="commit record"):
+        await asyncckpt.restore(place)
+
+
+async def test_the_root_of_a_run_is_told_from_its_steps(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path / "run") as ckpt:
+        await ckpt.save(3, VALUES)
+        await ckpt.save(20, VALUES)
+    with pytest.raises(asyncckpt.CheckpointNotFoundError, match="of which 20 is the newest"):
+        await asyncckpt.restore(tmp_path / "run")
+
+
+def test_the_step_of_another_library_is_restored_by_its_number(tmp_path: Path) -> None:
+    orbax_writers.manager(tmp_path / "run", VALUES)
+    with asyncckpt.blocking.Checkpointer(tmp_path / "run") as ckpt:
+        assert ckpt.steps() == []  # a step is listed if it has a commit record of ours
+        with pytest.warns(asyncckpt.RestoreWarning, match="no checksum"):
+            restored = ckpt.restore(12)
+    assert np.array_equal(restored["w"], VALUES["w"])
+
+
+@pytest.mark.parametrize("what", ["empty", "links", "other"])
+async def test_what_is_there_instead_is_said(tmp_path: Path, what: str) -> None:
+    place = tmp_path / what
+    place.mkdir()
+    expected = "empty, or holds links"
+    if what == "links":
+        safetensors.numpy.save_file(VALUES, tmp_path / "one.safetensors")
+        (place / "model.safetensors").symlink_to(tmp_path / "one.safetensors")
+    if what == "other":
+        (place / "notes.txt").write_text("nothing")
+        expected = "there is notes.txt"
+    with pytest.raises(asyncckpt.CheckpointNotFoundError, match=expected):
+        await asyncckpt.restore(place)
+
+
+async def test_a_file_of_torch_save_is_refused_with_advice(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "model.pt")
+    with pytest.raises(asyncckpt.UnsupportedFormatError, match="weights_only=True"):
+        await asyncckpt.restore(tmp_path / "model.pt")
+
+
+async def test_a_checkpoint_that_vanishes_was_deleted_and_is_not_damaged(tmp_path: Path) -> None:
+    place = tmp_path / "x"
+    await asyncckpt.save(place, VALUES)
+    shutil.rmtree(place)
+    with pytest.raises(asyncckpt.CheckpointNotFoundError):
+        await asyncckpt.restore(place)
