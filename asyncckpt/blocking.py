@@ -15,14 +15,14 @@ from typing import Any, Literal, Self
 
 from asyncckpt.checkpointer.api import Leaves, ProgressCallback
 from asyncckpt.checkpointer.comparison import Comparison
-from asyncckpt.checkpointer.conversion import (
-    Conversion,
+from asyncckpt.checkpointer.conversion import Conversion
+from asyncckpt.checkpointer.core import Core, number_of
+from asyncckpt.checkpointer.destination import (
     Destination,
     Format,
     destination_of,
     export_destination,
 )
-from asyncckpt.checkpointer.core import Core, number_of
 from asyncckpt.checkpointer.finish import finish_into, finish_tree
 from asyncckpt.checkpointer.pending import BlockingPendingSave
 from asyncckpt.checkpointer.prepare import tree_nbytes

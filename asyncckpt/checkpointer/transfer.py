@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from asyncckpt.checkpointer.api import ProgressCallback
 from asyncckpt.checkpointer.comparison import Comparison
-from asyncckpt.checkpointer.conversion import (
-    Conversion,
+from asyncckpt.checkpointer.conversion import Conversion
+from asyncckpt.checkpointer.destination import (
     Format,
     destination_of,
     export_destination,

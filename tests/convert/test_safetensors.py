@@ -29,6 +29,7 @@ from asyncckpt import (
     blocking,
 )
 from asyncckpt.checkpointer.safetensors_plan import tensor_names
+from asyncckpt.format import safetensors_tree
 from asyncckpt.format.safetensors import CODES
 from asyncckpt.format.safetensors_tree import PART_CHARS
 from asyncckpt.options import MIB
@@ -346,11 +347,12 @@ async def test_tensors_that_somebody_changed_are_taken_by_name(
     assert "the tensors are not those of the tree in its metadata" in caplog.text
 
 
-async def test_a_tree_may_not_be_endless(tmp_path: Path) -> None:
-    leaves = ",".join(['{"kind":"bool","value":true}'] * 100_001)
-    told = f'{{"version":1,"nodes":[],"leaves":[{leaves}]}}'
-    parts = [told[i : i + PART_CHARS] for i in range(0, len(told), PART_CHARS)]
-    texts = {"asyncckpt" + (f".{n}" if n else ""): part for n, part in enumerate(parts)}
-    save_numpy({}, tmp_path / "x.safetensors", texts)
-    with pytest.raises(CorruptCheckpointError, match="more than 100000 containers or leaves"):
-        blocking.inspect(tmp_path / "x.safetensors")
+async def test_a_tree_may_not_be_endless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_tree, "SPARE_LEAVES", 1000)
+    leaves = ",".join(['{"kind":"bool","value":true}'] * 1003)
+    for count, tree in ((1003, leaves), (1002, leaves.rpartition(",{")[0])):
+        told = f'{{"version":1,"nodes":[],"leaves":[{tree}]}}'
+        save_numpy({"w": numbers(1)}, tmp_path / "x.safetensors", {"asyncckpt": told})
+        text = "more than 1002 containers or leaves" if count > 1002 else "no nodes, but 1002"
+        with pytest.raises(CorruptCheckpointError, match=text):
+            blocking.inspect(tmp_path / "x.safetensors")

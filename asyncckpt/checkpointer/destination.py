@@ -1,0 +1,150 @@
+"""Where a conversion writes, what its arguments mean, and what its parts share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from asyncckpt.checkpointer.origin import Origin
+from asyncckpt.checkpointer.reader import LeafReader
+from asyncckpt.checkpointer.runtime import Runtime
+from asyncckpt.errors import UsageError
+from asyncckpt.format.safetensors import SUFFIX
+from asyncckpt.options import GIB, MIB, SaveOptions
+from asyncckpt.planning.tiles import band_nbytes
+from asyncckpt.ports import Store
+from asyncckpt.reports import ConvertReport, Progress
+from asyncckpt.spec import ArraySpec
+
+Format = Literal["asyncckpt", "safetensors"]
+
+SET_FILE_NBYTES = 5 * GIB
+"""Size at which a set of safetensors files goes on in the next one: what hubs ask for."""
+
+WHOLE_NBYTES = 8 * MIB
+"""Leaves up to this size fit into any cache: how their chunks lie does not matter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a conversion writes, and what.
+
+    Attributes:
+        location: path or URL as given.
+        format: ``asyncckpt`` or ``safetensors``.
+        orbax: Orbax must be able to restore it.
+        overwrite: replace what stands there.
+        max_file_nbytes: size at which a set of safetensors files goes on in the next one.
+    """
+
+    location: str | os.PathLike[str]
+    format: Format
+    orbax: bool
+    overwrite: bool
+    max_file_nbytes: int | None
+
+
+def destination_of(
+    location: str | os.PathLike[str],
+    to: str | None,
+    *,
+    orbax: bool,
+    overwrite: bool,
+    max_file_nbytes: int | None,
+) -> Destination:
+    """The destination that the arguments of a call mean.
+
+    Raises:
+        UsageError: they contradict each other.
+    """
+    is_file = str(os.fspath(location)).endswith(SUFFIX)
+    if to not in (None, "asyncckpt", "safetensors"):
+        raise UsageError(
+            f'to={to!r}: pass "asyncckpt" or "safetensors"',
+            expected=("asyncckpt", "safetensors"),
+            found=to,
+        )
+    format: Format = "asyncckpt"
+    if to == "safetensors" or (to is None and is_file):
+        format = "safetensors"
+    if format == "asyncckpt" and (is_file or max_file_nbytes is not None):
+        raise UsageError(
+            f"{location}: {f'a name in {SUFFIX}' if is_file else 'max_file_nbytes'} is for "
+            'safetensors files; pass to="safetensors", or leave it out'
+        )
+    if max_file_nbytes is not None:
+        if isinstance(max_file_nbytes, bool) or not isinstance(max_file_nbytes, int):
+            raise UsageError(f"max_file_nbytes={max_file_nbytes!r}: pass an int (bytes)")
+        if max_file_nbytes < 1:
+            raise UsageError(f"max_file_nbytes={max_file_nbytes}: pass a positive number of bytes")
+        if is_file:
+            raise UsageError(
+                f"{location}: max_file_nbytes makes a set of files, which is a directory; pass a "
+                f"destination that does not end in {SUFFIX}"
+            )
+    elif format == "safetensors" and not is_file:
+        max_file_nbytes = SET_FILE_NBYTES
+    return Destination(location, format, orbax, overwrite, max_file_nbytes)
+
+
+def export_destination(
+    location: str | os.PathLike[str], to: str, *, overwrite: bool
+) -> Destination:
+    """The destination of an export.
+
+    Raises:
+        UsageError: `to` is no format that is exported to.
+    """
+    if to != "orbax":
+        raise UsageError(f'to={to!r}: pass "orbax"', expected="orbax", found=to)
+    return destination_of(
+        location, "asyncckpt", orbax=True, overwrite=overwrite, max_file_nbytes=None
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """A destination that is being written.
+
+    Attributes:
+        destination: where and what.
+        runtime: whose threads and slots write.
+        store: what holds the destination.
+        name: its name there.
+        options: as for saving.
+        metadata: what is added to the user's metadata.
+        largest_nbytes: chunks that follow those of the source are at most so large.
+        progress: called as it goes.
+    """
+
+    destination: Destination
+    runtime: Runtime
+    store: Store
+    name: str
+    options: SaveOptions
+    metadata: Mapping[str, Any]
+    largest_nbytes: int
+    progress: Callable[[Progress], None] | None
+
+    def report(self, origin: Origin, **facts: Any) -> ConvertReport:
+        """What was written; what was read is filled in later."""
+        return ConvertReport(
+            source=origin.opened.location,
+            source_format=origin.opened.format,
+            format=self.destination.format,
+            read_nbytes=0,
+            total_s=0.0,
+            **facts,
+        )
+
+
+def is_banded(reader: LeafReader, leaf: int, spec: ArraySpec) -> bool:
+    """Whether reading the leaf in C order would hold more chunks open than can be kept."""
+    if spec.nbytes <= WHOLE_NBYTES:
+        return False
+    parts = reader.parts(leaf)
+    # A single chunk, however large, is read once in either order.
+    largest = max(grid.chunk_size for _, grid in parts) * spec.itemsize
+    return band_nbytes(parts, spec.itemsize) > max(largest, reader.cache_nbytes // 2)

@@ -1,0 +1,114 @@
+"""Writing what a checkpoint of any format holds as safetensors files."""
+
+from __future__ import annotations
+
+import uuid
+
+from asyncckpt.checkpointer.capture import Capture
+from asyncckpt.checkpointer.destination import Target, is_banded
+from asyncckpt.checkpointer.origin import Origin
+from asyncckpt.checkpointer.safetensors_out import FilesWriter
+from asyncckpt.checkpointer.safetensors_plan import FilesPlan, plan_files
+from asyncckpt.errors import AsyncCheckpointError, UsageError
+from asyncckpt.flow.shield import to_completion
+from asyncckpt.options import LeafOptions
+from asyncckpt.reports import ConvertReport, Progress
+from asyncckpt.spec import ArraySpec
+from asyncckpt.stores.local import LocalStore
+
+
+async def write_files(target: Target, origin: Origin, taken: Capture) -> ConvertReport:
+    """The tree stands in safetensors files at the target, whole and durable.
+
+    Cancellation: waits for reads and writes that are running, then removes what was written.
+
+    Raises:
+        UsageError: the format cannot hold a leaf; names it. Nothing was written.
+        CorruptCheckpointError: names leaf, file and offset; nothing is left.
+        StoreError: writing failed; nothing is left.
+    """
+    destination, runtime, reader = target.destination, target.runtime, origin.reader
+    store = target.store
+    if not isinstance(store, LocalStore):
+        raise UsageError(f"{destination.location}: safetensors files are written to local disk")
+    plan = await runtime.engine.compute.run(_plan, target, origin, taken)
+    reader.in_order([taken.array_leaf[tensor.number] for tensor in plan.tensors])
+    attempt = await store.begin_export(
+        target.name,
+        uuid.uuid4().hex,
+        overwrite=destination.overwrite,
+        private=target.options.private,
+    )
+    total = sum(plan.file_nbytes)
+    done = 0
+
+    def written(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if target.progress is not None:
+            target.progress(Progress("convert", min(done, total), total))
+
+    writer = FilesWriter(
+        plan,
+        taken,
+        lambda number: reader.parts(taken.array_leaf[number]),
+        attempt,
+        runtime.pool,
+        runtime.engine.compute,
+        concurrency=runtime.concurrency(target.options.concurrency),
+        written=written,
+    )
+    try:
+        await writer.run()
+    except BaseException as error:
+        try:
+            await to_completion(attempt.abort())
+        except AsyncCheckpointError as failure:
+            error.add_note(f"cleaning up failed too: {failure}")
+        raise
+    single = destination.max_file_nbytes is None
+    await to_completion(attempt.publish_files(plan.names[0] if single else ""))
+    index = 0 if plan.index is None else len(plan.index[1])
+    return target.report(
+        origin,
+        location=attempt.location,
+        step=None,
+        leaf_count=len(taken.paths),
+        array_count=len(plan.tensors),
+        nbytes=sum(tensor.spec.nbytes for tensor in plan.tensors),
+        stored_nbytes=total + index,
+        file_count=len(plan.names) + bool(index),
+    )
+
+
+def _plan(target: Target, origin: Origin, taken: Capture) -> FilesPlan:
+    specs: list[ArraySpec] = []
+    banded: list[bool] = []
+    for number, leaf in enumerate(taken.array_leaf):
+        spec = taken.sources[number].spec
+        banded.append(is_banded(origin.reader, leaf, spec))
+        first = taken.tied.get(number)
+        specs.append(specs[first] if first is not None else _stored(target, leaf, spec, taken))
+    return plan_files(
+        taken,
+        specs,
+        metadata={**origin.opened.metadata, **target.metadata},
+        metrics=origin.opened.metrics,
+        max_file_nbytes=target.destination.max_file_nbytes,
+        tiled=banded,
+        name=target.name,
+    )
+
+
+def _stored(target: Target, leaf: int, spec: ArraySpec, taken: Capture) -> ArraySpec:
+    """The leaf in the dtype that the user's options ask for."""
+    own = target.options.leaf_options
+    chosen = None if own is None else own(taken.paths[leaf], spec)
+    if chosen is not None and not isinstance(chosen, LeafOptions):
+        raise UsageError(
+            f"{taken.paths[leaf]}: leaf_options returned {chosen!r}; return a LeafOptions or None",
+            path=taken.paths[leaf],
+        )
+    if chosen is None or chosen.dtype is None:
+        return spec
+    return ArraySpec(spec.shape, chosen.dtype)
