@@ -46,6 +46,8 @@ def scan(source: str) -> dict[str, FoundTest]:
             if isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
                 marks = frozenset().union(*map(attribute_names, node.decorator_list))
                 visit(node.body, f"{prefix}{node.name}::", inherited | marks)
+            elif isinstance(node, ast.If):  # for one platform
+                visit(node.body, prefix, inherited)
             elif isinstance(node, Function) and node.name.startswith("test"):
                 marks = frozenset().union(*map(attribute_names, node.decorator_list))
                 called = frozenset().union(*map(attribute_names, node.body))
