@@ -220,7 +220,10 @@ class Checkpointer:
         self._core.call(lambda: self._core.delete(name)).result()
 
     def delete_after(self, step: int) -> list[int]:
-        """All steps above `step` are gone, highest first; returns them."""
+        """All steps above `step` are gone, highest first; returns them.
+
+        Saves in flight are waited for, and go too where they are above.
+        """
         _, number = number_of(step)
         return self._core.call(lambda: self._core.delete_after(number)).result()
 

@@ -35,7 +35,8 @@ class Checkpointer:
 
     Args:
         root: directory of the run; it need not exist.
-        keep: which steps stay after each save (`KeepLast(n)`, or any `Retention`); None: all.
+        keep: which steps stay after each save: `KeepLast(n)`, `KeepEvery(k)`,
+            `KeepBest(n, metric)`, several of them with ``|``, or any `Retention`; None: all.
         save_options: defaults of every save, and the byte budget.
         restore_options: defaults of every restore.
         storage_options: options of the file system for URLs.
@@ -291,7 +292,10 @@ class Checkpointer:
         await self._core.call(lambda: self._core.delete(name)).wait()
 
     async def delete_after(self, step: int) -> list[int]:
-        """All steps above `step` are gone, highest first; returns them (an abandoned branch)."""
+        """All steps above `step` are gone, highest first; returns them (an abandoned branch).
+
+        Saves in flight are waited for, and go too where they are above.
+        """
         _, number = number_of(step)
         return await self._core.call(lambda: self._core.delete_after(number)).wait()
 
