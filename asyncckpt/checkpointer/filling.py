@@ -14,19 +14,15 @@ from asyncckpt.checkpointer.memory import Memories
 from asyncckpt.checkpointer.overlaps import check_overlaps
 from asyncckpt.checkpointer.runtime import Runtime
 from asyncckpt.checkpointer.values import Leaves
-from asyncckpt.errors import AsyncCheckpointError, MismatchError, UnsupportedFormatError
-from asyncckpt.options import ALIGNED_CHUNK_NBYTES, MIB, RestoreOptions
+from asyncckpt.errors import AsyncCheckpointError, MismatchError
+from asyncckpt.options import ALIGNED_CHUNK_NBYTES, RestoreOptions
 from asyncckpt.planning.restore import Request, WholeArrays, plan_restore
 from asyncckpt.reports import Progress, nbytes_text
 from asyncckpt.stages.fetch import GAP_NBYTES, Destination, Fetch, ReadTables
-from asyncckpt.stages.opened import Extents, OpenCheckpoint, extents_of
+from asyncckpt.stages.opened import Extents, OpenCheckpoint, extents_of, refuse_implied
 
 PLACE_LEAVES = 512
 """Leaves finished by one call of a worker."""
-
-UNSTORED_NBYTES = 64 * MIB
-"""Values that a foreign checkpoint implies without storing them are allocated up to this size and
-four times its files, unless a target says that so much is wanted."""
 
 
 class Filling:
@@ -159,31 +155,14 @@ class Filling:
         if opened.record is not None:
             return
         budget = self._runtime.budget.capacity * self._runtime.pool.slot_nbytes
-        is_unstored = extents.file < 0
-        is_unstored[list(extents.values)] = False
-        unstored_before = np.concatenate([[0], np.cumsum(is_unstored)])
+        own = [n for a in arrays if a.target is None for n in a.arrays]
+        refuse_implied(opened, extents, own)
         large = 0
-        implied = 0
         for assignment in arrays:
             storages = [opened.storage(array) for array in assignment.arrays]
             if not all(storage.codec.crc32c for storage in storages):
                 self.unverified.append(assignment.path)
             large = max([large, *(s.chunk_nbytes for s in storages if s.codec.decode is not None)])
-            if assignment.target is not None:
-                continue
-            for array, storage in zip(assignment.arrays, storages, strict=True):
-                start = opened.first_rows[array]
-                rows = unstored_before[start + storage.grid.chunk_count] - unstored_before[start]
-                implied += int(rows) * storage.chunk_nbytes
-        limit = UNSTORED_NBYTES + 4 * sum(file.nbytes for file in opened.stored_files)
-        if implied > limit:
-            raise UnsupportedFormatError(
-                f"{opened.location}: {nbytes_text(implied)} of the leaves are not stored and are "
-                "said to be fill values; pass like= with arrays of these shapes if that is right",
-                location=opened.location,
-                expected=limit,
-                found=implied,
-            )
         if self.unverified:
             self.notes.append(
                 f"{len(self.unverified)} of {len(arrays)} arrays have no checksum in this "

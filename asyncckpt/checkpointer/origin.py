@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.checkpointer.core import STEP
-from asyncckpt.checkpointer.reader import LeafReader, refuse_unstored
+from asyncckpt.checkpointer.reader import LeafReader
 from asyncckpt.checkpointer.runtime import Runtime
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.options import default_budget_nbytes
 from asyncckpt.ports import Store
 from asyncckpt.stages.elsewhere import open_any
-from asyncckpt.stages.opened import RECORD, OpenCheckpoint, extents_of
+from asyncckpt.stages.opened import RECORD, OpenCheckpoint, extents_of, refuse_implied
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +71,7 @@ async def open_origin(
         wanted = [piece.array for pieces in opened.leaf_pieces() for piece in pieces]
         extents = await extents_of(opened, None if opened.record else wanted)
         reader = LeafReader(runtime, opened, extents, cache_nbytes=cache_nbytes)
-        refuse_unstored(reader)
+        refuse_implied(opened, extents, wanted)
     except BaseException:
         await store.close()
         raise

@@ -16,9 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.checkpointer.blocks import Blocks
-from asyncckpt.checkpointer.filling import UNSTORED_NBYTES
 from asyncckpt.checkpointer.runtime import Runtime
-from asyncckpt.errors import UnsupportedFormatError
 from asyncckpt.flow.arena import Arena
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.format.record import Piece
@@ -27,7 +25,6 @@ from asyncckpt.planning.overlap import BoxIndex
 from asyncckpt.planning.restore import Request, cells_overlapping, intersection, plan_restore
 from asyncckpt.planning.table import Column
 from asyncckpt.planning.tiles import Part
-from asyncckpt.reports import nbytes_text
 from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
 from asyncckpt.stages.decode import flat_target
 from asyncckpt.stages.fetch import GAP_NBYTES, Destination, Fetch, ReadTables
@@ -279,27 +276,3 @@ def _part(values: Values, where: tuple[slice, ...]) -> Values:
     index: Any = (*where, ...)
     part: Values = values[index]
     return part
-
-
-def refuse_unstored(reader: LeafReader) -> None:
-    """The checkpoint stores about what its shapes claim.
-
-    Raises:
-        UnsupportedFormatError: nearly all of it is said to be fill values, which would fill a disk.
-    """
-    opened, extents = reader.opened, reader.extents
-    if opened.record is not None:
-        return
-    present = extents.file >= 0
-    stored = int(extents.nbytes[present].sum()) + sum(map(len, extents.values.values()))
-    claimed = reader.nbytes
-    limit = UNSTORED_NBYTES + 4 * sum(file.nbytes for file in opened.stored_files)
-    if len(extents) > np.count_nonzero(present) + len(extents.values) and claimed - stored > limit:
-        raise UnsupportedFormatError(
-            f"{opened.location}: the leaves take {nbytes_text(claimed)}, of which the files hold "
-            f"{nbytes_text(stored)}, and the rest is said to be fill values; restore it with like= "
-            "and arrays of these shapes, and save them, if that is right",
-            location=opened.location,
-            expected=limit,
-            found=claimed,
-        )

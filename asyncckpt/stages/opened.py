@@ -15,7 +15,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from asyncckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UnsupportedFormatError,
+)
 from asyncckpt.format.chunks import ChunkIndex, decode_chunk_index
 from asyncckpt.format.codecs import RAW, ZSTD, Codec
 from asyncckpt.format.crc import crc32c
@@ -30,10 +34,11 @@ from asyncckpt.format.record import (
     decode_record,
 )
 from asyncckpt.format.zarr3 import CRC_NBYTES
-from asyncckpt.options import MAX_RECORD_NBYTES
+from asyncckpt.options import MAX_RECORD_NBYTES, MIB
 from asyncckpt.planning.restore import StoredArrays
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import CheckpointFiles
+from asyncckpt.reports import nbytes_text
 from asyncckpt.spec import ArraySpec, ChunkGrid
 from asyncckpt.tree import Structure
 
@@ -41,6 +46,10 @@ RECORD = RECORD_NAME
 
 RECORD_TAIL_NBYTES = 12
 """The checksum that ends a record: a quote, 8 digits, a quote, a brace and a line feed."""
+
+IMPLIED_NBYTES = 64 * MIB
+"""Values that a foreign checkpoint implies without storing them are allocated up to this size and
+four times its files, unless a target says that so much is wanted."""
 
 logger = logging.getLogger("asyncckpt")
 
@@ -265,6 +274,35 @@ async def extents_of(opened: OpenCheckpoint, arrays: Sequence[int] | None = None
             found=file.nbytes,
         )
     return extents
+
+
+def refuse_implied(opened: OpenCheckpoint, extents: Extents, arrays: Sequence[int]) -> None:
+    """What these arrays imply without storing it is little enough to be made of nothing.
+
+    Raises:
+        UnsupportedFormatError: chunks that are not stored would take more than `IMPLIED_NBYTES`
+            and four times the files.
+    """
+    if opened.record is not None:
+        return  # every chunk of ours is stored
+    is_unstored = extents.file < 0
+    is_unstored[list(extents.values)] = False
+    before = np.concatenate([[0], np.cumsum(is_unstored)])
+    implied = 0
+    for array in arrays:
+        storage, start = opened.storage(array), opened.first_rows[array]
+        rows = before[start + storage.grid.chunk_count] - before[start]
+        implied += int(rows) * storage.chunk_nbytes
+    limit = IMPLIED_NBYTES + 4 * sum(file.nbytes for file in opened.stored_files)
+    if implied > limit:
+        raise UnsupportedFormatError(
+            f"{opened.location}: {nbytes_text(implied)} of the leaves are not stored and are "
+            "said to be fill values; restore it with like= and arrays of these shapes if that is "
+            "right",
+            location=opened.location,
+            expected=limit,
+            found=implied,
+        )
 
 
 def is_record(data: bytes) -> bool:

@@ -145,6 +145,28 @@ async def test_what_claims_much_and_stores_nothing_is_refused(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
 
 
+async def test_one_chunk_that_is_not_stored_does_not_count_for_all(tmp_path: Path) -> None:
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "ocdbt", "base": f"file://{tmp_path}/a/", "path": "w/"},
+        "metadata": {
+            "shape": [20 * MIB],
+            "data_type": "float32",
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [4 * MIB]}},
+            "codecs": [
+                {"name": "bytes", "configuration": {"endian": "little"}},
+                {"name": "zstd", "configuration": {"level": 1}},
+            ],
+        },
+    }
+    array = await ts.open(spec, create=True)
+    await array[: 16 * MIB].write(1.0)  # 64 MiB that take a few KiB, then a chunk that is absent
+    report = await asyncckpt.convert(tmp_path / "a", tmp_path / "b")
+    assert report.nbytes == 80 * MIB
+    restored = by_path(blocking.restore(tmp_path / "b"))["w"]
+    assert (restored[: 16 * MIB] == 1).all() and not restored[16 * MIB :].any()
+
+
 async def test_a_plain_database_becomes_ours(tmp_path: Path) -> None:
     values = numbers(500, 300)
     for driver, name in (("zarr3", "deep/w"), ("zarr", "v")):
