@@ -297,7 +297,7 @@ def refuse_implied(opened: OpenCheckpoint, extents: Extents, arrays: Sequence[in
     if implied > limit:
         raise UnsupportedFormatError(
             f"{opened.location}: {nbytes_text(implied)} of the leaves are not stored and are "
-            "said to be fill values; restore it with like= and arrays of these shapes if that is "
+            "said to be fill values; pass like= with arrays of these shapes to restore, if that is "
             "right",
             location=opened.location,
             expected=limit,
