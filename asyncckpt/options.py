@@ -42,6 +42,10 @@ DEFAULT_DATA_FILE_NBYTES = 1 * GIB
 """Local disk does not care about the size of a data file; one flush per GiB is cheap, and a file
 that is kept open long lets writeback overlap."""
 
+LOCAL_CONCURRENCY = 6
+"""Reads or writes in flight on local disk under `concurrency="auto"`: four threads make them, and
+two wait in line, so that no thread idles while the engine hears of the last one's end."""
+
 NODE_NBYTES = 1 * MIB
 """Largest decoded B+tree node we write: one ranged read, decoded in a millisecond."""
 

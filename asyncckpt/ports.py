@@ -34,6 +34,7 @@ __all__ = [
     "HostMemory",
     "NodeAdapter",
     "ShardedAdapter",
+    "Sizes",
     "Source",
     "Stateful",
     "Store",
@@ -57,8 +58,13 @@ class StoreCapabilities:
             `alignment_nbytes` are written fastest; others work), `bytes` (only `bytes`), `any`.
         alignment_nbytes: alignment that makes writes direct; 1 where it does not matter.
         client_copies: copies of a buffer that the client makes while sending it.
-        positional_writes: parts of a data file may be written in any order and concurrently.
+        positional_writes: parts of a data file may be written in any order and concurrently, of
+            any size; without it, only files created with `window_nbytes` may.
         conditional_create: two attempts at one name: exactly one publishes.
+        read_copies: copies of what is read that the client makes on its way into the buffers.
+        read_gap_nbytes: unwanted bytes that a read takes along instead of ending, because another
+            read would cost as much time.
+        reads: reads in flight where nobody says how many.
     """
 
     buffer: Literal["aligned", "bytes", "any"]
@@ -66,17 +72,46 @@ class StoreCapabilities:
     client_copies: int = 0
     positional_writes: bool = True
     conditional_create: bool = True
+    read_copies: int = 0
+    read_gap_nbytes: int = 64 << 10
+    reads: int = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How a save of one state goes to a store.
+
+    Attributes:
+        data_file_nbytes: size at which a data file is sealed, in bytes.
+        window_nbytes: what is staged, checksummed and written at once, in bytes: a multiple of the
+            page; files of object stores are cut into such parts.
+        concurrency: writes in flight, at most.
+    """
+
+    data_file_nbytes: int
+    window_nbytes: int
+    concurrency: int
 
 
 class DataFile(Protocol):
-    """One open data file of a save attempt."""
+    """One open data file of a save attempt.
+
+    Attributes:
+        path: its path, final once it is sealed: a store may have had to begin it anew under
+            another name.
+    """
 
     path: str
 
-    async def write(self, offset: int, data: Bytes) -> None:
+    async def write(self, offset: int, data: Bytes | bytearray) -> bool:
         """All of `data` is written at `offset` (not yet durable).
 
-        Cancellation: waits until the store no longer reads `data`, then raises.
+        Returns:
+            Whether nobody reads `data` any more. False where a request for it was given up and
+            sent again: then its memory must not be used again as long as anybody holds it.
+
+        Cancellation: raises when the store no longer reads `data`; where `capabilities.buffer` is
+        not ``"aligned"``, its memory must not be used again as long as anybody holds it.
 
         Raises:
             StoreError: names the file and offset; the attempt cannot be continued.
@@ -96,8 +131,17 @@ class Attempt(Protocol):
 
     location: str
 
-    async def create(self, path: str, *, nbytes: int) -> DataFile:
-        """A new data file is open for writing; `nbytes` is its expected size."""
+    async def create(self, path: str, *, nbytes: int, window_nbytes: int | None = None) -> DataFile:
+        """A new data file is open for writing; `nbytes` is its expected size.
+
+        Args:
+            path: relative path.
+            nbytes: expected size, which is exact with `window_nbytes`.
+            window_nbytes: every write will begin at a multiple of it and be so long, the last one
+                shorter; they may then come in any order and at the same time. Without it, and
+                without `capabilities.positional_writes`, they come in order, each from the end of
+                the one before.
+        """
         ...
 
     async def put(self, path: str, data: bytes | memoryview) -> None:
@@ -133,6 +177,7 @@ class CheckpointFiles(Protocol):
     """Read access to the files of one checkpoint."""
 
     location: str
+    capabilities: StoreCapabilities
 
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
         """The whole content of a small file.
@@ -196,6 +241,24 @@ class Store(Protocol):
     url: str
     capabilities: StoreCapabilities
 
+    def sizes(
+        self,
+        nbytes: int,
+        *,
+        budget_nbytes: int,
+        data_file_nbytes: int | None = None,
+        concurrency: int | None = None,
+    ) -> Sizes:
+        """How a save of a state of `nbytes` would best go here, within a budget of memory.
+
+        Args:
+            nbytes: what is to be saved.
+            budget_nbytes: staging memory, the copies that the client makes included.
+            data_file_nbytes: size of data files that somebody asks for.
+            concurrency: writes in flight that somebody asks for.
+        """
+        ...
+
     async def begin(
         self,
         name: str,
@@ -233,7 +296,19 @@ class Store(Protocol):
         ...
 
     async def sweep(self) -> Sequence[str]:
-        """Leftovers that can be proven dead are removed; returns their names."""
+        """Leftovers that can be proven dead are removed, and what a winner left unfinished is done.
+
+        Returns the names of what was removed.
+        """
+        ...
+
+    async def collect(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:
+        """Leftovers of attempts that are older are removed, whoever made them; returns their names.
+
+        Args:
+            older_than_s: seconds since anything was written in it.
+            dry_run: remove nothing.
+        """
         ...
 
     async def close(self) -> None:

@@ -27,8 +27,8 @@ from asyncckpt.planning.restore import (
     plan_restore,
 )
 from asyncckpt.planning.save import LeafLayout, SavePlan, plan_save
+from asyncckpt.ports import Sizes, StoreCapabilities
 from asyncckpt.spec import ChunkGrid, Shard, array_spec
-from asyncckpt.stages.fetch import GAP_NBYTES
 from benchmarks.measure import Case
 from benchmarks.results import OURS, PLAN
 from benchmarks.workloads import Tree, Workload, flat_arrays
@@ -42,6 +42,10 @@ LEAVES_PER_SHARD = 20
 SHARD_SHAPE = (256, 256)
 
 BUDGET_NBYTES = 1 << 30
+
+SIZES = Sizes(options.DEFAULT_DATA_FILE_NBYTES, options.SLOT_NBYTES, options.LOCAL_CONCURRENCY)
+
+GAP_NBYTES = StoreCapabilities("aligned").read_gap_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +160,11 @@ def sharded_leaf(count: int) -> tuple[int, list[LeafLayout]]:
 def _cached(tree: Tree) -> Planned:
     # Two saves of one loop: what the first one planned, the second one finds.
     def key() -> list[Any]:
-        return layout_key(taken, options.SaveOptions(), BUDGET_NBYTES)
+        return layout_key(taken, options.SaveOptions(), BUDGET_NBYTES, SIZES)
 
     taken = capture(tree, adapters_for_loaded_frameworks())
     layouts = LayoutCache()
-    layouts.keep(key(), make_layout(taken, options.SaveOptions(), BUDGET_NBYTES))
+    layouts.keep(key(), make_layout(taken, options.SaveOptions(), BUDGET_NBYTES, SIZES))
     taken = capture(tree, adapters_for_loaded_frameworks())
 
     def find() -> None:

@@ -12,13 +12,13 @@ import numpy as np
 from asyncckpt.checkpointer.match import Assignment, Matching
 from asyncckpt.checkpointer.memory import Memories
 from asyncckpt.checkpointer.overlaps import check_overlaps
-from asyncckpt.checkpointer.runtime import Runtime
+from asyncckpt.checkpointer.runtime import Runtime, reads_in_flight
 from asyncckpt.checkpointer.values import Leaves
 from asyncckpt.errors import AsyncCheckpointError, MismatchError
 from asyncckpt.options import ALIGNED_CHUNK_NBYTES, RestoreOptions
 from asyncckpt.planning.restore import Request, WholeArrays, plan_restore
 from asyncckpt.reports import Progress, nbytes_text
-from asyncckpt.stages.fetch import GAP_NBYTES, Destination, Fetch, ReadTables
+from asyncckpt.stages.fetch import Destination, Fetch, ReadTables
 from asyncckpt.stages.opened import Extents, OpenCheckpoint, extents_of, refuse_implied
 
 PLACE_LEAVES = 512
@@ -100,7 +100,7 @@ class Filling:
             row_offset=extents.offset,
             row_nbytes=extents.nbytes,
             slot_nbytes=pool.slot_nbytes,
-            gap_nbytes=GAP_NBYTES,
+            gap_nbytes=opened.files.capabilities.read_gap_nbytes,
             aligned_chunk_nbytes=ALIGNED_CHUNK_NBYTES,
         )
         self._total_nbytes = plan.read_nbytes
@@ -110,7 +110,7 @@ class Filling:
             self._memories.destinations,
             pool,
             self._compute,
-            concurrency=self._runtime.concurrency(self._options.concurrency),
+            concurrency=reads_in_flight(opened.files, self._options.concurrency),
             own_memory=not self._into or self._options.atomic,
             arrived=self._has_arrived,
             progress=self._progress,

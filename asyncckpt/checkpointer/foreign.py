@@ -14,7 +14,7 @@ from asyncckpt.flow.shield import leading_error
 from asyncckpt.options import ALIGNED_CHUNK_NBYTES
 from asyncckpt.planning.restore import WholeArrays, plan_restore
 from asyncckpt.reports import Damage, Progress, VerifyReport
-from asyncckpt.stages.fetch import GAP_NBYTES, Destination, Fetch, ReadTables
+from asyncckpt.stages.fetch import Destination, Fetch, ReadTables
 from asyncckpt.stages.opened import Extents, OpenCheckpoint, extents_of
 
 
@@ -100,7 +100,7 @@ class _Check:
             row_offset=extents.offset,
             row_nbytes=extents.nbytes,
             slot_nbytes=runtime.pool.slot_nbytes,
-            gap_nbytes=GAP_NBYTES,
+            gap_nbytes=opened.files.capabilities.read_gap_nbytes,
             aligned_chunk_nbytes=ALIGNED_CHUNK_NBYTES,
         )
         fetch = Fetch(
@@ -109,7 +109,7 @@ class _Check:
             [Destination(self._leaf_of[array], array, None, None) for array in numbers],
             runtime.pool,
             runtime.engine.compute,
-            concurrency=runtime.concurrency("auto"),
+            concurrency=opened.files.capabilities.reads,
             own_memory=True,
             arrived=lambda _: None,
             progress=self._advance,

@@ -19,15 +19,13 @@ from asyncckpt.errors import UsageError
 from asyncckpt.format.record import Piece, StoredSpec
 from asyncckpt.options import (
     ALIGNED_CHUNK_NBYTES,
-    DEFAULT_DATA_FILE_NBYTES,
     INLINE_NBYTES,
     PAGE_NBYTES,
-    SLOT_NBYTES,
     LeafOptions,
     SaveOptions,
 )
 from asyncckpt.planning.save import LeafLayout, SavePlan, plan_save
-from asyncckpt.ports import ArrayAdapter, Source
+from asyncckpt.ports import ArrayAdapter, Sizes, Source
 from asyncckpt.spec import ArraySpec
 from asyncckpt.stages.commit import Catalog, make_catalog
 from asyncckpt.tree import array_names, where
@@ -93,7 +91,9 @@ class LayoutCache:
         del self._entries[CACHED_LAYOUTS:]
 
 
-def layout_key(taken: Capture, options: SaveOptions, budget_nbytes: int) -> list[object]:
+def layout_key(
+    taken: Capture, options: SaveOptions, budget_nbytes: int, sizes: Sizes
+) -> list[object]:
     """Everything a layout depends on; equal keys give equal layouts."""
     strings = [v for v, kind in zip(taken.values, taken.kinds, strict=True) if kind == "str"]
     fits = [scalar_as_array_fits(value) for value in taken.scalars.values()]
@@ -112,7 +112,8 @@ def layout_key(taken: Capture, options: SaveOptions, budget_nbytes: int) -> list
         PROCESS_COUNT,
         (
             options.chunk_nbytes,
-            options.target_data_file_nbytes,
+            sizes.data_file_nbytes,
+            sizes.window_nbytes,
             options.compression,
             options.compression_level,
             options.layout,
@@ -142,7 +143,7 @@ _MIRROR_SPECS = {
 }
 
 
-def make_layout(taken: Capture, options: SaveOptions, budget_nbytes: int) -> Layout:
+def make_layout(taken: Capture, options: SaveOptions, budget_nbytes: int, sizes: Sizes) -> Layout:
     """The layout of a tree. Blocking.
 
     Raises:
@@ -156,12 +157,11 @@ def make_layout(taken: Capture, options: SaveOptions, budget_nbytes: int) -> Lay
         LeafLayout(names[leaf], _MIRROR_SPECS[taken.kinds[leaf]], options.chunk_nbytes)
         for leaf in mirrors
     ]
-    size = options.target_data_file_nbytes
     try:
         plan = plan_save(
             leaves,
-            data_file_nbytes=DEFAULT_DATA_FILE_NBYTES if size == "auto" else size,
-            slot_nbytes=SLOT_NBYTES,
+            data_file_nbytes=sizes.data_file_nbytes,
+            slot_nbytes=sizes.window_nbytes,
             page_nbytes=PAGE_NBYTES,
             aligned_chunk_nbytes=ALIGNED_CHUNK_NBYTES,
             inline_nbytes=INLINE_NBYTES,

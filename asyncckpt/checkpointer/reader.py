@@ -27,7 +27,7 @@ from asyncckpt.planning.table import Column
 from asyncckpt.planning.tiles import Part
 from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
 from asyncckpt.stages.decode import flat_target
-from asyncckpt.stages.fetch import GAP_NBYTES, Destination, Fetch, ReadTables
+from asyncckpt.stages.fetch import Destination, Fetch, ReadTables
 from asyncckpt.stages.opened import Extents, OpenCheckpoint
 
 Values = npt.NDArray[Any]
@@ -222,7 +222,7 @@ class LeafReader:
             row_offset=extents.offset,
             row_nbytes=extents.nbytes,
             slot_nbytes=pool.slot_nbytes,
-            gap_nbytes=GAP_NBYTES,
+            gap_nbytes=self.opened.files.capabilities.read_gap_nbytes,
             aligned_chunk_nbytes=ALIGNED_CHUNK_NBYTES,
         )
 
@@ -233,7 +233,7 @@ class LeafReader:
                 destinations,
                 pool,
                 self._runtime.engine.compute,
-                concurrency=self._runtime.concurrency("auto"),
+                concurrency=self.opened.files.capabilities.reads,
                 own_memory=True,
                 arrived=lambda _: None,
                 progress=lambda _: None,

@@ -9,20 +9,20 @@ from typing import Any
 
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.budget import ByteBudget
-from asyncckpt.flow.buffers import AnonymousMemory, SlotPool
+from asyncckpt.flow.buffers import AnonymousMemory, ByteArrayMemory, SlotPool
 from asyncckpt.flow.engine import Engine
-from asyncckpt.options import SLOT_NBYTES, default_budget_nbytes
-from asyncckpt.ports import HostMemory, Store
-from asyncckpt.stages.opened import is_record
+from asyncckpt.options import LOCAL_CONCURRENCY, SLOT_NBYTES, default_budget_nbytes
+from asyncckpt.ports import CheckpointFiles, HostMemory, Sizes, Store, StoreCapabilities
+from asyncckpt.stages.opened import is_record, save_id_of
+from asyncckpt.stores.layout import check_name
 from asyncckpt.stores.local import LocalStore, open_local
 
-CONCURRENCY = 6
-"""Reads or writes in flight on local disk under `concurrency="auto"`: four threads make them, and
-two wait in line, so that no thread idles while the engine hears of the last one's end."""
+SPARE_WINDOWS = 2
+"""Windows that are copied and checksummed while as many as there are streams are being sent."""
 
 
 class Runtime:
-    """Engine, budget and pool with the life of their owner.
+    """Engine, budget and pools with the life of their owner.
 
     `pool` is used on the engine's loop only.
     """
@@ -33,38 +33,96 @@ class Runtime:
         self.engine = Engine(name)
         nbytes = default_budget_nbytes() if host_memory_nbytes is None else host_memory_nbytes
         self.budget = ByteBudget(max(1, nbytes // SLOT_NBYTES))
-        self.pool = SlotPool(self.budget, self.engine.compute, _host_memory())
+        self._pools: list[SlotPool] = []
+        self.pool = SlotPool(self.budget, self.engine.compute, _host_memory(), siblings=self._pools)
+        self._window_pool: SlotPool | None = None
         self._stores: list[Store] = []
 
     def __repr__(self) -> str:
         return f"Runtime({self.engine!r}, {self.pool!r})"
 
+    @property
+    def budget_nbytes(self) -> int:
+        """Staging memory in bytes."""
+        return self.budget.capacity * SLOT_NBYTES
+
     def concurrency(self, wanted: Any) -> int:
         """Operations in flight for an option that is a number or ``"auto"``."""
-        return CONCURRENCY if wanted == "auto" else int(wanted)
+        return LOCAL_CONCURRENCY if wanted == "auto" else int(wanted)
 
-    def store(self, root: str | os.PathLike[str], *, direct_io: Any, storage_options: Any) -> Store:
-        """The store of a root directory."""
+    def window_pool(self, capabilities: StoreCapabilities, sizes: Sizes) -> SlotPool:
+        """Where the windows of a save are staged: in what the store's client will send."""
+        if capabilities.positional_writes:
+            return self.pool
+        # What the client copies is as much a part of the budget as what it copies from.
+        held = sizes.window_nbytes * (1 + capabilities.client_copies)
+        units = min(-(-held // SLOT_NBYTES), self.budget.capacity)
+        pool = self._window_pool
+        if pool is None or (pool.slot_nbytes, pool.units) != (sizes.window_nbytes, units):
+            if pool is not None:
+                pool.close()
+            only_bytes = capabilities.buffer == "bytes"
+            pool = self._window_pool = SlotPool(
+                self.budget,
+                self.engine.compute,
+                ByteArrayMemory() if only_bytes else _host_memory(),
+                slot_nbytes=sizes.window_nbytes,
+                units=units,
+                pipeline_slots=sizes.concurrency + SPARE_WINDOWS,
+                siblings=self._pools,
+            )
+        return pool
+
+    def store(self, root: Any, *, direct_io: Any, storage_options: Any) -> Store:
+        """The store of a root: a directory, a URL, or itself."""
         _check_location(root, storage_options)
-        store = LocalStore(_local(root), self.engine.io, direct_io=direct_io, is_valid=is_record)
+        if _is_store(root):
+            store: Store = root
+        elif is_url(root):
+            store = self._objects(str(root), storage_options)
+        else:
+            store = LocalStore(
+                _local(root), self.engine.io, direct_io=direct_io, is_valid=is_record
+            )
         self._stores.append(store)
         return store
 
-    def one(
-        self, location: str | os.PathLike[str], *, direct_io: Any, storage_options: Any
-    ) -> tuple[Store, str]:
-        """The store and the name in it of one checkpoint."""
+    def one(self, location: Any, *, direct_io: Any, storage_options: Any) -> tuple[Store, str]:
+        """The store and the name in it of one checkpoint; a pair of both is taken as it is."""
+        if isinstance(location, tuple) and len(location) == 2 and _is_store(location[0]):
+            store, name = location
+            _check_location(store, storage_options)
+            self._stores.append(store)
+            return store, check_name(name)
         _check_location(location, storage_options)
-        root, name = open_local(_local(location))
-        store = LocalStore(root, self.engine.io, direct_io=direct_io, is_valid=is_record)
-        self._stores.append(store)
-        return store, name
+        if is_url(location):
+            from asyncckpt.stores.objects.opening import split_url
+
+            root, name = split_url(str(location))
+        else:
+            root, name = open_local(_local(location))
+        return self.store(root, direct_io=direct_io, storage_options=storage_options), name
+
+    def _objects(self, root: str, storage_options: Any) -> Store:
+        # Not before they are needed: who saves to local disk imports nothing of this.
+        from asyncckpt.stores.objects.opening import open_client
+        from asyncckpt.stores.objects.requests import Requests
+        from asyncckpt.stores.objects.store import ObjectStore
+
+        client = open_client(root, storage_options=storage_options, workers=self.engine.io)
+        return ObjectStore(
+            Requests(client),
+            save_id_of=save_id_of,
+            workers=self.engine.compute,
+            google=root.startswith(("gs://", "gcs://")),
+        )
 
     async def release(self) -> None:
         """Stores are closed and staging memory is returned. Runs on the engine."""
         for store in self._stores:
             await store.close()
-        self.pool.close()
+        for pool in tuple(self._pools):
+            pool.close()
 
     async def aclose(self) -> None:
         """As `release`, and all threads have ended. Idempotent."""
@@ -79,6 +137,16 @@ class Runtime:
         self.engine.close()
 
 
+def is_url(location: object) -> bool:
+    """Whether a location is a URL that is not one of a local file."""
+    return isinstance(location, str) and "://" in location and not location.startswith("file://")
+
+
+def reads_in_flight(files: CheckpointFiles, wanted: Any) -> int:
+    """Reads in flight for an option that is a number or ``"auto"``."""
+    return files.capabilities.reads if wanted == "auto" else int(wanted)
+
+
 def _host_memory() -> HostMemory:
     """Page-locked memory where this process uses CUDA already, plain memory elsewhere."""
     torch = sys.modules.get("torch")
@@ -88,23 +156,26 @@ def _host_memory() -> HostMemory:
     return AnonymousMemory()
 
 
-def _local(location: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    if isinstance(location, str):
-        return location.removeprefix("file://")
-    return location
+def _is_store(location: object) -> bool:
+    return all(hasattr(location, name) for name in ("begin", "names", "files", "sizes"))
+
+
+def _local(location: Any) -> str | os.PathLike[str]:
+    path: str | os.PathLike[str] = location
+    return path.removeprefix("file://") if isinstance(path, str) else path
 
 
 def _check_location(location: object, storage_options: object) -> None:
+    if _is_store(location):
+        if storage_options:
+            raise UsageError("storage_options apply to URLs; a store object has its own")
+        return
     if not isinstance(location, (str, os.PathLike)):
-        raise UsageError(f"location={location!r}: pass a path (str or os.PathLike)", found=location)
-    text = os.fspath(location)
-    if not text:
-        raise UsageError("location='': pass the path of a directory")
-    scheme, separator, _ = str(text).partition("://")
-    if separator and scheme != "file":
         raise UsageError(
-            f"{scheme}://…: this release saves to local disk; object stores are not supported yet",
-            location=str(text).split("?")[0],
+            f"location={location!r:.80}: pass a path (str or os.PathLike), a URL, or a store",
+            found=type(location),
         )
-    if storage_options:
+    if not os.fspath(location):
+        raise UsageError("location='': pass the path of a directory, or a URL")
+    if storage_options and not is_url(location):
         raise UsageError("storage_options apply to object stores; leave them out for local paths")

@@ -46,8 +46,8 @@ from asyncckpt.format.record import (
     LeafTable,
     encode_record,
 )
-from asyncckpt.options import DEFAULT_DATA_FILE_NBYTES, MAX_RECORD_NBYTES, SaveOptions
-from asyncckpt.ports import Attempt, Store
+from asyncckpt.options import MAX_RECORD_NBYTES, SLOT_NBYTES, SaveOptions
+from asyncckpt.ports import Attempt, Sizes, Store
 from asyncckpt.reports import Progress, SaveReport
 from asyncckpt.stages.commit import MANIFEST, Index, encode_index, file_rows, put_all, put_index
 from asyncckpt.stages.opened import RECORD, is_record
@@ -185,7 +185,8 @@ class Save:
                 "replace it, or save another step",
                 location=self._location,
             )
-        layout, cached = await self._layout()
+        sizes = self._sizes()
+        layout, cached = await self._layout(sizes)
         plan = layout.plan
         packed = np.isin(plan.row_array, plan.compressed)
         self._state.total_nbytes = sum(plan.file_nbytes) + int(plan.row_payload[packed].sum())
@@ -197,7 +198,7 @@ class Save:
             private=request.options.private,
         )
         try:
-            data, payload, compatibility = await self._data(attempt, layout)
+            data, payload, compatibility = await self._data(attempt, layout, sizes)
             self._state.stage = "commit"
             record, stored_nbytes, file_count = await self._index(
                 attempt, layout, payload, compatibility
@@ -217,7 +218,7 @@ class Save:
             save_id=self._save_id,
             leaf_count=len(request.taken.paths),
             array_count=len(plan.arrays.names) - len(plan.arrays.tied) - len(layout.mirrors),
-            nbytes=_array_nbytes(request.taken),
+            nbytes=array_nbytes(request.taken),
             stored_nbytes=stored_nbytes,
             file_count=file_count,
             blocked_s=self._state.blocked_s,
@@ -227,32 +228,37 @@ class Save:
             plan_cache_hits=self._layouts.hits,
             plan_cache_misses=self._layouts.misses,
             referenced_nbytes=data.referenced_nbytes,
-            peak_staged_nbytes=runtime.budget.peak * runtime.pool.slot_nbytes,
+            peak_staged_nbytes=runtime.budget.peak * SLOT_NBYTES,
             orbax=layout.orbax is not None,
             notes=layout.notes,
         )
 
-    async def _layout(self) -> tuple[Layout, bool]:
+    def _sizes(self) -> Sizes:
+        return sizes_for(self._runtime, self._store, self._request.taken, self._request.options)
+
+    async def _layout(self, sizes: Sizes) -> tuple[Layout, bool]:
         taken, options = self._request.taken, self._request.options
-        budget = self._runtime.budget.capacity * self._runtime.pool.slot_nbytes
-        key = layout_key(taken, options, budget)
+        budget = packing_nbytes(self._runtime, self._store)
+        key = layout_key(taken, options, budget, sizes)
         layout = self._layouts.find(key)
         if layout is not None:
             return layout, True
         if len(taken.paths) > PLANNING_LEAVES or options.leaf_options is not None:
-            layout = await self._runtime.engine.compute.run(make_layout, taken, options, budget)
+            layout = await self._runtime.engine.compute.run(
+                make_layout, taken, options, budget, sizes
+            )
         else:
-            layout = make_layout(taken, options, budget)
+            layout = make_layout(taken, options, budget, sizes)
         self._layouts.keep(key, layout)
         return layout, False
 
     async def _data(
-        self, attempt: Attempt, layout: Layout
+        self, attempt: Attempt, layout: Layout, sizes: Sizes
     ) -> tuple[DataStages, Payload, list[tuple[str, int, int]]]:
         request, runtime = self._request, self._runtime
         taken = request.taken
         mirrors, owners = mirror_sources(taken, layout.mirrors, NumpyAdapter())
-        size = request.options.target_data_file_nbytes
+        capabilities = self._store.capabilities
         data = DataStages(
             layout.plan,
             [*taken.sources, *mirrors],
@@ -261,10 +267,11 @@ class Save:
             save_id=self._save_id,
             database=DATABASE,
             attempt=attempt,
+            sizes=sizes,
+            positional=capabilities.positional_writes,
             pool=runtime.pool,
+            window_pool=runtime.window_pool(capabilities, sizes),
             compute=runtime.engine.compute,
-            concurrency=runtime.concurrency(request.options.concurrency),
-            data_file_nbytes=DEFAULT_DATA_FILE_NBYTES if size == "auto" else size,
             stall_first=request.stall_first,
             reference=request.options.snapshot == "reference",
             staged=self._all_staged,
@@ -363,7 +370,26 @@ class Save:
                 self._request.progress(state.progress)
 
 
-def _array_nbytes(taken: Capture) -> int:
+def sizes_for(runtime: Runtime, store: Store, taken: Capture, options: SaveOptions) -> Sizes:
+    """How a save of this state goes to this store."""
+    size, streams = options.target_data_file_nbytes, options.concurrency
+    return store.sizes(
+        array_nbytes(taken),
+        budget_nbytes=runtime.budget_nbytes,
+        data_file_nbytes=None if size == "auto" else size,
+        concurrency=None if streams == "auto" else streams,
+    )
+
+
+def packing_nbytes(runtime: Runtime, store: Store) -> int:
+    """Budget for chunks that are compressed."""
+    if store.capabilities.positional_writes:
+        return runtime.budget_nbytes
+    return runtime.budget_nbytes // 2  # the other half holds the files that they are packed into
+
+
+def array_nbytes(taken: Capture) -> int:
+    """Bytes of all arrays, shared ones once."""
     return int(
         np.sum(
             [s.spec.nbytes for n, s in enumerate(taken.sources) if n not in taken.tied],

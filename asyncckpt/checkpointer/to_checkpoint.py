@@ -12,7 +12,13 @@ from asyncckpt.checkpointer.destination import Target, is_banded
 from asyncckpt.checkpointer.layout import LayoutCache, layout_key, make_layout
 from asyncckpt.checkpointer.origin import Origin
 from asyncckpt.checkpointer.reader import LeafReader
-from asyncckpt.checkpointer.saves import Save, SaveRequest, SaveState
+from asyncckpt.checkpointer.saves import (
+    Save,
+    SaveRequest,
+    SaveState,
+    packing_nbytes,
+    sizes_for,
+)
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.options import INLINE_NBYTES, LeafOptions, SaveOptions
 from asyncckpt.planning.pack import TRAILER_NBYTES
@@ -78,8 +84,9 @@ async def write_checkpoint(target: Target, origin: Origin, taken: Capture) -> Co
 async def _check_orbax(
     target: Target, origin: Origin, taken: Capture, options: SaveOptions, layouts: LayoutCache
 ) -> None:
-    budget = target.runtime.budget.capacity * target.runtime.pool.slot_nbytes
-    layout = await target.runtime.engine.compute.run(make_layout, taken, options, budget)
+    budget = packing_nbytes(target.runtime, target.store)
+    sizes = sizes_for(target.runtime, target.store, taken, options)
+    layout = await target.runtime.engine.compute.run(make_layout, taken, options, budget, sizes)
     if layout.orbax is None:
         raise UnsupportedLeafError(
             f"{origin.opened.location}: Orbax cannot restore this tree, so it was not "
@@ -88,7 +95,7 @@ async def _check_orbax(
             location=origin.opened.location,
             found=layout.notes,
         )
-    layouts.keep(layout_key(taken, options, budget), layout)
+    layouts.keep(layout_key(taken, options, budget, sizes), layout)
 
 
 def _leaf_options(

@@ -33,8 +33,8 @@ TAIL_NBYTES = 1 << 20
 """Longest padding that is read along behind a payload that goes straight into its target."""
 
 
-GAP_NBYTES = 64 << 10
-"""Unwanted bytes that a read takes along instead of ending: a read costs about as much time."""
+READ_AHEAD_NBYTES = 64 << 20
+"""What one read of a store has in flight at most, however long its run is."""
 
 RUN_NBYTES = 16 << 20
 """Neighbouring chunks that go straight into targets are read by one call up to this size: a hop
@@ -120,6 +120,7 @@ class Fetch:
         progress: Callable[[int], None],
     ) -> None:
         self._opened = tables.opened
+        self._capabilities = tables.opened.files.capabilities
         self._extents = tables.extents
         self._plan = plan
         self._destinations = destinations
@@ -155,7 +156,7 @@ class Fetch:
             for batches in self._reads():
                 await self._streams.acquire()
                 try:
-                    slots, units = await self._lease(batches[0])
+                    slots, units = await self._lease(batches)
                 except BaseException:
                     self._streams.release()
                     raise
@@ -180,12 +181,11 @@ class Fetch:
         if run:
             yield run
 
-    @staticmethod
-    def _continues(run: Sequence[ReadBatch], batch: ReadBatch) -> bool:
+    def _continues(self, run: Sequence[ReadBatch], batch: ReadBatch) -> bool:
         first, last = run[0], run[-1]
         return (
             batch.file == last.file
-            and 0 <= batch.offset - last.offset - last.nbytes <= GAP_NBYTES
+            and 0 <= batch.offset - last.offset - last.nbytes <= self._capabilities.read_gap_nbytes
             and batch.offset + batch.nbytes - first.offset <= RUN_NBYTES
         )
 
@@ -195,17 +195,24 @@ class Fetch:
         if units:
             self._pool.budget.release(units)
 
-    async def _lease(self, batch: ReadBatch) -> tuple[list[Slot], int]:
+    async def _lease(self, batches: Sequence[ReadBatch]) -> tuple[list[Slot], int]:
+        batch = batches[0]
+        slot_nbytes, budget = self._pool.slot_nbytes, self._pool.budget
+        nbytes = batches[-1].offset + batches[-1].nbytes - batch.offset
+        copied = min(nbytes, READ_AHEAD_NBYTES) * self._capabilities.read_copies
+        copies = min(-(-copied // slot_nbytes), budget.capacity)
         if self._is_direct(batch):
-            return [], 0
-        slot_nbytes = self._pool.slot_nbytes
+            if copies:
+                await budget.acquire(copies)
+            return [], copies
         encoded = []
         if self._any_encoded:
             encoded = [p for p in batch.parts if self._codec(p).decode is not None]
         largest = max((self._payload_nbytes(p) for p in encoded), default=0)
         count = 1 if not encoded else max(1, -(-batch.nbytes // slot_nbytes))
-        capacity = self._pool.budget.capacity
-        units = min(-(-largest // slot_nbytes), capacity - min(count, capacity))
+        capacity = budget.capacity
+        units = -(-largest // slot_nbytes) + copies
+        units = min(units, capacity - min(count, capacity))
         return await self._pool.take(count, grow=False, extra=units), units
 
     def _is_direct(self, batch: ReadBatch) -> bool:

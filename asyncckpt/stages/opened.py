@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -50,6 +51,9 @@ RECORD_TAIL_NBYTES = 12
 IMPLIED_NBYTES = 64 * MIB
 """Values that a foreign checkpoint implies without storing them are allocated up to this size and
 four times its files, unless a target says that so much is wanted."""
+
+_SAVE_ID = re.compile(rb'\{"format":"asyncckpt","version":[0-9]{1,9},"save_id":"([^"]{1,100})"')
+"""How every record begins."""
 
 logger = logging.getLogger("asyncckpt")
 
@@ -312,6 +316,14 @@ def is_record(data: bytes) -> bool:
         return False
     found = crc32c(memoryview(data)[:-RECORD_TAIL_NBYTES])
     return tail == b'"%08x"}\n' % found
+
+
+def save_id_of(data: bytes) -> str | None:
+    """The save id of a commit record whose checksum holds, or None for anything else."""
+    if not is_record(data):
+        return None
+    found = _SAVE_ID.match(data)
+    return None if found is None else found.group(1).decode()
 
 
 async def open_checkpoint(files: CheckpointFiles) -> OpenCheckpoint:

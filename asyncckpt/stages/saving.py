@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from asyncckpt.flow.buffers import SlotPool
+from asyncckpt.flow.buffers import Slot, SlotPool
 from asyncckpt.flow.threads import Workers
 from asyncckpt.planning.save import SavePlan
-from asyncckpt.ports import ArrayAdapter, Attempt, Source
+from asyncckpt.ports import ArrayAdapter, Attempt, Sizes, Source
 from asyncckpt.stages.serialize import (
     TRAILER_NBYTES,
     Compressor,
@@ -32,7 +32,13 @@ from asyncckpt.stages.serialize import (
     trailed,
 )
 from asyncckpt.stages.stage import StagedChunk, StagedWindow, Staging
-from asyncckpt.stages.upload import ChunkAppender, WindowUpload, data_file_path
+from asyncckpt.stages.upload import (
+    ChunkAppender,
+    ChunkPacker,
+    Filled,
+    WindowUpload,
+    data_file_path,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,10 +80,11 @@ class DataStages:
         save_id: str,
         database: str,
         attempt: Attempt,
+        sizes: Sizes,
+        positional: bool,
         pool: SlotPool,
+        window_pool: SlotPool,
         compute: Workers,
-        concurrency: int,
-        data_file_nbytes: int,
         stall_first: bool,
         reference: bool,
         staged: Callable[[], None],
@@ -87,15 +94,17 @@ class DataStages:
         self._save_id = save_id
         self._database = database
         self._attempt = attempt
-        self._pool = pool
+        self._sizes = sizes
+        self._positional = positional
+        self._window_pool = window_pool
         self._compute = compute
-        self._concurrency = concurrency
-        self._data_file_nbytes = data_file_nbytes
         self._stall_first = stall_first
         self._reference = reference
         self._staged = staged
         self._progress = progress
-        self._staging = Staging(plan, sources, adapters, paths, pool, compute, grow=stall_first)
+        self._staging = Staging(
+            plan, sources, adapters, paths, pool, window_pool, compute, grow=stall_first
+        )
         self.clock = Clock()
         rows = len(plan.row_payload)
         self._chunks = StoredChunks(
@@ -120,43 +129,51 @@ class DataStages:
             StoreError: names the file.
         """
         plan = self._plan
-        paths = [
-            f"{self._database}/{data_file_path(self._save_id, i)}"
-            for i in range(len(plan.file_nbytes))
-        ]
-        checksums = WindowChecksums(self._chunks.crc, len(paths))
-        appender = ChunkAppender(
-            self._attempt,
-            lambda i: f"{self._database}/{data_file_path(self._save_id, i)}",
-            len(paths),
-            self._data_file_nbytes,
-            written=lambda n: self._progress("upload", n),
-        )
+        checksums = WindowChecksums(self._chunks.crc, len(plan.file_nbytes))
+        upload = self._upload(lambda nbytes: self._progress("upload", nbytes))
+        for file, nbytes in enumerate(plan.file_nbytes):
+            count = -(-nbytes // self._sizes.window_nbytes)
+            upload.announce(file, self._path(file), nbytes, count)
         # Unbounded queues: what bounds them is the budget, whose slots their items hold.
         windows: asyncio.Queue[StagedWindow | None] = asyncio.Queue()
         chunks: asyncio.Queue[StagedChunk | None] = asyncio.Queue()
+        ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._serialize(windows, checksums, paths))
-                group.create_task(self._compress(chunks, appender))
-                inline = await self._stage(windows, chunks)
+                group.create_task(self._serialize(windows, checksums, upload))
+                packed = group.create_task(self._compress(chunks, ready))
+                inline = await self._stage(windows, chunks, ready)
         finally:
             self._staging.release()
+        paths = [upload.path(file) for file in range(len(plan.file_nbytes))]
+        packed_paths, packed_nbytes, packed_crcs = packed.result()
+        prefix = f"{self._database}/"
         files = [
-            (data_file_path(self._save_id, i), nbytes, crc)
-            for i, (nbytes, crc) in enumerate(
-                [
-                    *zip(plan.file_nbytes, checksums.file_crcs, strict=True),
-                    *zip(appender.file_nbytes, appender.file_crcs, strict=True),
-                ]
+            (path.removeprefix(prefix), nbytes, crc)
+            for path, nbytes, crc in zip(
+                [*paths, *packed_paths],
+                [*plan.file_nbytes, *packed_nbytes],
+                [*checksums.file_crcs, *packed_crcs],
+                strict=True,
             )
         ]
         return Payload(self._chunks, inline, files)
+
+    def _path(self, file: int) -> str:
+        return f"{self._database}/{data_file_path(self._save_id, file)}"
+
+    def _upload(self, written: Callable[[int], None]) -> WindowUpload:
+        return WindowUpload(
+            self._attempt,
+            window_nbytes=None if self._positional else self._sizes.window_nbytes,
+            written=written,
+        )
 
     async def _stage(
         self,
         windows: asyncio.Queue[StagedWindow | None],
         chunks: asyncio.Queue[StagedChunk | None],
+        ready: asyncio.Future[int],
     ) -> list[bytes]:
         start = time.perf_counter()
         plan = self._plan
@@ -177,7 +194,8 @@ class DataStages:
         await self._staging.windows(emit, flush)
         flush()
         windows.put_nowait(None)
-        await self._staging.chunks(chunks.put_nowait)
+        if plan.compressed:
+            await self._staging.chunks(chunks.put_nowait, reserved_units=await ready)
         chunks.put_nowait(None)
         self.clock.add("stage", start)
         self._staging.forget()
@@ -199,41 +217,80 @@ class DataStages:
         self,
         windows: asyncio.Queue[StagedWindow | None],
         checksums: WindowChecksums,
-        paths: Sequence[str],
+        upload: WindowUpload,
     ) -> None:
-        upload = WindowUpload(
-            self._attempt,
-            paths,
-            self._plan.file_nbytes,
-            self._plan.windows,
-            written=lambda n: self._progress("upload", n),
-        )
         begun = time.perf_counter()
-        sealed: asyncio.Queue[StagedWindow | None] = asyncio.Queue()
-
-        async def stream() -> None:
-            while (item := await sealed.get()) is not None:
-                await upload.write(item, self._written_or_failed)
-
+        filled: asyncio.Queue[Filled | None] = asyncio.Queue()
+        streams = min(self._sizes.concurrency, len(self._plan.windows))
         async with asyncio.TaskGroup() as group:
-            streams = min(self._concurrency, len(self._plan.windows))
             for _ in range(streams):
-                group.create_task(stream())
+                group.create_task(_stream(filled, upload, self._written_or_failed))
             while (item := await windows.get()) is not None:
                 start = time.perf_counter()
                 await self._staging.use([item.slot], checksums.seal, item.window, item.slot.buffer)
                 self.clock.add("serialize", start)
-                sealed.put_nowait(item)
+                window = item.window
+                filled.put_nowait(Filled(window.file, window.offset, window.nbytes, item.slot))
+                # Nothing but the slot may refer to the buffer while it is sent.
+                del item
             for _ in range(streams):
-                sealed.put_nowait(None)
+                filled.put_nowait(None)
         if self._plan.windows:
             self.clock.add("upload", begun)
 
-    def _written_or_failed(self, item: StagedWindow, error: BaseException | None) -> None:
-        self._staging.give([item.slot], error=error)
+    def _written_or_failed(self, slot: Slot, error: BaseException | None, reusable: bool) -> None:
+        if reusable:
+            self._staging.give([slot], error=error)
+        else:
+            self._staging.discard(slot)
 
     async def _compress(
-        self, chunks: asyncio.Queue[StagedChunk | None], appender: ChunkAppender
+        self, chunks: asyncio.Queue[StagedChunk | None], ready: asyncio.Future[int]
+    ) -> tuple[list[str], list[int], list[int]]:
+        """Paths, lengths and checksums of the files of compressed chunks."""
+        if not self._plan.compressed:
+            return [], [], []
+        first = len(self._plan.file_nbytes)
+
+        def written(nbytes: int) -> None:
+            self._progress("upload", nbytes)
+
+        if self._positional:
+            appender = ChunkAppender(
+                self._attempt, self._path, first, self._sizes.data_file_nbytes, written=written
+            )
+            ready.set_result(0)
+            await self._compress_into(appender, chunks)
+            return appender.paths, appender.file_nbytes, appender.file_crcs
+        upload = self._upload(lambda _: None)  # the packer tells of what goes into the windows
+        filled: asyncio.Queue[Filled | None] = asyncio.Queue()
+        packer = ChunkPacker(
+            self._path,
+            first,
+            self._sizes.data_file_nbytes,
+            self._window_pool,
+            self._compute,
+            emit=filled.put_nowait,
+            announce=upload.announce,
+            written=written,
+        )
+        try:
+            ready.set_result(await packer.reserve(self._sizes.concurrency + 1))
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self._sizes.concurrency):
+                    group.create_task(_stream(filled, upload, packer.done))
+                await self._compress_into(packer, chunks)
+                for _ in range(self._sizes.concurrency):
+                    filled.put_nowait(None)
+        finally:
+            packer.release()
+        files = range(first, first + len(packer.file_nbytes))
+        return [upload.path(file) for file in files], packer.file_nbytes, packer.file_crcs
+
+    async def _compress_into(
+        self,
+        target: ChunkAppender | ChunkPacker,
+        chunks: asyncio.Queue[StagedChunk | None],
     ) -> None:
         compressor = Compressor()
         running: list[tuple[StagedChunk, asyncio.Task[tuple[list[bytes], int, int]]]] = []
@@ -242,13 +299,13 @@ class DataStages:
             chunk, task = running.pop(0)
             blocks, nbytes, crc = await task
             self._staging.give(chunk.slots)
-            file, offset = appender.place(nbytes)
+            file, offset = target.place(nbytes)
             row = chunk.row
             self._chunks.file[row] = file
             self._chunks.offset[row] = offset
             self._chunks.nbytes[row] = nbytes
             self._chunks.crc[row] = crc
-            await appender.write(file, offset, blocks, crc, chunk)
+            await target.write(file, offset, blocks, crc, chunk.nbytes)
             self._staging.give((), chunk.units)
 
         async with asyncio.TaskGroup() as group:
@@ -264,7 +321,18 @@ class DataStages:
                     await oldest()
             while running:
                 await oldest()
-        await appender.finish()
+        await target.finish()
+
+
+async def _stream(
+    filled: asyncio.Queue[Filled | None],
+    upload: WindowUpload,
+    done: Callable[[Slot, BaseException | None, bool], None],
+) -> None:
+    """Windows are written one after the other, up to the end of the queue."""
+    while (item := await filled.get()) is not None:
+        await upload.write(item, done)
+        del item
 
 
 INLINE_VALUES = 4096

@@ -23,7 +23,7 @@ from asyncckpt.errors import AsyncCheckpointError, StagingError
 from asyncckpt.flow.arena import Arena
 from asyncckpt.flow.buffers import Slot, SlotPool
 from asyncckpt.flow.threads import ThreadAbandonedError, Workers
-from asyncckpt.options import PAGE_NBYTES
+from asyncckpt.options import MIB, PAGE_NBYTES
 from asyncckpt.planning.save import SavePlan, Window
 from asyncckpt.ports import ArrayAdapter, Bytes, Source
 from asyncckpt.spec import DTYPES, Box
@@ -32,11 +32,11 @@ from asyncckpt.stages.payload import ArrayReader, gather
 T = TypeVar("T")
 P = ParamSpec("P")
 
-GROUP_WINDOWS = 8
-"""Windows copied by one call of a worker: a hop between threads costs about 0.1 ms, a window's
-copy 0.4 ms."""
+GROUP_NBYTES = 64 * MIB
+"""Windows copied by one call of a worker: a hop between threads costs about 0.1 ms, the copy of
+8 MiB 0.4 ms."""
 
-SMALL_GROUP_WINDOWS = 2
+SMALL_GROUP_NBYTES = 16 * MIB
 """The same where nobody waits for the copies: the first write begins after the first group."""
 
 IMMUTABLE_FRAMEWORKS = frozenset(("jax",))
@@ -52,11 +52,6 @@ class StagedWindow:
 
     window: Window
     slot: Slot
-
-    @property
-    def data(self) -> Bytes:
-        """The window's bytes."""
-        return self.slot.buffer[: self.window.nbytes]
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +74,7 @@ class Staging:
         adapters: Sequence[ArrayAdapter],
         paths: Sequence[str],
         pool: SlotPool,
+        window_pool: SlotPool,
         compute: Workers,
         *,
         grow: bool,
@@ -88,6 +84,7 @@ class Staging:
         self._adapters = adapters
         self._paths = paths
         self._pool = pool
+        self._window_pool = window_pool
         self._compute = compute
         self._grow = grow
         self._leaf_of: list[int] = plan.arrays.leaf.tolist()
@@ -137,20 +134,21 @@ class Staging:
 
         async with asyncio.TaskGroup() as group:
             windows = self._plan.windows
+            pool = self._window_pool
             # One thread, if it gets stuck, must not take the whole budget with it.
-            largest = GROUP_WINDOWS if self._grow else SMALL_GROUP_WINDOWS
-            most = max(1, min(largest, self._pool.budget.capacity // 4))
+            nbytes = GROUP_NBYTES if self._grow else SMALL_GROUP_NBYTES
+            most = max(1, min(nbytes // pool.slot_nbytes, pool.capacity // 4))
             if self._grow:
-                group.create_task(self._pool.prepare(len(windows)))
+                group.create_task(pool.prepare(len(windows)))
             done = 0
             while done < len(windows):
-                slots = self._pool.take_ready(min(most, len(windows) - done))
+                slots = pool.take_ready(min(most, len(windows) - done))
                 if not slots and running:
                     await emit_oldest()
                     continue
                 if not slots:
                     flush()
-                    slots = await self._pool.take(1, grow=self._grow)
+                    slots = await pool.take(1, grow=self._grow)
                 self.held.update(slots)
                 part = [
                     StagedWindow(window, slot)
@@ -164,20 +162,21 @@ class Staging:
             while running:
                 await emit_oldest()
 
-    async def chunks(self, emit: Callable[[StagedChunk], None]) -> None:
+    async def chunks(self, emit: Callable[[StagedChunk], None], *, reserved_units: int) -> None:
         """Every chunk that will be compressed is staged and was handed to `emit`, in plan order.
 
         Each holds slots for its payload and as many units again for what the compressor makes,
-        taken at once, so that compression never waits for memory. Cancellation, errors: as
-        `windows`.
+        taken at once, so that compression never waits for memory. `reserved_units` of the budget
+        are somebody else's all the while. Cancellation, errors: as `windows`.
         """
+        capacity = self._pool.budget.capacity - reserved_units
         for array in self._plan.compressed:
             first = int(self._plan.first_row[array])
             for row in range(first, first + self._plan.arrays.of(array).grid.chunk_count):
                 nbytes = int(self._plan.row_payload[row])
                 count = max(1, -(-nbytes // self._pool.slot_nbytes))
                 # As many as are taken where both together exceed the budget.
-                units = max(0, min(count, self._pool.budget.capacity - count))
+                units = max(0, min(count, capacity - count))
                 slots = await self._pool.take(count, grow=self._grow, extra=units)
                 self.held.update(slots)
                 self.held_units += units
@@ -248,7 +247,8 @@ class Staging:
 
     def release(self) -> None:
         """Slots and units that nobody gave back go back; for the end of a failed save."""
-        self._pool.give(self.held)
+        for slot in self.held:
+            slot.pool.give([slot])
         self.held.clear()
         if self.held_units:
             self._pool.budget.release(self.held_units)
@@ -260,10 +260,16 @@ class Staging:
     ) -> None:
         """These slots and units are free again; `error` is how their last use ended."""
         self.held.difference_update(slots)
-        self._pool.give(slots, error)
+        for slot in slots:
+            slot.pool.give([slot], error)
         if units:
             self.held_units -= units
             self._pool.budget.release(units)
+
+    def discard(self, slot: Slot) -> None:
+        """The slot is not used again: a client may still be sending what is in it."""
+        self.held.discard(slot)
+        slot.pool.discard([slot])
 
     # -- in worker threads
 

@@ -107,8 +107,12 @@ class LocalAttempt:
 
     # ------------------------------------------------------------------------------------ files
 
-    async def create(self, path: str, *, nbytes: int) -> LocalDataFile:
+    async def create(
+        self, path: str, *, nbytes: int, window_nbytes: int | None = None
+    ) -> LocalDataFile:
         """A new data file is open for writing; `nbytes` of space are reserved where possible.
+
+        Writes may be of any size and in any order, whatever `window_nbytes`.
 
         Raises:
             UsageError: the path leaves the attempt or is the record's.

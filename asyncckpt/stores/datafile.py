@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from asyncckpt.errors import AsyncCheckpointError, StoreError, UsageError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.ports import Bytes
@@ -115,8 +117,8 @@ class LocalDataFile:
         else:
             self._direct = Descriptor(direct)
 
-    async def write(self, offset: int, data: Bytes) -> None:
-        """All of `data` is written at `offset` (not yet durable).
+    async def write(self, offset: int, data: Bytes | bytearray) -> bool:
+        """All of `data` is written at `offset` (not yet durable), and nobody reads it any more.
 
         Cancellation: waits until the thread no longer reads `data`, then raises.
 
@@ -126,8 +128,9 @@ class LocalDataFile:
         self._check()
         if self._buffered is None or self.sealed:
             raise UsageError(f"{self._location}: the data file is sealed", location=self._location)
-        if data.size:
-            await self._workers.run(self._write, offset, data)
+        if len(data):
+            await self._workers.run(self._write, offset, np.frombuffer(data, np.uint8))
+        return True
 
     async def write_runs(self, offsets: Sequence[int], runs: Sequence[Bytes]) -> None:
         """Each of many short runs is written at its own offset (not yet durable).

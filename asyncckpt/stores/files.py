@@ -22,7 +22,7 @@ from asyncckpt.errors import (
     CorruptCheckpointError,
 )
 from asyncckpt.flow.threads import Workers
-from asyncckpt.ports import Bytes, Entry
+from asyncckpt.ports import Bytes, Entry, StoreCapabilities
 from asyncckpt.stores.failures import reported, store_error
 from asyncckpt.stores.layout import path_parts
 from asyncckpt.stores.posix import (
@@ -52,11 +52,18 @@ class LocalFiles:
     """The files of one checkpoint. Made by `LocalStore.files`; nothing is open yet.
 
     Attributes:
+        capabilities: those of the store.
         closed: whether `close` was called.
     """
 
-    def __init__(self, location: str, workers: Workers) -> None:
+    def __init__(
+        self,
+        location: str,
+        workers: Workers,
+        capabilities: StoreCapabilities = StoreCapabilities("any"),  # noqa: B008 - immutable
+    ) -> None:
         self.location = location
+        self.capabilities = capabilities
         self._workers = workers
         self._lock = threading.Lock()
         self._directory: Descriptor | None = None

@@ -14,7 +14,8 @@ from typing import Literal
 
 from asyncckpt.errors import CheckpointNotFoundError, UsageError
 from asyncckpt.flow.threads import Workers
-from asyncckpt.ports import StoreCapabilities
+from asyncckpt.options import DEFAULT_DATA_FILE_NBYTES, LOCAL_CONCURRENCY, SLOT_NBYTES
+from asyncckpt.ports import Sizes, StoreCapabilities
 from asyncckpt.stores.attempt import Context, LocalAttempt
 from asyncckpt.stores.datafile import DirectWrites
 from asyncckpt.stores.export import LocalExport
@@ -38,7 +39,7 @@ from asyncckpt.stores.locks import (
 )
 from asyncckpt.stores.posix import PAGE_NBYTES, flush_directory, landed, remove_tree
 from asyncckpt.stores.publish import IsValid
-from asyncckpt.stores.sweep import sweep, tidy
+from asyncckpt.stores.sweep import collect, sweep, tidy
 from asyncckpt.stores.waiting import to_the_end
 
 
@@ -89,6 +90,21 @@ class LocalStore:
 
     def __repr__(self) -> str:
         return f"LocalStore({self.url!r})"
+
+    def sizes(
+        self,
+        nbytes: int,
+        *,
+        budget_nbytes: int,
+        data_file_nbytes: int | None = None,
+        concurrency: int | None = None,
+    ) -> Sizes:
+        """Files as large as asked for, written in slots: local disk does not care."""
+        return Sizes(
+            data_file_nbytes or DEFAULT_DATA_FILE_NBYTES,
+            SLOT_NBYTES,
+            concurrency or LOCAL_CONCURRENCY,
+        )
 
     async def begin(
         self,
@@ -163,7 +179,7 @@ class LocalStore:
 
     def files(self, name: str) -> LocalFiles:
         """Read access to one checkpoint; nothing is opened yet."""
-        files = LocalFiles(self._layout.target(check_name(name)), self._workers)
+        files = LocalFiles(self._layout.target(check_name(name)), self._workers, self.capabilities)
         self._files = [open_files for open_files in self._files if not open_files.closed]
         self._files.append(files)
         return files
@@ -246,6 +262,21 @@ class LocalStore:
     def _sweep(self) -> list[str]:
         with reported("sweeping", self._layout.control):
             return sweep(self._layout, self._context.machine())
+
+    async def collect(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:
+        """Leftovers in which nothing was written for so long are gone; returns their names.
+
+        What another process has locked stays. Cancellation: waits for the thread, then raises.
+
+        Raises:
+            StoreError: removing failed, or another process replaces or deletes here.
+        """
+        self._wrote = True
+        return await self._workers.run(self._collect, older_than_s, dry_run)
+
+    def _collect(self, older_than_s: float, dry_run: bool) -> list[str]:
+        with reported("collecting leftovers in", self._layout.control):
+            return collect(self._layout, older_than_s, dry_run=dry_run)
 
     async def close(self) -> None:
         """Descriptors are closed, and empty directories of ours are gone. Idempotent."""

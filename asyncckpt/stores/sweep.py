@@ -18,6 +18,7 @@ import errno
 import logging
 import os
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -90,6 +91,62 @@ def sweep(layout: Layout, machine: Machine) -> list[str]:
             unlock(claim.fd)
             os.close(claim.fd)
     return removed
+
+
+def collect(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:
+    """Leftovers in which nothing was written for so long are gone; returns their names. Blocking.
+
+    It need not be proven that they are dead: whoever asks for this says so. What is locked on this
+    host, or by whatever shares its locks, is alive and stays.
+
+    Raises:
+        OSError: removing failed.
+        StoreError: another process replaces or deletes here.
+    """
+    if not any(True for _ in _leftovers(layout)):
+        return []
+    found: list[str] = []
+    with root_lock(layout):
+        for path in list(_leftovers(layout)):
+            if time.time() - _written_s(path) < older_than_s:
+                continue
+            if not dry_run and not _remove_unlocked(path):
+                continue
+            found.append(os.path.relpath(path, layout.control))
+    return found
+
+
+def _remove_unlocked(path: str) -> bool:
+    """Whether the leftover was not locked, and is gone."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        remove_owner(path)  # an owner file whose directory is gone
+        return True
+    except NotADirectoryError:
+        return False  # nothing that we make
+    try:
+        if try_lock(fd) is False or not leads_to(path, fd):
+            return False
+        remove_tree(path, first=RECORD_FILE)
+        remove_owner(path)
+        return True
+    finally:
+        unlock(fd)
+        os.close(fd)
+
+
+def _written_s(path: str) -> float:
+    """When something in the leftover was last written, in seconds since 1970; now if unknown."""
+    newest = 0.0
+    for top in (path, path + OWNER_SUFFIX):
+        with contextlib.suppress(FileNotFoundError):
+            newest = max(newest, os.lstat(top).st_mtime)
+    for directory, _, names in os.walk(path):
+        for name in (".", *names):
+            with contextlib.suppress(FileNotFoundError):
+                newest = max(newest, os.lstat(os.path.join(directory, name)).st_mtime)
+    return newest or time.time()
 
 
 def tidy(layout: Layout) -> None:

@@ -4,7 +4,7 @@
 
 Operations are counted from 1 for each kind and, as `any`, over all kinds. The kinds are `begin`,
 `create`, `write`, `seal`, `put`, `publish`, `abort`, `files`, `read`, `read_into`, `entries`,
-`close_files`, `names`, `delete`, `sweep` and `close`.
+`close_files`, `names`, `delete`, `sweep`, `collect` and `close`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from asyncckpt.ports import (
     CheckpointFiles,
     DataFile,
     Entry,
+    Sizes,
     Store,
     StoreCapabilities,
 )
@@ -115,6 +116,22 @@ class FaultStore:
             if fault.error is not None:
                 raise fault.error
 
+    def sizes(
+        self,
+        nbytes: int,
+        *,
+        budget_nbytes: int,
+        data_file_nbytes: int | None = None,
+        concurrency: int | None = None,
+    ) -> Sizes:
+        """As the inner store."""
+        return self.inner.sizes(
+            nbytes,
+            budget_nbytes=budget_nbytes,
+            data_file_nbytes=data_file_nbytes,
+            concurrency=concurrency,
+        )
+
     async def begin(
         self,
         name: str,
@@ -158,6 +175,11 @@ class FaultStore:
         async with self.operation("sweep", ""):
             return await self.inner.sweep()
 
+    async def collect(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:
+        """As the inner store."""
+        async with self.operation("collect", ""):
+            return await self.inner.collect(older_than_s, dry_run=dry_run)
+
     async def close(self) -> None:
         """As the inner store."""
         async with self.operation("close", ""):
@@ -172,10 +194,12 @@ class FaultAttempt:
         self._store = store
         self._inner = inner
 
-    async def create(self, path: str, *, nbytes: int) -> FaultDataFile:
+    async def create(
+        self, path: str, *, nbytes: int, window_nbytes: int | None = None
+    ) -> FaultDataFile:
         """As the inner attempt."""
         async with self._store.operation("create", path):
-            inner = await self._inner.create(path, nbytes=nbytes)
+            inner = await self._inner.create(path, nbytes=nbytes, window_nbytes=window_nbytes)
         return FaultDataFile(self._store, inner)
 
     async def put(self, path: str, data: bytes | memoryview) -> None:
@@ -202,14 +226,18 @@ class FaultDataFile:
     """A data file of a `FaultStore`."""
 
     def __init__(self, store: FaultStore, inner: DataFile) -> None:
-        self.path = inner.path
         self._store = store
         self._inner = inner
 
-    async def write(self, offset: int, data: Bytes) -> None:
+    @property
+    def path(self) -> str:
+        """As of the inner file."""
+        return self._inner.path
+
+    async def write(self, offset: int, data: Bytes | bytearray) -> bool:
         """As the inner file."""
         async with self._store.operation("write", self.path):
-            await self._inner.write(offset, data)
+            return await self._inner.write(offset, data)
 
     async def seal(self, nbytes: int) -> None:
         """As the inner file."""
@@ -222,6 +250,7 @@ class FaultFiles:
 
     def __init__(self, store: FaultStore, inner: CheckpointFiles) -> None:
         self.location = inner.location
+        self.capabilities = inner.capabilities
         self._store = store
         self._inner = inner
 

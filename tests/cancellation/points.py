@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 import asyncckpt
-from asyncckpt.checkpointer import layout
 from asyncckpt.checkpointer.core import Core
 from asyncckpt.flow.buffers import AnonymousMemory, SlotPool
 from asyncckpt.flow.engine import Engine
 from asyncckpt.options import KIB, MIB, LeafOptions, SaveOptions
 from asyncckpt.spec import ArraySpec
+from asyncckpt.stores import local
 
 SLOT_NBYTES = 64 * KIB
 """Small slots make many windows out of a small state, and a budget that is used up."""
@@ -116,7 +116,7 @@ def _site(coroutine: Any) -> str:
 
 def small_slots(ckpt: asyncckpt.Checkpointer, monkeypatch: pytest.MonkeyPatch) -> Core:
     """The checkpointer stages in slots of 64 KiB, of which it has eight."""
-    monkeypatch.setattr(layout, "SLOT_NBYTES", SLOT_NBYTES)
+    monkeypatch.setattr(local, "SLOT_NBYTES", SLOT_NBYTES)
     core = ckpt._core
     runtime = core.runtime
     runtime.pool = SlotPool(

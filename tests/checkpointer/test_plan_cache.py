@@ -19,10 +19,13 @@ from asyncckpt.adapters import adapters_for_loaded_frameworks
 from asyncckpt.checkpointer import layout
 from asyncckpt.checkpointer.capture import Capture, capture
 from asyncckpt.checkpointer.layout import LayoutCache, layout_key, make_layout
-from asyncckpt.options import GIB
+from asyncckpt.options import GIB, SLOT_NBYTES
+from asyncckpt.ports import Sizes
 from asyncckpt.spec import Shard
 from tests.eight_devices import eight_devices as eight_devices
 from tests.eight_devices import on_eight_devices
+
+SIZES = Sizes(GIB, SLOT_NBYTES, 6)
 
 BASE = np.arange(40_000, dtype=np.float32).reshape(200, 200)
 
@@ -84,8 +87,8 @@ SCHEMAS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 OPTIONS: dict[str, SaveOptions] = {
-    "chunk_nbytes": SaveOptions(chunk_nbytes=8192),
     "target_data_file_nbytes": SaveOptions(target_data_file_nbytes=16 << 20),
+    "chunk_nbytes": SaveOptions(chunk_nbytes=8192),
     "compression": SaveOptions(compression="zstd"),
     "compression_level": SaveOptions(compression="zstd", compression_level=5),
     "layout": SaveOptions(layout="regular"),
@@ -196,6 +199,7 @@ def key_with(
     budget: int = GIB,
     holders: tuple[int, ...] | None = None,
     processes: int = 1,
+    sizes: Sizes = SIZES,
 ) -> list[object]:
     found = taken(value)
     if holders is not None:
@@ -203,7 +207,7 @@ def key_with(
             if source.shards is not None:
                 source.shards = tuple(Shard(shard.box, holders) for shard in source.shards)
     monkeypatch.setattr(layout, "PROCESS_COUNT", processes)
-    return layout_key(found, options or SaveOptions(), budget)
+    return layout_key(found, options or SaveOptions(), budget, sizes)
 
 
 def test_every_part_of_the_key_is_changed_by_something(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,10 +229,16 @@ def test_every_part_of_the_key_is_changed_by_something(monkeypatch: pytest.Monke
         compare(key_with(monkeypatch, before()), key_with(monkeypatch, after()))
     base = key_with(monkeypatch, tree())
     for options in OPTIONS.values():
-        compare(base, key_with(monkeypatch, tree(), options))
+        size = options.target_data_file_nbytes
+        sizes = SIZES if size == "auto" else Sizes(size, SLOT_NBYTES, 6)
+        compare(base, key_with(monkeypatch, tree(), options, sizes=sizes))
     compare(base, key_with(monkeypatch, tree(), budget=2 * GIB))
     compare(base, key_with(monkeypatch, tree(), holders=(0, 1)))
     compare(base, key_with(monkeypatch, tree(), processes=2))
+    for sizes in (Sizes(2 * GIB, SLOT_NBYTES, 6), Sizes(GIB, 2 * SLOT_NBYTES, 6)):
+        compare(base, key_with(monkeypatch, tree(), sizes=sizes))
+    # Writes in flight change nothing of what is written.
+    assert key_with(monkeypatch, tree(), sizes=Sizes(GIB, SLOT_NBYTES, 9)) == base
     # The device of a typed key needs a second device; see below.
     (devices,) = set(range(len(flat(base)))) - changed
     assert flat(base)[devices] == {}
@@ -239,10 +249,10 @@ def test_every_part_of_the_key_is_changed_by_something(monkeypatch: pytest.Monke
 
 
 def test_equal_keys_give_equal_layouts() -> None:
-    key = layout_key(taken(tree()), SaveOptions(), GIB)
-    again = layout_key(taken(tree()), SaveOptions(), GIB)
+    key = layout_key(taken(tree()), SaveOptions(), GIB, SIZES)
+    again = layout_key(taken(tree()), SaveOptions(), GIB, SIZES)
     assert key == again
-    one, other = (make_layout(taken(tree()), SaveOptions(), GIB) for _ in range(2))
+    one, other = (make_layout(taken(tree()), SaveOptions(), GIB, SIZES) for _ in range(2))
     assert one.plan.digest == other.plan.digest
     assert (one.specs, one.spec_of, one.pieces) == (other.specs, other.spec_of, other.pieces)
     assert (one.orbax, one.notes) == (other.orbax, other.notes)
