@@ -97,8 +97,8 @@ class DataFile(Protocol):
     """One open data file of a save attempt.
 
     Attributes:
-        path: its path, final once it is sealed: a store may have had to begin it anew under
-            another name.
+        path: its path, final once it is sealed: of a file that was created with `window_nbytes` a
+            store may have had to send a part of again, under another name.
     """
 
     path: str

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 import uuid
@@ -198,11 +199,7 @@ class Save:
             private=request.options.private,
         )
         try:
-            data, payload, compatibility = await self._data(attempt, layout, sizes)
-            self._state.stage = "commit"
-            record, stored_nbytes, file_count = await self._index(
-                attempt, layout, payload, compatibility
-            )
+            data, (record, stored_nbytes, file_count) = await self._data(attempt, layout, sizes)
         except BaseException as error:
             # Shielded: a second cancellation must not leave half an attempt behind.
             try:
@@ -210,6 +207,7 @@ class Save:
             except AsyncCheckpointError as failure:
                 error.add_note(f"cleaning up failed too: {failure}")
             raise
+        self._state.stage = "commit"
         await to_completion(attempt.publish(record))
         self._state.done_nbytes = self._state.total_nbytes
         return SaveReport(
@@ -254,7 +252,7 @@ class Save:
 
     async def _data(
         self, attempt: Attempt, layout: Layout, sizes: Sizes
-    ) -> tuple[DataStages, Payload, list[tuple[str, int, int]]]:
+    ) -> tuple[DataStages, tuple[bytes, int, int]]:
         request, runtime = self._request, self._runtime
         taken = request.taken
         mirrors, owners = mirror_sources(taken, layout.mirrors, NumpyAdapter())
@@ -279,10 +277,16 @@ class Save:
         )
         self._state.stage = "stage"
         orbax = {f"{DATABASE}/{path}": content for path, content in (layout.orbax or {}).items()}
+        compatibility = file_rows(list(orbax.items()))
+        indexed = itertools.count()
+
+        async def index(payload: Payload) -> tuple[bytes, int, int]:
+            return await self._index(attempt, layout, payload, compatibility, next(indexed))
+
         async with asyncio.TaskGroup() as group:
             group.create_task(put_all(attempt, orbax))
-            payload = await data.run()
-        return data, payload, file_rows(list(orbax.items()))
+            record = await data.run(index)
+        return data, record
 
     async def _index(
         self,
@@ -290,9 +294,12 @@ class Save:
         layout: Layout,
         payload: Payload,
         compatibility: list[tuple[str, int, int]],
+        number: int,
     ) -> tuple[bytes, int, int]:
+        """The index is durable; returns the record, the bytes of all files, and their number."""
         compute = self._runtime.engine.compute
-        path = f"d/{self._save_id}-index"
+        # Made again, it has another name: the first one may still be on its way.
+        path = f"d/{self._save_id}-index" + (f"{number}" if number else "")
         now_ns = time.time_ns()
         index = await compute.run(
             encode_index,

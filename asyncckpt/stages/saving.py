@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -39,6 +40,8 @@ from asyncckpt.stages.upload import (
     WindowUpload,
     data_file_path,
 )
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -119,8 +122,12 @@ class DataStages:
         """Bytes of leaves that were held instead of copied."""
         return self._staging.referenced_nbytes
 
-    async def run(self) -> Payload:
-        """All data files are durable, and every leaf was copied before `staged` was called.
+    async def run(self, index: Callable[[Payload], Coroutine[Any, Any, T]]) -> T:
+        """All data files are durable, and so is what `index` has made of their places.
+
+        Every leaf was copied before `staged` was called. `index` is called when the last checksum
+        is known, while the last files are still on their way, and once more if one of these had
+        to be sent again under another name; the result is that of its last call.
 
         Cancellation: waits for copies and writes that are running, then frees all slots.
 
@@ -130,50 +137,96 @@ class DataStages:
         """
         plan = self._plan
         checksums = WindowChecksums(self._chunks.crc, len(plan.file_nbytes))
-        upload = self._upload(lambda nbytes: self._progress("upload", nbytes))
+        upload = WindowUpload(
+            self._attempt,
+            window_nbytes=None if self._positional else self._sizes.window_nbytes,
+            written=lambda nbytes: self._progress("upload", nbytes),
+        )
         for file, nbytes in enumerate(plan.file_nbytes):
             count = -(-nbytes // self._sizes.window_nbytes)
             upload.announce(file, self._path(file), nbytes, count)
+        filled: asyncio.Queue[Filled | None] = asyncio.Queue()
+        target = self._target(filled, upload)
+
+        def payload() -> Payload:
+            return self._payload(checksums, target, upload, inline)
+
         # Unbounded queues: what bounds them is the budget, whose slots their items hold.
         windows: asyncio.Queue[StagedWindow | None] = asyncio.Queue()
         chunks: asyncio.Queue[StagedChunk | None] = asyncio.Queue()
-        ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        reserved: asyncio.Future[int] = loop.create_future()
+        sealed: asyncio.Future[None] = loop.create_future()
+        packed: asyncio.Future[None] = loop.create_future()
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._serialize(windows, checksums, upload))
-                packed = group.create_task(self._compress(chunks, ready))
-                inline = await self._stage(windows, chunks, ready)
+                group.create_task(self._serialize(windows, checksums, upload, sealed))
+                group.create_task(self._compress(chunks, target, filled, upload, reserved, packed))
+                inline = await self._stage(windows, chunks, reserved)
+                await sealed
+                await packed
+                first = payload()
+                result = await index(first)
         finally:
             self._staging.release()
-        paths = [upload.path(file) for file in range(len(plan.file_nbytes))]
-        packed_paths, packed_nbytes, packed_crcs = packed.result()
-        prefix = f"{self._database}/"
-        files = [
-            (path.removeprefix(prefix), nbytes, crc)
-            for path, nbytes, crc in zip(
-                [*paths, *packed_paths],
-                [*plan.file_nbytes, *packed_nbytes],
-                [*checksums.file_crcs, *packed_crcs],
-                strict=True,
-            )
-        ]
-        return Payload(self._chunks, inline, files)
+        last = payload()
+        return result if last.files == first.files else await index(last)
 
     def _path(self, file: int) -> str:
         return f"{self._database}/{data_file_path(self._save_id, file)}"
 
-    def _upload(self, written: Callable[[int], None]) -> WindowUpload:
-        return WindowUpload(
-            self._attempt,
-            window_nbytes=None if self._positional else self._sizes.window_nbytes,
-            written=written,
+    def _target(
+        self, filled: asyncio.Queue[Filled | None], upload: WindowUpload
+    ) -> ChunkAppender | ChunkPacker | None:
+        """Where compressed chunks go."""
+        if not self._plan.compressed:
+            return None
+        first = len(self._plan.file_nbytes)
+        if self._positional:
+            return ChunkAppender(
+                self._attempt,
+                self._path,
+                first,
+                self._sizes.data_file_nbytes,
+                written=lambda nbytes: self._progress("upload", nbytes),
+            )
+        return ChunkPacker(
+            self._path,
+            first,
+            self._sizes.data_file_nbytes,
+            self._window_pool,
+            self._compute,
+            emit=filled.put_nowait,
+            announce=upload.announce,
+            written=lambda nbytes: self._progress("upload", nbytes),
         )
+
+    def _payload(
+        self,
+        checksums: WindowChecksums,
+        target: ChunkAppender | ChunkPacker | None,
+        upload: WindowUpload,
+        inline: list[bytes],
+    ) -> Payload:
+        """Places and checksums, as they are now."""
+        files = list(zip(self._plan.file_nbytes, checksums.file_crcs, strict=True))
+        planned = len(files)
+        if target is not None:
+            files += zip(target.file_nbytes, target.file_crcs, strict=True)
+        prefix = f"{self._database}/"
+        rows = []
+        for file, (nbytes, crc) in enumerate(files):
+            is_window = file < planned or isinstance(target, ChunkPacker)
+            path = upload.path(file) if is_window else self._path(file)
+            rows.append((path.removeprefix(prefix), nbytes, crc))
+        # Whoever encodes them lets go of them one by one; a second call needs them again.
+        return Payload(self._chunks, inline if self._positional else list(inline), rows)
 
     async def _stage(
         self,
         windows: asyncio.Queue[StagedWindow | None],
         chunks: asyncio.Queue[StagedChunk | None],
-        ready: asyncio.Future[int],
+        reserved: asyncio.Future[int],
     ) -> list[bytes]:
         start = time.perf_counter()
         plan = self._plan
@@ -195,7 +248,7 @@ class DataStages:
         flush()
         windows.put_nowait(None)
         if plan.compressed:
-            await self._staging.chunks(chunks.put_nowait, reserved_units=await ready)
+            await self._staging.chunks(chunks.put_nowait, reserved_units=await reserved)
         chunks.put_nowait(None)
         self.clock.add("stage", start)
         self._staging.forget()
@@ -218,6 +271,7 @@ class DataStages:
         windows: asyncio.Queue[StagedWindow | None],
         checksums: WindowChecksums,
         upload: WindowUpload,
+        sealed: asyncio.Future[None],
     ) -> None:
         begun = time.perf_counter()
         filled: asyncio.Queue[Filled | None] = asyncio.Queue()
@@ -229,10 +283,13 @@ class DataStages:
                 start = time.perf_counter()
                 await self._staging.use([item.slot], checksums.seal, item.window, item.slot.buffer)
                 self.clock.add("serialize", start)
-                window = item.window
-                filled.put_nowait(Filled(window.file, window.offset, window.nbytes, item.slot))
+                window, slot = item.window, item.slot
+                filled.put_nowait(
+                    Filled(window.file, window.offset, window.nbytes, slot, window.nbytes)
+                )
                 # Nothing but the slot may refer to the buffer while it is sent.
-                del item
+                del item, slot
+            sealed.set_result(None)
             for _ in range(streams):
                 filled.put_nowait(None)
         if self._plan.windows:
@@ -245,47 +302,34 @@ class DataStages:
             self._staging.discard(slot)
 
     async def _compress(
-        self, chunks: asyncio.Queue[StagedChunk | None], ready: asyncio.Future[int]
-    ) -> tuple[list[str], list[int], list[int]]:
-        """Paths, lengths and checksums of the files of compressed chunks."""
-        if not self._plan.compressed:
-            return [], [], []
-        first = len(self._plan.file_nbytes)
-
-        def written(nbytes: int) -> None:
-            self._progress("upload", nbytes)
-
-        if self._positional:
-            appender = ChunkAppender(
-                self._attempt, self._path, first, self._sizes.data_file_nbytes, written=written
-            )
-            ready.set_result(0)
-            await self._compress_into(appender, chunks)
-            return appender.paths, appender.file_nbytes, appender.file_crcs
-        upload = self._upload(lambda _: None)  # the packer tells of what goes into the windows
-        filled: asyncio.Queue[Filled | None] = asyncio.Queue()
-        packer = ChunkPacker(
-            self._path,
-            first,
-            self._sizes.data_file_nbytes,
-            self._window_pool,
-            self._compute,
-            emit=filled.put_nowait,
-            announce=upload.announce,
-            written=written,
-        )
+        self,
+        chunks: asyncio.Queue[StagedChunk | None],
+        target: ChunkAppender | ChunkPacker | None,
+        filled: asyncio.Queue[Filled | None],
+        upload: WindowUpload,
+        reserved: asyncio.Future[int],
+        packed: asyncio.Future[None],
+    ) -> None:
+        if target is None:
+            packed.set_result(None)
+            return
+        if isinstance(target, ChunkAppender):
+            reserved.set_result(0)
+            await self._compress_into(target, chunks)
+            packed.set_result(None)
+            return
+        streams = self._sizes.concurrency
         try:
-            ready.set_result(await packer.reserve(self._sizes.concurrency + 1))
+            reserved.set_result(await target.reserve(streams + 1))
             async with asyncio.TaskGroup() as group:
-                for _ in range(self._sizes.concurrency):
-                    group.create_task(_stream(filled, upload, packer.done))
-                await self._compress_into(packer, chunks)
-                for _ in range(self._sizes.concurrency):
+                for _ in range(streams):
+                    group.create_task(_stream(filled, upload, target.done))
+                await self._compress_into(target, chunks)
+                packed.set_result(None)
+                for _ in range(streams):
                     filled.put_nowait(None)
         finally:
-            packer.release()
-        files = range(first, first + len(packer.file_nbytes))
-        return [upload.path(file) for file in files], packer.file_nbytes, packer.file_crcs
+            target.release()
 
     async def _compress_into(
         self,

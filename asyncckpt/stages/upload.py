@@ -34,12 +34,14 @@ class Filled:
         offset: where the window begins in it.
         nbytes: its length.
         slot: where it is.
+        counted: bytes that are told as progress once it is written.
     """
 
     file: int
     offset: int
     nbytes: int
     slot: Slot
+    counted: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +60,7 @@ class WindowUpload:
         attempt: where the files go.
         window_nbytes: size of a window, for stores that make one request of each; None where
             writes go to places of a file, whole pages at a time.
-        written: called with the number of bytes of every window that is written.
+        written: called with `Filled.counted` of every window that is written.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class WindowUpload:
             done(item.slot, error, self._window_nbytes is None)
             raise
         done(item.slot, None, reusable)
-        self._written(item.nbytes)
+        self._written(item.counted)
         opened.left -= 1
         if opened.left == 0:
             await file.seal(opened.nbytes)
@@ -133,11 +135,6 @@ class ChunkAppender:
         self._written = written
         self.file_nbytes: list[int] = []
         self.file_crcs: list[int] = []
-
-    @property
-    def paths(self) -> list[str]:
-        """Where the files are."""
-        return [self._path(self._first + number) for number in range(len(self.file_nbytes))]
 
     def place(self, nbytes: int) -> tuple[int, int]:
         """File index and offset of the next chunk; final at once."""
