@@ -19,6 +19,7 @@ _EXPORTS = {
     "ShardedArray": "adapters.sharded_array",
     "Checkpointer": "checkpointer",
     "PendingSave": "checkpointer",
+    "collect_garbage": "checkpointer",
     "convert": "checkpointer",
     "diff": "checkpointer",
     "export": "checkpointer",
@@ -26,6 +27,7 @@ _EXPORTS = {
     "restore": "checkpointer",
     "restore_into": "checkpointer",
     "save": "checkpointer",
+    "tune": "checkpointer.tuning",
     "verify": "checkpointer",
     "AsyncCheckpointError": "errors",
     "CheckpointExistsError": "errors",
@@ -50,6 +52,8 @@ _EXPORTS = {
     "LeafOptions": "options",
     "RestoreOptions": "options",
     "SaveOptions": "options",
+    "TunePoint": "planning.tuning",
+    "TuneReport": "planning.tuning",
     "CheckpointInfo": "reports",
     "ConvertReport": "reports",
     "Damage": "reports",
@@ -75,6 +79,7 @@ if TYPE_CHECKING:
     from asyncckpt.adapters.sharded_array import ShardedArray as ShardedArray
     from asyncckpt.checkpointer import Checkpointer as Checkpointer
     from asyncckpt.checkpointer import PendingSave as PendingSave
+    from asyncckpt.checkpointer import collect_garbage as collect_garbage
     from asyncckpt.checkpointer import convert as convert
     from asyncckpt.checkpointer import diff as diff
     from asyncckpt.checkpointer import export as export
@@ -83,6 +88,7 @@ if TYPE_CHECKING:
     from asyncckpt.checkpointer import restore_into as restore_into
     from asyncckpt.checkpointer import save as save
     from asyncckpt.checkpointer import verify as verify
+    from asyncckpt.checkpointer.tuning import tune as tune
     from asyncckpt.errors import AsyncCheckpointError as AsyncCheckpointError
     from asyncckpt.errors import CheckpointExistsError as CheckpointExistsError
     from asyncckpt.errors import CheckpointNotFoundError as CheckpointNotFoundError
@@ -106,6 +112,8 @@ if TYPE_CHECKING:
     from asyncckpt.options import LeafOptions as LeafOptions
     from asyncckpt.options import RestoreOptions as RestoreOptions
     from asyncckpt.options import SaveOptions as SaveOptions
+    from asyncckpt.planning.tuning import TunePoint as TunePoint
+    from asyncckpt.planning.tuning import TuneReport as TuneReport
     from asyncckpt.reports import CheckpointInfo as CheckpointInfo
     from asyncckpt.reports import ConvertReport as ConvertReport
     from asyncckpt.reports import Damage as Damage

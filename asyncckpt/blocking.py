@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from asyncckpt.checkpointer.api import Leaves, ProgressCallback
+from asyncckpt.checkpointer.collecting import COLLECT_MIN_S, Collection
 from asyncckpt.checkpointer.comparison import Comparison
 from asyncckpt.checkpointer.conversion import Conversion
 from asyncckpt.checkpointer.core import Core, number_of
@@ -27,6 +28,7 @@ from asyncckpt.checkpointer.finish import finish_into, finish_tree
 from asyncckpt.checkpointer.pending import BlockingPendingSave
 from asyncckpt.checkpointer.prepare import tree_nbytes
 from asyncckpt.options import RestoreOptions, SaveOptions
+from asyncckpt.planning.tuning import MAX_NBYTES, MAX_S, STATE_NBYTES, TuneReport
 from asyncckpt.reports import (
     CheckpointInfo,
     ConvertReport,
@@ -42,6 +44,7 @@ PendingSave = BlockingPendingSave
 __all__ = [
     "Checkpointer",
     "PendingSave",
+    "collect_garbage",
     "convert",
     "diff",
     "export",
@@ -49,6 +52,7 @@ __all__ = [
     "restore",
     "restore_into",
     "save",
+    "tune",
     "verify",
 ]
 
@@ -416,6 +420,52 @@ def diff(
         second,
         bitwise=bitwise,
         options=options,
+        storage_options=storage_options,
+        progress=progress,
+    )
+    try:
+        return work.submit().result()
+    finally:
+        work.close()
+
+
+def collect_garbage(
+    root: str | os.PathLike[str],
+    *,
+    older_than_s: float = COLLECT_MIN_S,
+    dry_run: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """What saves that never ended left below `root` is gone. As `asyncckpt.collect_garbage`."""
+    work = Collection(
+        root, older_than_s=older_than_s, dry_run=dry_run, storage_options=storage_options
+    )
+    try:
+        return work.submit().result()
+    finally:
+        work.close()
+
+
+def tune(
+    url: str,
+    *,
+    max_nbytes: int = MAX_NBYTES,
+    max_s: float = MAX_S,
+    state_nbytes: int = STATE_NBYTES,
+    host_memory_nbytes: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: ProgressCallback | None = None,
+) -> TuneReport:
+    """What an object store carries is known. As `asyncckpt.tune`."""
+    # Not before it is needed: who saves to local disk imports nothing of object stores.
+    from asyncckpt.checkpointer.tuning import Tuning
+
+    work = Tuning(
+        url,
+        max_nbytes=max_nbytes,
+        max_s=max_s,
+        state_nbytes=state_nbytes,
+        host_memory_nbytes=host_memory_nbytes,
         storage_options=storage_options,
         progress=progress,
     )

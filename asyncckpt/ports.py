@@ -31,8 +31,11 @@ __all__ = [
     "Coordinator",
     "DataFile",
     "Entry",
+    "Export",
+    "ExportingStore",
     "HostMemory",
     "NodeAdapter",
+    "ScatteredFile",
     "ShardedAdapter",
     "Sizes",
     "Source",
@@ -65,6 +68,8 @@ class StoreCapabilities:
         read_gap_nbytes: unwanted bytes that a read takes along instead of ending, because another
             read would cost as much time.
         reads: reads in flight where nobody says how many.
+        proves_dead: leftovers of dead attempts can be told from living ones, so that `sweep`
+            removes them.
     """
 
     buffer: Literal["aligned", "bytes", "any"]
@@ -75,6 +80,7 @@ class StoreCapabilities:
     read_copies: int = 0
     read_gap_nbytes: int = 64 << 10
     reads: int = 6
+    proves_dead: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +92,16 @@ class Sizes:
         window_nbytes: what is staged, checksummed and written at once, in bytes: a multiple of the
             page; files of object stores are cut into such parts.
         concurrency: writes in flight, at most.
+        chunk_nbytes: target size of chunks at most, so that one lies in one window; None where it
+            does not matter.
+        chunk_limit_nbytes: larger chunks cannot be stored; None for no limit.
     """
 
     data_file_nbytes: int
     window_nbytes: int
     concurrency: int
+    chunk_nbytes: int | None = None
+    chunk_limit_nbytes: int | None = None
 
 
 class DataFile(Protocol):
@@ -162,6 +173,46 @@ class Attempt(Protocol):
 
     async def abort(self) -> None:
         """Nothing of the attempt is left. Never raises for things that are gone already."""
+        ...
+
+
+class ScatteredFile(DataFile, Protocol):
+    """A data file of a store with `capabilities.positional_writes`."""
+
+    async def write_runs(self, offsets: Sequence[int], runs: Sequence[Bytes]) -> None:
+        """Each of many short runs is written at its own offset (not yet durable).
+
+        Every `write` to the same pages must have returned. Cancellation, errors: as `write`.
+        """
+        ...
+
+
+class Export(Protocol):
+    """An attempt that ends in plain files of another format, without a commit record.
+
+    `create`, `put` and `abort` as of `Attempt`. It ends with exactly one of `publish_files` and
+    `abort`.
+    """
+
+    location: str
+
+    async def create(self, path: str, *, nbytes: int, window_nbytes: int | None = None) -> DataFile:
+        """As `Attempt.create`."""
+        ...
+
+    async def put(self, path: str, data: bytes | memoryview) -> None:
+        """As `Attempt.put`."""
+        ...
+
+    async def publish_files(self, path: str = "") -> None:
+        """The file `path` of the attempt, or with ``""`` all of it, is at its name, durably.
+
+        If it fails, nothing of the attempt is left. Cancellation, errors: as `Attempt.publish`.
+        """
+        ...
+
+    async def abort(self) -> None:
+        """As `Attempt.abort`."""
         ...
 
 
@@ -313,6 +364,20 @@ class Store(Protocol):
 
     async def close(self) -> None:
         """Connections and descriptors are closed. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class ExportingStore(Protocol):
+    """A store to which files of other formats can be written, too."""
+
+    async def begin_export(
+        self, name: str, save_id: str, *, overwrite: bool = False, private: bool = False
+    ) -> Export:
+        """As `Store.begin`, for files of another format.
+
+        A file whose path is `name` will be that name itself, as the only one of the attempt.
+        """
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -10,6 +11,15 @@ import hypothesis
 import pytest
 
 from tests.watch import no_blocking_calls, nothing_left_behind
+
+# Before gcsfs is imported, or every call of it looks for the real service for up to a minute.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+# Whoever runs the tests may have an account: it is none of theirs.
+os.environ["AWS_CONFIG_FILE"] = os.environ["AWS_SHARED_CREDENTIALS_FILE"] = os.devnull
+os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
+for name in [name for name in os.environ if name.startswith(("AWS_ACCESS", "AWS_SECRET", "AWS_S"))]:
+    if name != "AWS_SHARED_CREDENTIALS_FILE":
+        del os.environ[name]
 
 # A busy machine is no failure: examples have no deadline, the whole run has one.
 hypothesis.settings.register_profile("asyncckpt", deadline=None)

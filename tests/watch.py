@@ -46,6 +46,8 @@ HARMLESS_CALLS = ("os.getcwd", "os.path.abspath")
 IMPORTING = ("<frozen importlib._bootstrap>", ("_find_and_load",))
 # Files of the kernel's memory, not of a disk.
 READING_LIMITS = ("asyncckpt/options.py", ("memory_limit_nbytes",))
+# A loop in a worker thread that serves nobody else.
+CONNECTING = ("asyncckpt/stores/objects/fsspec_s3.py", ("connected",))
 # What handlers do with a record is a matter of the application that installed them.
 LOGGING = ("logging/__init__.py", ("callHandlers",))
 
@@ -70,6 +72,7 @@ def _detector() -> BlockBuster:
     for function in detector.functions.values():
         function.can_block_in(*IMPORTING)
         function.can_block_in(*READING_LIMITS)
+        function.can_block_in(*CONNECTING)
         function.can_block_in(*LOGGING)
     return detector
 

@@ -10,12 +10,14 @@ from asyncckpt.checkpointer.api import (
     save,
     verify,
 )
+from asyncckpt.checkpointer.collecting import collect_garbage
 from asyncckpt.checkpointer.pending import PendingSave
 from asyncckpt.checkpointer.transfer import convert, diff, export
 
 __all__ = [
     "Checkpointer",
     "PendingSave",
+    "collect_garbage",
     "convert",
     "diff",
     "export",

@@ -15,7 +15,7 @@ from typing import Any
 from asyncckpt.checkpointer.comparing import Difference, Values
 from asyncckpt.checkpointer.core import guarded, typed
 from asyncckpt.checkpointer.describing import described, notes
-from asyncckpt.checkpointer.origin import Origin, open_origin, shares
+from asyncckpt.checkpointer.origin import Origin, open_origin, options_of, shares
 from asyncckpt.checkpointer.reader import LeafReader
 from asyncckpt.checkpointer.runtime import Runtime
 from asyncckpt.errors import DeadlineExceededError
@@ -49,7 +49,7 @@ class Comparison:
         second: likewise.
         bitwise: NaNs and zeros of different bits are different.
         options: as for restoring.
-        storage_options: options of the file system for URLs.
+        storage_options: options of the file system, for those of the two that are URLs.
         progress: called with a `Progress` as the comparison goes.
 
     Raises:
@@ -69,7 +69,7 @@ class Comparison:
         self._locations = (first, second)
         self._bitwise = bitwise
         self._options = typed("options", options, RestoreOptions)
-        self._storage_options = storage_options
+        self._storage_options = options_of(self._locations, storage_options)
         self._progress = guarded(progress)
         reading, cache, working = shares(self._options.host_memory_nbytes)
         self._cache_nbytes = cache // 2
@@ -102,7 +102,12 @@ class Comparison:
         begun = time.perf_counter()
         try:
             async with asyncio.timeout(self._options.deadline_s):
-                first, second = [await self._open(location) for location in self._locations]
+                first, second = [
+                    await self._open(location, options)
+                    for location, options in zip(
+                        self._locations, self._storage_options, strict=True
+                    )
+                ]
                 return await self._compare(first, second, begun)
         except TimeoutError:
             raise DeadlineExceededError(
@@ -112,12 +117,14 @@ class Comparison:
         except BaseExceptionGroup as group:
             raise leading_error(group) from None
 
-    async def _open(self, location: str | os.PathLike[str]) -> Origin:
+    async def _open(
+        self, location: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
+    ) -> Origin:
         return await self._reading.engine.submit(
             lambda: open_origin(
                 self._reading,
                 location,
-                storage_options=self._storage_options,
+                storage_options=storage_options,
                 cache_nbytes=self._cache_nbytes,
             )
         ).wait()

@@ -22,9 +22,10 @@ from typing import Any
 
 from asyncckpt.checkpointer.core import checked_metadata, guarded, typed
 from asyncckpt.checkpointer.destination import Destination, Target
-from asyncckpt.checkpointer.origin import open_origin, shares
+from asyncckpt.checkpointer.origin import open_origin, options_of, shares
 from asyncckpt.checkpointer.reader import LeafReader
 from asyncckpt.checkpointer.runtime import Runtime
+from asyncckpt.checkpointer.saves import DATABASE
 from asyncckpt.checkpointer.stored import capture_stored
 from asyncckpt.checkpointer.to_checkpoint import write_checkpoint
 from asyncckpt.checkpointer.to_files import write_files
@@ -38,6 +39,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.flow.engine import Job
 from asyncckpt.options import GIB, SaveOptions
+from asyncckpt.ports import CheckpointFiles
 from asyncckpt.reports import ConvertReport, Progress, nbytes_text
 from asyncckpt.stages.elsewhere import MAX_ENTRIES
 
@@ -55,7 +57,7 @@ class Conversion:
         destination: where and what to write.
         metadata: added to that of the source.
         options: as for saving; `host_memory_nbytes` is for reading and writing together.
-        storage_options: options of the file system for URLs.
+        storage_options: options of the file system, for those of the two that are URLs.
         progress: called with a `Progress` as the conversion goes.
 
     Raises:
@@ -74,7 +76,9 @@ class Conversion:
     ) -> None:
         self._source = source
         self._destination = destination
-        self._storage_options = storage_options
+        self._source_options, options_of_destination = options_of(
+            (source, destination.location), storage_options
+        )
         # Nobody mutates what is read from a checkpoint: there is nothing to hold or to wait for.
         options = dataclasses.replace(typed("options", options, SaveOptions), snapshot="copy")
         if destination.format == "safetensors" and options.compression is not None:
@@ -87,7 +91,9 @@ class Conversion:
         self._reading = Runtime("asyncckpt-read", host_memory_nbytes=reading)
         self._writing = Runtime("asyncckpt-write", host_memory_nbytes=writing)
         store, name = self._writing.one(
-            destination.location, direct_io=options.direct_io, storage_options=storage_options
+            destination.location,
+            direct_io=options.direct_io,
+            storage_options=options_of_destination,
         )
         self._target = Target(
             destination=destination,
@@ -143,7 +149,7 @@ class Conversion:
             lambda: open_origin(
                 self._reading,
                 self._source,
-                storage_options=self._storage_options,
+                storage_options=self._source_options,
                 cache_nbytes=self._cache_nbytes,
             )
         ).wait()
@@ -166,17 +172,28 @@ class Conversion:
             return
         files = self._target.store.files(self._target.name)
         try:
-            entries = await files.entries(max_entries=MAX_ENTRIES)
+            taken = await self._is_taken(files)
         except CheckpointNotFoundError:
             return
         finally:
             await files.close()
-        if entries:
+        if taken:
             raise CheckpointExistsError(
                 f"{files.location}: something stands here already; pass overwrite=True "
                 "(--overwrite) to replace it, or choose another name",
                 location=files.location,
             )
+
+    async def _is_taken(self, files: CheckpointFiles) -> bool:
+        names = {entry.name for entry in await files.entries(max_entries=MAX_ENTRIES)}
+        others = {name for name in names if not name.startswith(".asyncckpt-")}
+        if files.capabilities.proves_dead or others - {DATABASE}:
+            return bool(names)
+        if not others:
+            return False
+        # Attempts that ended early leave their data below the very name, on object stores.
+        below = await files.entries(DATABASE, max_entries=MAX_ENTRIES)
+        return any(entry.name != "d" for entry in below)
 
     async def _sweep(self) -> None:
         """What a conversion or save that died has left beside the destination is gone."""

@@ -17,6 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from asyncckpt.adapters import AdapterSet, adapter_named, adapters_for_loaded_frameworks
@@ -49,11 +50,12 @@ from asyncckpt.options import (
     SaveOptions,
     step_number,
 )
-from asyncckpt.ports import ArrayAdapter
+from asyncckpt.ports import ArrayAdapter, Store
 from asyncckpt.reports import CheckpointInfo, Progress, SaveReport, VerifyReport
 from asyncckpt.retention import Retention
 from asyncckpt.stages.elsewhere import MAX_ENTRIES, open_any
 from asyncckpt.stages.opened import RECORD
+from asyncckpt.stores.objects.urls import is_url, location_text, split_url
 from asyncckpt.tree import Flat, flatten
 
 T = TypeVar("T")
@@ -92,14 +94,26 @@ class Core:
         self.runtime = Runtime("asyncckpt", host_memory_nbytes=budget)
         direct_io = self.save_options.direct_io
         self.name = ""
-        if one_shot:
-            self.store, self.name = self.runtime.one(
+        self._store: Store | None = None
+        self._opening = asyncio.Lock()
+        self._open_store: Callable[[], Store] = self._has_store
+        if one_shot and is_url(location):
+            # Libraries are imported and accounts looked up: nothing for the caller's loop.
+            root, self.name = split_url(str(location))
+            self.url = location_text(root)
+            self._open_store = partial(
+                self.runtime.store, root, direct_io=direct_io, storage_options=storage_options
+            )
+        elif one_shot:
+            self._store, self.name = self.runtime.one(
                 location, direct_io=direct_io, storage_options=storage_options
             )
+            self.url = self._store.url.rstrip("/")
         else:
-            self.store = self.runtime.store(
+            self._store = self.runtime.store(
                 location, direct_io=direct_io, storage_options=storage_options
             )
+            self.url = self._store.url.rstrip("/")
         self._history = None if keep is None else History(keep, self.runtime.engine.compute)
         self._layouts = LayoutCache()
         self._saves: list[PendingSave] = []
@@ -116,7 +130,17 @@ class Core:
         state = (
             "closed" if self.runtime.engine.closed else f"{len(self.in_flight())} saves in flight"
         )
-        return f"({self.store.url!r}, {state})"
+        return f"({self.url!r}, {state})"
+
+    @property
+    def store(self) -> Store:
+        """What holds the checkpoints; open in everything that goes through `call`."""
+        assert self._store is not None
+        return self._store
+
+    @store.setter
+    def store(self, store: Store) -> None:
+        self._store = store
 
     # -- in the caller's thread
 
@@ -126,7 +150,7 @@ class Core:
         Raises:
             ClosedError: after `close`, or in a forked child.
         """
-        return self.runtime.engine.submit(function)
+        return self.runtime.engine.submit(lambda: self._with_store(function))
 
     def in_flight(self) -> list[PendingSave]:
         """Saves that have not ended."""
@@ -178,7 +202,7 @@ class Core:
         options = typed("options", options, SaveOptions, self.save_options)
         self.runtime.engine.check()
         self.raise_unseen(options)
-        location = f"{self.store.url.rstrip('/')}/{name}"
+        location = f"{self.url}/{name}"
         state = SaveState()
         if stall_first and self.in_flight() and options.on_overlap != "wait":
             if options.on_overlap == "error":
@@ -206,8 +230,11 @@ class Core:
             if not staged.done():
                 staged.set_result(None)
 
-        save = Save(self.runtime, self.store, self._layouts, request, state, all_staged)
-        job = self.call(lambda: save.run(self._turn, self._retained))
+        def save() -> Coroutine[Any, Any, SaveReport]:
+            running = Save(self.runtime, self.store, self._layouts, request, state, all_staged)
+            return running.run(self._turn, self._retained)
+
+        job = self.call(save)
         # Whatever ends the job also ends the wait for staging.
         job.future.add_done_callback(lambda _: all_staged())
         pending = kind(job, staged, state, location=location, step=step)
@@ -257,6 +284,16 @@ class Core:
         return request, flat, adapters
 
     # -- on the engine
+
+    async def _with_store(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        if self._store is None:
+            async with self._opening:
+                if self._store is None:
+                    self._store = await self.runtime.engine.compute.run(self._open_store)
+        return await function()
+
+    def _has_store(self) -> Store:
+        return self.store
 
     async def _retained(self, report: SaveReport) -> SaveReport:
         if self._history is None or report.step is None:
@@ -314,8 +351,8 @@ class Core:
                 # Deleted while it was being restored: the next one is as good as newest.
                 newest = await self.latest_step(below=newest)
         raise CheckpointNotFoundError(
-            f"{self.store.url}: there is no checkpoint to restore; latest_step() tells beforehand",
-            location=self.store.url,
+            f"{self.url}: there is no checkpoint to restore; latest_step() tells beforehand",
+            location=self.url,
         )
 
     async def _restore(
@@ -361,7 +398,7 @@ class Core:
     def _read(self, name: str) -> Iterator[str]:
         self._reading[name] += 1
         try:
-            yield f"{self.store.url.rstrip('/')}/{name}"
+            yield f"{self.url}/{name}"
         finally:
             self._reading[name] -= 1
 
@@ -399,8 +436,8 @@ class Core:
             pass  # a damaged checkpoint is one that can be deleted
         except CheckpointNotFoundError:
             raise CheckpointNotFoundError(
-                f"{self.store.url}/{name}: there is no checkpoint to delete",
-                location=f"{self.store.url}/{name}",
+                f"{self.url}/{name}: there is no checkpoint to delete",
+                location=f"{self.url}/{name}",
             ) from None
         finally:
             await files.close()
@@ -425,7 +462,7 @@ class Core:
             step = await self.latest_step()
             if step is None:
                 raise CheckpointNotFoundError(
-                    f"{self.store.url}: there is no checkpoint", location=self.store.url
+                    f"{self.url}: there is no checkpoint", location=self.url
                 )
         return str(step), step
 
@@ -435,13 +472,14 @@ class Core:
         try:
             swept = await self.store.sweep()
         except AsyncCheckpointError as error:
-            logger.warning("%s could not be swept: %s", self.store.url, error)
+            logger.warning("%s could not be swept: %s", self.url, error)
         else:
             if swept:
-                logger.info("%s: removed leftovers %s", self.store.url, ", ".join(swept))
+                logger.info("%s: removed leftovers %s", self.url, ", ".join(swept))
 
     async def _release(self) -> None:
-        if self._to_sweep:
+        store = self._store
+        if self._to_sweep and store and (not self.name or store.capabilities.proves_dead):
             # Nobody opened this with a `with` block: one-shot saves, for example.
             await self.open()
         await self.runtime.release()
@@ -456,7 +494,7 @@ class Core:
         """Store, staging memory and threads are released. Idempotent."""
         engine = self.runtime.engine
         if engine.usable:
-            await self.call(self._release).wait()
+            await engine.submit(self._release).wait()
         await engine.aclose()
 
     def wait_blocking(self) -> None:
@@ -470,7 +508,7 @@ class Core:
         """As `aclose`, blocking."""
         engine = self.runtime.engine
         if engine.usable and not engine.abandoned:
-            self.call(self._release).result()
+            engine.submit(self._release).result()
         engine.close()
 
 

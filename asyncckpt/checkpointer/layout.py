@@ -114,6 +114,8 @@ def layout_key(
             options.chunk_nbytes,
             sizes.data_file_nbytes,
             sizes.window_nbytes,
+            sizes.chunk_nbytes,
+            sizes.chunk_limit_nbytes,
             options.compression,
             options.compression_level,
             options.layout,
@@ -152,7 +154,7 @@ def make_layout(taken: Capture, options: SaveOptions, budget_nbytes: int, sizes:
     """
     names = array_names(taken.structure.parts())
     mirrors = tuple(leaf for leaf, value in taken.scalars.items() if scalar_as_array_fits(value))
-    leaves = _leaf_layouts(taken, names, options, budget_nbytes)
+    leaves = _leaf_layouts(taken, names, options, budget_nbytes, sizes)
     leaves += [
         LeafLayout(names[leaf], _MIRROR_SPECS[taken.kinds[leaf]], options.chunk_nbytes)
         for leaf in mirrors
@@ -192,11 +194,15 @@ def make_layout(taken: Capture, options: SaveOptions, budget_nbytes: int, sizes:
 
 
 def _leaf_layouts(
-    taken: Capture, names: Sequence[str], options: SaveOptions, budget_nbytes: int
+    taken: Capture,
+    names: Sequence[str],
+    options: SaveOptions,
+    budget_nbytes: int,
+    sizes: Sizes,
 ) -> list[LeafLayout]:
     """How every array is to be stored."""
     level = options.compression_level if options.compression == "zstd" else None
-    chunk_nbytes = _bounded(options.chunk_nbytes, level, budget_nbytes)
+    chunk_nbytes = _bounded(options.chunk_nbytes, level, budget_nbytes, sizes)
     leaves: list[LeafLayout] = []
     for number, (leaf, source) in enumerate(zip(taken.array_leaf, taken.sources, strict=True)):
         name = names[leaf]
@@ -214,7 +220,7 @@ def _leaf_layouts(
             )
         else:
             leaves.append(
-                _with_options(taken.paths[leaf], source, name, own, options, budget_nbytes)
+                _with_options(taken.paths[leaf], source, name, own, options, budget_nbytes, sizes)
             )
     return leaves
 
@@ -240,7 +246,9 @@ def scalar_as_array_fits(value: Any) -> bool:
     return not isinstance(value, (str, bytes))
 
 
-def _bounded(chunk_nbytes: int, level: int | None, budget_nbytes: int) -> int:
+def _bounded(chunk_nbytes: int, level: int | None, budget_nbytes: int, sizes: Sizes) -> int:
+    if sizes.chunk_nbytes is not None:
+        chunk_nbytes = min(chunk_nbytes, sizes.chunk_nbytes)
     # A compressed chunk is held twice, whole; four of them must fit, or stages cannot overlap.
     return chunk_nbytes if level is None else min(chunk_nbytes, budget_nbytes // 4)
 
@@ -252,6 +260,7 @@ def _with_options(
     own: LeafOptions,
     options: SaveOptions,
     budget_nbytes: int,
+    sizes: Sizes,
 ) -> LeafLayout:
     if not isinstance(own, LeafOptions):
         raise UsageError(
@@ -280,10 +289,20 @@ def _with_options(
             expected=budget_nbytes,
             found=chunk_nbytes,
         )
+    limit = sizes.chunk_limit_nbytes
+    if limit is not None and chunk_nbytes > limit:
+        raise UsageError(
+            f"{path}: LeafOptions(chunk_shape={own.chunk_shape}) makes chunks of {chunk_nbytes} "
+            f"bytes; this store takes objects in one request, of at most {limit} bytes within the "
+            "budget: pass smaller chunks, or raise host_memory_nbytes",
+            path=path,
+            expected=limit,
+            found=chunk_nbytes,
+        )
     return LeafLayout(
         name,
         spec,
-        _bounded(own.chunk_nbytes or options.chunk_nbytes, level, budget_nbytes),
+        _bounded(own.chunk_nbytes or options.chunk_nbytes, level, budget_nbytes, sizes),
         chunk_shape=own.chunk_shape,
         zstd_level=level,
         shards=source.shards,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.checkpointer.core import STEP
 from asyncckpt.checkpointer.reader import LeafReader
 from asyncckpt.checkpointer.runtime import Runtime
-from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from asyncckpt.options import default_budget_nbytes
 from asyncckpt.ports import Store
 from asyncckpt.stages.elsewhere import open_any
 from asyncckpt.stages.opened import RECORD, OpenCheckpoint, extents_of, refuse_implied
+from asyncckpt.stores.objects.urls import is_url, parse_url
 
 
 @dataclass(slots=True, eq=False)
@@ -51,21 +52,22 @@ async def open_origin(
         CheckpointNotFoundError: it is neither.
         CorruptCheckpointError, UnsupportedFormatError: as for restoring.
     """
-    store, name = runtime.one(location, direct_io="auto", storage_options=storage_options)
-    files = store.files(name)
-    try:
-        opened = await open_any(files)
-    except CheckpointNotFoundError:
-        await store.close()
+    if _is_bucket(location):
         store = runtime.store(location, direct_io="auto", storage_options=storage_options)
-        newest = await _newest(store)
-        if newest is None:
+        name, opened = await _newest(store)
+    else:
+        store, name = runtime.one(location, direct_io="auto", storage_options=storage_options)
+        try:
+            opened = await open_any(store.files(name))
+        except CheckpointNotFoundError as error:
+            await store.close()
+            if isinstance(location, tuple):  # a store and a name in it
+                raise
+            store = runtime.store(location, direct_io="auto", storage_options=storage_options)
+            name, opened = await _newest(store, error)
+        except BaseException:
             await store.close()
             raise
-        name, opened = newest
-    except BaseException:
-        await store.close()
-        raise
     try:
         # Naming the arrays makes readers say at once which of them they cannot read.
         wanted = [piece.array for pieces in opened.leaf_pieces() for piece in pieces]
@@ -81,20 +83,52 @@ async def open_origin(
     return Origin(opened, reader, step, store)
 
 
-async def _newest(store: Store) -> tuple[str, OpenCheckpoint] | None:
-    """Name and content of the highest step that is a checkpoint."""
-    names = [name for name in await store.names() if STEP.fullmatch(name)]
-    for name in sorted(names, key=int, reverse=True):
-        files = store.files(name)
-        try:
-            return name, await open_any(files)
-        except CheckpointNotFoundError:
-            continue
-        except CorruptCheckpointError as error:
-            # What has no valid record is no step; damage elsewhere must not be passed over.
-            if error.file != RECORD:
-                raise
-    return None
+def options_of(
+    locations: Sequence[object], storage_options: Mapping[str, Any] | None
+) -> list[Mapping[str, Any] | None]:
+    """Per location the options that apply to it: those given, to every URL.
+
+    Raises:
+        UsageError: there are options, and no URL.
+    """
+    if storage_options and not any(map(is_url, locations)):
+        raise UsageError("storage_options apply to object stores; leave them out for local paths")
+    return [storage_options if is_url(location) else None for location in locations]
+
+
+def _is_bucket(location: object) -> bool:
+    """Whether a URL names a whole bucket, which may be a root and is no checkpoint."""
+    if not is_url(location):
+        return False
+    return not parse_url(str(location)).parts
+
+
+async def _newest(
+    store: Store, error: CheckpointNotFoundError | None = None
+) -> tuple[str, OpenCheckpoint]:
+    """Name and content of the highest step that is a checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: there is none; `error`, if given. The store is closed.
+    """
+    try:
+        names = [name for name in await store.names() if STEP.fullmatch(name)]
+        for name in sorted(names, key=int, reverse=True):
+            files = store.files(name)
+            try:
+                return name, await open_any(files)
+            except CheckpointNotFoundError:
+                continue
+            except CorruptCheckpointError as damage:
+                # What has no valid record is no step; damage elsewhere must not be passed over.
+                if damage.file != RECORD:
+                    raise
+        raise error or CheckpointNotFoundError(
+            f"{store.url}: there is no checkpoint here", location=store.url
+        )
+    except BaseException:
+        await store.close()
+        raise
 
 
 def shares(host_memory_nbytes: int | None, *, packing: bool = False) -> tuple[int, int, int]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import posixpath
 import time
 from collections.abc import Callable, Sequence
 
@@ -15,6 +18,7 @@ from asyncckpt.errors import (
     StoreError,
     UnsupportedFormatError,
 )
+from asyncckpt.flow.shield import leading_error
 from asyncckpt.format.chunks import ChunkIndex
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.record import CommitRecord, Piece, decode_scalar
@@ -27,7 +31,7 @@ from asyncckpt.reports import (
     Progress,
     VerifyReport,
 )
-from asyncckpt.stages.elsewhere import open_any
+from asyncckpt.stages.elsewhere import MAX_ENTRIES, open_any
 from asyncckpt.stages.opened import RECORD, Extents, OpenCheckpoint, extents_of, read_index
 from asyncckpt.stages.serialize import TRAILER_NBYTES
 from asyncckpt.stages.tree_check import check_database
@@ -150,6 +154,7 @@ class _Verify:
         self._read_nbytes = 0
         self._total_nbytes = sum(file.nbytes for file in record.files)
         self._kept: dict[int, bytearray] = {}
+        self._sizes: dict[str, int] = {}
 
     async def run(self, step: int | None, begun: float) -> VerifyReport:
         opened = self._opened
@@ -170,8 +175,7 @@ class _Verify:
         for number, file in enumerate(record.files):
             if file.path == f"{record.database}/manifest.ocdbt":
                 self._kept[number] = bytearray()
-        for number in range(len(record.files)):
-            await self._file(number, rows.get(number, []), index)
+        await self._files(rows, index)
         if index is not None and not self._damages:
             for problem in await self._runtime.engine.compute.run(
                 check_database, record, index, {n: bytes(b) for n, b in self._kept.items()}
@@ -195,12 +199,31 @@ class _Verify:
             result.setdefault(int(index.file[row]), []).append(row)
         return result
 
+    async def _files(self, rows: dict[int, list[int]], index: ChunkIndex | None) -> None:
+        files = self._record.files
+        await self._list()
+        numbers = iter(range(len(files)))
+
+        async def check() -> None:
+            for number in numbers:
+                await self._file(number, rows.get(number, []), index)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(self._opened.files.capabilities.reads, len(files))):
+                    group.create_task(check())
+        except BaseExceptionGroup as errors:
+            raise leading_error(errors) from None
+        order = {file.path: number for number, file in enumerate(files)}
+        self._damages.sort(key=lambda damage: order.get(damage.file, -1))
+
     async def _file(self, number: int, rows: Sequence[int], index: ChunkIndex | None) -> None:
         entry = self._record.files[number]
         pool = self._runtime.pool
         checker = _FileChecker(rows, index)
         offset = 0
-        slots = await pool.take(1, grow=False)
+        copies = min(self._opened.files.capabilities.read_copies, pool.budget.capacity - 1)
+        slots = await pool.take(1, grow=False, extra=copies)
         try:
             while offset < entry.nbytes:
                 nbytes = min(pool.slot_nbytes, entry.nbytes - offset)
@@ -213,12 +236,13 @@ class _Verify:
                 self._read_nbytes += nbytes
                 if self._progress is not None:
                     self._progress(Progress("verify", self._read_nbytes, self._total_nbytes))
-            await self._end_of(entry.path, entry.nbytes)
+            self._check_end(entry.path, entry.nbytes)
         except (CheckpointNotFoundError, CorruptCheckpointError, StoreError) as error:
             self._lost(entry.path, offset, rows, index, error)
             return
         finally:
             pool.give(slots)
+            pool.budget.release(copies)
         for row in checker.bad:
             for leaf in self._leaves_of([row]):
                 assert index is not None
@@ -234,14 +258,17 @@ class _Verify:
                 "of a leaf is concerned",
             )
 
-    async def _end_of(self, path: str, nbytes: int) -> None:
+    async def _list(self) -> None:
+        """The sizes of all files, as the store lists them, are known."""
+        for directory in {posixpath.dirname(file.path) for file in self._record.files}:
+            with contextlib.suppress(CheckpointNotFoundError):
+                for entry in await self._opened.files.entries(directory, max_entries=MAX_ENTRIES):
+                    self._sizes[posixpath.join(directory, entry.name)] = entry.nbytes
+
+    def _check_end(self, path: str, nbytes: int) -> None:
         """Nothing follows the last byte that the record lists."""
-        extra = np.empty(1, np.uint8)
-        try:
-            await self._opened.files.read_into(path, nbytes, [extra])
-        except CorruptCheckpointError:
-            return
-        raise CorruptCheckpointError(f"it is longer than the {nbytes} bytes of the record")
+        if self._sizes.get(path, nbytes) > nbytes:
+            raise CorruptCheckpointError(f"it is longer than the {nbytes} bytes of the record")
 
     def _lost(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import importlib
 import os
 import sys
@@ -16,6 +18,7 @@ from asyncckpt.ports import CheckpointFiles, HostMemory, Sizes, Store, StoreCapa
 from asyncckpt.stages.opened import is_record, save_id_of
 from asyncckpt.stores.layout import check_name
 from asyncckpt.stores.local import LocalStore, open_local
+from asyncckpt.stores.objects.urls import is_url, split_url
 
 SPARE_WINDOWS = 2
 """Windows that are copied and checksummed while as many as there are streams are being sent."""
@@ -96,8 +99,6 @@ class Runtime:
             return store, check_name(name)
         _check_location(location, storage_options)
         if is_url(location):
-            from asyncckpt.stores.objects.opening import split_url
-
             root, name = split_url(str(location))
         else:
             root, name = open_local(_local(location))
@@ -117,6 +118,16 @@ class Runtime:
             google=root.startswith(("gs://", "gcs://")),
         )
 
+    async def recover(self) -> None:
+        """Memory that clients were given to send and nobody sends any more is free again.
+
+        What the errors of a failed save held, reference cycles may still hold: a process that
+        waits for staging memory makes no garbage, and would wait for ever.
+        """
+        await asyncio.sleep(0)
+        if any(pool.discarded for pool in self._pools):
+            await self.engine.compute.run(gc.collect)
+
     async def release(self) -> None:
         """Stores are closed and staging memory is returned. Runs on the engine."""
         for store in self._stores:
@@ -135,11 +146,6 @@ class Runtime:
         if self.engine.usable and not self.engine.abandoned:
             self.engine.submit(self.release).result()
         self.engine.close()
-
-
-def is_url(location: object) -> bool:
-    """Whether a location is a URL that is not one of a local file."""
-    return isinstance(location, str) and "://" in location and not location.startswith("file://")
 
 
 def reads_in_flight(files: CheckpointFiles, wanted: Any) -> int:

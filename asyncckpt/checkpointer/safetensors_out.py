@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -26,11 +26,9 @@ from asyncckpt.flow.shield import leading_error
 from asyncckpt.flow.threads import Workers
 from asyncckpt.planning.pack import Window
 from asyncckpt.planning.tiles import Part, tiles
-from asyncckpt.ports import Bytes
+from asyncckpt.ports import Bytes, DataFile, Export, ScatteredFile
 from asyncckpt.spec import DTYPES, Box, ChunkGrid
 from asyncckpt.stages.payload import ArrayReader, gather
-from asyncckpt.stores.datafile import LocalDataFile
-from asyncckpt.stores.export import LocalExport
 
 
 class FilesWriter:
@@ -44,6 +42,7 @@ class FilesWriter:
         pool: slots; of another runtime than the reader's.
         compute: threads that read.
         concurrency: windows on their way.
+        positional: whether files take writes at any place; each window is a part of one otherwise.
         written: called with the bytes of every piece of work that is done.
     """
 
@@ -52,11 +51,12 @@ class FilesWriter:
         plan: FilesPlan,
         taken: Capture,
         parts: Callable[[int], Sequence[Part]],
-        attempt: LocalExport,
+        attempt: Export,
         pool: SlotPool,
         compute: Workers,
         *,
         concurrency: int,
+        positional: bool,
         written: Callable[[int], None],
     ) -> None:
         self._plan = plan
@@ -66,6 +66,7 @@ class FilesWriter:
         self._pool = pool
         self._compute = compute
         self._streams = asyncio.Semaphore(concurrency)
+        self._positional = positional
         self._written = written
         self._readers: dict[int, ArrayReader] = {}
         self._dtypes = {tensor.number: tensor.spec.dtype for tensor in plan.tensors}
@@ -88,7 +89,11 @@ class FilesWriter:
         try:
             async with asyncio.TaskGroup() as sealing:
                 for number, name in enumerate(plan.names):
-                    file = await self._attempt.create(name, nbytes=plan.file_nbytes[number])
+                    file = await self._attempt.create(
+                        name,
+                        nbytes=plan.file_nbytes[number],
+                        window_nbytes=None if self._positional else self._pool.slot_nbytes,
+                    )
                     await self._write(file, windows[number], tiled.get(number, ()))
                     sealing.create_task(file.seal(plan.file_nbytes[number]))
         except BaseExceptionGroup as errors:
@@ -97,7 +102,7 @@ class FilesWriter:
             await self._attempt.put(*plan.index)
 
     async def _write(
-        self, file: LocalDataFile, windows: Sequence[Window], tiled: Sequence[Tensor]
+        self, file: DataFile, windows: Sequence[Window], tiled: Sequence[Tensor]
     ) -> None:
         async with asyncio.TaskGroup() as group:
             for window in windows:
@@ -123,25 +128,35 @@ class FilesWriter:
         # A task that is cancelled before its first step never runs its `finally`.
         task.add_done_callback(partial(self._free, slots))
 
-    def _free(self, slots: list[Slot], task: asyncio.Task[None]) -> None:
+    def _free(self, slots: list[Slot], task: asyncio.Task[bool]) -> None:
         self._streams.release()
-        self._pool.give(slots, None if task.cancelled() else task.exception())
+        error = None if task.cancelled() else task.exception()
+        if self._positional or not (task.cancelled() or error or not task.result()):
+            self._pool.give(slots, error)
+        else:  # somebody may still be sending what is in it
+            self._pool.discard(slots)
 
-    async def _window(self, slot: Slot, file: LocalDataFile, window: Window) -> None:
+    async def _window(self, slot: Slot, file: DataFile, window: Window) -> bool:
         data = slot.buffer[: window.nbytes]
         await self._compute.run(self._fill, window, data)
-        await file.write(window.offset, data)
+        if not self._positional:
+            del data  # what is sent has no other views
+            reusable = await file.write(window.offset, slot.body(window.nbytes))
+        else:
+            reusable = await file.write(window.offset, data)
         self._written(window.nbytes)
+        return reusable
 
-    async def _tile(self, slot: Slot, file: LocalDataFile, tensor: Tensor, box: Box) -> None:
+    async def _tile(self, slot: Slot, file: DataFile, tensor: Tensor, box: Box) -> bool:
         dtype = DTYPES[tensor.spec.dtype]
         data = slot.buffer[: box.size * dtype.itemsize]
         await self._compute.run(
             self._reader(tensor.number).read, box, data.view(dtype).reshape(box.shape)
         )
         offsets, runs = _runs(tensor, box, data)
-        await file.write_runs(offsets, runs)
+        await cast(ScatteredFile, file).write_runs(offsets, runs)
         self._written(data.nbytes)
+        return True
 
     # -- in worker threads
 

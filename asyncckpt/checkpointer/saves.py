@@ -38,7 +38,7 @@ from asyncckpt.errors import (
     DeadlineExceededError,
     SaveAbortedError,
 )
-from asyncckpt.flow.shield import leading_error, to_completion
+from asyncckpt.flow.shield import forget_frames, leading_error, to_completion
 from asyncckpt.format.record import (
     ArrayTable,
     CommitRecord,
@@ -153,6 +153,19 @@ class Save:
             SaveAbortedError: cancelled; nothing is left.
             SaveError, StoreError: names stage, leaf or file; nothing is left.
         """
+        try:
+            return await self._within_deadline(turn, retain)
+        except BaseException as error:
+            # Whoever keeps the error keeps no staging memory with it.
+            forget_frames(error)
+            await to_completion(self._runtime.recover())
+            raise
+
+    async def _within_deadline(
+        self,
+        turn: asyncio.Lock,
+        retain: Callable[[SaveReport], Coroutine[Any, Any, SaveReport]],
+    ) -> SaveReport:
         request = self._request
         try:
             async with asyncio.timeout(request.options.deadline_s), turn:

@@ -11,10 +11,10 @@ from asyncckpt.checkpointer.safetensors_out import FilesWriter
 from asyncckpt.checkpointer.safetensors_plan import FilesPlan, plan_files
 from asyncckpt.errors import AsyncCheckpointError, UsageError
 from asyncckpt.flow.shield import to_completion
-from asyncckpt.options import LeafOptions
+from asyncckpt.options import SLOT_NBYTES, LeafOptions
+from asyncckpt.ports import ExportingStore, Sizes
 from asyncckpt.reports import ConvertReport, Progress
 from asyncckpt.spec import ArraySpec
-from asyncckpt.stores.local import LocalStore
 
 
 async def write_files(target: Target, origin: Origin, taken: Capture) -> ConvertReport:
@@ -29,10 +29,18 @@ async def write_files(target: Target, origin: Origin, taken: Capture) -> Convert
     """
     destination, runtime, reader = target.destination, target.runtime, origin.reader
     store = target.store
-    if not isinstance(store, LocalStore):
-        raise UsageError(f"{destination.location}: safetensors files are written to local disk")
+    if not isinstance(store, ExportingStore):
+        raise UsageError(
+            f"{destination.location}: this store takes checkpoints only, no safetensors files; "
+            "convert to a path or URL"
+        )
+    concurrency = runtime.concurrency(target.options.concurrency)
+    # The plan cuts files into windows of a slot, so that each of them can also be a part of an
+    # upload.
+    pool = runtime.window_pool(store.capabilities, Sizes(0, SLOT_NBYTES, concurrency))
     plan = await runtime.engine.compute.run(_plan, target, origin, taken)
     reader.in_order([taken.array_leaf[tensor.number] for tensor in plan.tensors])
+    single = destination.max_file_nbytes is None
     attempt = await store.begin_export(
         target.name,
         uuid.uuid4().hex,
@@ -53,9 +61,10 @@ async def write_files(target: Target, origin: Origin, taken: Capture) -> Convert
         taken,
         lambda number: reader.parts(taken.array_leaf[number]),
         attempt,
-        runtime.pool,
+        pool,
         runtime.engine.compute,
-        concurrency=runtime.concurrency(target.options.concurrency),
+        concurrency=concurrency,
+        positional=store.capabilities.positional_writes,
         written=written,
     )
     try:
@@ -66,7 +75,6 @@ async def write_files(target: Target, origin: Origin, taken: Capture) -> Convert
         except AsyncCheckpointError as failure:
             error.add_note(f"cleaning up failed too: {failure}")
         raise
-    single = destination.max_file_nbytes is None
     await to_completion(attempt.publish_files(plan.names[0] if single else ""))
     index = 0 if plan.index is None else len(plan.index[1])
     return target.report(
@@ -86,7 +94,9 @@ def _plan(target: Target, origin: Origin, taken: Capture) -> FilesPlan:
     banded: list[bool] = []
     for number, leaf in enumerate(taken.array_leaf):
         spec = taken.sources[number].spec
-        banded.append(is_banded(origin.reader, leaf, spec))
+        # Stores without writes at places of a file get it in order, however often chunks are read.
+        scattered = target.store.capabilities.positional_writes
+        banded.append(scattered and is_banded(origin.reader, leaf, spec))
         first = taken.tied.get(number)
         specs.append(specs[first] if first is not None else _stored(target, leaf, spec, taken))
     return plan_files(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
@@ -11,8 +10,9 @@ import typer
 
 import asyncckpt.blocking as blocking
 from asyncckpt import __version__
-from asyncckpt.cli import documents, opening, tables, transfer
-from asyncckpt.cli.terminal import AsJson, bar, complain, print_json
+from asyncckpt.cli import documents, gc, opening, tables, transfer, tune
+from asyncckpt.cli.storage import StorageOption, storage_options
+from asyncckpt.cli.terminal import AsJson, Yes, bar, complain, print_json
 from asyncckpt.errors import (
     AsyncCheckpointError,
     CheckpointNotFoundError,
@@ -33,6 +33,8 @@ app = typer.Typer(
 app.command()(transfer.convert)
 app.command()(transfer.diff)
 app.command()(transfer.export)
+app.command("gc")(gc.collect)
+app.command()(tune.tune)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -65,20 +67,23 @@ def _top(
 
 @app.command("ls")
 def list_steps(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="Directory of a run.")],
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="Directory or URL of a run.")],
     as_json: AsJson = False,
+    storage_option: StorageOption = [],  # noqa: B006 - typer copies it
 ) -> None:
     """List the steps of a run."""
     infos: list[CheckpointInfo] = []
     failed = False
-    for step in opening.steps_of(root):
-        try:
-            infos.append(opening.inspect_step(root, step))
-        except CheckpointNotFoundError:
-            continue  # deleted since it was listed
-        except AsyncCheckpointError as error:
-            complain(error)
-            failed = True
+    options = storage_options(storage_option)
+    with opening.run_at(root, options) as run:
+        for step in opening.steps_of(run, root, options):
+            try:
+                infos.append(run.inspect(step))
+            except CheckpointNotFoundError:
+                continue  # deleted since it was listed
+            except AsyncCheckpointError as error:
+                complain(error)
+                failed = True
     if as_json:
         print_json([documents.summary(info) for info in infos])
     elif infos:
@@ -95,9 +100,10 @@ def show(
         str, typer.Argument(metavar="PATH", help="A checkpoint, or a run (its newest step).")
     ],
     as_json: AsJson = False,
+    storage_option: StorageOption = [],  # noqa: B006 - typer copies it
 ) -> None:
     """Show what a checkpoint holds: leaves, shapes, dtypes, sizes, chunks, files."""
-    info = opening.inspect_path(path)
+    info = opening.inspect_location(path, storage_options(storage_option))
     if as_json:
         print_json(documents.details(info))
         return
@@ -110,10 +116,12 @@ def verify(
         str, typer.Argument(metavar="PATH", help="A checkpoint, or a run (all its steps).")
     ],
     as_json: AsJson = False,
+    storage_option: StorageOption = [],  # noqa: B006 - typer copies it
 ) -> None:
     """Read and check every byte; exit status 1 and the damaged leaves if any differs."""
+    options = storage_options(storage_option)
     with bar("verify") as progress:
-        reports = _verified(path, progress)
+        reports = _verified(path, options, progress)
     if as_json:
         print_json(
             {
@@ -134,46 +142,54 @@ def verify(
 @app.command("rm")
 def remove(
     paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Steps: ROOT/STEP.")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Yes = False,
+    storage_option: StorageOption = [],  # noqa: B006 - typer copies it
 ) -> None:
     """Remove steps of a run."""
-    places = {opening.removable(path): path for path in paths}
+    options = storage_options(storage_option)
+    places = {opening.removable(path, options): path for path in paths}
     if not yes:
         for (root, step), path in places.items():
-            typer.echo(f"{tables.printable(path)}  {_what(root, step)}")
+            typer.echo(f"{tables.printable(path)}  {_what(root, step, options)}")
         count = "this checkpoint" if len(places) == 1 else f"these {len(places)} checkpoints"
         if not typer.confirm(f"Remove {count}?"):
             typer.echo("nothing was removed")
             raise typer.Exit(1)
     for (root, step), path in places.items():
-        opening.delete_step(root, step)
+        opening.delete_step(root, step, options)
         typer.echo(f"removed {tables.printable(path)}")
 
 
-def _what(root: str, step: int) -> str:
+def _what(root: str, step: int, options: opening.Options) -> str:
     try:
-        info = opening.inspect_step(root, step)
+        info = opening.inspect_step(root, step, options)
     except CorruptCheckpointError:
         return "(damaged)"
     size = nbytes_text(info.stored_nbytes)
     return f"{tables.time_text(info)}  {len(info.leaves)} leaves  {size}"
 
 
-def _verified(path: str, progress: Callable[[Progress], None]) -> list[VerifyReport]:
+def _verified(
+    path: str, options: opening.Options, progress: Callable[[Progress], None]
+) -> list[VerifyReport]:
+    whole = functools.partial(blocking.verify, path, storage_options=options, progress=progress)
     try:
         place = opening.step_of(path)
-        if place is None:
-            return [_damage_told(path, None, lambda: blocking.verify(path, progress=progress))]
-        return [_damage_told(path, place[1], lambda: opening.verify_step(*place, progress))]
+        if place is not None:
+            step = functools.partial(opening.verify_step, *place, options, progress)
+            return [_damage_told(path, place[1], step)]
+        if opening.is_bucket(path):
+            raise CheckpointNotFoundError(f"{path}: there is no checkpoint", location=path)
+        return [_damage_told(path, None, whole)]
     except CheckpointNotFoundError:
-        steps = opening.candidates(path)
+        steps = opening.candidates(path, options)
         if not steps:
             raise
         return [
             _damage_told(
-                os.path.join(path, str(step)),
+                opening.child(path, step),
                 step,
-                functools.partial(opening.verify_step, path, step, progress),
+                functools.partial(opening.verify_step, path, step, options, progress),
             )
             for step in steps
         ]
@@ -186,6 +202,6 @@ def _damage_told(
     try:
         return verification()
     except CorruptCheckpointError as error:
-        location = os.path.abspath(path.removeprefix("file://"))
+        location = opening.full_name(path)
         damage = Damage(None, error.file or opening.RECORD, error.offset, str(error))
         return VerifyReport(location, step, (damage,), 0, 0, 0.0)

@@ -1,42 +1,83 @@
-"""What a path on the command line stands for: a checkpoint, or the root of a run."""
+"""What a location on the command line stands for: a checkpoint, or the root of a run."""
+
+# Rule: paths and URLs are told apart here and nowhere else on the command line.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from typing import Any, TypeVar
 
 import asyncckpt.blocking as blocking
+from asyncckpt.checkpointer.runtime import Runtime
 from asyncckpt.errors import CheckpointNotFoundError, UsageError
+from asyncckpt.flow.shield import leading_error
+from asyncckpt.options import MIN_BUDGET_NBYTES
+from asyncckpt.ports import Store
 from asyncckpt.reports import CheckpointInfo, Progress, VerifyReport
+from asyncckpt.stages.elsewhere import MAX_ENTRIES
+from asyncckpt.stores.objects.urls import is_url, parse_url
 
 RECORD = "checkpoint.json"
+
+Options = Mapping[str, Any] | None
+"""What `--storage-option` said; for URLs only."""
+
+T = TypeVar("T")
 
 _STEP = re.compile(r"0|[1-9][0-9]{0,18}")
 
 
-def step_of(path: str) -> tuple[str, int] | None:
-    """Root and step of a path that ends in a step's number; None for other paths."""
-    if "://" in path.removeprefix("file://"):
+@contextlib.contextmanager
+def run_at(root: str, options: Options) -> Iterator[blocking.Checkpointer]:
+    """The run at a root, looked at without sweeping it."""
+    run = blocking.Checkpointer(root, storage_options=options)
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def full_name(location: str) -> str:
+    """The location as reports name it: an absolute path, or the URL in its normal form."""
+    if not is_url(location):
+        return os.path.abspath(location.removeprefix("file://"))
+    return str(parse_url(location))
+
+
+def child(root: str, step: int) -> str:
+    """The location of a step."""
+    return f"{root.rstrip('/')}/{step}"
+
+
+def step_of(location: str) -> tuple[str, int] | None:
+    """Root and step of a location that ends in a step's number; None for others."""
+    root, separator, name = full_name(location).rpartition("/")
+    # What follows `//` in a URL is a bucket or host.
+    if not separator or root.endswith(":/") or not _STEP.fullmatch(name):
         return None
-    root, name = os.path.split(os.path.abspath(path.removeprefix("file://")))
-    return (root, int(name)) if _STEP.fullmatch(name) else None
+    return root or "/", int(name)
 
 
-def steps_of(root: str) -> list[int]:
+def is_bucket(location: str) -> bool:
+    """Whether a URL names a whole bucket, which may be a root and is no checkpoint."""
+    if not is_url(location):
+        return False
+    return not parse_url(location).parts
+
+
+def steps_of(run: blocking.Checkpointer, root: str, options: Options) -> list[int]:
     """The steps of a run, ascending.
 
     Raises:
         CheckpointNotFoundError: the directory does not exist, or is itself a checkpoint.
     """
-    if is_directory(root) is False:
-        raise CheckpointNotFoundError(f"{root}: there is no such directory", location=root)
-    run = blocking.Checkpointer(root)
-    try:
-        steps = run.steps()
-    finally:
-        run.close()
-    if not steps and has_record(root):
+    check_directory(root)
+    steps = run.steps()
+    if not steps and has_record(root, options):
         raise CheckpointNotFoundError(
             f"{root}: this is one checkpoint and not the root of a run; look at it with "
             f"`asyncckpt show {root}`",
@@ -45,89 +86,133 @@ def steps_of(root: str) -> list[int]:
     return steps
 
 
-def inspect_step(root: str, step: int) -> CheckpointInfo:
-    """What a step of a run holds."""
-    run = blocking.Checkpointer(root)
-    try:
-        return run.inspect(step)
-    finally:
-        run.close()
-
-
-def inspect_path(path: str) -> CheckpointInfo:
-    """What a checkpoint holds; the newest step where the path is the root of a run.
+def check_directory(root: str) -> None:
+    """A local root is a directory; of URLs nothing tells but what is below them.
 
     Raises:
-        CheckpointNotFoundError: the path is neither.
+        CheckpointNotFoundError: it is not.
+    """
+    if not is_url(root) and not os.path.isdir(root.removeprefix("file://")):
+        raise CheckpointNotFoundError(f"{root}: there is no such directory", location=root)
+
+
+def inspect_step(root: str, step: int, options: Options) -> CheckpointInfo:
+    """What a step of a run holds."""
+    with run_at(root, options) as run:
+        return run.inspect(step)
+
+
+def inspect_location(location: str, options: Options) -> CheckpointInfo:
+    """What a checkpoint holds; the newest step where the location is the root of a run.
+
+    Raises:
+        CheckpointNotFoundError: the location is neither.
     """
     try:
-        place = step_of(path)
-        return blocking.inspect(path) if place is None else inspect_step(*place)
+        place = step_of(location)
+        if place is not None:
+            return inspect_step(*place, options)
+        if is_bucket(location):
+            raise CheckpointNotFoundError(f"{location}: there is no checkpoint", location=location)
+        return blocking.inspect(location, storage_options=options)
     except CheckpointNotFoundError:
-        steps = candidates(path)
+        steps = candidates(location, options)
         if not steps:
             raise
-        return inspect_step(path, steps[-1])
+        return inspect_step(location, steps[-1], options)
 
 
-def candidates(root: str) -> list[int]:
-    """Steps below a directory that have a record, valid or not, ascending.
+def candidates(root: str, options: Options) -> list[int]:
+    """Steps below a root that have a record, valid or not, ascending.
 
     Where none has, the steps may be those of another library.
     """
+    if is_url(root):
+        return _at_store(root, options, _candidates)
     try:
         names = os.listdir(root.removeprefix("file://"))
     except OSError:
         return []
     steps = sorted(int(name) for name in names if _STEP.fullmatch(name))
-    ours = [step for step in steps if has_record(os.path.join(root, str(step)))]
+    ours = [step for step in steps if has_record(child(root, step), options)]
     return ours or steps
 
 
-def verify_step(root: str, step: int, progress: Callable[[Progress], None] | None) -> VerifyReport:
+def verify_step(
+    root: str, step: int, options: Options, progress: Callable[[Progress], None] | None
+) -> VerifyReport:
     """Every byte of a step was read and checked."""
-    run = blocking.Checkpointer(root)
-    try:
+    with run_at(root, options) as run:
         return run.verify(step, progress=progress)
-    finally:
-        run.close()
 
 
-def delete_step(root: str, step: int) -> None:
+def delete_step(root: str, step: int, options: Options) -> None:
     """A step of a run is gone."""
-    run = blocking.Checkpointer(root)
-    try:
+    with run_at(root, options) as run:
         run.delete(step)
-    finally:
-        run.close()
 
 
-def removable(path: str) -> tuple[str, int]:
+def removable(location: str, options: Options) -> tuple[str, int]:
     """Root and step of what is to be removed, which has a record.
 
     Raises:
-        UsageError: the path does not end in the number of a step.
+        UsageError: the location does not end in the number of a step.
         CheckpointNotFoundError: there is no checkpoint.
     """
-    place = step_of(path)
+    place = step_of(location)
     if place is None:
+        by_hand = "the tools of its store, checkpoint.json first" if is_url(location) else "`rm -r`"
         raise UsageError(
-            f"{path}: rm removes steps of a run, and this path does not end in the number of one; "
-            "remove a checkpoint of another name with `rm -r`",
-            location=path,
+            f"{location}: rm removes steps of a run, and this path does not end in the number of "
+            f"one; remove a checkpoint of another name with {by_hand}",
+            location=location,
         )
     # Without a record it is no checkpoint, but a directory whose name happens to be a number.
-    if not has_record(path):
-        raise CheckpointNotFoundError(f"{path}: there is no checkpoint to remove", location=path)
+    if not has_record(location, options):
+        raise CheckpointNotFoundError(
+            f"{location}: there is no checkpoint to remove", location=location
+        )
     return place
 
 
-def has_record(path: str) -> bool:
-    """Whether a directory has a commit record, valid or not."""
-    return os.path.isfile(os.path.join(path.removeprefix("file://"), RECORD))
+def has_record(location: str, options: Options) -> bool:
+    """Whether a directory or prefix has a commit record, valid or not."""
+    if not is_url(location):
+        return os.path.isfile(os.path.join(location.removeprefix("file://"), RECORD))
+    root, separator, name = full_name(location).rpartition("/")
+    if not separator or is_bucket(location):
+        return False
+    return _at_store(root, options, lambda store: _has_record(store, name))
 
 
-def is_directory(path: str) -> bool | None:
-    """Whether a local path is a directory; None for URLs, about which the library decides."""
-    local = path.removeprefix("file://")
-    return None if "://" in local else os.path.isdir(local)
+# -- on an engine of its own
+
+
+def _at_store(root: str, options: Options, work: Callable[[Store], Coroutine[Any, Any, T]]) -> T:
+    runtime = Runtime("asyncckpt-cli", host_memory_nbytes=MIN_BUDGET_NBYTES)
+    try:
+        store = runtime.store(root, direct_io="auto", storage_options=options)
+        return runtime.engine.submit(lambda: work(store)).result()
+    finally:
+        runtime.close()
+
+
+async def _has_record(store: Store, name: str) -> bool:
+    files = store.files(name)
+    try:
+        entries = await files.entries(max_entries=MAX_ENTRIES)
+    except CheckpointNotFoundError:
+        return False
+    finally:
+        await files.close()
+    return any(entry.name == RECORD and not entry.is_directory for entry in entries)
+
+
+async def _candidates(store: Store) -> list[int]:
+    steps = sorted(int(name) for name in await store.names() if _STEP.fullmatch(name))
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_has_record(store, str(step))) for step in steps]
+    except BaseExceptionGroup as errors:
+        raise leading_error(errors) from None
+    return [step for step, task in zip(steps, tasks, strict=True) if task.result()] or steps

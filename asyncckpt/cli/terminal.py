@@ -17,6 +17,7 @@ from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.reports import Progress
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 def complain(error: AsyncCheckpointError) -> None:

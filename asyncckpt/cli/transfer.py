@@ -10,6 +10,7 @@ import typer
 
 import asyncckpt.blocking as blocking
 from asyncckpt.cli import documents, tables
+from asyncckpt.cli.storage import StorageOption, storage_options
 from asyncckpt.cli.terminal import AsJson, bar, complain, print_json
 from asyncckpt.errors import AsyncCheckpointError, UsageError
 from asyncckpt.options import LeafOptions, RestoreOptions, SaveOptions
@@ -56,6 +57,7 @@ def convert(
     ] = "",
     memory: Memory = "",
     as_json: AsJson = False,
+    storage_option: StorageOption = [],  # noqa: B006 - typer copies it
 ) -> None:
     """Write a checkpoint in another format: as ours, or as safetensors files.
 
@@ -67,8 +69,9 @@ def convert(
             destination,
             to=to,
             overwrite=overwrite,
-            max_file_nbytes=_nbytes("--max-file-size", max_file_size),
+            max_file_nbytes=size_nbytes("--max-file-size", max_file_size),
             options=_options(zstd, memory, cast),
+            storage_options=storage_options(storage_option),
             progress=progress,
         )
     _show(report, as_json)
@@ -84,6 +87,7 @@ def export(
     zstd: Zstd = False,
     memory: Memory = "",
     as_json: AsJson = False,
+    storage_option: StorageOption = [],  # noqa: B006 - typer copies it
 ) -> None:
     """Write a checkpoint so that another library can restore it."""
     if not orbax:
@@ -95,6 +99,7 @@ def export(
             to="orbax",
             overwrite=overwrite,
             options=_options(zstd, memory, ()),
+            storage_options=storage_options(storage_option),
             progress=progress,
         )
     _show(report, as_json)
@@ -111,13 +116,19 @@ def diff(
     ] = 50,
     memory: Memory = "",
     as_json: AsJson = False,
+    storage_option: StorageOption = [],  # noqa: B006 - typer copies it
 ) -> None:
     """Compare two checkpoints; exit status 1 if they differ, 2 if they cannot be compared."""
     try:
-        options = RestoreOptions(host_memory_nbytes=_nbytes("--memory", memory))
+        options = RestoreOptions(host_memory_nbytes=size_nbytes("--memory", memory))
         with bar("diff") as progress:
             report = blocking.diff(
-                first, second, bitwise=bitwise, options=options, progress=progress
+                first,
+                second,
+                bitwise=bitwise,
+                options=options,
+                storage_options=storage_options(storage_option),
+                progress=progress,
             )
     except AsyncCheckpointError as error:
         complain(error)
@@ -152,7 +163,7 @@ def _show(report: ConvertReport, as_json: bool) -> None:
 def _options(zstd: bool, memory: str, casts: Sequence[str]) -> SaveOptions:
     return SaveOptions(
         compression="zstd" if zstd else None,
-        host_memory_nbytes=_nbytes("--memory", memory),
+        host_memory_nbytes=size_nbytes("--memory", memory),
         leaf_options=_casting(casts),
     )
 
@@ -172,7 +183,7 @@ def _casting(casts: Sequence[str]) -> Callable[[str, ArraySpec], LeafOptions | N
     return lambda _, spec: wanted.get(spec.dtype)
 
 
-def _nbytes(option: str, text: str) -> int | None:
+def size_nbytes(option: str, text: str) -> int | None:
     """A size such as 5GB (decimal) or 5GiB (binary); None for no text."""
     if not text:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -61,6 +62,25 @@ def leading_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     for note in notes:
         first.add_note(note)
     return first
+
+
+def forget_frames(error: BaseException) -> None:
+    """Nothing that the error came through keeps what its functions had in hand.
+
+    An error is kept by whoever wants to look at it later, and with it the local variables of every
+    function that it left: staging memory among them, which could not be used again so long.
+    """
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        this = waiting.pop()
+        if this is None or id(this) in seen:
+            continue
+        seen.add(id(this))
+        traceback.clear_frames(this.__traceback__)
+        waiting += [this.__cause__, this.__context__]
+        if isinstance(this, BaseExceptionGroup):
+            waiting += this.exceptions
 
 
 def _flatten(error: BaseException, into: list[BaseException], notes: list[str]) -> None:

@@ -110,30 +110,48 @@ def collect(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:
         for path in list(_leftovers(layout)):
             if time.time() - _written_s(path) < older_than_s:
                 continue
-            if not dry_run and not _remove_unlocked(path):
-                continue
-            found.append(os.path.relpath(path, layout.control))
+            if _discard(layout, path, dry_run=dry_run):
+                found.append(os.path.relpath(path, layout.control))
     return found
 
 
-def _remove_unlocked(path: str) -> bool:
-    """Whether the leftover was not locked, and is gone."""
+def _discard(layout: Layout, path: str, *, dry_run: bool) -> bool:
+    """Whether the leftover is nobody's and (but for `dry_run`) gone.
+
+    A checkpoint that was being replaced, and whose successor never arrived, is put back instead.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
-        remove_owner(path)  # an owner file whose directory is gone
+        if not dry_run:
+            remove_owner(path)  # an owner file whose directory is gone
         return True
     except NotADirectoryError:
         return False  # nothing that we make
     try:
         if try_lock(fd) is False or not leads_to(path, fd):
             return False
-        remove_tree(path, first=RECORD_FILE)
-        remove_owner(path)
+        if os.path.basename(path).startswith("old-"):
+            owner = read_owner(path)
+            if owner is None:
+                return False  # nobody knows whether it is the only one of its name
+            if not _is_replaced(layout, owner.name):
+                if not dry_run:
+                    _put_back(layout, path, owner.name)
+                return False
+        if not dry_run:
+            remove_tree(path, first=RECORD_FILE)
+            remove_owner(path)
         return True
     finally:
         unlock(fd)
         os.close(fd)
+
+
+def _is_replaced(layout: Layout, name: str) -> bool:
+    with contextlib.suppress(UsageError):
+        return os.path.lexists(layout.target(check_name(name)))
+    return False
 
 
 def _written_s(path: str) -> float:

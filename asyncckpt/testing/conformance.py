@@ -10,13 +10,16 @@ Make a subclass in a test module, with pytest and pytest-asyncio installed::
             await store.close()
 
 `place` is a new directory for each test; opened again with the same `place`, the store must find
-what was published there before.
+what was published there before. A store that has to know which save a commit record belongs to is
+told by `save_id_of`. Where a name is listed as soon as an attempt has written something, set
+`lists_attempts`; a name counts as a checkpoint only once its record can be read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import mmap
+import uuid
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 
@@ -29,7 +32,7 @@ from asyncckpt.errors import (
     CorruptCheckpointError,
     UsageError,
 )
-from asyncckpt.ports import RECORD_NAME, Attempt, Bytes, Store
+from asyncckpt.ports import RECORD_NAME, Attempt, Bytes, CheckpointFiles, Store
 
 RECORD = RECORD_NAME
 PAGE = 4096
@@ -39,6 +42,8 @@ LENGTHS = (0, 1, PAGE - 1, PAGE, PAGE + 1, 64 * KIB, 256 * KIB + 1, 1024 * KIB -
 
 PIECE_NBYTES = 128 * KIB
 
+YEAR_S = 366 * 86400.0
+
 
 def pattern(nbytes: int, seed: int = 0) -> Bytes:
     """Page-aligned bytes that differ at every place, the same for the same seed."""
@@ -47,38 +52,76 @@ def pattern(nbytes: int, seed: int = 0) -> Bytes:
     return buffer
 
 
-async def write_file(attempt: Attempt, path: str, data: Bytes) -> None:
-    """A data file with this content is sealed, written in pieces from its beginning."""
+def identity(text: str) -> str:
+    """A save id, the same for the same text."""
+    return uuid.uuid5(uuid.NAMESPACE_OID, text).hex
+
+
+def record_of(save_id: str, seed: int = 0, data: str = "") -> bytes:
+    """What the tests publish as a commit record; `data` is the path of the data file."""
+    return b"record %d %s %s" % (seed, save_id.encode(), data.encode())
+
+
+def save_id_of(record: bytes) -> str | None:
+    """The save id in a record of `record_of`; None for anything else."""
+    words = record.split(b" ")
+    if len(words) != 4 or words[0] != b"record" or len(words[2]) != 32:
+        return None
+    return words[2].decode()
+
+
+def data_path(save_id: str, name: str = "data") -> str:
+    """A path that only the attempt with this save id writes."""
+    return f"default/d/{save_id}-{name}"
+
+
+async def write_file(attempt: Attempt, path: str, data: Bytes) -> str:
+    """A data file with this content is sealed, written in pieces from its beginning.
+
+    Returns its final path.
+    """
     file = await attempt.create(path, nbytes=data.size)
     for start in range(0, data.size, PIECE_NBYTES):
         await file.write(start, data[start : start + PIECE_NBYTES])
     await file.seal(data.size)
+    return file.path
 
 
-async def save(store: Store, name: str, save_id: str, seed: int = 0, **options: bool) -> None:
-    """A checkpoint with one data file, one small file and a record is published."""
-    attempt = await store.begin(name, save_id, **options)
-    await write_file(attempt, "default/d/data", pattern(PAGE + 1, seed))
+async def fill(attempt: Attempt, save_id: str, seed: int = 0) -> bytes:
+    """One data file and one small file are written; returns the record to publish."""
+    path = await write_file(attempt, data_path(save_id), pattern(PAGE + 1, seed))
     await attempt.put("default/small", b"small %d" % seed)
-    await attempt.publish(b"record %d" % seed)
+    return record_of(save_id, seed, path)
+
+
+async def save(store: Store, name: str, text: str, seed: int = 0, **options: bool) -> None:
+    """A checkpoint with one data file, one small file and a record is published."""
+    save_id = identity(text)
+    attempt = await store.begin(name, save_id, **options)
+    await attempt.publish(await fill(attempt, save_id, seed))
 
 
 async def expect(store: Store, name: str, seed: int = 0) -> None:
     """The checkpoint is what `save` has published with this seed."""
     files = store.files(name)
     try:
-        assert await files.read(RECORD, max_nbytes=100) == b"record %d" % seed
+        record = await files.read(RECORD, max_nbytes=200)
+        assert record.startswith(b"record %d " % seed)
         assert await files.read("default/small", max_nbytes=100) == b"small %d" % seed
         buffer = np.empty(PAGE + 1, np.uint8)
-        await files.read_into("default/d/data", 0, [buffer])
+        await files.read_into(record.split()[3].decode(), 0, [buffer])
         assert np.array_equal(buffer, pattern(PAGE + 1, seed))
     finally:
         await files.close()
 
 
-async def expect_nothing(store: Store, name: str) -> None:
-    """Nothing of this name is listed or can be read."""
-    assert name not in await store.names()
+async def data_paths(files: CheckpointFiles) -> list[str]:
+    """Paths of the data files of a checkpoint."""
+    return [f"default/d/{entry.name}" for entry in await files.entries("default/d", max_entries=9)]
+
+
+async def expect_no_record(store: Store, name: str) -> None:
+    """There is no checkpoint of this name."""
     files = store.files(name)
     try:
         with pytest.raises(CheckpointNotFoundError):
@@ -89,11 +132,25 @@ async def expect_nothing(store: Store, name: str) -> None:
 
 @pytest.mark.asyncio
 class StoreConformance:
-    """Subclass it, define `opened`, and name the subclass `Test…`."""
+    """Subclass it, define `opened`, and name the subclass `Test…`.
+
+    Attributes:
+        lists_attempts: `names` may list a name under which an attempt has written something.
+        window_nbytes: a window that the store takes as part of a data file.
+    """
+
+    lists_attempts = False
+    window_nbytes = 5 << 20
 
     def opened(self, place: Path) -> AbstractAsyncContextManager[Store]:
         """The store at this place; what was published there before is in it."""
         raise NotImplementedError
+
+    async def expect_nothing(self, store: Store, name: str) -> None:
+        """Nothing of this name is listed or can be read."""
+        if not self.lists_attempts:
+            assert name not in await store.names()
+        await expect_no_record(store, name)
 
     # -------------------------------------------------------------------------------- visibility
 
@@ -106,14 +163,14 @@ class StoreConformance:
     async def test_nothing_is_visible_before_publish(self, tmp_path: Path) -> None:
         """After every step but the last, the name is free."""
         async with self.opened(tmp_path) as store:
-            await expect_nothing(store, "1")
-            attempt = await store.begin("1", "a")
-            await expect_nothing(store, "1")
-            await write_file(attempt, "d/data", pattern(PAGE))
-            await expect_nothing(store, "1")
+            await self.expect_nothing(store, "1")
+            attempt = await store.begin("1", identity("a"))
+            await self.expect_nothing(store, "1")
+            await write_file(attempt, data_path(identity("a")), pattern(PAGE))
+            await self.expect_nothing(store, "1")
             await attempt.put("small", b"x")
-            await expect_nothing(store, "1")
-            await attempt.publish(b"record")
+            await self.expect_nothing(store, "1")
+            await attempt.publish(record_of(identity("a")))
             assert await store.names() == ["1"]
 
     async def test_publish_makes_everything_visible(self, tmp_path: Path) -> None:
@@ -132,10 +189,11 @@ class StoreConformance:
         """However far the attempt had come; and the name can be saved afterwards."""
         async with self.opened(tmp_path) as store:
             for steps in range(7):
-                attempt = await store.begin("1", f"a{steps}")
+                save_id = identity(f"a{steps}")
+                attempt = await store.begin("1", save_id)
                 file = None
                 if steps > 0:
-                    file = await attempt.create("default/d/data", nbytes=PAGE)
+                    file = await attempt.create(data_path(save_id), nbytes=PAGE)
                 if file and steps > 1:
                     await file.write(0, pattern(PAGE))
                 if file and steps > 2:
@@ -143,13 +201,13 @@ class StoreConformance:
                 if steps > 3:
                     await attempt.put("default/small", b"x")
                 if steps > 4:
-                    await attempt.create("default/d/other", nbytes=PAGE)
+                    await attempt.create(data_path(save_id, "other"), nbytes=PAGE)
                 if steps > 5:
                     with pytest.raises(UsageError):
                         await attempt.put("../escape", b"x")
                 await attempt.abort()
                 await attempt.abort()
-                await expect_nothing(store, "1")
+                await self.expect_nothing(store, "1")
                 assert list(await store.sweep()) == []
             await save(store, "1", "b")
             await expect(store, "1")
@@ -157,12 +215,13 @@ class StoreConformance:
     async def test_sweep_leaves_a_live_attempt_alone(self, tmp_path: Path) -> None:
         """Its files are still there when it publishes."""
         async with self.opened(tmp_path) as store, self.opened(tmp_path) as other:
-            attempt = await store.begin("1", "a")
-            await write_file(attempt, "default/d/data", pattern(PAGE + 1))
+            attempt = await store.begin("1", identity("a"))
+            path = await write_file(attempt, data_path(identity("a")), pattern(PAGE + 1))
             assert list(await other.sweep()) == []
             await attempt.put("default/small", b"small 0")
             assert list(await store.sweep()) == []
-            await attempt.publish(b"record 0")
+            assert list(await other.collect(YEAR_S)) == []
+            await attempt.publish(record_of(identity("a"), 0, path))
             await expect(store, "1")
 
     # ----------------------------------------------------------------------------------- one name
@@ -186,7 +245,7 @@ class StoreConformance:
                     group.create_task(one(seed))
             assert len(errors) == len(seeds) - 1
             files = store.files("1")
-            winner = int((await files.read(RECORD, max_nbytes=100)).split()[1])
+            winner = int((await files.read(RECORD, max_nbytes=200)).split()[1])
             await files.close()
             await expect(store, "1", winner)
             assert list(await store.sweep()) == []
@@ -216,7 +275,7 @@ class StoreConformance:
         """Until `publish`, the old checkpoint is whole."""
         async with self.opened(tmp_path) as store:
             await save(store, "1", "a", 1)
-            attempt = await store.begin("1", "b", overwrite=True)
+            attempt = await store.begin("1", identity("b"), overwrite=True)
             await attempt.put("default/small", b"other")
             await expect(store, "1", 1)
             await attempt.abort()
@@ -228,7 +287,7 @@ class StoreConformance:
             await save(store, "1", "a", 1)
             await save(store, "2", "b", 2)
             await store.delete("1")
-            await expect_nothing(store, "1")
+            await self.expect_nothing(store, "1")
             await expect(store, "2", 2)
             with pytest.raises(CheckpointNotFoundError):
                 await store.delete("1")
@@ -241,7 +300,7 @@ class StoreConformance:
         async with self.opened(tmp_path) as store:
             for name in ("", ".", "..", "a/b", "/a", "a\0b"):
                 with pytest.raises(UsageError):
-                    await store.begin(name, "a")
+                    await store.begin(name, identity("a"))
             assert await store.names() == []
 
     # ------------------------------------------------------------------------------------ writing
@@ -251,17 +310,20 @@ class StoreConformance:
         """Whatever the length, also when it was announced wrongly."""
         data = pattern(nbytes)
         async with self.opened(tmp_path) as store:
-            attempt = await store.begin("1", "a")
+            save_id = identity("a")
+            attempt = await store.begin("1", save_id)
+            paths = ["small", "view"]
             for path, announced in (("exact", nbytes), ("less", 1), ("more", nbytes + 3 * PAGE)):
-                file = await attempt.create(path, nbytes=announced)
+                file = await attempt.create(data_path(save_id, path), nbytes=announced)
                 for start in range(0, nbytes, PIECE_NBYTES):
                     await file.write(start, data[start : start + PIECE_NBYTES])
                 await file.seal(nbytes)
+                paths.append(file.path)
             await attempt.put("small", data.tobytes())
             await attempt.put("view", memoryview(data.tobytes()))
-            await attempt.publish(b"record")
+            await attempt.publish(record_of(save_id))
             files = store.files("1")
-            for path in ("exact", "less", "more", "small", "view"):
+            for path in paths:
                 assert await files.read(path, max_nbytes=nbytes) == data.tobytes(), path
             await files.close()
 
@@ -276,51 +338,92 @@ class StoreConformance:
             cuts = np.unique(np.concatenate([[0], cuts, cuts[:10] // PAGE * PAGE, [data.size]]))
             spans = list(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True))
             random.shuffle(spans)
-            attempt = await store.begin("1", "a")
-            file = await attempt.create("data", nbytes=data.size)
+            attempt = await store.begin("1", identity("a"))
+            file = await attempt.create(data_path(identity("a")), nbytes=data.size)
             async with asyncio.TaskGroup() as group:
                 for start, stop in spans:
                     group.create_task(file.write(start, data[start:stop]))
             await file.seal(data.size)
-            await attempt.publish(b"record")
+            await attempt.publish(record_of(identity("a")))
             files = store.files("1")
-            assert await files.read("data", max_nbytes=data.size) == data.tobytes()
+            assert await files.read(file.path, max_nbytes=data.size) == data.tobytes()
+            await files.close()
+
+    async def test_windows_are_written_in_any_order_and_at_once(self, tmp_path: Path) -> None:
+        """Each once; of files that are shorter and longer than one, and exactly as long."""
+        async with self.opened(tmp_path) as store:
+            save_id, window = identity("a"), self.window_nbytes
+            attempt = await store.begin("1", save_id)
+            contents: dict[str, Bytes] = {}
+            for nbytes in (0, PAGE + 1, window, 2 * window + 5):
+                data = pattern(nbytes)
+                file = await attempt.create(
+                    data_path(save_id, str(nbytes)), nbytes=nbytes, window_nbytes=window
+                )
+                starts = list(range(0, nbytes, window))[::-1]
+                async with asyncio.TaskGroup() as group:
+                    written = [
+                        group.create_task(file.write(start, data[start : start + window]))
+                        for start in starts
+                    ]
+                assert all(type(task.result()) is bool for task in written)
+                await file.seal(nbytes)
+                contents[file.path] = data
+            await attempt.publish(record_of(save_id))
+            files = store.files("1")
+            for path, data in contents.items():
+                assert await files.read(path, max_nbytes=data.size) == data.tobytes(), path
+            await files.close()
+
+    async def test_bytearrays_are_written_as_they_are(self, tmp_path: Path) -> None:
+        """Clients that take no other buffer get the memory that was staged into."""
+        async with self.opened(tmp_path) as store:
+            save_id, data = identity("a"), bytearray(pattern(64 * KIB).tobytes())
+            attempt = await store.begin("1", save_id)
+            file = await attempt.create(
+                data_path(save_id), nbytes=len(data), window_nbytes=self.window_nbytes
+            )
+            await file.write(0, data)
+            await file.seal(len(data))
+            await attempt.publish(record_of(save_id))
+            files = store.files("1")
+            assert await files.read(file.path, max_nbytes=len(data)) == data
             await files.close()
 
     async def test_seal_cuts_a_file_to_its_length(self, tmp_path: Path) -> None:
         """Padding behind the end, which keeps writes aligned, does not stay."""
         async with self.opened(tmp_path) as store:
             data = pattern(64 * PAGE)
-            attempt = await store.begin("1", "a")
-            file = await attempt.create("data", nbytes=63 * PAGE + 5)
+            attempt = await store.begin("1", identity("a"))
+            file = await attempt.create(data_path(identity("a")), nbytes=63 * PAGE + 5)
             await file.write(0, data)
             await file.seal(63 * PAGE + 5)
-            await attempt.publish(b"record")
+            await attempt.publish(record_of(identity("a")))
             files = store.files("1")
-            found = await files.read("data", max_nbytes=data.size)
+            found = await files.read(file.path, max_nbytes=data.size)
             assert found == data[: 63 * PAGE + 5].tobytes()
             await files.close()
 
     async def test_a_read_only_buffer_can_be_written(self, tmp_path: Path) -> None:
         """Bytes that came from a codec are immutable."""
         async with self.opened(tmp_path) as store:
-            attempt = await store.begin("1", "a")
-            file = await attempt.create("data", nbytes=PAGE)
+            attempt = await store.begin("1", identity("a"))
+            file = await attempt.create(data_path(identity("a")), nbytes=PAGE)
             await file.write(0, np.frombuffer(bytes(range(256)) * 16, np.uint8))
             await file.seal(PAGE)
-            await attempt.publish(b"record")
+            await attempt.publish(record_of(identity("a")))
             files = store.files("1")
-            assert await files.read("data", max_nbytes=PAGE) == bytes(range(256)) * 16
+            assert await files.read(file.path, max_nbytes=PAGE) == bytes(range(256)) * 16
             await files.close()
 
     async def test_many_small_files_are_put_at_once(self, tmp_path: Path) -> None:
         """In directories that they make together."""
         async with self.opened(tmp_path) as store:
-            attempt = await store.begin("1", "a")
+            attempt = await store.begin("1", identity("a"))
             async with asyncio.TaskGroup() as group:
                 for i in range(20):
                     group.create_task(attempt.put(f"a/b{i % 3}/c/{i}", b"%d" % i))
-            await attempt.publish(b"record")
+            await attempt.publish(record_of(identity("a")))
             files = store.files("1")
             for i in range(20):
                 assert await files.read(f"a/b{i % 3}/c/{i}", max_nbytes=10) == b"%d" % i
@@ -329,7 +432,7 @@ class StoreConformance:
     async def test_paths_stay_inside_the_checkpoint(self, tmp_path: Path) -> None:
         """And nobody but `publish` writes the record."""
         async with self.opened(tmp_path) as store:
-            attempt = await store.begin("1", "a")
+            attempt = await store.begin("1", identity("a"))
             for path in ("", "/a", "../a", "a/../b", "a//b", ".", "a/", "a\0", RECORD):
                 with pytest.raises(UsageError):
                     await attempt.put(path, b"x")
@@ -340,9 +443,9 @@ class StoreConformance:
     async def test_a_cancelled_write_does_not_use_its_buffer_any_more(self, tmp_path: Path) -> None:
         """Once it has raised, the buffer can be given to the next user."""
         async with self.opened(tmp_path) as store:
-            attempt = await store.begin("1", "a")
+            attempt = await store.begin("1", identity("a"))
             nbytes = 1 << 20
-            file = await attempt.create("data", nbytes=nbytes)
+            file = await attempt.create(data_path(identity("a")), nbytes=nbytes)
             buffer, final = pattern(nbytes), pattern(nbytes, 1)
             for turns in range(20):
                 buffer[:] = 1
@@ -358,9 +461,9 @@ class StoreConformance:
                 await file.write(0, final)
             if store.capabilities.positional_writes:
                 await file.seal(nbytes)
-                await attempt.publish(b"record")
+                await attempt.publish(record_of(identity("a")))
                 files = store.files("1")
-                assert await files.read("data", max_nbytes=nbytes) == final.tobytes()
+                assert await files.read(file.path, max_nbytes=nbytes) == final.tobytes()
                 await files.close()
             else:
                 await attempt.abort()
@@ -370,12 +473,11 @@ class StoreConformance:
         async with self.opened(tmp_path) as store:
             for turns in range(30):
                 name = str(turns)
-                attempt = await store.begin(name, f"a{turns}")
-                await write_file(attempt, "default/d/data", pattern(PAGE + 1))
-                await attempt.put("default/small", b"small 0")
+                attempt = await store.begin(name, identity(f"a{turns}"))
+                record = await fill(attempt, identity(f"a{turns}"))
                 cancelled = False
                 async with asyncio.TaskGroup() as group:
-                    task = group.create_task(attempt.publish(b"record 0"))
+                    task = group.create_task(attempt.publish(record))
                     for _ in range(turns):
                         await asyncio.sleep(0)
                     task.cancel()
@@ -383,7 +485,7 @@ class StoreConformance:
                         await asyncio.wait((task,))
                     cancelled = task.cancelled()
                 if cancelled:
-                    await expect_nothing(store, name)
+                    await self.expect_nothing(store, name)
                 else:
                     await expect(store, name)
                 await attempt.abort()
@@ -410,9 +512,10 @@ class StoreConformance:
         async with self.opened(tmp_path) as store:
             await save(store, "1", "a")
             files = store.files("1")
-            assert len(await files.read("default/d/data", max_nbytes=PAGE + 1)) == PAGE + 1
+            (path,) = await data_paths(files)
+            assert len(await files.read(path, max_nbytes=PAGE + 1)) == PAGE + 1
             with pytest.raises(CorruptCheckpointError):
-                await files.read("default/d/data", max_nbytes=PAGE)
+                await files.read(path, max_nbytes=PAGE)
             await files.close()
 
     async def test_reading_past_the_end_is_corruption(self, tmp_path: Path) -> None:
@@ -420,13 +523,14 @@ class StoreConformance:
         async with self.opened(tmp_path) as store:
             await save(store, "1", "a")
             files = store.files("1")
+            (path,) = await data_paths(files)
             buffer = np.empty(2, np.uint8)
-            await files.read_into("default/d/data", PAGE, [buffer[:1]])
+            await files.read_into(path, PAGE, [buffer[:1]])
             assert buffer[0] == pattern(PAGE + 1)[PAGE]
             for offset in (PAGE, PAGE + 1, 10 * PAGE):
                 with pytest.raises(CorruptCheckpointError) as caught:
-                    await files.read_into("default/d/data", offset, [buffer])
-                assert caught.value.file == "default/d/data"
+                    await files.read_into(path, offset, [buffer])
+                assert caught.value.file == path
             await files.close()
 
     async def test_entries_are_one_level_of_a_directory(self, tmp_path: Path) -> None:
@@ -438,8 +542,9 @@ class StoreConformance:
             assert top["default"].is_directory
             assert not top[RECORD].is_directory and top[RECORD].nbytes > 0
             (data,) = await files.entries("default/d", max_entries=1)
-            assert data == ("data", PAGE + 1, False)
-            assert await files.entries("default/d/data", max_entries=1) == [("", PAGE + 1, False)]
+            (path,) = await data_paths(files)
+            assert data == (path.rpartition("/")[2], PAGE + 1, False)
+            assert await files.entries(path, max_entries=1) == [("", PAGE + 1, False)]
             with pytest.raises(CheckpointNotFoundError):
                 await files.entries("none", max_entries=1)
             with pytest.raises(CorruptCheckpointError):
@@ -450,33 +555,37 @@ class StoreConformance:
         """Of any lengths, in order, from any offset; more of them than one system call takes."""
         async with self.opened(tmp_path) as store:
             data = pattern(1 << 20)
-            attempt = await store.begin("1", "a")
-            await write_file(attempt, "data", data)
-            await attempt.publish(b"record")
+            attempt = await store.begin("1", identity("a"))
+            path = await write_file(attempt, data_path(identity("a")), data)
+            await attempt.publish(record_of(identity("a")))
             files = store.files("1")
             lengths = np.random.default_rng(1).integers(0, 400, 2500).tolist()
             for offset in (0, 1, PAGE):
                 buffers = [np.zeros(length, np.uint8) for length in lengths]
-                await files.read_into("data", offset, buffers)
+                await files.read_into(path, offset, buffers)
                 expected = data[offset : offset + sum(lengths)]
                 assert np.array_equal(np.concatenate(buffers), expected)
-            await files.read_into("data", data.size, [])
+            await files.read_into(path, data.size, [])
             await files.close()
 
     async def test_reads_run_at_once(self, tmp_path: Path) -> None:
         """From one and from several files."""
         async with self.opened(tmp_path) as store:
-            attempt = await store.begin("1", "a")
-            for i in range(4):
-                await write_file(attempt, f"data{i}", pattern(300 * KIB, i))
-            await attempt.publish(b"record")
+            attempt = await store.begin("1", identity("a"))
+            paths = [
+                await write_file(
+                    attempt, data_path(identity("a"), f"data{i}"), pattern(300 * KIB, i)
+                )
+                for i in range(4)
+            ]
+            await attempt.publish(record_of(identity("a")))
             files = store.files("1")
             found = [np.zeros(300 * KIB, np.uint8) for _ in range(4)]
             async with asyncio.TaskGroup() as group:
                 for i in range(4):
                     for start in range(0, 300 * KIB, 100 * KIB):
                         part = found[i][start : start + 100 * KIB]
-                        group.create_task(files.read_into(f"data{i}", start, [part]))
+                        group.create_task(files.read_into(paths[i], start, [part]))
             for i in range(4):
                 assert np.array_equal(found[i], pattern(300 * KIB, i))
             await files.close()
@@ -485,18 +594,18 @@ class StoreConformance:
         """Once it has raised, what stands in the buffer stays."""
         async with self.opened(tmp_path) as store:
             data = pattern(4 << 20)
-            attempt = await store.begin("1", "a")
-            await write_file(attempt, "data", data)
-            await attempt.publish(b"record")
+            attempt = await store.begin("1", identity("a"))
+            path = await write_file(attempt, data_path(identity("a")), data)
+            await attempt.publish(record_of(identity("a")))
             files = store.files("1")
             buffer, other = np.empty_like(data), np.empty_like(data)
             for turns in range(10):
                 async with asyncio.TaskGroup() as group:
-                    task = group.create_task(files.read_into("data", 0, [buffer]))
+                    task = group.create_task(files.read_into(path, 0, [buffer]))
                     for _ in range(turns % 5):
                         await asyncio.sleep(0)
                     task.cancel()
                 buffer[:] = 7
-                await files.read_into("data", 0, [other])
+                await files.read_into(path, 0, [other])
                 assert int(buffer.min()) == int(buffer.max()) == 7
             await files.close()

@@ -203,9 +203,8 @@ async def test_metadata_and_metrics_are_taken_at_the_call_and_come_back(tmp_path
 @pytest.mark.parametrize(
     ("location", "reason"),
     [
-        ("gs://bucket/run", "object stores are not supported yet"),
-        ("s3://bucket/run?secret=hunter2", "object stores are not supported yet"),
-        ("ftp://host/x", "ftp://"),
+        ("nowhere://bucket/run/x", "no filesystem for nowhere://"),
+        ("s3://key:hunter2@bucket/run/x", "holds credentials"),
         ("", "pass the path of a directory"),
         (5, "pass a path"),
         (None, "pass a path"),

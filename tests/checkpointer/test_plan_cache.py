@@ -235,7 +235,12 @@ def test_every_part_of_the_key_is_changed_by_something(monkeypatch: pytest.Monke
     compare(base, key_with(monkeypatch, tree(), budget=2 * GIB))
     compare(base, key_with(monkeypatch, tree(), holders=(0, 1)))
     compare(base, key_with(monkeypatch, tree(), processes=2))
-    for sizes in (Sizes(2 * GIB, SLOT_NBYTES, 6), Sizes(GIB, 2 * SLOT_NBYTES, 6)):
+    for sizes in (
+        Sizes(2 * GIB, SLOT_NBYTES, 6),
+        Sizes(GIB, 2 * SLOT_NBYTES, 6),
+        dataclasses.replace(SIZES, chunk_nbytes=GIB),
+        dataclasses.replace(SIZES, chunk_limit_nbytes=GIB),
+    ):
         compare(base, key_with(monkeypatch, tree(), sizes=sizes))
     # Writes in flight change nothing of what is written.
     assert key_with(monkeypatch, tree(), sizes=Sizes(GIB, SLOT_NBYTES, 9)) == base

@@ -282,10 +282,11 @@ def test_usage_errors_are_status_2(run: Run, tmp_path: Path) -> None:
     for arguments in ((), ("ls",), ("frobnicate",), ("show", "--colour", "x")):
         done = run(*arguments)
         assert done.status == 2
-    done = run("show", "gs://bucket/run")
+    done = run("show", "frob://bucket/run")
     assert done.status == 2
     assert done.err == (
-        "asyncckpt: gs://…: this release saves to local disk; object stores are not supported yet\n"
+        "asyncckpt: frob://bucket: fsspec knows no filesystem for frob://; use s3://, gs://, "
+        "memory:// or another of its schemes, or the path of a directory\n"
     )
 
 

@@ -19,7 +19,8 @@ from asyncckpt.errors import AsyncCheckpointError, SaveError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores import export, posix, publish
 from asyncckpt.stores.local import LocalStore
-from asyncckpt.testing.conformance import PAGE, pattern, write_file
+from asyncckpt.testing.conformance import PAGE, pattern
+from tests.stores.checkpoints import write_file
 
 SCENARIOS = (
     "directory",

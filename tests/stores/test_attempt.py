@@ -27,7 +27,8 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.stores import birth, datafile, local, posix, publish
 from asyncckpt.stores.local import LocalStore, open_local
 from asyncckpt.stores.locks import this_machine
-from asyncckpt.testing.conformance import PAGE, expect, pattern, save, write_file
+from asyncckpt.testing.conformance import PAGE, pattern
+from tests.stores.checkpoints import expect, save, write_file
 
 BIG = 1 << 20
 

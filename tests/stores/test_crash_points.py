@@ -18,8 +18,8 @@ from asyncckpt.errors import AsyncCheckpointError, SaveError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores import posix, publish
 from asyncckpt.stores.local import LocalStore
-from asyncckpt.testing.conformance import expect, save
 from tests.crash.faults import ForkServer
+from tests.stores.checkpoints import expect, save
 
 SCENARIOS = ("new", "overwrite", "overwrite_in_two_steps", "move_aside", "delete")
 

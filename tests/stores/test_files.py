@@ -22,7 +22,8 @@ from asyncckpt.errors import (
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores import files as module
 from asyncckpt.stores.local import LocalStore
-from asyncckpt.testing.conformance import PAGE, pattern, save, write_file
+from asyncckpt.testing.conformance import PAGE, pattern
+from tests.stores.checkpoints import save, write_file
 
 BIG = 4 << 20
 

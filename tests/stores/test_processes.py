@@ -16,7 +16,7 @@ from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.local import LocalStore
 from asyncckpt.stores.locks import Machine, this_machine, write_owner
-from asyncckpt.testing.conformance import expect, save
+from tests.stores.checkpoints import expect, save
 from tests.stores.children import answer, end, start, tell
 
 ROUNDS = 50

@@ -12,8 +12,9 @@ import pytest
 from asyncckpt.errors import CorruptCheckpointError, StoreError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.local import LocalStore
-from asyncckpt.testing.conformance import PAGE, expect, pattern, save
+from asyncckpt.testing.conformance import PAGE, pattern
 from asyncckpt.testing.faults import Fault, FaultStore, Gate, Operation
+from tests.stores.checkpoints import expect, save
 
 SAVE = ["begin", "create", "write", "seal", "put", "publish"]
 

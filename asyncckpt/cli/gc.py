@@ -1,0 +1,95 @@
+"""The command `gc`: what saves that never ended have left is shown, and removed when asked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import asyncckpt.blocking as blocking
+from asyncckpt.cli import opening, tables
+from asyncckpt.cli.storage import StorageOption, storage_options
+from asyncckpt.cli.terminal import AsJson, Yes, print_json
+from asyncckpt.errors import UsageError
+
+LISTED = 50
+"""Names that are shown before the question; `--json` has all of them."""
+
+_AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([hdw])", re.IGNORECASE)
+_UNIT_S = {"h": 3600.0, "d": 24 * 3600.0, "w": 7 * 24 * 3600.0}
+
+
+def collect(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="Directory or URL of a run.")],
+    older_than: Annotated[
+        str,
+        typer.Option("--older-than", metavar="AGE", help="For example 7d or 3w; a week at least."),
+    ] = "7d",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go.")] = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+    storage_option: StorageOption = [],  # noqa: B006 - typer copies it
+) -> None:
+    """Remove what saves that never ended have left, once it is old enough.
+
+    Checkpoints are never touched, nor what other programs wrote.
+    """
+    older_than_s = _seconds(older_than)
+    options = storage_options(storage_option)
+    if as_json and not (yes or dry_run):
+        raise UsageError("gc --json does not ask: pass --dry-run, or --yes to remove")
+    opening.check_directory(root)
+
+    def collected(*, dry_run: bool) -> list[str]:
+        return blocking.collect_garbage(
+            root, older_than_s=older_than_s, dry_run=dry_run, storage_options=options
+        )
+
+    if not (yes or dry_run):
+        found = collected(dry_run=True)
+        _show(root, found, older_than)
+        if not found:
+            return
+        if not typer.confirm(f"Remove {_count(found)}?"):
+            typer.echo("nothing was removed")
+            raise typer.Exit(1)
+    found = collected(dry_run=dry_run)
+    if as_json:
+        print_json(
+            {
+                "root": opening.full_name(root),
+                "older_than_s": older_than_s,
+                "dry_run": dry_run,
+                "leftovers": found,
+            }
+        )
+    elif dry_run:
+        _show(root, found, older_than)
+    else:
+        typer.echo(f"removed {_count(found)}")
+
+
+def _show(root: str, found: Sequence[str], older_than: str) -> None:
+    if not found:
+        typer.echo(f"no leftovers older than {older_than} in {tables.printable(root)}")
+        return
+    for name in found[:LISTED]:
+        typer.echo(tables.printable(name))
+    if len(found) > LISTED:
+        typer.echo(f"… and {len(found) - LISTED} more")
+
+
+def _count(found: Sequence[str]) -> str:
+    return "1 leftover" if len(found) == 1 else f"{len(found)} leftovers"
+
+
+def _seconds(text: str) -> float:
+    """An age such as 36h, 7d or 2w."""
+    found = _AGE.fullmatch(text.strip())
+    if found is None:
+        raise UsageError(
+            f"--older-than {text}: pass hours, days or weeks, for example 7d", found=text
+        )
+    return float(found[1]) * _UNIT_S[found[2].lower()]

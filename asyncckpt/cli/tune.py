@@ -1,0 +1,184 @@
+"""The command `tune`: a store is measured, and what to save with is said, shown and drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import typer
+
+import asyncckpt.blocking as blocking
+from asyncckpt.cli import opening, tables
+from asyncckpt.cli.storage import StorageOption, storage_options
+from asyncckpt.cli.terminal import AsJson, Yes, bar, print_json
+from asyncckpt.cli.transfer import size_nbytes
+from asyncckpt.errors import UsageError
+from asyncckpt.planning.tuning import MAX_NBYTES, MAX_S, STATE_NBYTES, TunePoint, TuneReport
+from asyncckpt.reports import nbytes_text, rate_text
+
+PLOT_INSTALL_LINE = 'pip install "asyncckpt[bench]"'
+
+
+def tune(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Where checkpoints are to be kept.")],
+    max_bytes: Annotated[
+        str,
+        typer.Option("--max-bytes", metavar="SIZE", help="Bytes to move at most, both ways."),
+    ] = "",
+    max_seconds: Annotated[
+        float, typer.Option("--max-seconds", help="Seconds after which it ends with what it has.")
+    ] = MAX_S,
+    state: Annotated[
+        str,
+        typer.Option(
+            "--state", metavar="SIZE", help="Size of a state, for what auto would choose."
+        ),
+    ] = "",
+    memory: Annotated[
+        str, typer.Option("--memory", metavar="SIZE", help="Staging memory of a save.")
+    ] = "",
+    plot: Annotated[
+        str, typer.Option("--plot", metavar="FILE", help="Save a plot, for example tune.png.")
+    ] = "",
+    yes: Yes = False,
+    as_json: AsJson = False,
+    storage_option: StorageOption = [],  # noqa: B006 - typer copies it
+) -> None:
+    """Measure a store, and say which file size and how many streams to save with.
+
+    Writes objects of several sizes below a prefix of its own, reads them, and removes them.
+    """
+    max_nbytes = size_nbytes("--max-bytes", max_bytes) or MAX_NBYTES
+    options = storage_options(storage_option)
+    if as_json and not yes:
+        raise UsageError("tune --json does not ask: pass --yes")
+    _check_plot(plot)
+    if not yes:
+        typer.echo(
+            f"{tables.printable(opening.full_name(url))}: objects are written below "
+            f"asyncckpt-tune-…, read, and removed; {nbytes_text(max_nbytes)} at most, written and "
+            f"read together, in {max_seconds:g} s at most"
+        )
+        if not typer.confirm("Go on?"):
+            typer.echo("nothing was measured")
+            raise typer.Exit(1)
+    with bar("tune") as progress:
+        report = blocking.tune(
+            url,
+            max_nbytes=max_nbytes,
+            max_s=max_seconds,
+            state_nbytes=size_nbytes("--state", state) or STATE_NBYTES,
+            host_memory_nbytes=size_nbytes("--memory", memory),
+            storage_options=options,
+            progress=progress,
+        )
+    if plot:
+        save_plot(report, plot)
+    if as_json:
+        print_json(_document(report))
+    else:
+        _show(report)
+
+
+def _document(report: TuneReport) -> dict[str, Any]:
+    return {**dataclasses.asdict(report), "best_nbytes_per_s": report.best_nbytes_per_s}
+
+
+def _show(report: TuneReport) -> None:
+    for direction, title in (("put", "writing"), ("get", "reading")):
+        latency_s = report.put_latency_s if direction == "put" else report.get_latency_s
+        typer.echo(f"{title} with {report.client}: {latency_s * 1e3:.0f} ms for a small request")
+        tables.show([_table([point for point in report.points if point.direction == direction])])
+        typer.echo("")
+    typer.echo(
+        f"target_data_file_nbytes={report.target_data_file_nbytes} "
+        f"({nbytes_text(report.target_data_file_nbytes)}), concurrency={report.concurrency}; "
+        f"for restoring concurrency={report.read_concurrency}"
+    )
+    typer.echo(f"because {report.reason}")
+    typer.echo(_auto_text(report))
+    for note in report.notes:
+        typer.echo(tables.printable(note))
+
+
+def _table(points: Sequence[TunePoint]) -> tables.Grid:
+    streams = sorted({point.streams for point in points})
+    rates = {(point.nbytes, point.streams): point.nbytes_per_s for point in points}
+    return tables.Grid(
+        [">size", *(f">{count} streams" if count > 1 else ">1 stream" for count in streams)],
+        [
+            [
+                nbytes_text(nbytes),
+                *(
+                    rate_text(rates[nbytes, count], 1.0) if (nbytes, count) in rates else ""
+                    for count in streams
+                ),
+            ]
+            for nbytes in sorted({point.nbytes for point in points})
+        ],
+    )
+
+
+def _auto_text(report: TuneReport) -> str:
+    text = (
+        f'"auto" makes of this, for a state of {nbytes_text(report.state_nbytes)}, '
+        f"{nbytes_text(report.auto_data_file_nbytes)} and {report.auto_concurrency} streams"
+    )
+    if report.auto_nbytes_per_s is None:
+        return text
+    share = report.auto_nbytes_per_s / report.best_nbytes_per_s
+    return f"{text}: {rate_text(report.auto_nbytes_per_s, 1.0)}, {share:.0%} of the best"
+
+
+# -------------------------------------------------------------------------------------- the plot
+
+
+def _check_plot(path: str) -> None:
+    """A plot can be drawn and saved; found out before anything is measured."""
+    if not path:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(f"--plot needs the package matplotlib: {PLOT_INSTALL_LINE}")
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix not in (".png", ".svg", ".pdf"):
+        raise UsageError(f"--plot {path}: pass a name in .png, .svg or .pdf", found=suffix)
+    if not os.path.isdir(os.path.dirname(path) or "."):
+        raise UsageError(f"--plot {path}: there is no such directory", location=path)
+
+
+def save_plot(report: TuneReport, path: str) -> None:
+    """The measurements stand in a picture: a line for each number of streams."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    directions: tuple[Literal["put", "get"], ...] = ("put", "get")
+    for axes, direction in zip(figure.subplots(1, 2, sharey=True), directions, strict=True):
+        own = [point for point in report.points if point.direction == direction]
+        for streams in sorted({point.streams for point in own}):
+            line = sorted(
+                (point.nbytes / 2**20, point.nbytes_per_s / 1e6)
+                for point in own
+                if point.streams == streams
+            )
+            axes.plot(*zip(*line, strict=True), marker="o", label=f"{streams}")
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("size of a request (MiB)")
+        axes.set_title("writing" if direction == "put" else "reading")
+        axes.grid(visible=True, alpha=0.3)
+        if direction == "put":
+            axes.set_ylabel("MB/s")
+            axes.axvline(report.target_data_file_nbytes / 2**20, color="grey", linestyle=":")
+            if report.auto_nbytes_per_s is not None:
+                axes.plot(
+                    report.auto_data_file_nbytes / 2**20,
+                    report.auto_nbytes_per_s / 1e6,
+                    "k*",
+                    markersize=14,
+                    label="auto",
+                )
+        axes.legend(title="streams")
+    figure.suptitle(f"{report.location} ({report.client})")
+    figure.savefig(path)

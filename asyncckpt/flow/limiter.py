@@ -1,0 +1,152 @@
+"""One window of requests in flight, which halves when the server is overrun and grows again."""
+
+# Rule 1: acquire may wait; release never does and is synchronous.
+# Rule 2: whoever waits before it tries again does so without a permit.
+# Rule 3: requests of one window are told off together: only one that began after the last cut
+#   can cut again.
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+
+class Permit:
+    """The right to have one request in flight, until it is released.
+
+    Attributes:
+        cuts: how often the window had been cut when the request began.
+    """
+
+    __slots__ = ("_limiter", "cuts")
+
+    def __init__(self, limiter: Limiter) -> None:
+        self._limiter: Limiter | None = limiter
+        self.cuts = limiter.cuts
+
+    def __enter__(self) -> Permit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """The request is no longer in flight. Idempotent."""
+        limiter, self._limiter = self._limiter, None
+        if limiter is not None:
+            limiter._release()
+
+
+class Limiter:
+    """At most `limit` permits are out; additive increase, multiplicative decrease.
+
+    It belongs to one event loop. Those who wait are served in their order. A round of `limit`
+    successes during which the window was full adds one; `throttled` halves it, down to 1. Permits
+    that are out are never taken back, so that after a cut more than `limit` may be for a while.
+
+    Args:
+        ceiling: the window grows up to this.
+        start: its first size; None begins at the ceiling.
+    """
+
+    __slots__ = ("_ceiling", "_full", "_successes", "_waiters", "cuts", "in_flight", "limit")
+
+    def __init__(self, ceiling: int, *, start: int | None = None) -> None:
+        if ceiling < 1:
+            raise ValueError(f"ceiling={ceiling}: at least one request must be allowed")
+        self._ceiling = ceiling
+        self.limit = max(1, min(ceiling, ceiling if start is None else start))
+        self.in_flight = 0
+        self.cuts = 0
+        self._successes = 0
+        self._full = False
+        self._waiters: deque[asyncio.Future[Permit]] = deque()
+
+    def __repr__(self) -> str:
+        return (
+            f"Limiter({self.in_flight} of {self.limit} requests in flight, "
+            f"{self.waiting} waiting, at most {self._ceiling})"
+        )
+
+    @property
+    def waiting(self) -> int:
+        """Number of callers in line."""
+        return sum(not waiter.done() for waiter in self._waiters)
+
+    @property
+    def ceiling(self) -> int:
+        """What the window may grow to. A window that stands there moves with it."""
+        return self._ceiling
+
+    @ceiling.setter
+    def ceiling(self, ceiling: int) -> None:
+        if ceiling < 1:
+            raise ValueError(f"ceiling={ceiling}: at least one request must be allowed")
+        at_top = self.limit == self._ceiling
+        self._ceiling = ceiling
+        self.limit = ceiling if at_top else min(self.limit, ceiling)
+        self._grant()
+
+    def try_acquire(self) -> Permit | None:
+        """A permit, if one is free and nobody waits for it."""
+        if self.in_flight >= self.limit or any(not waiter.done() for waiter in self._waiters):
+            return None
+        return self._take()
+
+    async def acquire(self) -> Permit:
+        """A permit belongs to the caller, who waits in line for it.
+
+        Cancellation: leaves the line; a permit granted in the meantime goes to the next.
+        """
+        permit = self.try_acquire()
+        if permit is not None:
+            return permit
+        self._full = True
+        waiter: asyncio.Future[Permit] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.cancelled():
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
+            else:
+                waiter.result().release()
+            raise
+
+    def succeeded(self, permit: Permit) -> None:
+        """A request was answered; a round of them widens the window by one."""
+        if permit.cuts < self.cuts:
+            return  # it began before the last cut and says nothing about the window since
+        self._successes += 1
+        if self._successes >= self.limit:
+            if self._full and self.limit < self._ceiling:
+                self.limit += 1
+                self._grant()
+            self._successes = 0
+            self._full = self.in_flight >= self.limit
+
+    def throttled(self, permit: Permit) -> None:
+        """The server asked for fewer requests: the window is halved, once for each window."""
+        if permit.cuts < self.cuts:
+            return
+        self.cuts += 1
+        self.limit = max(1, self.limit // 2)
+        self._successes = 0
+        self._full = False
+
+    def _take(self) -> Permit:
+        self.in_flight += 1
+        if self.in_flight >= self.limit:
+            self._full = True
+        return Permit(self)
+
+    def _release(self) -> None:
+        self.in_flight -= 1
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._waiters and self.in_flight < self.limit:
+            waiter = self._waiters.popleft()
+            if not waiter.done():  # else cancelled; its task has not run since
+                waiter.set_result(self._take())

@@ -1,0 +1,156 @@
+"""URLs of object stores: their one form, their parts, and what is shown of them."""
+
+# Rule 1: keys are literal. Nothing in a URL is an escape, a query or a pattern.
+# Rule 2: a URL is shown only once it was found to hold no credential.
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from asyncckpt.errors import UsageError
+
+ALIASES = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}
+"""Other names of a scheme; URLs are shown with the usual one."""
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
+_CHAINED = re.compile(r"::[A-Za-z][A-Za-z0-9+.\-]*://")
+_ARN = re.compile(
+    r"arn:aws[^/]*:s3(-outposts|-object-lambda)?:[^/]*(:accesspoint[:/][^/]+"
+    r"|:outpost[/:][^/:]+[/:](bucket|accesspoint)[/:][^/:]+)"
+)
+
+
+class Url(NamedTuple):
+    """A URL in its normal form.
+
+    Attributes:
+        scheme: in lower case, and the usual one of several.
+        host: what stands between `//` and the next `/`: a bucket, a host, or nothing.
+        parts: the rest, without empty parts.
+    """
+
+    scheme: str
+    host: str
+    parts: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if not self.host and self.scheme in _WITHOUT_HOST:
+            return f"{self.scheme}://{'/'.join(self.parts)}"
+        return f"{self.scheme}://{'/'.join((self.host, *self.parts))}"
+
+
+_WITHOUT_HOST = frozenset(("memory",))
+"""Schemes whose URLs begin with the path."""
+
+_BUCKETS = frozenset(("s3", "gs"))
+"""Schemes whose hosts are buckets, which have neither user nor port."""
+
+
+def is_url(location: object) -> bool:
+    """Whether the location is a URL and none of a local file."""
+    return (
+        isinstance(location, str)
+        and re.match(rf"(?:[\w+.\-]+::)*{_SCHEME.pattern}", location) is not None
+        and not location.startswith(("file://", "local://"))
+    )
+
+
+def parse_url(location: str) -> Url:
+    """The URL in its normal form: no doubled `/`, none at the end, the usual scheme.
+
+    Raises:
+        UsageError: it is no URL, chained, holds credentials or parts that name no object.
+    """
+    text = location_text(location)
+    head = location.partition("://")[0]
+    if "::" in head or _CHAINED.search(location):
+        raise UsageError(
+            f"{text}: chained URLs are not supported: a cache between checkpoints and their store "
+            "would hold what others have replaced; pass the last URL of the chain alone",
+            location=text,
+        )
+    if (found := _SCHEME.match(location)) is None:
+        raise UsageError(f"{text}: pass a URL with a scheme, like s3://bucket/run", location=text)
+    scheme = found.group(1).lower()
+    scheme = ALIASES.get(scheme, scheme)
+    rest = location[found.end() :]
+    if _credentials(scheme, rest):
+        raise UsageError(
+            f"{text}: the URL holds credentials, or what looks like them, and URLs are logged; "
+            "pass them by storage_options= or the environment",
+            location=text,
+        )
+    if scheme in ("http", "https") and "?" in rest:
+        raise UsageError(f"{text}: a URL with a query names no place for objects", location=text)
+    if re.search(r"[\x00-\x1f\x7f]", rest):
+        raise UsageError(f"{text!r}: control characters in a URL", location=text)
+    host, parts = _divided(scheme, rest)
+    if scheme in _BUCKETS and not host:
+        raise UsageError(f"{text}: names no bucket; pass {scheme}://bucket/run", location=text)
+    for part in parts:
+        if part in (".", ".."):
+            raise UsageError(
+                f"{text}: {part!r} is part of the key here and goes nowhere; "
+                "pass the place it should lead to",
+                location=text,
+                found=part,
+            )
+    return Url(scheme, host, parts)
+
+
+def split_url(location: str) -> tuple[str, str]:
+    """The URL of the root and the name in it of the one checkpoint that `location` is.
+
+    Raises:
+        UsageError: as `parse_url`, or it names a bucket alone.
+    """
+    url = parse_url(location)
+    if not url.parts:
+        raise UsageError(
+            f"{url}: names no checkpoint; add its name: {str(url).rstrip('/')}/name",
+            location=str(url),
+        )
+    return str(url._replace(parts=url.parts[:-1])), url.parts[-1]
+
+
+def location_text(location: str) -> str:
+    """What errors and logs show of a URL: all of it, unless it may hold a credential."""
+    scheme, separator, rest = location.partition("://")
+    known = ALIASES.get(scheme.lower(), scheme.lower())
+    if not separator:
+        return location
+    if "::" in known or _CHAINED.search(location) or _credentials(known, rest):
+        return f"{known}://…"
+    if known in ("http", "https"):
+        rest = rest.partition("?")[0]
+    return f"{known}://{rest}".rstrip("/") if rest.strip("/") else f"{known}://"
+
+
+def split_bucket(path: str) -> tuple[str, str]:
+    """Bucket (or the ARN of an access point) and key of a path."""
+    if found := _ARN.match(path):
+        return found.group(), path[found.end() :].strip("/")
+    bucket, _, key = path.partition("/")
+    return bucket, key.strip("/")
+
+
+def _credentials(scheme: str, rest: str) -> bool:
+    host = rest.partition("/")[0]
+    if scheme in _BUCKETS:
+        return "@" in host or (":" in host and not host.startswith("arn:"))
+    user, _, place = host.rpartition("@")
+    # A password may contain slashes, so its end may not be where the host ends: what stands
+    # behind a colon there is no port.
+    _, colon, port = place.rpartition(":")
+    return ":" in user or bool(colon and not place.endswith("]") and port.strip("0123456789"))
+
+
+def _divided(scheme: str, rest: str) -> tuple[str, tuple[str, ...]]:
+    if scheme in _WITHOUT_HOST:
+        return "", tuple(filter(None, rest.split("/")))
+    if scheme in _BUCKETS:
+        host, path = split_bucket(rest)
+    else:
+        host, _, path = rest.partition("/")
+    return host, tuple(filter(None, path.split("/")))

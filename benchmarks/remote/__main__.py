@@ -1,0 +1,135 @@
+"""`python -m benchmarks.remote`: measures saves and restores on simulated object stores.
+
+A missed target is no failure: speed is no test, the table says PASS or MISS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.metadata
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks import machine
+from benchmarks.peers import versions
+from benchmarks.remote import report, targets
+from benchmarks.remote.forms import FORMS, MIB
+from benchmarks.remote.results import SCENARIOS, Results
+from benchmarks.remote.suite import CASTS, Suite
+
+COPIES_ON_DISK = 3
+COPIES_IN_MEMORY = 18
+"""At one time: the state in every process and in the service, staged, restored and prepared."""
+
+SPARE_NBYTES = 2048 * MIB
+WORKLOADS = ("W1", "W3", "W4")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0; 1 when a scenario failed; 2 when the suite cannot run here."""
+    options = _parser().parse_args(arguments)
+    form = FORMS["full" if options.full else "quick" if options.quick else "short"]
+    if options.size is not None:
+        form = dataclasses.replace(form, nbytes=options.size * MIB)
+    if options.large is not None:
+        form = dataclasses.replace(form, large_nbytes=options.large * MIB)
+    if options.samples is not None:
+        form = dataclasses.replace(form, samples=options.samples)
+    if options.peers is not None:
+        form = dataclasses.replace(form, peers=tuple(options.peers))
+    start = time.monotonic()
+    with (
+        _terminated_by_exception(),
+        tempfile.TemporaryDirectory(prefix="asyncckpt-bench-", dir=options.dir) as name,
+    ):
+        directory = Path(name)
+        refused = machine.refusal(
+            directory,
+            COPIES_ON_DISK * form.nbytes + form.large_nbytes,
+            max(COPIES_IN_MEMORY * form.nbytes, 3 * form.large_nbytes) + SPARE_NBYTES,
+        )
+        if refused:
+            print(refused, file=sys.stderr)
+            return 2
+        found = Results(form.name)
+        suite = Suite(
+            form,
+            directory,
+            found,
+            random.Random(options.seed),
+            frozenset(options.scenario or SCENARIOS),
+            frozenset(options.only or WORKLOADS),
+        )
+        facts = machine.facts(directory)
+        facts.pop("file system")
+        facts["versions"] = {**versions(), **_versions()}
+        found.facts = facts
+        for profile in options.profile or CASTS:
+            suite.attempt(profile, None, lambda profile=profile: suite.run(profile))
+    found.facts["duration"] = f"{time.monotonic() - start:.0f} s"
+    found.facts["date"] = time.strftime("%Y-%m-%d", time.gmtime())
+    found.facts["sizes"] = (
+        f"W1 and W3 of {form.nbytes / MIB:.0f} MiB, W4 of {form.small} leaves; "
+        f"{form.samples} samples, of slow peers {form.peer_samples}, seed {options.seed}"
+    )
+    found.verdicts = targets.judge(found)
+    for path in report.write(found, options.out, plots=not options.no_plots):
+        print(f"wrote {path}", file=sys.stderr)
+    print(report.markdown(found))
+    return 1 if found.errors else 0
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("fsspec", "s3fs", "gcsfs", "obstore"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+@contextlib.contextmanager
+def _terminated_by_exception() -> Iterator[None]:
+    # SIGTERM ends the block like any exception, so that processes and files are removed.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.remote", description=__doc__)
+    add = parser.add_argument
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--quick", action="store_true", help="small states and few samples")
+    forms.add_argument("--full", action="store_true", help="1 GiB and more samples; takes long")
+    add("--only", nargs="+", choices=WORKLOADS, help="workloads to run; default all")
+    add("--profile", nargs="+", choices=tuple(CASTS), help="services; default all")
+    add("--scenario", nargs="+", choices=SCENARIOS, help="scenarios to run; default all")
+    add("--peers", nargs="*", choices=("tensorstore", "dcp", "safetensors", "orbax"), default=None)
+    add("--size", type=int, default=None, help="MiB of W1 and W3")
+    add("--large", type=int, default=None, help="MiB of the state saved with a small budget")
+    add("--samples", type=int, default=None, help="samples per case")
+    add("--seed", type=int, default=0, help="seed of the order; default 0")
+    add("--dir", type=Path, default=None, help="for the states; default: the system's temp")
+    add(
+        "--out",
+        type=Path,
+        default=Path(__file__).parents[1] / "results",
+        help="where the results go; default: benchmarks/results",
+    )
+    add("--no-plots", action="store_true", help="write no picture")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

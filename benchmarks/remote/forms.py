@@ -1,0 +1,120 @@
+"""How much is measured: sizes, samples and grids of each form of the suite."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One form.
+
+    Attributes:
+        name: of the form.
+        nbytes: of W1 and W3.
+        small: leaves of W4.
+        samples: of ours, of floors and of every peer that is quick.
+        peer_samples: of the peers that are not.
+        peers: which of them are measured.
+        grid_sizes: of objects that the bare clients put.
+        range_sizes: of ranges that they read.
+        grid_streams: requests in flight of them.
+        grid_samples: of each point of the grid.
+        sweep_sizes: of data files.
+        sweep_streams: of uploads.
+        sweep_samples: of every point; the best few get `samples`.
+        finalists: how many points those are.
+        large_nbytes: of the state that is larger than the small budget.
+        budget_nbytes: the small budget.
+        budget_samples: processes that save it.
+        steady_s: seconds for which samples with unsteady floors are taken again, by scenario.
+    """
+
+    name: str
+    nbytes: int
+    small: int
+    samples: int
+    peer_samples: int
+    peers: tuple[str, ...]
+    grid_sizes: tuple[int, ...]
+    range_sizes: tuple[int, ...]
+    grid_streams: tuple[int, ...]
+    grid_samples: int
+    sweep_sizes: tuple[int, ...]
+    sweep_streams: tuple[int, ...]
+    sweep_samples: int
+    finalists: int
+    large_nbytes: int
+    budget_nbytes: int
+    budget_samples: int
+    steady_s: float
+
+
+PEERS = ("tensorstore", "dcp", "safetensors", "orbax")
+
+QUICK = Form(
+    name="quick",
+    nbytes=64 * MIB,
+    small=1_000,
+    samples=3,
+    peer_samples=1,
+    peers=PEERS,
+    grid_sizes=(8 * MIB, 32 * MIB),
+    range_sizes=(8 * MIB,),
+    grid_streams=(8, 16),
+    grid_samples=1,
+    sweep_sizes=(8 * MIB, 16 * MIB, 32 * MIB),
+    sweep_streams=(4, 16),
+    sweep_samples=1,
+    finalists=2,
+    large_nbytes=512 * MIB,
+    budget_nbytes=128 * MIB,
+    budget_samples=1,
+    steady_s=0.0,
+)
+
+SHORT = Form(
+    name="short",
+    nbytes=256 * MIB,
+    small=10_000,
+    samples=5,
+    peer_samples=1,
+    peers=PEERS,
+    grid_sizes=(8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB),
+    range_sizes=(8 * MIB, 16 * MIB),
+    grid_streams=(8, 16, 32),
+    grid_samples=2,
+    sweep_sizes=(8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB),
+    sweep_streams=(4, 8, 16, 32),
+    sweep_samples=2,
+    finalists=3,
+    large_nbytes=2048 * MIB,
+    budget_nbytes=256 * MIB,
+    budget_samples=1,
+    steady_s=10.0,
+)
+
+FULL = Form(
+    name="full",
+    nbytes=1024 * MIB,
+    small=10_000,
+    samples=9,
+    peer_samples=5,
+    peers=PEERS,
+    grid_sizes=(8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB),
+    range_sizes=(4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB),
+    grid_streams=(8, 16, 32, 64),
+    grid_samples=3,
+    sweep_sizes=(8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB, 256 * MIB),
+    sweep_streams=(4, 8, 16, 32, 64),
+    sweep_samples=3,
+    finalists=5,
+    large_nbytes=2048 * MIB,
+    budget_nbytes=256 * MIB,
+    budget_samples=3,
+    steady_s=300.0,
+)
+
+FORMS = {form.name: form for form in (QUICK, SHORT, FULL)}

@@ -1,0 +1,249 @@
+"""The files a run leaves: JSON with every sample, a Markdown table, and a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.measure import median
+from benchmarks.remote import plots as pictures
+from benchmarks.remote.results import (
+    BACKGROUND,
+    MEMORY,
+    RESTORE,
+    SAVE,
+    Measurement,
+    Results,
+    Sweep,
+)
+from benchmarks.report import json_text
+from benchmarks.tables import seconds, targets
+
+NAME = "remote"
+MIB = 1 << 20
+
+
+def write(results: Results, directory: Path, *, plots: bool = True) -> list[Path]:
+    """JSON, table and (where matplotlib is installed) a picture are in `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    data, table = directory / f"{NAME}.json", directory / f"{NAME}.md"
+    data.write_text(json_text(results))
+    made = [data, table]
+    picture = directory / f"{NAME}.png"
+    if plots and importlib.util.find_spec("matplotlib"):
+        pictures.plot(results, picture)
+        made.append(picture)
+    table.write_text(markdown(results, picture.name if picture in made else None))
+    return made
+
+
+def markdown(results: Results, picture: str | None = None) -> str:
+    """The tables, targets first."""
+    facts = "".join(f"- {key}: {_text(value)}\n" for key, value in results.facts.items())
+    parts = [f"# Benchmarks on object stores, {results.form} form\n", facts]
+    if results.notes:
+        parts.append("".join(f"- {note}\n" for note in results.notes))
+    if results.errors:
+        parts.append("## Failed\n\n" + "".join(f"- {error}\n" for error in results.errors))
+    parts.append(targets(results))
+    if picture:
+        parts.append(f"![rates, and sizes × streams]({picture})\n")
+    for scenario in (SAVE, RESTORE):
+        parts.append(_transfers(results, scenario))
+    parts += [_background(results), _memory(results), _sweeps(results), _grids(results), _NOTES]
+    return "\n".join(part for part in parts if part)
+
+
+def _transfers(results: Results, scenario: str) -> str:
+    rows = []
+    for found in results.where(scenario=scenario):
+        times = [sample.wall_s for sample in found.samples]
+        large = found.nbytes >= 16 * MIB
+        rows.append(
+            (
+                found.profile,
+                found.workload,
+                found.subject,
+                found.column,
+                seconds(found.wall_s),
+                f"{seconds(min(times))} – {seconds(max(times))}",
+                str(len(times)),
+                f"{found.rate / 1e6:.0f}" if large else "",
+                _number(results.floor_ratio(found)),
+                _number(_own_ratio(results, found)),
+                _cpu(found, [sample.cpu_s for sample in found.samples]),
+                _cpu(found, found.values("server_cpu_s")),
+                _count(found.value("in_flight")),
+                _count(found.value("requests")),
+                "" if found.raw else _mib(median([s.extra_nbytes for s in found.samples])),
+                _trips(found) if scenario == SAVE else "",
+            )
+        )
+    columns = (
+        "service|workload|subject|column|median|fastest – slowest|samples|MB/s|of the floor|"
+        "of its client alone|CPU s per GiB|service's CPU s per GiB|most in flight|requests|"
+        "extra memory|" + ("commit" if scenario == SAVE else "")
+    )
+    return _table(scenario, columns, rows)
+
+
+def _own_ratio(results: Results, found: Measurement) -> float | None:
+    """Seconds of the same client alone / own seconds."""
+    if not found.ours:
+        return None
+    label = "raw " + found.subject.removeprefix("asyncckpt, ")
+    alone = results.where(
+        profile=found.profile, workload=found.workload, scenario=found.scenario, subject=label
+    )
+    return alone[0].wall_s / found.wall_s if alone else None
+
+
+def _trips(found: Measurement) -> str:
+    trips, more = found.value("record_trips"), found.value("end_trips")
+    if math.isnan(trips):
+        return ""
+    return f"{trips:.0f} + {more - trips:.0f} round trips, {seconds(found.value('end_s'))}"
+
+
+def _background(results: Results) -> str:
+    rows = [
+        (
+            m.profile,
+            m.workload,
+            m.subject,
+            m.column,
+            seconds(m.wall_s),
+            seconds(m.value("start_save_s")),
+            seconds(m.value("lag_p99_s")),
+            seconds(m.value("lag_max_s")),
+            str(len(m.samples)),
+        )
+        for m in results.where(scenario=BACKGROUND)
+    ]
+    columns = (
+        "service|workload|subject|how|committed after|in start_save|lag of the caller's loop, p99|"
+        "longest stall|samples"
+    )
+    return _table(BACKGROUND, columns, rows)
+
+
+def _memory(results: Results) -> str:
+    rows = [
+        (
+            m.profile,
+            m.subject,
+            m.column,
+            _mib(m.nbytes),
+            _mib(m.value("budget_nbytes")),
+            _mib(max(sample.extra_nbytes for sample in m.samples)),
+            seconds(m.wall_s),
+            f"{m.rate / 1e6:.0f}",
+            str(len(m.samples)),
+        )
+        for m in results.where(scenario=MEMORY)
+    ]
+    columns = "service|subject|what|state|budget|peak of extra memory|median|MB/s|samples"
+    return _table(MEMORY, columns, rows)
+
+
+def _sweeps(results: Results) -> str:
+    return "\n".join(_sweep(sweep) for sweep in results.sweeps)
+
+
+def _sweep(sweep: Sweep) -> str:
+    streams = sorted({found.point.streams for found in sweep.points})
+    sizes = sorted({found.point.nbytes for found in sweep.points})
+    cells = {found.point: found for found in sweep.points}
+    rows = []
+    for nbytes in sizes:
+        row = [f"{nbytes / MIB:g} MiB"]
+        for number in streams:
+            found = next((f for p, f in cells.items() if p == (nbytes, number)), None)
+            if found is None:
+                row.append("")
+                continue
+            rate = f"{sweep.nbytes / found.median_s / 1e6:.0f}"
+            row.append(f"**{rate}**" if found is sweep.best else rate)
+        rows.append(row)
+    title = f"sweep of data files × streams, {sweep.profile}, {sweep.subject}: MB/s of a save"
+    columns = "|".join(["data file", *(f"{number} streams" for number in streams)])
+    return _table(title, columns, rows) + (
+        f"\nauto: {sweep.nbytes / sweep.auto_s / 1e6:.0f} MB/s with files of up to "
+        f"{sweep.picked.nbytes / MIB:.1f} MiB and up to {sweep.picked.streams} requests in flight; "
+        f"its first save, which knew nothing of the link, "
+        f"{sweep.nbytes / sweep.cold_s / 1e6:.0f} MB/s. Best point: {sweep.best.point}. The best "
+        f"few points have more samples ({len(sweep.best.seconds)}), taken in turn with auto's "
+        f"({len(sweep.auto)}).\n"
+    )
+
+
+def _grids(results: Results) -> str:
+    rows = []
+    for found in results.grids:
+        best = found.best
+        others = sorted(found.rates.items(), key=lambda item: -item[1])
+        text = ", ".join(f"{point} {rate / 1e6:.0f}" for point, rate in others)
+        rows.append((found.profile, found.client, found.direction, str(best), text))
+    return _table("bare clients", "service|client|what|best|MB/s of every point", rows)
+
+
+def _table(title: str, columns: str, rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    if not lines:
+        return ""
+    heads = columns.split("|")
+    head = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    return f"## {title[0].upper()}{title[1:]}\n\n" + "\n".join([*head, *lines]) + "\n"
+
+
+def _cpu(found: Measurement, values: list[float]) -> str:
+    if found.nbytes < 16 * MIB:
+        value = median(values) if values else float("nan")
+        return "" if math.isnan(value) else f"{value:.2f} s"
+    return _number(found.per_gib(median(values)) if values else None)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None or math.isnan(value) else f"{value:.2f}"
+
+
+def _count(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.0f}"
+
+
+def _mib(nbytes: float) -> str:
+    return "" if math.isnan(nbytes) else f"{nbytes / MIB:.0f} MiB"
+
+
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {item}" for key, item in value.items())
+    return str(value)
+
+
+_NOTES = """## How to read this
+
+The service is a simulator in a process of its own on the same machine, whose cores it shares with
+whoever is measured: on *loopback*, which it does not shape, its CPU seconds are a part of every
+figure, the floor's included. *s3* and *gcs* have latencies, bandwidths of a connection, rate limits
+and tails (one request in a hundred is ten times slower, also in bandwidth) like those services; a
+tail that hits a large object may take as long as all others together, so single samples differ
+widely and so do floors. Nothing here was measured on the real services.
+
+Everybody who is measured has a process of his own. *The floor* is the bare client that was fastest
+over a grid of sizes and streams, at its best point: bodies prepared beforehand, nothing hashed,
+checked or planned; it is probed between any two samples. *Of the floor* is the median of those
+probes / the own median. *Of its client alone* is the same for the same client library without this
+one, at its own best point. *As the floor*: data files, streams and reads in flight are those of the
+client's best point; *auto*: nothing is said. MB are 10⁶ bytes. CPU seconds are those of the
+process, and of the service meanwhile; for W4 per run. *Commit* counts the requests that waited for
+one another after the last byte of data was acknowledged: until the record stood + until the names
+that others read stood, with the seconds of both together. *Most in flight* is what the service saw.
+Every restore was compared with its source, outside the timed part. Peers restore into memory of
+their own.
+
+*The longest stall* is by how much a task that sleeps for a millisecond on the caller's loop woke
+too late while a save went on; peers, which have no such interface, ran in a thread.
+"""

@@ -1,0 +1,231 @@
+"""What a run found, as values: measurements, points of sweeps, verdicts, and the JSON of all."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.measure import Sample, median
+from benchmarks.remote.raw import Point
+from benchmarks.results import Verdict
+
+SAVE, RESTORE = "save", "restore"
+BACKGROUND, MEMORY = "save in the background", "small budget"
+AUTO, SAME = "auto", "as the floor"
+IN_PLACE, OWN = "in place", "own memory"
+FLOOR = "the floor"
+
+SCENARIOS = (SAVE, RESTORE, BACKGROUND, MEMORY, "sweep")
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """The samples of one subject in one scenario.
+
+    Attributes:
+        profile: of the service.
+        workload: id of the workload.
+        scenario: what was done.
+        subject: who did it.
+        column: how.
+        nbytes: bytes of arrays.
+        leaf_count: leaves.
+        ours: whether it is this library.
+        raw: whether it is a bare client.
+        samples: one per round.
+    """
+
+    profile: str
+    workload: str
+    scenario: str
+    subject: str
+    column: str
+    nbytes: int
+    leaf_count: int
+    ours: bool
+    raw: bool
+    samples: tuple[Sample, ...]
+
+    @property
+    def wall_s(self) -> float:
+        """Median seconds."""
+        return median([sample.wall_s for sample in self.samples])
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second at the median."""
+        return self.nbytes / self.wall_s
+
+    def per_gib(self, seconds: float) -> float:
+        """Seconds for each GiB of arrays."""
+        return seconds * (1 << 30) / self.nbytes
+
+    def value(self, name: str) -> float:
+        """Median of one of the further figures; NaN where it was not measured."""
+        return median([sample.values[name] for sample in self.samples if name in sample.values])
+
+    def values(self, name: str) -> list[float]:
+        """One of the further figures, sample by sample."""
+        return [sample.values[name] for sample in self.samples if name in sample.values]
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """One point of a sweep and the seconds that it took, sample by sample."""
+
+    point: Point
+    seconds: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        """Median seconds."""
+        return median(self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Sizes × streams, and what ``"auto"`` did in the same rounds.
+
+    Attributes:
+        profile: of the service.
+        subject: whose.
+        nbytes: bytes of arrays.
+        points: all of them, in the order of the grid; the best few have more samples.
+        auto: seconds under ``"auto"``, once it knows the link, sample by sample.
+        cold_s: seconds of the first save under ``"auto"``.
+        picked: size of the largest data file and most requests in flight under ``"auto"``.
+    """
+
+    profile: str
+    subject: str
+    nbytes: int
+    points: tuple[Swept, ...]
+    auto: tuple[float, ...]
+    cold_s: float
+    picked: Point
+
+    @property
+    def best(self) -> Swept:
+        """The point with the least median among those with the most samples."""
+        most = max(len(found.seconds) for found in self.points)
+        finalists = [found for found in self.points if len(found.seconds) == most]
+        return min(finalists, key=lambda found: found.median_s)
+
+    @property
+    def auto_s(self) -> float:
+        """Median seconds under ``"auto"``."""
+        return median(self.auto)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Rates that a bare client reached, by point: what the floor is chosen from."""
+
+    profile: str
+    client: str
+    direction: str
+    rates: Mapping[Point, float]
+
+    @property
+    def best(self) -> Point:
+        """The fastest point."""
+        return max(self.rates, key=self.rates.__getitem__)
+
+
+@dataclass(slots=True)
+class Results:
+    """Everything one run found."""
+
+    form: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    grids: list[Grid] = field(default_factory=list)
+    measurements: list[Measurement] = field(default_factory=list)
+    sweeps: list[Sweep] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    def where(self, **wanted: Any) -> list[Measurement]:
+        """The measurements with these attributes."""
+        return [
+            m
+            for m in self.measurements
+            if all(getattr(m, name) == value for name, value in wanted.items())
+        ]
+
+    def floor(self, found: Measurement) -> Measurement | None:
+        """The probes of the floor in the rounds of this measurement."""
+        here = self.where(
+            profile=found.profile, workload=found.workload, scenario=found.scenario, raw=True
+        )
+        return next((m for m in here if m.column.endswith(FLOOR)), None)
+
+    def floor_ratio(self, found: Measurement) -> float | None:
+        """Median of all probes of the floor / own median; None without a floor."""
+        floor = self.floor(found)
+        return None if floor is None else floor.wall_s / found.wall_s
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; figures with six significant digits."""
+        return {
+            "form": self.form,
+            "facts": self.facts,
+            "verdicts": [dataclasses.asdict(verdict) for verdict in self.verdicts],
+            "notes": self.notes,
+            "errors": self.errors,
+            "grids": [
+                {
+                    "profile": grid.profile,
+                    "client": grid.client,
+                    "direction": grid.direction,
+                    "mb_per_s": {str(p): round(rate / 1e6, 1) for p, rate in grid.rates.items()},
+                }
+                for grid in self.grids
+            ],
+            "sweeps": [_sweep_json(sweep) for sweep in self.sweeps],
+            "measurements": [_measurement_json(found) for found in self.measurements],
+        }
+
+
+def _sweep_json(sweep: Sweep) -> dict[str, Any]:
+    return {
+        "profile": sweep.profile,
+        "subject": sweep.subject,
+        "nbytes": sweep.nbytes,
+        "points_s": {str(p.point): [short(s) for s in p.seconds] for p in sweep.points},
+        "auto_s": [short(s) for s in sweep.auto],
+        "auto_cold_s": short(sweep.cold_s),
+        "auto_picked": str(sweep.picked),
+    }
+
+
+def _measurement_json(found: Measurement) -> dict[str, Any]:
+    made = {
+        item.name: getattr(found, item.name)
+        for item in dataclasses.fields(found)
+        if item.name != "samples"
+    }
+    samples = [_sample_json(s) for s in found.samples]
+    return {**made, "median_s": short(found.wall_s), "samples": samples}
+
+
+def _sample_json(sample: Sample) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "wall_s": short(sample.wall_s),
+        "cpu_s": short(sample.cpu_s),
+        "extra_mib": round(sample.extra_nbytes / (1 << 20), 1),
+    }
+    if sample.floor_s is not None:
+        made["floor_s"] = [short(sample.floor_before_s), short(sample.floor_after_s)]
+        made["repeats"] = sample.repeats
+    return made | {name: short(value) for name, value in sample.values.items()}
+
+
+def short(value: float | None) -> float | None:
+    """Six significant digits; None for NaN."""
+    if value is None or math.isnan(value):
+        return None
+    return float(f"{value:.6g}")

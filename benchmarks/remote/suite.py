@@ -1,0 +1,613 @@
+"""The scenarios on one service after another: who does what, in which order, what is checked."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncckpt.testing.objectstore import SimulatorProcess, simulator_process
+from benchmarks import workloads
+from benchmarks.measure import Sample, median
+from benchmarks.remote import roundtrips, state
+from benchmarks.remote.child import Child, Failed, Role, child
+from benchmarks.remote.forms import MIB, Form
+from benchmarks.remote.raw import BUCKET, Point
+from benchmarks.remote.results import (
+    AUTO,
+    BACKGROUND,
+    FLOOR,
+    IN_PLACE,
+    MEMORY,
+    OWN,
+    RESTORE,
+    SAME,
+    SAVE,
+    SCENARIOS,
+    Grid,
+    Measurement,
+    Results,
+    Sweep,
+    Swept,
+)
+from benchmarks.remote.rounds import Case, Rounds
+from benchmarks.remote.state import Described
+from benchmarks.workloads import Workload
+
+RECORD, DATA = "checkpoint.json", "/d/"
+"""Parts of our keys: the commit record, and everything that is data."""
+
+BUDGET_MARGIN_NBYTES = 128 * MIB
+"""Added to the size of the state for the byte budget, as in the local suite."""
+
+FRESH = 3
+"""Copies of the state that a run may make anew, here and in the service."""
+
+WARM_UPS = 3
+"""Saves under ``"auto"`` before it is compared with the best point of a sweep."""
+
+LABELS = {
+    "obstore": "obstore",
+    "obstore-gcs": "obstore (GCS)",
+    "s3fs": "s3fs",
+    "gcsfs": "gcsfs",
+    "tensorstore": "TensorStore OCDBT",
+    "dcp": "torch DCP, s3fs",
+    "safetensors": "safetensors, s3fs",
+    "orbax": "Orbax",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Who is measured on a service.
+
+    Attributes:
+        clients: libraries, alone and under ours.
+        peers: of ours.
+        same: clients under ours that are also measured with the sizes and streams that were best
+            for them alone; the fastest one is, in any case.
+        swept: the client whose sizes and streams are swept.
+    """
+
+    clients: tuple[str, ...]
+    peers: tuple[str, ...]
+    same: tuple[str, ...] = ()
+    swept: str | None = None
+
+
+CASTS = {
+    "loopback": Cast(("obstore", "s3fs", "gcsfs"), ("tensorstore", "dcp", "safetensors")),
+    "s3": Cast(
+        ("obstore", "s3fs"), ("tensorstore", "dcp", "safetensors"), ("obstore", "s3fs"), "obstore"
+    ),
+    "gcs": Cast(("gcsfs", "obstore-gcs"), ("orbax",), ("gcsfs", "obstore-gcs"), "gcsfs"),
+}
+
+PEERS_NOT = {"W3": ("dcp", "safetensors", "orbax")}
+"""Who is left out of which workload, where he would do what he did with W1, and take as long."""
+
+SLOW = {"dcp": (RESTORE,)}
+"""Who takes so long for what that he has `Form.peer_samples` of it."""
+
+
+@dataclass(slots=True)
+class Suite:
+    """Runs the scenarios and collects what they find.
+
+    Attributes:
+        form: how much.
+        directory: for the states; everything in it is removed by whoever made it.
+        found: where measurements and errors go.
+        rng: of the order.
+        scenarios: those to run.
+        workloads: ids of those to run, ``W4`` for any number of leaves.
+        log: gets a line per scenario.
+    """
+
+    form: Form
+    directory: Path
+    found: Results
+    rng: random.Random
+    scenarios: frozenset[str] = frozenset(SCENARIOS)
+    workloads: frozenset[str] = frozenset(("W1", "W3", "W4"))
+    log: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
+    _files: dict[str, tuple[Described, Path]] = field(default_factory=dict, init=False)
+
+    def run(self, profile: str) -> None:
+        """Everything about this service was measured; failures are in `found.errors`."""
+        with simulator_process(profile, bucket=BUCKET) as service:
+            _OnService(self, profile, service).run()
+
+    def workload(self, name: str) -> tuple[Described, Path]:
+        """What a workload is like, and the file that it is in."""
+        if name not in self._files:
+            makers: dict[str, Callable[[], Workload]] = {
+                "W1": functools.partial(workloads.llama, self.form.nbytes),
+                "W3": functools.partial(workloads.single, self.form.nbytes),
+                "W4": functools.partial(workloads.small, self.form.small),
+                "large": functools.partial(workloads.llama, self.form.large_nbytes),
+            }
+            path = self.directory / name
+            self._files[name] = state.write(makers[name](), path), path
+        return self._files[name]
+
+    def attempt(self, what: str, scenario: str | None, work: Callable[[], Any]) -> None:
+        """The work was done if its scenario is to be run; what it raised is among the errors."""
+        if scenario is not None and scenario not in self.scenarios:
+            return
+        start = time.perf_counter()
+        try:
+            work()
+        except Exception as error:
+            self.report(what, error)
+        else:
+            self.log(f"  {what}: {time.perf_counter() - start:.1f} s")
+
+    def report(self, what: str, error: Exception) -> None:
+        """The error is among those found."""
+        self.found.errors.append(f"{what}: {error}")
+        trace = "" if isinstance(error, Failed) else "".join(traceback.format_exception(error))
+        self.log(f"  {what} failed: {error}\n{trace}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Floors:
+    """The fastest client and its fastest points."""
+
+    put_client: str
+    put: Point
+    get_client: str
+    get: Point
+
+
+class _OnService:
+    """One service, and the processes that use it."""
+
+    def __init__(self, suite: Suite, profile: str, service: SimulatorProcess) -> None:
+        self._suite = suite
+        self._form = suite.form
+        self._profile = profile
+        self._service = service
+        self._cast = CASTS[profile]
+        self._names = 0
+        self._raw: dict[str, Child] = {}
+        self._processes = 0
+
+    def run(self) -> None:
+        suite = self._suite
+        suite.log(f"{self._profile}")
+        with contextlib.ExitStack() as stack:
+            for client in self._cast.clients:
+                self._start(stack, Role(f"raw {LABELS[client]}", client, raw=True), self._raw)
+            floors: list[_Floors] = []
+            suite.attempt("grid of the bare clients", None, lambda: floors.append(self._grids()))
+            if not floors:
+                return
+            with contextlib.ExitStack() as subjects:
+                cast = self._subjects(subjects, floors[0])
+                for name in ("W1", "W3", "W4"):
+                    if name in suite.workloads:
+                        self._transfers(name, cast, floors[0])
+            for client in self._cast.clients:
+                if self._profile != "loopback":
+                    what = f"{MEMORY}, {LABELS[client]}"
+                    suite.attempt(what, MEMORY, functools.partial(self._memory, client))
+            if self._cast.swept:
+                suite.attempt("sweep", "sweep", lambda: self._sweep(str(self._cast.swept)))
+
+    # ------------------------------------------------------------------------------- processes
+
+    def _start(self, stack: contextlib.ExitStack, role: Role, into: dict[str, Child]) -> None:
+        try:
+            into[role.kind if role.raw else role.label] = stack.enter_context(
+                self._child(role, self._form.nbytes)
+            )
+        except Failed as error:
+            self._suite.report(f"{self._profile}: start", error)
+
+    @contextlib.contextmanager
+    def _child(
+        self, role: Role, nbytes: int, budget_nbytes: int | None = None, prefix: str = ""
+    ) -> Iterator[Child]:
+        self._processes += 1
+        prefix = prefix or f"{role.kind}-{self._processes}"
+        if budget_nbytes is None:
+            budget_nbytes = nbytes + nbytes // 16 + BUDGET_MARGIN_NBYTES
+        directory = self._suite.directory
+        with child(role, self._service, directory, prefix, budget_nbytes) as made:
+            yield made
+
+    def _subjects(self, stack: contextlib.ExitStack, floors: _Floors) -> dict[str, Child]:
+        cast: dict[str, Child] = {}
+        for client in self._cast.clients:
+            label = f"asyncckpt, {LABELS[client]}"
+            self._start(stack, Role(label, client), cast)
+            if client in self._raw and client in (*self._cast.same, floors.put_client):
+                reads = self._best(client, "get").streams
+                point = self._best(client, "put")
+                role = Role(f"{label}, {SAME}", client, point=point, reads=reads)
+                self._start(stack, role, cast)
+        for peer in self._cast.peers:
+            if peer in self._form.peers:
+                self._start(stack, Role(LABELS[peer], peer), cast)
+        return cast
+
+    def _name(self) -> int:
+        self._names += 2  # the odd ones are for what a process saves to open its connections
+        return self._names
+
+    # ----------------------------------------------------------------------------------- floors
+
+    def _grids(self) -> _Floors:
+        form, profile = self._form, self._profile
+        _, path = self._suite.workload("W1")
+        puts, gets = [], []
+        for client, process in self._raw.items():
+            process.ask("load", path=str(path))
+            points = list(grid(form.grid_sizes, form.grid_streams, form.nbytes))
+            rates = self._rates(points, functools.partial(self._put_s, process))
+            puts.append(Grid(profile, LABELS[client], "put", rates))
+            size = puts[-1].best.nbytes
+            points = list(grid(form.range_sizes, form.grid_streams, form.nbytes))
+            name = self._name()
+            sizes = self._put(process, name, Point(size, 16))
+            reading = functools.partial(self._get_s, process, name, sizes)
+            gets.append(Grid(profile, LABELS[client], "get", self._rates(points, reading)))
+            best = gets[-1].best
+            copied = self._rates([best], functools.partial(reading, copy=True))
+            gets.append(Grid(profile, LABELS[client], "get and copy to its place", copied))
+            self._service.clear()
+        self._suite.found.grids += puts + gets
+        names = {LABELS[client]: client for client in self._raw}
+        put = max(puts, key=lambda grid: grid.rates[grid.best])
+        get = max(
+            (grid for grid in gets if grid.direction == "get"),
+            key=lambda grid: grid.rates[grid.best],
+        )
+        return _Floors(names[put.client], put.best, names[get.client], get.best)
+
+    def _rates(self, points: list[Point], probe: Callable[[Point], float]) -> dict[Point, float]:
+        seconds: dict[Point, list[float]] = {point: [] for point in points}
+        for _ in range(1 + self._form.grid_samples):
+            order = list(points)
+            self._suite.rng.shuffle(order)
+            for point in order:
+                seconds[point].append(probe(point))
+        return {point: self._form.nbytes / median(found[1:]) for point, found in seconds.items()}
+
+    def _put_s(self, process: Child, point: Point, nbytes: int | None = None) -> float:
+        """Seconds of the floor of saves; what it wrote is gone."""
+        values = self._written(process, self._name(), point, nbytes or self._form.nbytes)
+        self._service.clear()
+        return values["wall_s"]
+
+    def _put(self, process: Child, name: int, point: Point) -> list[int]:
+        nbytes = self._form.nbytes
+        self._written(process, name, point, nbytes)
+        return [min(point.nbytes, nbytes - at) for at in range(0, nbytes, point.nbytes)]
+
+    @staticmethod
+    def _written(process: Child, name: int, point: Point, nbytes: int) -> dict[str, float]:
+        return process.ask(
+            "write", name=name, nbytes=nbytes, size=point.nbytes, streams=point.streams
+        )
+
+    @staticmethod
+    def _get_s(
+        process: Child, name: int, sizes: list[int], point: Point, copy: bool = False
+    ) -> float:
+        size, streams = point.nbytes, point.streams
+        asked = {"name": name, "sizes": sizes, "size": size, "streams": streams, "copy": copy}
+        return process.ask("read", **asked)["wall_s"]
+
+    # ------------------------------------------------------------------------ saves and restores
+
+    def _transfers(self, name: str, cast: Mapping[str, Child], floors: _Floors) -> None:
+        suite = self._suite
+        workload, path = suite.workload(name)
+        suite.log(f" {workload.id}: {workload.leaf_count} leaves, {workload.nbytes / MIB:.0f} MiB")
+        there = {}
+        for label, process in cast.items():
+            if process.role.point is not None and name != "W1":
+                continue
+            if process.role.kind in PEERS_NOT.get(name, ()):
+                continue
+            try:
+                process.ask("load", path=str(path))
+                there[label] = process
+            except Failed as error:
+                suite.report(f"{self._profile} {workload.id}: {label}", error)
+        suite.attempt(f"{workload.id} {SAVE}", SAVE, lambda: self._saves(workload, there, floors))
+        suite.attempt(
+            f"{workload.id} {RESTORE}", RESTORE, lambda: self._restores(workload, there, floors)
+        )
+        if name in ("W1", "W4"):
+            suite.attempt(
+                f"{workload.id} {BACKGROUND}", BACKGROUND, lambda: self._lags(workload, there)
+            )
+
+    def _saves(self, workload: Described, cast: Mapping[str, Child], floors: _Floors) -> None:
+        floor = None
+        raw = {k: v for k, v in self._raw.items() if workload.is_large}
+        if workload.is_large:
+            process = self._raw[floors.put_client]
+            floor = functools.partial(self._put_s, process, floors.put, workload.nbytes)
+        cases, keys = [], {}
+        for label, process in cast.items():
+
+            def run(process: Child = process) -> dict[str, float]:
+                return process.ask("save", name=self._name())
+
+            ours = label.startswith("asyncckpt")
+            after = self._commit if ours else dict
+            samples = self._samples(process, workload, SAVE)
+            cases.append(Case(label, run, self._service.clear, samples, after))
+            how = AUTO if process.role.point is None else SAME
+            keys[label] = (process, how if ours else "")
+        for client, process in raw.items():
+            if client == floors.put_client:
+                continue
+            best = self._best(client, "put")
+
+            def put(process: Child = process, best: Point = best) -> dict[str, float]:
+                return self._written(process, self._name(), best, workload.nbytes)
+
+            cases.append(Case(process.role.label, put, self._service.clear))
+            keys[process.role.label] = (process, str(best))
+        self._take(workload, SAVE, cases, keys, floor, floors.put_client, str(floors.put))
+
+    def _restores(self, workload: Described, cast: Mapping[str, Child], floors: _Floors) -> None:
+        floor = None
+        large = workload.is_large
+        cases, keys = [], {}
+        for client, process in self._raw.items() if large else ():
+            name, best = self._name(), self._best(client, "get")
+            sizes = self._put(process, name, self._best(client, "put"))
+            if client == floors.get_client:
+                floor = functools.partial(self._get_s, process, name, sizes, best)
+                continue
+
+            def get(
+                process: Child = process, name: int = name, sizes: list[int] = sizes,
+                best: Point = best,
+            ) -> dict[str, float]:  # fmt: skip
+                size, streams = best.nbytes, best.streams
+                return process.ask(
+                    "read", name=name, sizes=sizes, size=size, streams=streams, copy=False
+                )
+
+            cases.append(Case(process.role.label, get))
+            keys[process.role.label] = (process, str(best))
+        for label, process in cast.items():
+            ours, name = label.startswith("asyncckpt"), self._name()
+            try:
+                process.ask("save", name=name)
+            except Failed as error:
+                self._suite.report(f"{self._profile} {workload.id} to restore: {label}", error)
+                continue
+            columns = [OWN] if not ours else [IN_PLACE] if process.role.point else [IN_PLACE, OWN]
+            for column in columns:
+                in_place = column == IN_PLACE
+
+                def run(
+                    process: Child = process, name: int = name, in_place: bool = in_place
+                ) -> dict[str, float]:
+                    return process.ask("restore", name=name, in_place=in_place)
+
+                samples = self._samples(process, workload, RESTORE)
+                cases.append(Case(f"{label}, {column}", run, samples=samples))
+                how = AUTO if process.role.point is None else SAME
+                keys[cases[-1].name] = (process, f"{column}, {how}" if ours else column)
+        self._take(workload, RESTORE, cases, keys, floor, floors.get_client, str(floors.get))
+        self._service.clear()
+
+    def _lags(self, workload: Described, cast: Mapping[str, Child]) -> None:
+        cases, keys = [], {}
+        for label, process in cast.items():
+            if process.role.point is not None:
+                continue
+
+            def run(process: Child = process) -> dict[str, float]:
+                return process.ask("background", name=self._name())
+
+            samples = self._samples(process, workload, BACKGROUND)
+            cases.append(Case(label, run, self._service.clear, samples))
+            how = "start_save" if label.startswith("asyncckpt") else "in a thread"
+            keys[label] = (process, how)
+        self._take(workload, BACKGROUND, cases, keys, None, "", "")
+
+    def _take(
+        self,
+        workload: Described,
+        scenario: str,
+        cases: list[Case],
+        keys: Mapping[str, tuple[Child, str]],
+        floor: Callable[[], float] | None,
+        floor_client: str,
+        floor_column: str,
+    ) -> None:
+        def failed(name: str, error: Exception) -> None:
+            self._suite.report(f"{self._profile} {workload.id} {scenario}: {name}", error)
+
+        steady_s = self._form.steady_s if self._profile == "loopback" else 0.0
+        rounds = Rounds(
+            self._service,
+            self._suite.rng,
+            self._form.samples,
+            FRESH * workload.nbytes,
+            floor,
+            steady_s,
+            failed,
+        )
+        taken = rounds.take(cases)
+        if floor is not None:
+            self._add_floor(workload, scenario, taken, floor_client, floor_column)
+        for name, samples in taken.items():
+            process, column = keys[name]
+            self._add(workload, scenario, process.role, column, samples)
+
+    def _add_floor(
+        self,
+        workload: Described,
+        scenario: str,
+        taken: Mapping[str, list[Sample]],
+        client: str,
+        column: str,
+    ) -> None:
+        """The floor is one of those who were measured, with all its probes as samples."""
+        probes = dict.fromkeys(
+            probe
+            for samples in taken.values()
+            for sample in samples
+            for probe in (sample.floor_before_s, sample.floor_after_s)
+            if probe is not None
+        )
+        samples = [Sample(wall_s=probe, cpu_s=float("nan"), extra_nbytes=0) for probe in probes]
+        self._add(workload, scenario, self._raw[client].role, f"{column}, {FLOOR}", samples)
+
+    def _add(
+        self, workload: Described, scenario: str, role: Role, column: str, samples: list[Sample]
+    ) -> None:
+        label = role.label.removesuffix(f", {SAME}")
+        self._suite.found.measurements.append(
+            Measurement(
+                self._profile,
+                workload.id,
+                scenario,
+                label,
+                column,
+                workload.nbytes,
+                workload.leaf_count,
+                label.startswith("asyncckpt"),
+                role.raw,
+                tuple(samples),
+            )
+        )
+
+    def _samples(self, process: Child, workload: Described, scenario: str) -> int | None:
+        kind = process.role.kind
+        if kind in SLOW.keys() | self._cast.peers and (
+            workload.id != "W1" or scenario in SLOW.get(kind, ())
+        ):
+            return self._form.peer_samples
+        return None
+
+    def _best(self, client: str, direction: str) -> Point:
+        for found in self._suite.found.grids:
+            key = (found.profile, found.client, found.direction)
+            if key == (self._profile, LABELS[client], direction):
+                return found.best
+        raise KeyError(f"no grid of {client}, {direction}")
+
+    def _commit(self) -> dict[str, float]:
+        found = roundtrips.commit(self._service.requests(), record=RECORD, data=DATA)
+        if found is None:
+            return {}
+        return {
+            "record_trips": found.to_record,
+            "end_trips": found.to_end,
+            "record_s": found.record_s,
+            "end_s": found.end_s,
+            "largest_nbytes": self._largest_nbytes(),
+        }
+
+    def _largest_nbytes(self) -> int:
+        sizes = self._service.objects(BUCKET)
+        return max((nbytes for key, nbytes in sizes.items() if DATA in key), default=0)
+
+    # --------------------------------------------------------------------------- small budgets
+
+    def _memory(self, client: str) -> None:
+        form = self._form
+        workload, path = self._suite.workload("large")
+        role = Role(f"asyncckpt, {LABELS[client]}", client)
+        taken: dict[str, list[Sample]] = {SAVE: [], RESTORE: []}
+        for _ in range(form.budget_samples):
+            name = self._name()
+            prefix = f"budget-{name}"
+            for column, samples in taken.items():
+                # Each in a process that has done nothing else.
+                with self._child(role, workload.nbytes, form.budget_nbytes, prefix) as process:
+                    restore = column == RESTORE
+                    values = process.ask("lean", path=str(path), name=name, restore=restore)
+                samples.append(
+                    Sample(
+                        wall_s=values.pop("wall_s"),
+                        cpu_s=values.pop("cpu_s"),
+                        extra_nbytes=int(values.pop("extra_nbytes")),
+                        values={**values, "budget_nbytes": form.budget_nbytes},
+                    )
+                )
+            self._service.clear()
+        for column, samples in taken.items():
+            self._add(workload, MEMORY, role, column, samples)
+
+    # ---------------------------------------------------------------------------------- sweeps
+
+    def _sweep(self, client: str) -> None:
+        form = self._form
+        workload, path = self._suite.workload("W1")
+        points = list(grid(form.sweep_sizes, form.sweep_streams, workload.nbytes))
+        seconds: dict[Point, list[float]] = {point: [] for point in points}
+        role = Role(f"asyncckpt, {LABELS[client]}", client)
+        with self._child(role, workload.nbytes) as process:
+            process.ask("load", path=str(path))
+            for _ in range(form.sweep_samples):
+                order = list(points)
+                self._suite.rng.shuffle(order)
+                for point in order:
+                    seconds[point].append(self._point_s(process, point))
+            near = sorted(points, key=lambda point: median(seconds[point]))[: form.finalists]
+            cold_s = self._auto_s(process)
+            for _ in range(WARM_UPS - 1):
+                self._auto_s(process)
+            auto: list[float] = []
+            picked = Point(0, 0)
+            for _ in range(form.samples):
+                order = [None, *near]
+                self._suite.rng.shuffle(order)
+                for candidate in order:
+                    if candidate is not None:
+                        seconds[candidate].append(self._point_s(process, candidate))
+                        continue
+                    self._service.reset()
+                    auto.append(process.ask("save", name=self._name())["wall_s"])
+                    in_flight = self._service.stats()["max_in_flight"]
+                    picked = Point(self._largest_nbytes(), in_flight)
+                    self._service.clear()
+        swept = tuple(Swept(point, tuple(found)) for point, found in seconds.items())
+        self._suite.found.sweeps.append(
+            Sweep(self._profile, role.label, workload.nbytes, swept, tuple(auto), cold_s, picked)
+        )
+
+    def _auto_s(self, process: Child) -> float:
+        try:
+            return process.ask("save", name=self._name())["wall_s"]
+        finally:
+            self._service.clear()
+
+    def _point_s(self, process: Child, point: Point) -> float:
+        try:
+            name, nbytes, streams = self._name(), point.nbytes, point.streams
+            return process.ask("point", name=name, nbytes=nbytes, streams=streams)["wall_s"]
+        finally:
+            self._service.clear()
+
+
+def grid(sizes: tuple[int, ...], streams: tuple[int, ...], nbytes: int) -> Iterator[Point]:
+    """The points that differ: more streams than there are objects change nothing."""
+    for size in sizes:
+        count = -(-nbytes // size)
+        enough = False
+        for number in streams:
+            if not enough:
+                yield Point(size, number)
+            enough = number >= count

@@ -1,0 +1,150 @@
+"""The targets, each with what was measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from benchmarks.measure import median
+from benchmarks.remote.results import (
+    AUTO,
+    BACKGROUND,
+    IN_PLACE,
+    MEMORY,
+    OWN,
+    RESTORE,
+    SAME,
+    SAVE,
+    Measurement,
+    Results,
+    Sweep,
+)
+from benchmarks.results import Verdict
+
+SAVE_SHARE, RESTORE_SHARE = 0.85, 0.90
+NEAR_BEST = 1.10
+BUDGET_SHARE, PER_LEAF_NBYTES, MARGIN_NBYTES = 1.05, 2048, 16 << 20
+LAG_S = 5e-3
+MIB = 1 << 20
+
+
+def judge(results: Results) -> list[Verdict]:
+    """Every target that concerns something that was measured."""
+    return [
+        *_floors(results),
+        *_peers(results),
+        *(_swept(sweep) for sweep in results.sweeps),
+        *(_budget(m) for m in results.where(scenario=MEMORY)),
+        *_commits(results),
+        *(_lag(m) for m in results.where(scenario=BACKGROUND, ours=True)),
+    ]
+
+
+def _floors(results: Results) -> Iterator[Verdict]:
+    """The best of ours against the best bare client, at its streams and under ``"auto"``."""
+    for profile, workload in _places(results):
+        for scenario, share in ((SAVE, SAVE_SHARE), (RESTORE, RESTORE_SHARE)):
+            for how in (SAME, AUTO):
+                column = how if scenario == SAVE else f"{IN_PLACE}, {how}"
+                found = _fastest(
+                    results.where(
+                        profile=profile, workload=workload, scenario=scenario, column=column,
+                        ours=True,
+                    )
+                )  # fmt: skip
+                ratio = None if found is None else results.floor_ratio(found)
+                if found is None or ratio is None:
+                    continue
+                yield _verdict(
+                    found,
+                    f"{scenario}, {how}, best bare client",
+                    f"≥ {share} of the floor",
+                    f"{ratio:.2f} of the floor ({found.subject})",
+                    ratio >= share,
+                )
+
+
+def _peers(results: Results) -> Iterator[Verdict]:
+    for profile, workload in _places(results):
+        for scenario in (SAVE, RESTORE):
+            column = AUTO if scenario == SAVE else f"{OWN}, {AUTO}"
+            here = results.where(profile=profile, workload=workload, scenario=scenario)
+            for ours in [m for m in here if m.ours and m.column == column]:
+                for peer in here:
+                    if peer.ours or peer.raw:
+                        continue
+                    ratio = peer.wall_s / ours.wall_s
+                    yield _verdict(
+                        ours,
+                        f"{scenario}, {peer.subject} / {ours.subject}",
+                        "ahead",
+                        f"{ratio:.2f} × as fast",
+                        ratio > 1,
+                    )
+
+
+def _swept(sweep: Sweep) -> Verdict:
+    best = sweep.best
+    ratio = sweep.auto_s / best.median_s
+    return Verdict(
+        f"W1 {sweep.profile}",
+        f"auto / best point of the sweep, {sweep.subject}",
+        f"≤ {NEAR_BEST}",
+        f"{ratio:.2f} (auto {sweep.picked}, best {best.point})",
+        "PASS" if ratio <= NEAR_BEST else "MISS",
+    )
+
+
+def _budget(found: Measurement) -> Verdict:
+    limit = (
+        BUDGET_SHARE * found.value("budget_nbytes")
+        + PER_LEAF_NBYTES * found.leaf_count
+        + MARGIN_NBYTES
+    )
+    most = max(sample.extra_nbytes for sample in found.samples)
+    return _verdict(
+        found,
+        f"memory of a {found.column} of {found.nbytes / 2**30:.1f} GiB, {found.subject}",
+        f"≤ 1.05 × {found.value('budget_nbytes') / MIB:.0f} MiB + 2 KiB per leaf + 16 MiB",
+        f"{most / MIB:.0f} MiB",
+        most <= limit,
+    )
+
+
+def _commits(results: Results) -> Iterator[Verdict]:
+    for found in results.where(scenario=SAVE, ours=True, column=AUTO):
+        trips, more = found.values("record_trips"), found.values("end_trips")
+        if not trips:
+            continue
+        yield _verdict(
+            found,
+            f"commit, {found.subject}",
+            "1 round trip to the record, 2 to the end",
+            f"{median(trips):.0f} and {median(more):.0f} (at most {max(trips):.0f} and "
+            f"{max(more):.0f})",
+            median(trips) <= 1 and median(more) <= 2,
+        )
+
+
+def _lag(found: Measurement) -> Verdict:
+    lag_s = found.value("lag_p99_s")
+    return _verdict(
+        found,
+        f"lag of the caller's loop, p99, {found.subject}",
+        f"≤ {LAG_S * 1e3:.0f} ms",
+        f"{lag_s * 1e3:.1f} ms (longest {found.value('lag_max_s') * 1e3:.0f} ms)",
+        lag_s <= LAG_S,
+    )
+
+
+def _verdict(found: Measurement, metric: str, target: str, measured: str, kept: bool) -> Verdict:
+    status = "-" if math.isnan(found.wall_s) else "PASS" if kept else "MISS"
+    return Verdict(f"{found.workload} {found.profile}", metric, target, measured, status)
+
+
+def _places(results: Results) -> list[tuple[str, str]]:
+    return list(dict.fromkeys((m.profile, m.workload) for m in results.measurements))
+
+
+def _fastest(found: list[Measurement]) -> Measurement | None:
+    return min(found, key=lambda m: m.wall_s, default=None)

@@ -1,0 +1,252 @@
+"""The process of one subject or raw client: it does what its parent asks, one request at a time.
+
+A request is one line of JSON on the standard input, its answer one on what was the standard output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from asyncckpt.testing.objectstore.clients import Endpoints
+from benchmarks import measure
+from benchmarks.remote import ours, peers, raw, state
+from benchmarks.remote.raw import CLIENTS, Point
+from benchmarks.remote.subject import Restored, Setup, Subject, Values, loop_factory
+from benchmarks.workloads import Tree, Workload, difference, flat_arrays, targets_like
+
+PEERS: dict[str, Callable[[Setup], Subject]] = {
+    "tensorstore": peers.TensorStore,
+    "dcp": peers.Dcp,
+    "safetensors": peers.Safetensors,
+    "orbax": peers.Orbax,
+}
+
+TINY = Workload("tiny", "opens connections", {"x": np.arange(8.0)})
+
+
+class SubjectWorker:
+    """Saves and restores workloads with one subject."""
+
+    def __init__(
+        self, setup: Setup, kind: str, point: Point | None, reads: int | None = None
+    ) -> None:
+        self._setup = setup
+        self._kind = kind
+        self._workload = Workload("", "", {})
+        self._standing_nbytes = 0
+        self._subject = self._made(point, reads)
+
+    def _made(self, point: Point | None, reads: int | None = None) -> Subject:
+        if self._kind in PEERS:
+            return PEERS[self._kind](self._setup)
+        return ours.Ours(self._setup, self._kind, point, reads)
+
+    def load(self, path: str) -> Values:
+        """The workload is the one in this file, and whatever is done once was done."""
+        self._workload = state.read(Path(path))
+        before = measure.resident_nbytes()
+        self._subject.open(self._workload)
+        # What a prepared pool takes; it would be missing from peaks that are counted later.
+        self._standing_nbytes = max(0, measure.resident_nbytes() - before)
+        return {}
+
+    def _measured(self, work: Callable[[], Mapping[str, float]]) -> Values:
+        values = measured(work)
+        values["extra_nbytes"] += self._standing_nbytes
+        return values
+
+    def lean(self, path: str, name: int, restore: bool) -> Values:
+        """One save, or one restore in place, with all memory that it takes, kept or not.
+
+        What a client and its libraries take at first was taken before.
+        """
+        warm = self._made(None)
+        warm.open(TINY)
+        warm.save(TINY, name + 1)
+        warm.restore(TINY, name + 1)
+        warm.close()
+        self._workload = state.read(Path(path))
+        targets = targets_like(self._workload.tree) if restore else None
+
+        def work() -> Values:
+            if targets is None:
+                self._subject.open(self._workload)
+                return self._subject.save(self._workload, name)
+            self._subject.open(TINY)
+            return self._subject.restore_into(targets, name).values
+
+        values = measured(work)
+        if targets is not None:
+            self._compare(targets, flat=False)
+        return values
+
+    def point(self, name: int, nbytes: int, streams: int) -> Values:
+        """A save with files of this size and so many streams, by a `Checkpointer` of its own."""
+        subject = self._made(Point(nbytes, streams))
+        try:
+            subject.open(TINY)
+            subject.save(TINY, name + 1)  # its session is open
+            subject.prepare(self._workload)
+            return measured(lambda: subject.save(self._workload, name))
+        finally:
+            subject.close()
+
+    def save(self, name: int) -> Values:
+        return self._measured(lambda: self._subject.save(self._workload, name))
+
+    def background(self, name: int) -> Values:
+        return self._measured(lambda: self._subject.background(self._workload, name))
+
+    def restore(self, name: int, in_place: bool) -> Values:
+        """What came back was compared with the source."""
+        targets = targets_like(self._workload.tree) if in_place else None
+        restored: Restored | None = None
+
+        def work() -> Values:
+            nonlocal restored
+            if targets is None:
+                restored = self._subject.restore(self._workload, name)
+            else:
+                restored = self._subject.restore_into(targets, name)
+            return restored.values
+
+        values = self._measured(work)
+        assert restored is not None
+        self._compare(restored.tree, flat=restored.flat)
+        return values
+
+    def _compare(self, tree: Tree, *, flat: bool) -> None:
+        source = self._workload.tree
+        wrong = difference(flat_arrays(source) if flat else source, tree)
+        if wrong:
+            raise AssertionError(f"something else was restored: {wrong}")
+
+    def close(self) -> Values:
+        self._subject.close()
+        return {}
+
+
+class RawWorker:
+    """Puts and gets bytes with a bare client."""
+
+    def __init__(self, setup: Setup, kind: str) -> None:
+        self._prefix = setup.prefix
+        self._client = CLIENTS[kind](setup.endpoints)
+        self._runner = asyncio.Runner(loop_factory=loop_factory())
+        self._runner.run(self._client.open())
+        self._data = np.empty(0, dtype=np.uint8)
+
+    def load(self, path: str) -> Values:
+        """Objects have bytes of this file."""
+        self._data = np.fromfile(path, dtype=np.uint8)
+        return {}
+
+    def write(self, name: int, nbytes: int, size: int, streams: int) -> Values:
+        """Objects of `size` bytes, `nbytes` in all."""
+        parts = raw.bodies(self._client, self._data, nbytes, size)
+        prefix = f"{self._prefix}/{name}"
+
+        def work() -> Values:
+            wall_s = self._runner.run(raw.write(self._client, prefix, parts, streams))
+            return {"wall_s": wall_s}
+
+        return measured(work)
+
+    def read(self, name: int, sizes: list[int], size: int, streams: int, copy: bool) -> Values:
+        """Every byte of the objects of these sizes, in ranges of `size`."""
+        target = np.ones(sum(sizes), dtype=np.uint8) if copy else None
+        prefix = f"{self._prefix}/{name}"
+
+        def work() -> Values:
+            reading = raw.read(self._client, prefix, sizes, size, streams, target)
+            return {"wall_s": self._runner.run(reading)}
+
+        return measured(work)
+
+    def close(self) -> Values:
+        self._runner.run(self._client.close())
+        self._runner.close()
+        return {}
+
+
+def measured(work: Callable[[], Mapping[str, float]]) -> Values:
+    """What `work` says, with the CPU seconds and the peak of memory of this process meanwhile."""
+    gc.collect()
+    baseline = measure.resident_nbytes()
+    measure.reset_peak()
+    cpu_before_s = measure.cpu_seconds()
+    values = dict(work())
+    cpu_s = measure.cpu_seconds() - cpu_before_s
+    extra_nbytes = max(0, measure.peak_nbytes() - baseline)
+    return {"cpu_s": cpu_s, "extra_nbytes": extra_nbytes, **values}
+
+
+def main() -> None:
+    """Answer until the standard input ends or `close` is asked for."""
+    answers = _claim_output()
+    setup = json.loads(sys.stdin.readline())
+    worker: Any = None
+    try:
+        worker = _made(setup)
+        _answer(answers, {"ok": {}})
+        for line in sys.stdin:
+            request = json.loads(line)
+            name = request.pop("do")
+            try:
+                _answer(answers, {"ok": getattr(worker, name)(**request)})
+            except Exception as error:
+                traceback.print_exc()
+                _answer(answers, {"error": described(error)})
+            if name == "close":
+                break
+    except Exception as error:
+        traceback.print_exc()
+        _answer(answers, {"error": described(error)})
+    # Threads of the libraries that are measured are not waited for.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def described(error: BaseException) -> str:
+    """Type and text of an error, of a group those of the first one in it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
+
+
+def _made(setup: dict[str, Any]) -> Any:
+    endpoints = Endpoints()
+    endpoints.s3_endpoint = setup["s3"]
+    endpoints.gcs_endpoint = setup["gcs"]
+    endpoints.region = setup["region"]
+    told = Setup(endpoints, setup["prefix"], Path(setup["directory"]), setup["budget_nbytes"])
+    if setup["raw"]:
+        return RawWorker(told, setup["kind"])
+    point = Point(*setup["point"]) if setup["point"] else None
+    return SubjectWorker(told, setup["kind"], point, setup["reads"])
+
+
+def _answer(answers: IO[str], value: dict[str, Any]) -> None:
+    answers.write(json.dumps(value) + "\n")
+    answers.flush()
+
+
+def _claim_output() -> IO[str]:
+    # What libraries print goes to the standard error.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Measuring a store: within its bytes and its time, and nothing is left of it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import asyncckpt
+from asyncckpt import blocking
+from asyncckpt.checkpointer.tuning import Tuning
+from asyncckpt.errors import StoreError, UsageError
+from asyncckpt.options import GIB, KIB, MIB
+from asyncckpt.planning.tuning import GridPoint
+from asyncckpt.reports import Progress
+from asyncckpt.stores.objects.policy import HASTY
+from asyncckpt.testing.objectstore import Fault, Gate, Simulator, simulator
+
+FEW = 65 * MIB
+"""Enough for the first point, a shorter one, and none of the large ones."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Simulator]:
+    with simulator() as sim:
+        yield sim
+
+
+@pytest.fixture
+def sim(server: Simulator) -> Iterator[Simulator]:
+    server.faults.clear()
+    server.clear()
+    yield server
+    server.faults.clear()
+
+
+def options(sim: Simulator, library: str) -> dict[str, Any]:
+    if library == "obstore":
+        return {"client": sim.obstore_s3("bucket")}
+    return {"client": "fsspec", **sim.s3_options()}
+
+
+@pytest.mark.parametrize("library", ["obstore", "s3fs"])
+async def test_a_store_is_measured_and_left_as_it_was(sim: Simulator, library: str) -> None:
+    sim.put("bucket", "run/7/checkpoint.json", b"of somebody")
+    seen: list[Progress] = []
+    report = await asyncckpt.tune(
+        "s3://bucket/run",
+        max_nbytes=FEW,
+        storage_options=options(sim, library),
+        progress=seen.append,
+    )
+    assert sim.objects("bucket") == {"run/7/checkpoint.json": b"of somebody"}
+    sim.delete("bucket", "run/7/checkpoint.json")
+    assert report.location == "s3://bucket/run"
+    assert report.client == library
+    assert {(point.nbytes, point.streams) for point in report.points} == {
+        (4 * MIB, 4),
+        (4 * MIB, 1),
+    }
+    assert {point.direction for point in report.points} == {"put", "get"}
+    assert report.moved_nbytes == 64 * MIB + 64 * KIB
+    assert seen[-1].done_nbytes == report.moved_nbytes
+    assert report.target_data_file_nbytes == 4 * MIB
+    assert report.concurrency in (1, 4)
+    assert report.nbytes_per_s > 0
+    assert report.auto_data_file_nbytes >= 8 * MIB
+    assert 0 < report.put_latency_s < 1
+    assert report.reason in str(report)
+
+
+def test_the_blocking_twin_does_the_same(sim: Simulator) -> None:
+    report = blocking.tune(
+        "s3://bucket/run", max_nbytes=FEW, storage_options=options(sim, "obstore")
+    )
+    assert report.points
+    assert sim.objects("bucket") == {}
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_measurement_that_is_cancelled_removes_what_it_wrote(
+    sim: Simulator, times: int
+) -> None:
+    gate = Gate()
+    sim.faults.append(Fault(kind="get_object", number=3, gate=gate))
+    task = asyncio.create_task(
+        asyncckpt.tune("s3://bucket/run", max_nbytes=FEW, storage_options=options(sim, "obstore"))
+    )
+    await gate.reached.wait()
+    assert sim.objects("bucket")
+    for _ in range(times):
+        task.cancel()
+        await asyncio.sleep(0)
+    gate.release()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert sim.objects("bucket") == {}
+
+
+CHILD = """
+import json, sys
+from asyncckpt import blocking
+
+try:
+    blocking.tune("s3://bucket/run", storage_options=json.loads(sys.argv[1]))
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_ctrl_c_removes_what_was_written(sim: Simulator) -> None:
+    gate = Gate()
+    sim.faults.append(Fault(kind="get_object", number=3, gate=gate))
+    given = json.dumps({"client": "fsspec", **sim.s3_options()})
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, given], stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert gate.reached.wait_blocking()
+        assert sim.objects("bucket")
+        child.send_signal(signal.SIGINT)
+        gate.release()
+        out, _ = child.communicate(timeout=60)
+    assert (child.returncode, out) == (0, "interrupted\n")
+    assert sim.objects("bucket") == {}
+
+
+async def test_orphans_of_lost_answers_are_removed_too(sim: Simulator) -> None:
+    sim.faults.append(Fault(kind="put_object", number=10, applied=True, reset=True))
+    report = await asyncckpt.tune(
+        "s3://bucket/run", max_nbytes=FEW, storage_options=options(sim, "obstore")
+    )
+    assert report.points
+    assert sim.objects("bucket") == {}
+
+
+def tuning(sim: Simulator, **more: Any) -> Tuning:
+    arguments: dict[str, Any] = {
+        "max_nbytes": FEW,
+        "max_s": 60.0,
+        "state_nbytes": GIB,
+        "host_memory_nbytes": None,
+        "storage_options": options(sim, "obstore"),
+        "progress": None,
+        **more,
+    }
+    return Tuning("s3://bucket/run", **arguments)
+
+
+async def run(work: Tuning) -> asyncckpt.TuneReport:
+    try:
+        return await work.submit().wait()
+    finally:
+        await work.aclose()
+
+
+async def test_when_time_runs_out_what_was_measured_is_reported(sim: Simulator) -> None:
+    work = tuning(sim, max_s=1.0)
+    work.planned = (GridPoint(4 * MIB, 1, 1), GridPoint(1 * MIB, 1, 1), GridPoint(8 * MIB, 1, 1))
+    sim.faults.append(Fault(kind="put_object", key="*/1-0.r0", hang=True, times=9))
+    report = await run(work)
+    assert {point.nbytes for point in report.points} == {4 * MIB}
+    assert report.notes == (
+        "1 of 3 points were measured within 1 s; allow more time for the others",
+    )
+    assert report.auto_nbytes_per_s is None
+    assert sim.objects("bucket") == {}
+
+
+async def test_a_store_so_slow_that_nothing_was_measured_is_an_error(sim: Simulator) -> None:
+    sim.faults.append(Fault(kind="get_object", hang=True, number=0))
+    with pytest.raises(StoreError, match=r"nothing was measured within 0\.3 s") as caught:
+        await run(tuning(sim, max_s=0.3))
+    assert caught.value.retryable
+    assert sim.objects("bucket") == {}
+
+
+async def test_a_store_that_refuses_says_what_to_do(sim: Simulator) -> None:
+    sim.faults.append(Fault(kind="put_object", status=403, code="AccessDenied", number=0))
+    with pytest.raises(StoreError, match="measuring failed: these credentials may not") as caught:
+        await run(tuning(sim))
+    assert caught.value.location is not None
+    assert caught.value.location.startswith("s3://bucket/run/asyncckpt-tune-")
+
+
+async def test_a_removal_that_fails_does_not_hide_why_the_measurement_did(sim: Simulator) -> None:
+    kinds = ("put_object", "list_objects")
+    sim.faults.append(Fault(kind=kinds, status=403, code="AccessDenied", number=0))
+    with pytest.raises(StoreError, match="measuring failed") as caught:
+        await run(tuning(sim))
+    assert "could not be removed" in caught.value.__notes__[0]
+
+
+async def test_what_could_not_be_removed_is_named(sim: Simulator) -> None:
+    sim.faults.append(Fault(kind="list_objects", status=403, code="AccessDenied", number=0))
+    work = tuning(sim, policy=dataclasses.replace(HASTY))
+    with pytest.raises(StoreError, match="could not be removed") as caught:
+        await run(work)
+    assert caught.value.location == work.prefix
+    assert "by hand" in str(caught.value)
+    for key in sim.objects("bucket"):
+        sim.delete("bucket", key)
+
+
+async def test_wrong_arguments_are_refused_before_anything_is_sent(sim: Simulator) -> None:
+    with pytest.raises(UsageError, match="this is no URL of one"):
+        await asyncckpt.tune("/data/run")
+    with pytest.raises(UsageError, match="max_s=0: pass a positive number"):
+        await run(tuning(sim, max_s=0))
+    with pytest.raises(UsageError, match="max_nbytes=True: pass a positive number"):
+        await run(tuning(sim, max_nbytes=True))
+    with pytest.raises(UsageError, match="the smallest measurement moves more"):
+        await run(tuning(sim, max_nbytes=MIB))
+    assert sim.requests == []
+
+
+def test_both_facades_take_the_same_arguments() -> None:
+    own = inspect.signature(blocking.tune).parameters.values()
+    other = inspect.signature(asyncckpt.tune).parameters.values()
+    assert [(p.name, p.kind, p.default) for p in own] == [
+        (p.name, p.kind, p.default) for p in other
+    ]

@@ -1,0 +1,183 @@
+"""Races of two requests: the first success wins, and nobody is left running."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncckpt.flow.hedge import HedgeBudget, first
+
+
+class Race:
+    """Two requests that end when the test says so."""
+
+    def __init__(self, *, hedged: bool = True) -> None:
+        self.answers: list[asyncio.Future[str]] = []
+        self.running = 0
+        self.hedged = hedged
+        self.asked = 0
+        self.cancelled: list[int] = []
+        self.hold_s = 0
+
+    def start(self) -> Coroutine[Any, Any, str]:
+        return self._run(0)
+
+    def second(self) -> Coroutine[Any, Any, str] | None:
+        self.asked += 1
+        return self._run(1) if self.hedged else None
+
+    async def _run(self, number: int) -> str:
+        self.answers.append(asyncio.get_running_loop().create_future())
+        self.running += 1
+        try:
+            return await self.answers[number]
+        except asyncio.CancelledError:
+            for _ in range(self.hold_s):  # a client that needs a few turns to let go
+                await asyncio.sleep(0)
+            self.cancelled.append(number)
+            raise
+        finally:
+            self.running -= 1
+
+    async def begun(self, count: int) -> None:
+        while len(self.answers) < count:
+            await asyncio.sleep(0)
+
+
+async def test_a_quick_request_is_not_raced() -> None:
+    race = Race()
+    task = asyncio.create_task(first(race.start, 60.0, race.second))
+    await race.begun(1)
+    race.answers[0].set_result("first")
+    assert await task == "first"
+    assert (race.asked, race.running) == (0, 0)
+
+
+async def test_without_a_delay_there_is_no_second_request() -> None:
+    race = Race()
+    task = asyncio.create_task(first(race.start, None, race.second))
+    await race.begun(1)
+    race.answers[0].set_result("first")
+    assert await task == "first"
+    assert race.asked == 0
+
+
+@pytest.mark.parametrize("winner", [0, 1])
+async def test_whichever_succeeds_first_ends_the_other(winner: int) -> None:
+    race = Race()
+    race.hold_s = 5
+    task = asyncio.create_task(first(race.start, 0.0, race.second))
+    await race.begun(2)
+    race.answers[winner].set_result(f"request {winner}")
+    assert await task == f"request {winner}"
+    assert race.cancelled == [1 - winner]
+    assert race.running == 0
+
+
+async def test_a_second_request_that_is_declined_leaves_the_first_alone() -> None:
+    race = Race(hedged=False)
+    task = asyncio.create_task(first(race.start, 0.0, race.second))
+    while not race.asked:
+        await asyncio.sleep(0)
+    race.answers[0].set_result("first")
+    assert await task == "first"
+    assert race.asked == 1
+
+
+@pytest.mark.parametrize("loser", [0, 1])
+async def test_if_one_fails_the_other_is_waited_for(loser: int) -> None:
+    race = Race()
+    task = asyncio.create_task(first(race.start, 0.0, race.second))
+    await race.begun(2)
+    race.answers[loser].set_exception(OSError("no"))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not task.done()
+    race.answers[1 - loser].set_result("yes")
+    assert await task == "yes"
+    assert race.running == 0
+
+
+async def test_a_request_that_fails_before_its_time_is_not_raced() -> None:
+    race = Race()
+    task = asyncio.create_task(first(race.start, 60.0, race.second))
+    await race.begun(1)
+    race.answers[0].set_exception(OSError("at once"))
+    with pytest.raises(OSError, match="at once"):
+        await task
+    assert race.asked == 0
+
+
+async def test_if_both_fail_the_first_ones_error_is_raised() -> None:
+    race = Race()
+    task = asyncio.create_task(first(race.start, 0.0, race.second))
+    await race.begun(2)
+    race.answers[1].set_exception(OSError("second"))
+    race.answers[0].set_exception(OSError("first"))
+    with pytest.raises(OSError, match="first"):
+        await task
+    assert race.running == 0
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+@pytest.mark.parametrize("times", [1, 2, 3])
+async def test_a_cancelled_race_has_ended_both_requests(requests: int, times: int) -> None:
+    race = Race()
+    race.hold_s = 6
+    task = asyncio.create_task(first(race.start, 0.0 if requests == 2 else 60.0, race.second))
+    await race.begun(requests)
+    for _ in range(times):
+        task.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert race.running == 0
+    assert sorted(race.cancelled) == list(range(requests))
+
+
+async def test_a_cancellation_while_the_loser_ends_is_not_lost() -> None:
+    race = Race()
+    race.hold_s = 10
+    task = asyncio.create_task(first(race.start, 0.0, race.second))
+    await race.begun(2)
+    race.answers[1].set_result("won")
+    for _ in range(4):
+        await asyncio.sleep(0)
+    assert not task.done()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert race.running == 0
+
+
+@given(
+    st.floats(0.01, 0.2),
+    st.floats(1.0, 5.0),
+    st.lists(st.sampled_from(["request", "take", "end"]), max_size=300),
+)
+def test_second_requests_stay_a_share_of_all(share: float, burst: float, events: list[str]) -> None:
+    budget = HedgeBudget(share=share, burst=burst, at_once=2)
+    requests = 0
+    for event in events:
+        if event == "request":
+            budget.earn()
+            requests += 1
+        elif event == "take":
+            budget.take()
+        elif budget.in_flight:
+            budget.give_back()
+        assert 0 <= budget.in_flight <= 2
+        assert budget.spent <= 1 + share * requests + 1e-6
+
+
+def test_the_budget_tells_what_it_has() -> None:
+    budget = HedgeBudget(share=0.05, burst=4.0, at_once=2)
+    assert budget.take()
+    assert not budget.take()
+    assert repr(budget) == "HedgeBudget(0.00 left, 1 in flight, 1 in all)"

@@ -1,0 +1,331 @@
+"""One fault at one request of a save or restore, and everything that has to hold afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import asyncckpt
+from asyncckpt.errors import AsyncCheckpointError, CheckpointExistsError
+from asyncckpt.stores.objects.layout import RECORD, owner
+from asyncckpt.stores.objects.store import ObjectStore
+from asyncckpt.testing.objectstore import Fault
+from tests.crash.scenarios import same
+from tests.objects.stores import SAVE_OPTIONS, Place, state
+
+MakeFault = Callable[..., Fault]
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "500": {"status": 500},
+    "503": {"status": 503},
+    "429": {"status": 429},
+    "412": {"status": 412},
+    "409": {"status": 409},
+    "reset": {"reset": True},
+    "closed": {"close": True},
+    "lost": {"reset": True, "applied": True},
+    "lost 500": {"status": 500, "applied": True},
+    "hang": {"hang": True},
+    "lost hang": {"hang": True, "applied": True},
+    "truncated": {"truncate": 20},
+    "stalled": {"stall": 20},
+    "corrupt": {"flip": 37},
+}
+"""What happens to a request. ``lost``: it takes effect and its answer does not come."""
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A fault at a request: at the `number`-th, and the `times` - 1 after it that fit `kinds`."""
+
+    number: int
+    name: str
+    times: int = 1
+
+    def fault(self) -> Fault:
+        """As the simulator takes it."""
+        # Contents are only ever damaged on their way back: a store that keeps other bytes than it
+        # was sent is found by checksums, not by requests.
+        kinds = ("get_object", "head_object", "list_objects") if self.name == "corrupt" else None
+        when = FAULTS[self.name]
+        return Fault(number=self.number, times=self.times, kind=kinds, name=self.name, **when)
+
+    def __str__(self) -> str:
+        times = "" if self.times == 1 else f" and {self.times - 1} more"
+        return f"{self.name} at request {self.number}{times}"
+
+
+@dataclass(slots=True)
+class Visited:
+    """What a matrix has come to.
+
+    Attributes:
+        points: at which a fault happened.
+        outcomes: of the operations, by name.
+        wrong: violations of the invariant.
+        kinds: of requests that a fault happened to.
+    """
+
+    points: int
+    outcomes: Counter[str]
+    wrong: list[str]
+    kinds: Counter[str]
+
+    @classmethod
+    def none(cls) -> Visited:
+        """Nothing yet."""
+        return cls(0, Counter(), [], Counter())
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What an error says, without the error, whose traceback holds what its frames held."""
+
+    kind: str
+    text: str
+    location: str
+    is_ours: bool
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """What this one says."""
+        location = str(getattr(error, "location", ""))
+        return cls(type(error).__name__, str(error), location, isinstance(error, AsyncCheckpointError))
+
+
+class Matrix:
+    """Saves and restores of step 1 beside an intact step 0, through one Checkpointer."""
+
+    def __init__(self, place: Place, ckpt: asyncckpt.Checkpointer) -> None:
+        self.visited = Visited.none()
+        self._place = place
+        self._sim = place.sim
+        self._ckpt = ckpt
+        self._core = ckpt._core
+        store = self._core.store
+        assert isinstance(store, ObjectStore)
+        self._store = store
+        self._intact: dict[str, int] = {}
+        self._tasks = 0
+
+    async def prepare(self) -> None:
+        """Step 0 stands, connections and threads are there."""
+        await self._ckpt.save(0, state(0))
+        await self._ckpt.save(1, state(1))
+        await self._ckpt.restore(1)
+        await self._settled()
+        self._remove(1)
+        self._intact = self._generations()
+        self._tasks = await self._count_tasks()
+
+    # ---------------------------------------------------------------------------------- one point
+
+    async def save(self, point: Point) -> bool:
+        """Whether the fault happened; all laws were checked."""
+        fault = self._arm(point)
+        error: Failure | None = None
+        try:
+            await self._ckpt.save(1, state(1))
+        except Exception as caught:
+            error = Failure.of(caught)
+        await self._settled()
+        met = self._disarm(fault, "save", error)
+        self._check_error(point, error)
+        self._check_commits(point)
+        await self._check_quiet(point)
+        await self._check_listed(point, acknowledged=error is None)
+        await self._again(point, error)
+        self._remove(1)
+        return met
+
+    async def restore(self, point: Point) -> bool:
+        """As `save`, for a restore of step 1, which stands."""
+        fault = self._arm(point)
+        error: Failure | None = None
+        found = None
+        try:
+            found = await self._ckpt.restore(1)
+        except Exception as caught:
+            error = Failure.of(caught)
+        met = self._disarm(fault, "restore", error)
+        self._check_error(point, error)
+        if error is None and not same(found, state(1)):
+            self._wrong(point, "the restore returned other values than were saved")
+        await self._check_quiet(point)
+        if error is not None and not same(await self._ckpt.restore(1), state(1)):
+            self._wrong(point, "the restore after it returned other values than were saved")
+        return met
+
+    def _arm(self, point: Point) -> Fault:
+        self._sim.reset()
+        fault = point.fault()
+        self._sim.faults.append(fault)
+        return fault
+
+    def _disarm(self, fault: Fault, what: str, error: Failure | None) -> bool:
+        self._sim.faults.clear()
+        self.visited.outcomes[f"{what}: {'done' if error is None else error.kind}"] += 1
+        if not fault.happened:
+            return False
+        self.visited.points += 1
+        self.visited.kinds.update(r.kind for r in self._sim.requests if fault.name in r.faults)
+        return True
+
+    # --------------------------------------------------------------------------------------- laws
+
+    def _wrong(self, point: Point, text: str) -> None:
+        log = "\n".join(
+            f"    {r.number} {r.kind} {r.key} {r.nbytes} -> {r.status} {','.join(r.faults)}"
+            for r in self._sim.requests
+        )
+        self.visited.wrong.append(f"{self._place.kind}, {point}: {text}\n{log}")
+
+    def _check_error(self, point: Point, error: Failure | None) -> None:
+        if error is None:
+            return
+        if not error.is_ours:
+            self._wrong(point, f"{error.kind} is no error of ours: {error.text}")
+        url = self._store.url
+        if not error.location.startswith(url) or url not in error.text:
+            self._wrong(point, f"the error does not say where: {error}")
+
+    def _check_commits(self, point: Point) -> None:
+        """No record was created twice."""
+        applied = [
+            request
+            for request in self._sim.requests
+            if request.kind == "put_object"
+            and request.key.endswith(f"/1/{RECORD}")
+            and request.applied_s
+            and request.status in (0, 200, 500)
+        ]
+        if len(applied) > 1:
+            self._wrong(point, f"{len(applied)} records were created by one save")
+
+    async def _check_quiet(self, point: Point) -> None:
+        """Nothing is held that was not held before: task, slot, upload; step 0 is untouched."""
+        runtime = self._core.runtime
+        tasks = await self._count_tasks()
+        if tasks > self._tasks:
+            self._wrong(point, f"{tasks - self._tasks} tasks are left on the engine's loop")
+        pools = runtime._pools
+        for _ in range(100):
+            # What a request that was given up still held goes with its connection.
+            if not any(pool.discarded for pool in pools) and not runtime.budget.in_use:
+                break
+            gc.collect()
+            await self._count_tasks()
+            await asyncio.sleep(0.001)
+        if runtime.budget.in_use or runtime.budget.waiting:
+            self._wrong(point, f"{runtime.budget!r} is not free")
+        for pool in pools:
+            if pool._quarantined or pool.discarded or len(pool._free) != pool._allocated:
+                self._wrong(point, f"{pool!r} misses slots; {pool.discarded} are discarded")
+        if self._generations() != self._intact:
+            self._wrong(point, "objects of step 0 were written or removed")
+
+    async def _check_listed(self, point: Point, *, acknowledged: bool) -> None:
+        """A step is listed if and only if its record is valid, and then it is complete."""
+        steps = await self._ckpt.steps()
+        if steps not in ([0, 1], [0]) or (acknowledged and steps != [0, 1]):
+            self._wrong(point, f"listed are {steps}; the save was acknowledged: {acknowledged}")
+        if 1 in steps:
+            try:
+                report = await self._ckpt.verify(1)
+                if not report.ok:
+                    self._wrong(point, f"step 1 is listed, and {report}")
+                if not same(await self._ckpt.restore(1), state(1)):
+                    self._wrong(point, "step 1 is listed and restores to other values")
+            except AsyncCheckpointError as error:
+                self._wrong(point, f"step 1 is listed, and {error!r}")
+        if self._sim.uploads:
+            self._wrong(point, f"uploads are left: {[u.key for u in self._sim.uploads]}")
+        if acknowledged:
+            self._check_leftovers(point)
+
+    def _check_leftovers(self, point: Point) -> None:
+        """All objects of an acknowledged save belong to it."""
+        keys = [key.removeprefix("1/") for key in self._place.keys("1/")]
+        owners = {owner(key) for key in keys} - {None}
+        if len(owners) != 1:
+            self._wrong(point, f"objects of other attempts are left: {keys}")
+        tries = [key for key in keys if ".r" in key]
+        data = {key.partition(".r")[0] for key in keys if "/d/" in key}
+        if tries and len(data) != len([key for key in keys if "/d/" in key]):
+            self._wrong(point, f"data were left twice: {keys}")
+
+    async def _again(self, point: Point, error: Failure | None) -> None:
+        """A save that failed can be repeated, or its step stands after all."""
+        if error is None:
+            return
+        try:
+            with contextlib.suppress(CheckpointExistsError):
+                await self._ckpt.save(1, state(1))
+            if not same(await self._ckpt.restore(1), state(1)):
+                self._wrong(point, "saved again, the step restores to other values")
+        except AsyncCheckpointError as error:
+            self._wrong(point, f"it cannot be saved again: {error!r}")
+        await self._settled()
+
+    # ------------------------------------------------------------------------------------- around
+
+    async def _settled(self) -> None:
+        """What a save goes on with after it was acknowledged has ended."""
+
+        async def wait() -> None:
+            for work in self._store._settling:
+                await work.settled()
+
+        await self._core.call(wait).wait()
+
+    async def _count_tasks(self) -> int:
+        async def count() -> int:
+            return len(asyncio.all_tasks())
+
+        return await self._core.call(count).wait()
+
+    def _generations(self) -> dict[str, int]:
+        below = f"{self._place.root}/0/"
+        stored = self._sim.stored("bucket")
+        return {key: found.generation for key, found in stored.items() if key.startswith(below)}
+
+    def _remove(self, step: int) -> None:
+        for key in self._place.keys(f"{step}/"):
+            self._sim.delete("bucket", f"{self._place.root}/{key}")
+
+
+@contextlib.asynccontextmanager
+async def matrix(place: Place, store: ObjectStore | None = None) -> AsyncIterator[Matrix]:
+    """A matrix whose Checkpointer is closed with the block."""
+    async with asyncckpt.Checkpointer(store or place.store(), save_options=SAVE_OPTIONS) as ckpt:
+        made = Matrix(place, ckpt)
+        await made.prepare()
+        yield made
+
+
+async def every_save(made: Matrix, names: Iterable[str], *, times: int = 1) -> int:
+    """Each fault happened at each request of a save; returns the requests of the longest."""
+    return await _every(made.save, names, times)
+
+
+async def every_restore(made: Matrix, names: Iterable[str], *, times: int = 1) -> int:
+    """As `every_save`, of a restore."""
+    await made._ckpt.save(1, state(1), overwrite=True)
+    await made._settled()
+    longest = await _every(made.restore, names, times)
+    made._remove(1)
+    return longest
+
+
+async def _every(visit: Any, names: Iterable[str], times: int) -> int:
+    longest = 0
+    for name in names:
+        number = 1
+        while await visit(Point(number, name, times)):
+            longest = max(longest, number)
+            number += 1
+    return longest

@@ -1,0 +1,249 @@
+"""Sizes of files and requests: within the budget, what the store takes, near the model's best."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncckpt.options import DEFAULT_CHUNK_NBYTES, GIB, MIB, MIN_BUDGET_NBYTES, PAGE_NBYTES
+from asyncckpt.planning.sizes import (
+    FEW_FILES,
+    PUT_THRESHOLD_NBYTES,
+    Choice,
+    PartRules,
+    Traffic,
+    choose,
+    fits_chunk_nbytes,
+)
+
+SLOT = 8 * MIB
+S3 = Traffic(0.04, 85e6, None, 16)
+S3_PARTS = PartRules(parallel=True)
+GCS_PARTS = PartRules(parallel=False, multiple_nbytes=256 * 1024)
+
+TRAFFIC = st.builds(
+    Traffic,
+    st.floats(1e-4, 1.0),
+    st.floats(1e5, 5e9),
+    st.none() | st.floats(1e6, 1e11),
+    st.integers(1, 128),
+)
+PARTS = st.none() | st.builds(
+    PartRules,
+    st.booleans(),
+    st.sampled_from([1, 256 * 1024, 5 * MIB]),
+    st.sampled_from([1, 256 * 1024, 3 * 1000]),
+    st.sampled_from([16 * MIB, 5 * GIB]),
+    st.sampled_from([32, 9_000]),
+)
+
+
+def held(choice: Choice, copies: int) -> int:
+    """Memory of the windows in flight and the one that is being filled, in slots."""
+    window = -(-choice.window_nbytes * (1 + copies) // SLOT) * SLOT
+    return (choice.concurrency + 1) * window
+
+
+def s3(nbytes: int, budget_nbytes: int, **more: object) -> Choice:
+    arguments = {"copies": 1, "slot_nbytes": SLOT, "parts": S3_PARTS, **more}
+    return choose(nbytes, S3, budget_nbytes=budget_nbytes, **arguments)  # type: ignore[arg-type]
+
+
+@settings(max_examples=100)
+@given(
+    nbytes=st.integers(0, 1 << 44),
+    traffic=TRAFFIC,
+    budget_nbytes=st.integers(MIN_BUDGET_NBYTES, 16 * GIB),
+    copies=st.integers(0, 3),
+    asked=st.none() | st.integers(SLOT, 1 << 42),
+    chunk_nbytes=st.sampled_from([4096, 1 * MIB, DEFAULT_CHUNK_NBYTES, 1 * GIB]),
+    put_max_nbytes=st.sampled_from([32 * MIB, 5 * GIB]),
+    parts=PARTS,
+)
+def test_the_budget_and_the_rules_of_the_store_hold_always(
+    nbytes: int,
+    traffic: Traffic,
+    budget_nbytes: int,
+    copies: int,
+    asked: int | None,
+    chunk_nbytes: int,
+    put_max_nbytes: int,
+    parts: PartRules | None,
+) -> None:
+    choice = choose(
+        nbytes,
+        traffic,
+        budget_nbytes=budget_nbytes,
+        copies=copies,
+        slot_nbytes=SLOT,
+        chunk_nbytes=chunk_nbytes,
+        data_file_nbytes=asked,
+        put_max_nbytes=put_max_nbytes,
+        parts=parts,
+    )
+    window, file = choice.window_nbytes, choice.data_file_nbytes
+    assert held(choice, copies) <= budget_nbytes
+    assert 1 <= choice.concurrency <= traffic.streams
+    assert window >= 1 * MIB
+    assert window % PAGE_NBYTES == 0
+    if asked is not None:
+        assert file <= asked
+    if file <= window:
+        assert window <= min(put_max_nbytes, PUT_THRESHOLD_NBYTES)
+    else:
+        assert parts is not None
+        assert parts.parallel
+        assert window % math.lcm(PAGE_NBYTES, parts.multiple_nbytes) == 0
+        assert parts.min_nbytes <= window <= parts.max_nbytes
+        assert -(-file // window) <= parts.max_count
+    assert choice.expected_s > 0
+    assert choice == choose(
+        nbytes,
+        traffic,
+        budget_nbytes=budget_nbytes,
+        copies=copies,
+        slot_nbytes=SLOT,
+        chunk_nbytes=chunk_nbytes,
+        data_file_nbytes=asked,
+        put_max_nbytes=put_max_nbytes,
+        parts=parts,
+        last=choice,
+    )
+
+
+def test_more_memory_buys_larger_requests_up_to_where_latency_no_longer_shows() -> None:
+    sizes = [s3(16 * GIB, budget).window_nbytes for budget in (128 * MIB, GIB, 8 * GIB, 64 * GIB)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < 16 * MIB <= sizes[1] < sizes[2]
+    assert 48 * MIB <= sizes[2] == sizes[3] <= 96 * MIB
+
+
+def test_a_window_of_whole_chunks_has_room_for_their_trailers() -> None:
+    choice = s3(16 * GIB, 8 * GIB)
+    count, rest = divmod(choice.window_nbytes, DEFAULT_CHUNK_NBYTES)
+    assert rest == count * PAGE_NBYTES
+    assert fits_chunk_nbytes(DEFAULT_CHUNK_NBYTES, choice.window_nbytes) == DEFAULT_CHUNK_NBYTES
+    assert fits_chunk_nbytes(DEFAULT_CHUNK_NBYTES, 8 * MIB) == 8 * MIB - PAGE_NBYTES
+
+
+def test_a_file_of_one_window_is_one_request() -> None:
+    choice = s3(16 * GIB, 8 * GIB)
+    assert choice.data_file_nbytes == choice.window_nbytes
+
+
+def test_a_small_state_is_cut_so_that_every_stream_works_but_not_finer_than_8_mib() -> None:
+    choice = s3(256 * MIB, 8 * GIB)
+    assert 256 * MIB // choice.window_nbytes in (15, 16)
+    assert s3(20 * MIB, 8 * GIB).window_nbytes == 8 * MIB
+
+
+def test_a_link_that_is_full_anyway_gets_small_requests() -> None:
+    full = choose(
+        8 * GIB, Traffic(0.002, 60e6, 0.7e9, 16), budget_nbytes=8 * GIB, copies=1, slot_nbytes=SLOT
+    )
+    assert full.window_nbytes < s3(8 * GIB, 8 * GIB).window_nbytes
+
+
+def test_the_smallest_budget_still_keeps_some_streams_busy() -> None:
+    choice = s3(2 * GIB, MIN_BUDGET_NBYTES)
+    assert choice.concurrency >= 3
+    assert s3(2 * GIB, 256 * MIB).concurrency >= 12
+    assert held(s3(2 * GIB, 256 * MIB, copies=3), 3) <= 256 * MIB
+
+
+def test_what_is_asked_for_is_one_request_up_to_the_threshold_and_parts_above() -> None:
+    one = s3(16 * GIB, 8 * GIB, data_file_nbytes=100 * MIB)
+    assert (one.data_file_nbytes, one.window_nbytes) == (100 * MIB, 100 * MIB)
+    many = s3(16 * GIB, 8 * GIB, data_file_nbytes=GIB)
+    assert many.data_file_nbytes == GIB
+    assert many.window_nbytes < GIB
+    odd = s3(16 * GIB, 8 * GIB, data_file_nbytes=50_000_001)
+    assert odd.data_file_nbytes == 50_000_001
+    assert 0 <= odd.window_nbytes - odd.data_file_nbytes < PAGE_NBYTES
+
+
+def test_the_budget_wins_over_what_is_asked_for() -> None:
+    parted = s3(16 * GIB, 256 * MIB, data_file_nbytes=128 * MIB)
+    assert parted.data_file_nbytes == 128 * MIB
+    assert held(parted, 1) <= 256 * MIB
+    # Without parts that go side by side, a file cannot be larger than a window.
+    cut = choose(
+        16 * GIB,
+        S3,
+        budget_nbytes=256 * MIB,
+        copies=2,
+        slot_nbytes=SLOT,
+        data_file_nbytes=512 * MIB,
+        parts=GCS_PARTS,
+    )
+    assert cut.data_file_nbytes == cut.window_nbytes < 512 * MIB
+    assert held(cut, 2) <= 256 * MIB
+
+
+def test_a_very_large_state_is_kept_to_a_number_of_files_that_can_be_listed_and_deleted() -> None:
+    nbytes = 64 << 40
+    choice = s3(nbytes, 256 * MIB)
+    assert choice.data_file_nbytes > choice.window_nbytes
+    assert nbytes / choice.data_file_nbytes <= FEW_FILES
+
+
+def test_the_last_choice_stands_until_something_is_a_tenth_faster() -> None:
+    first = s3(16 * GIB, 8 * GIB)
+    # The link is measured a little differently at every save.
+    for factor in (0.8, 0.9, 1.1, 1.3):
+        again = choose(
+            16 * GIB,
+            replace(S3, latency_s=S3.latency_s * factor, stream_nbytes_per_s=85e6 / factor),
+            budget_nbytes=8 * GIB,
+            copies=1,
+            slot_nbytes=SLOT,
+            parts=S3_PARTS,
+            last=first,
+        )
+        assert again.sizes == first.sizes
+    far = choose(
+        16 * GIB,
+        Traffic(0.8, 400e6, None, 16),
+        budget_nbytes=8 * GIB,
+        copies=1,
+        slot_nbytes=SLOT,
+        parts=S3_PARTS,
+        last=first,
+    )
+    assert far.window_nbytes > first.window_nbytes
+
+
+def test_the_last_choice_falls_with_its_budget_or_with_another_wish() -> None:
+    large = s3(16 * GIB, 8 * GIB)
+    small = s3(16 * GIB, 256 * MIB, last=large)
+    assert held(small, 1) <= 256 * MIB
+    asked = s3(16 * GIB, 8 * GIB, last=large, data_file_nbytes=16 * MIB)
+    assert asked.data_file_nbytes == 16 * MIB
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 1 << 40), st.integers(1, 64), st.floats(1e7, 1e9))
+def test_measured_contention_does_not_make_sizes_run_away(
+    nbytes: int, streams: int, pipe: float
+) -> None:
+    """Streams that share a full pipe are each slower: fed back, sizes stay as they are."""
+    traffic = Traffic(0.04, 85e6, None, streams)
+    choice = choose(nbytes, traffic, budget_nbytes=4 * GIB, copies=1, slot_nbytes=SLOT)
+    seen = []
+    for _ in range(8):
+        shared = min(85e6, pipe / choice.concurrency)
+        traffic = Traffic(0.04, shared, pipe, streams)
+        choice = choose(
+            nbytes, traffic, budget_nbytes=4 * GIB, copies=1, slot_nbytes=SLOT, last=choice
+        )
+        seen.append(choice.sizes)
+    assert len(set(seen[1:])) == 1
+
+
+def test_a_state_of_nothing_has_sizes_too() -> None:
+    assert s3(0, MIN_BUDGET_NBYTES).concurrency >= 1
+    assert s3(0, MIN_BUDGET_NBYTES).expected_s == pytest.approx(0.041)

@@ -1,0 +1,79 @@
+"""Object stores for tests: over every client library, on the simulator, on moto and in memory."""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiobotocore.session import AioSession
+
+from asyncckpt.flow.threads import Workers
+from asyncckpt.stores.objects.client import ObjectClient
+from asyncckpt.stores.objects.opening import open_client
+from asyncckpt.stores.objects.requests import HASTY, Requests
+from asyncckpt.stores.objects.store import ObjectStore
+from asyncckpt.testing.conformance import save_id_of
+from asyncckpt.testing.objectstore import Simulator
+
+ROOT = "run"
+
+
+@functools.cache
+def session() -> AioSession:
+    """What botocore knows about S3, read once."""
+    return AioSession()
+
+
+def options_of(kind: str, sim: Simulator) -> tuple[str, dict[str, Any]]:
+    """Scheme and `storage_options` of a client library on the simulator, or of memory."""
+    if kind == "memory":
+        return "memory", {}
+    if kind == "gcsfs":
+        return "gs", sim.gcs_options(client="fsspec")
+    if kind == "obstore":
+        return "s3", sim.s3_options(client="obstore")
+    return "s3", sim.s3_options(client="fsspec", session=session())
+
+
+@asynccontextmanager
+async def opened(
+    kind: str, sim: Simulator, root: str = ROOT, bucket: str = "bucket", **more: Any
+) -> AsyncIterator[ObjectStore]:
+    """A store on the simulator's bucket, over a client library; closed at the end."""
+    scheme, options = options_of(kind, sim)
+    url = f"{scheme}://{bucket}/{root}"
+    async with opened_at(url, options, **more) as store:
+        yield store
+
+
+@asynccontextmanager
+async def opened_at(url: str, options: dict[str, Any], **more: Any) -> AsyncIterator[ObjectStore]:
+    """A store at a URL; closed at the end."""
+    workers = Workers(4, "test-objects")
+    client: ObjectClient = open_client(url, storage_options=options, workers=workers)
+    store = store_of(client, workers, **more)
+    try:
+        yield store
+    finally:
+        await store.close()
+        workers.shutdown(wait=False)
+
+
+def store_of(client: ObjectClient, workers: Workers, **more: Any) -> ObjectStore:
+    """A store over a client, impatient with servers that fail on purpose."""
+    requests = Requests(client, policy=more.pop("policy", HASTY))
+    return ObjectStore(
+        requests,
+        save_id_of=save_id_of,
+        workers=workers,
+        google=client.url.startswith("gs://"),
+        **more,
+    )
+
+
+def new_root() -> str:
+    """A prefix that no other test uses."""
+    return f"run-{uuid.uuid4().hex[:8]}"

@@ -1,0 +1,110 @@
+"""s3fs as a client of an object store: the laws of every client, and what S3 adds to them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import boto3
+import pytest
+from aiobotocore.httpchecksum import AioAwsChunkedWrapper
+from aiobotocore.session import AioSession
+from botocore.httpchecksum import Crc32Checksum
+from moto.server import ThreadedMotoServer
+
+from asyncckpt.flow.threads import Workers
+from asyncckpt.stores.objects.client import ObjectClient
+from asyncckpt.stores.objects.fsspec_bodies import SentBody
+from asyncckpt.stores.objects.opening import open_client
+from asyncckpt.testing.object_client import ClientConformance
+from asyncckpt.testing.objectstore import Simulator, simulator
+
+KEY, SECRET = "AKIAEXAMPLEEXAMPLE00", "secret/of+the/test"
+
+
+@pytest.fixture(scope="module")
+def session() -> AioSession:
+    """What botocore knows about S3, read once."""
+    return AioSession()
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[str]:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    url = f"http://{host}:{port}"
+    boto3.client(
+        "s3",
+        endpoint_url=url,
+        aws_access_key_id=KEY,
+        aws_secret_access_key=SECRET,
+        region_name="us-east-1",
+    ).create_bucket(Bucket="bucket")
+    yield url
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def sim() -> Iterator[Simulator]:
+    with simulator() as sim:
+        yield sim
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    workers = Workers(4, "asyncckpt-test")
+    yield workers
+    workers.shutdown()
+
+
+async def test_a_body_can_be_sent_with_a_checksum_behind_it() -> None:
+    """As botocore sends it under TLS where the user wants checksums."""
+    data = bytes(range(256)) * 9000
+    sent = AioAwsChunkedWrapper(SentBody(data), checksum_cls=Crc32Checksum, checksum_name="crc")
+    found, left = b"", b"".join([chunk async for chunk in sent])
+    while (size := int((line := left.partition(b"\r\n"))[0], 16)) > 0:
+        found += line[2][:size]
+        left = line[2][size + 2 :]
+    assert found == data
+    assert left.startswith(b"0\r\ncrc:")
+
+
+class OnS3(ClientConformance):
+    workers: Workers
+    options: dict[str, Any]
+
+    @asynccontextmanager
+    async def opened(self, prefix: str, bucket: str = "bucket") -> AsyncIterator[ObjectClient]:
+        client = open_client(
+            f"s3://{bucket}/{prefix}", storage_options=self.options, workers=self.workers
+        )
+        try:
+            yield client
+        finally:
+            await client.close()
+
+    def opened_without_bucket(self) -> AbstractAsyncContextManager[ObjectClient]:
+        return self.opened("run", "no-such-bucket")
+
+
+class TestMoto(OnS3):
+    @pytest.fixture(autouse=True)
+    def _made_of(self, workers: Workers, moto: str, session: AioSession) -> None:
+        self.workers = workers
+        self.options = {
+            "client": "fsspec",
+            "key": KEY,
+            "secret": SECRET,
+            "endpoint_url": moto,
+            "client_kwargs": {"region_name": "us-east-1"},
+            "session": session,
+        }
+
+
+class TestSimulator(OnS3):
+    @pytest.fixture(autouse=True)
+    def _made_of(self, workers: Workers, sim: Simulator, session: AioSession) -> None:
+        self.workers = workers
+        self.options = sim.s3_options(client="fsspec", session=session)

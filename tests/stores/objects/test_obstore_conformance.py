@@ -1,0 +1,106 @@
+"""obstore keeps the laws of clients: on moto, on the simulator's two services, and in memory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+from obstore.store import LocalStore, MemoryStore
+
+from asyncckpt.stores.objects.obstore_client import ObstoreClient, obstore_client, obstore_from
+from asyncckpt.testing.object_client import ClientConformance
+from asyncckpt.testing.objectstore import Simulator, simulator
+
+
+@asynccontextmanager
+async def closing(client: ObstoreClient | None) -> AsyncIterator[ObstoreClient]:
+    assert client is not None
+    yield client
+    await client.close()
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[dict[str, Any]]:
+    """Options that lead to a server of moto with one bucket."""
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    boto3.client(
+        "s3",
+        endpoint_url=endpoint,
+        aws_access_key_id="key",
+        aws_secret_access_key="secret",
+        region_name="us-east-1",
+    ).create_bucket(Bucket="bucket")
+    yield {
+        "key": "key",
+        "secret": "secret",
+        "endpoint_url": endpoint,
+        "client_kwargs": {"region_name": "us-east-1"},
+    }
+    server.stop()
+
+
+class TestObstoreOnMoto(ClientConformance):
+    @pytest.fixture(autouse=True)
+    def server(self, moto: dict[str, Any]) -> None:
+        self.options = moto
+
+    def opened(self, prefix: str) -> AbstractAsyncContextManager[ObstoreClient]:
+        return closing(obstore_from(f"s3://bucket/{prefix}", self.options))
+
+    def opened_without_bucket(self) -> AbstractAsyncContextManager[ObstoreClient]:
+        return closing(obstore_from("s3://no-such-bucket/deep", self.options))
+
+
+@pytest.fixture(scope="module")
+def sim() -> Iterator[Simulator]:
+    with simulator() as running:
+        yield running
+
+
+class TestObstoreOnS3(ClientConformance):
+    @pytest.fixture(autouse=True)
+    def server(self, sim: Simulator) -> None:
+        self.sim = sim
+
+    def opened(self, prefix: str) -> AbstractAsyncContextManager[ObstoreClient]:
+        return closing(obstore_from(f"s3://bucket/{prefix}", self.sim.s3_options()))
+
+    def opened_without_bucket(self) -> AbstractAsyncContextManager[ObstoreClient]:
+        return closing(obstore_from("s3://no-such-bucket/deep", self.sim.s3_options()))
+
+
+class TestObstoreOnGcs(ClientConformance):
+    @pytest.fixture(autouse=True)
+    def server(self, sim: Simulator) -> None:
+        self.sim = sim
+
+    def opened(self, prefix: str) -> AbstractAsyncContextManager[ObstoreClient]:
+        return closing(obstore_client(self.sim.obstore_gcs("bucket"), prefix))
+
+    def opened_without_bucket(self) -> AbstractAsyncContextManager[ObstoreClient]:
+        return closing(obstore_client(self.sim.obstore_gcs("no-such-bucket"), "deep"))
+
+
+class TestObstoreInMemory(ClientConformance):
+    @pytest.fixture(autouse=True)
+    def store(self) -> None:
+        self.memory = MemoryStore()
+
+    def opened(self, prefix: str) -> AbstractAsyncContextManager[ObstoreClient]:
+        return closing(obstore_client(self.memory, prefix))
+
+
+class TestObstoreOnDisk(ClientConformance):
+    @pytest.fixture(autouse=True)
+    def store(self, tmp_path: Any) -> None:
+        self.disk = LocalStore(tmp_path)
+
+    def opened(self, prefix: str) -> AbstractAsyncContextManager[ObstoreClient]:
+        return closing(obstore_client(self.disk, prefix))

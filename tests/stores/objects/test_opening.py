@@ -1,0 +1,297 @@
+"""From a URL and storage_options to a client, and what is refused on the way."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
+
+from asyncckpt.errors import UsageError
+from asyncckpt.flow.threads import Workers
+from asyncckpt.stores.objects.client import RequestError
+from asyncckpt.stores.objects.fsspec_client import FsspecClient, MemoryClient
+from asyncckpt.stores.objects.fsspec_gcs import GcsClient
+from asyncckpt.stores.objects.fsspec_s3 import S3Client, s3_options
+from asyncckpt.stores.objects.obstore_client import ObstoreClient
+from asyncckpt.stores.objects.opening import open_client
+from asyncckpt.stores.objects.urls import (
+    is_url,
+    location_text,
+    parse_url,
+    split_bucket,
+    split_url,
+)
+
+ARN = "arn:aws:s3:us-west-2:123456789012:accesspoint/mine"
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    workers = Workers(2, "asyncckpt-test")
+    yield workers
+    workers.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("given", "normal"),
+    [
+        ("s3://bucket", "s3://bucket"),
+        ("s3://bucket/", "s3://bucket"),
+        ("S3://bucket//a///b/", "s3://bucket/a/b"),
+        ("s3a://bucket/a", "s3://bucket/a"),
+        ("gcs://bucket/a", "gs://bucket/a"),
+        ("gs://bucket/a b%20c?d#e*[f]", "gs://bucket/a b%20c?d#e*[f]"),
+        (f"s3://{ARN}/run/1", f"s3://{ARN}/run/1"),
+        ("memory://", "memory://"),
+        ("memory://a/b", "memory://a/b"),
+        ("memory:///a//b", "memory://a/b"),
+        ("hdfs://host:8020/a", "hdfs://host:8020/a"),
+        ("hdfs:///a/b", "hdfs:///a/b"),
+        ("sftp://me@host/a", "sftp://me@host/a"),
+        ("sftp://[::1]:22/a", "sftp://[::1]:22/a"),
+        ("sftp://[::1]/a", "sftp://[::1]/a"),
+        ("abfs://container@account.dfs.core.windows.net/a", None),
+    ],
+)
+def test_a_url_has_one_form(given: str, normal: str | None) -> None:
+    assert str(parse_url(given)) == (normal or given)
+    assert str(parse_url(str(parse_url(given)))) == (normal or given)
+
+
+@pytest.mark.parametrize(
+    ("url", "root", "name"),
+    [
+        ("s3://bucket/final", "s3://bucket", "final"),
+        ("s3://bucket/run//final/", "s3://bucket/run", "final"),
+        ("gcs://bucket/run/final", "gs://bucket/run", "final"),
+        (f"s3://{ARN}/final", f"s3://{ARN}", "final"),
+        ("memory://final", "memory://", "final"),
+        ("memory://run/final", "memory://run", "final"),
+        ("gs://bucket/a%20b?c", "gs://bucket", "a%20b?c"),
+    ],
+)
+def test_a_url_of_one_checkpoint_is_a_root_and_a_name(url: str, root: str, name: str) -> None:
+    assert split_url(url) == (root, name)
+
+
+def test_a_bucket_alone_is_no_checkpoint() -> None:
+    for url in ("s3://bucket", "gs://bucket/"):
+        with pytest.raises(UsageError, match=r"bucket: names no checkpoint; add its name: .*/name"):
+            split_url(url)
+    with pytest.raises(UsageError, match=r"memory://: names no checkpoint"):
+        split_url("memory://")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://key:s3cr3t@bucket/run",
+        "s3://key:s3cr/3t@bucket/run",
+        "s3://s3cr3t@bucket/run",
+        "gs://user:s3cr3t@bucket",
+        "sftp://user:s3cr3t@host/run",
+        "sftp://user:s3cr/3t@host/run",
+        "simplecache::s3://key:s3cr/3t@bucket/run",
+        "https://host/run?token=s3cr3t",
+    ],
+)
+def test_a_url_with_credentials_is_refused_and_not_shown(url: str) -> None:
+    for call in (parse_url, split_url):
+        with pytest.raises(UsageError) as caught:
+            call(url)
+        assert "s3cr" not in str(caught.value)
+        assert "3t" not in str(caught.value)
+        assert "s3cr" not in str(caught.value.location)
+    assert "s3cr" not in location_text(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("s3://", "names no bucket"),
+        ("gs:///run", "names no bucket"),
+        ("s3://bucket/a/../b", r"'\.\.' is part of the key"),
+        ("s3://bucket/./b", r"'\.' is part of the key"),
+        ("s3://bucket/a\nb", "control characters"),
+        ("bucket/run", "pass a URL with a scheme"),
+        ("simplecache::s3://bucket/run", "chained URLs are not supported"),
+        ("zip://a.zip::s3://bucket/run", "chained URLs are not supported"),
+    ],
+)
+def test_a_url_that_names_no_place_is_refused(url: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_url(url)
+
+
+def test_what_is_a_url() -> None:
+    for url in ("s3://b", "memory://a", "simplecache::s3://b/c", "x+y.z://a", "gs://b/a::b"):
+        assert is_url(url)
+    for path in ("/data/run", "file:///data", "local:///data", "a:b", "C:/x", 7, None, b"s3://b"):
+        assert not is_url(path)
+
+
+def test_keys_may_hold_what_other_urls_give_a_meaning(workers: Workers) -> None:
+    client = open_client("gs://bucket/a::b/c?d#1%2F", workers=workers)
+    assert client.url == "gs://bucket/a::b/c?d#1%2F"
+
+
+def test_buckets_and_access_points() -> None:
+    assert split_bucket("bucket/a/b") == ("bucket", "a/b")
+    assert split_bucket("bucket") == ("bucket", "")
+    assert split_bucket(f"{ARN}/a/b") == (ARN, "a/b")
+    outpost = "arn:aws:s3-outposts:us-east-1:123456789012:outpost/op-1/accesspoint/mine"
+    assert split_bucket(f"{outpost}/a") == (outpost, "a")
+
+
+# ---------------------------------------------------------------------------- which client it is
+
+
+OPTIONS = {"key": "AKIAEXAMPLE", "secret": "s3cr3t-value", "endpoint_url": "http://127.0.0.1:1"}
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "kind"),
+    [
+        ("s3://bucket/run", OPTIONS, ObstoreClient),
+        ("s3://bucket/run", OPTIONS | {"client": "auto"}, ObstoreClient),
+        ("s3://bucket/run", OPTIONS | {"client": "obstore"}, ObstoreClient),
+        ("s3://bucket/run", OPTIONS | {"client": "fsspec"}, S3Client),
+        ("s3://bucket/run", OPTIONS | {"session": object()}, S3Client),
+        ("gs://bucket/run", {"token": "s3cr3t-value"}, GcsClient),
+        ("gcs://bucket/run", None, GcsClient),
+        ("memory://run", None, MemoryClient),
+        ("http://127.0.0.1:1/run", None, FsspecClient),
+    ],
+)
+async def test_the_scheme_and_the_options_choose_a_client(
+    workers: Workers, url: str, options: dict[str, Any] | None, kind: type
+) -> None:
+    client = open_client(url, storage_options=options, workers=workers)
+    assert type(client) is kind
+    assert client.url == url.replace("gcs:", "gs:")
+    assert client.url in repr(client)
+    for value in ("s3cr3t", "AKIA", "127.0.0.1:1" if "http" not in url else "s3cr3t"):
+        assert value not in repr(client)
+    await client.close()
+
+
+def test_options_of_the_user_are_not_changed(workers: Workers) -> None:
+    options = {"client": "fsspec", "config_kwargs": {"s3": {"addressing_style": "path"}}}
+    before = repr(options)
+    open_client("s3://bucket/run", storage_options=options, workers=workers)
+    made = s3_options(options)
+    assert repr(options) == before
+    assert made["config_kwargs"]["s3"] == {"addressing_style": "path"}
+    assert made["config_kwargs"]["retries"]["total_max_attempts"] == 1
+    assert made["asynchronous"] and made["skip_instance_cache"] and not made["use_listings_cache"]
+    mine = s3_options({"config_kwargs": {"max_pool_connections": 3, "read_timeout": 1}})
+    assert mine["config_kwargs"]["max_pool_connections"] == 3
+    assert mine["config_kwargs"]["read_timeout"] == 1
+    assert mine["config_kwargs"]["request_checksum_calculation"] == "when_required"
+
+
+def test_a_client_object_is_used_as_it_is(workers: Workers) -> None:
+    memory = open_client("memory://run", workers=workers)
+    assert (
+        open_client("memory://run", storage_options={"client": memory}, workers=workers) is memory
+    )
+    with pytest.raises(UsageError, match="a client object has its options"):
+        open_client("memory://run", storage_options={"client": memory, "key": "x"}, workers=workers)
+
+
+def test_an_option_named_client_of_a_filesystem_reaches_it(workers: Workers) -> None:
+    client = open_client("memory://run", storage_options={"client": 7}, workers=workers)
+    assert type(client) is MemoryClient
+
+
+def test_an_unknown_scheme_is_named(workers: Workers) -> None:
+    with pytest.raises(UsageError, match="fsspec knows no filesystem for nosuch://") as caught:
+        open_client("nosuch://bucket/run", workers=workers)
+    assert caught.value.found == "nosuch"
+
+
+@pytest.mark.parametrize(
+    ("url", "module", "hint"),
+    [
+        ("s3://bucket/run", "s3fs", r'pip install "asyncckpt\[s3\]"'),
+        ("gs://bucket/run", "gcsfs", r'pip install "asyncckpt\[gcs\]"'),
+        ("abfs://container/run", "adlfs", "Install adlfs"),
+    ],
+)
+def test_a_missing_driver_is_named_with_what_installs_it(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, url: str, module: str, hint: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    # What was imported before is known to fsspec without its module.
+    for scheme in ("s3", "gs", "abfs"):
+        monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, scheme, raising=False)
+    with pytest.raises(UsageError, match=hint) as caught:
+        open_client(url, workers=workers)
+    assert url.partition(":")[0] + "://" in str(caught.value)
+
+
+def test_obstore_by_name_says_why_it_is_not_used(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = OPTIONS | {"client": "obstore", "session": object()}
+    with pytest.raises(UsageError, match='leave "client" out') as caught:
+        open_client("s3://bucket/run", storage_options=options, workers=workers)
+    assert "s3cr3t" not in str(caught.value)
+    with pytest.raises(UsageError, match="obstore serves s3://"):
+        open_client("gs://bucket/run", storage_options={"client": "obstore"}, workers=workers)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(UsageError, match=r'pip install "asyncckpt\[fast\]"'):
+        open_client("s3://bucket/run", storage_options={"client": "obstore"}, workers=workers)
+
+
+# -------------------------------------------------------------------- a filesystem of the user
+
+
+def test_a_filesystem_object_serves_its_own_schemes(workers: Workers) -> None:
+    memory = fsspec.filesystem("memory")
+    client = open_client("memory://run", storage_options={"filesystem": memory}, workers=workers)
+    assert type(client) is MemoryClient
+    with pytest.raises(UsageError, match="the filesystem is for memory://") as caught:
+        open_client("s3://bucket/run", storage_options={"filesystem": memory}, workers=workers)
+    assert caught.value.found == "s3"
+    with pytest.raises(UsageError, match="takes an fsspec filesystem, not int"):
+        open_client("memory://run", storage_options={"filesystem": 7}, workers=workers)
+    with pytest.raises(UsageError, match="leave the others out"):
+        open_client(
+            "memory://run",
+            storage_options={"filesystem": memory, "key": "s3cr3t"},
+            workers=workers,
+        )
+
+
+async def test_a_filesystem_with_directories(workers: Workers, tmp_path: Any) -> None:
+    """They are made when they are needed, and what fsspec cannot promise is not declared."""
+    inner = LocalFileSystem()
+    filesystem = DirFileSystem(str(tmp_path), inner)
+    client = open_client("dir://run", storage_options={"filesystem": filesystem}, workers=workers)
+    assert not client.traits.conditional_create
+    assert not client.traits.multipart
+    await client.put("a/b/c", bytearray(b"content"))
+    assert (tmp_path / "run/a/b/c").read_bytes() == b"content"
+    assert bytes(await client.get("a/b/c", 2, 100)) == b"ntent"
+    assert await client.size("a/b/c") == 7
+    listing = await client.list("", recursive=True, limit=9)
+    assert [(entry.key, entry.nbytes) for entry in listing] == [("a/b/c", 7)]
+    assert listing[0].modified_s > 1e9
+    listing = await client.list("a", recursive=False, limit=9)
+    assert [(entry.key, entry.is_prefix) for entry in listing] == [("a/b", True)]
+    with pytest.raises(RequestError, match="no conditional creation"):
+        await client.put("x", b"", create=True)
+    with pytest.raises(RequestError, match="no uploads in parts"):
+        await client.begin_parts("x")
+    assert list(await client.pending_parts("")) == []
+    await client.delete(["a/b/c", "none"])
+    assert await client.list("", recursive=True, limit=9) == []
+    await client.close()
