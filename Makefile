@@ -8,10 +8,10 @@ INPUTS := pyproject.toml constraints-dev.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long fuzz check bench docs clean
+.PHONY: help demo test test-long fuzz check bench bench-remote docs clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed-demo  ## train, be killed, resume, compare bit by bit
 	$(PY) examples/demo.py
@@ -33,6 +33,9 @@ check: $(VENV)/.installed-dev  ## lint, format, types, layers
 
 bench: $(VENV)/.installed-bench  ## run the short form of the benchmarks
 	$(PY) -m benchmarks
+
+bench-remote: $(VENV)/.installed-bench  ## run the short form of the benchmarks on object stores
+	$(PY) -m benchmarks.remote
 
 docs: $(VENV)/.installed-docs  ## build the documentation into site/
 	$(VENV)/bin/mkdocs build --strict

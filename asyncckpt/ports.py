@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from asyncckpt.errors import DtypeMismatchError
 from asyncckpt.format.record import RECORD_NAME
+from asyncckpt.options import DEFAULT_CHUNK_NBYTES
 from asyncckpt.spec import ArraySpec, Box, Shard
 
 __all__ = [
@@ -167,7 +168,8 @@ class Attempt(Protocol):
         Raises:
             CheckpointExistsError: the name is taken and the attempt was not begun with
                 `overwrite`; nothing of the other checkpoint was touched.
-            SaveError: with `visible` and `durable` saying what holds.
+            SaveError: with `visible` and `durable` saying what holds. Where that is unknown, what
+                was written is kept.
         """
         ...
 
@@ -277,6 +279,14 @@ class CheckpointFiles(Protocol):
         """
         ...
 
+    async def changed(self) -> Literal["deleted", "replaced"] | None:
+        """What has become of the checkpoint that was read here; None while it stands.
+
+        Raises:
+            StoreError: it could not be found out.
+        """
+        ...
+
     async def close(self) -> None:
         """File descriptors are closed. Idempotent."""
         ...
@@ -297,6 +307,7 @@ class Store(Protocol):
         nbytes: int,
         *,
         budget_nbytes: int,
+        chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
         data_file_nbytes: int | None = None,
         concurrency: int | None = None,
     ) -> Sizes:
@@ -305,6 +316,7 @@ class Store(Protocol):
         Args:
             nbytes: what is to be saved.
             budget_nbytes: staging memory, the copies that the client makes included.
+            chunk_nbytes: target size of its chunks.
             data_file_nbytes: size of data files that somebody asks for.
             concurrency: writes in flight that somebody asks for.
         """
@@ -323,7 +335,8 @@ class Store(Protocol):
 
         Args:
             name: one path part.
-            save_id: unique identity of the attempt, which its record carries.
+            save_id: unique identity of the attempt, which its record carries: 32 lower-case hex
+                digits. Paths of its data files contain it.
             epoch: the claim under which it writes.
             overwrite: replace a checkpoint of this name atomically at `publish`.
             private: create files 0600 and directories 0700 instead of following the umask.
@@ -331,7 +344,10 @@ class Store(Protocol):
         ...
 
     async def names(self) -> list[str]:
-        """Names of all entries that may be checkpoints, valid or not, in no order."""
+        """Names of all entries that may be checkpoints, valid or not, in no order.
+
+        They may be names that attempts have begun to write.
+        """
         ...
 
     def files(self, name: str) -> CheckpointFiles:

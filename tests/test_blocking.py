@@ -34,9 +34,11 @@ def tell(text):  # in one piece, from any thread
     os.write(1, text.encode() + b"\\n")
 
 real = LocalDataFile._write
+first = threading.Lock()
 def held(self, offset, data):
-    tell("writing")
-    sys.stdin.readline()
+    if first.acquire(blocking=False):  # the index is written meanwhile
+        tell("writing")
+        sys.stdin.readline()
     real(self, offset, data)
 
 def interrupted(number, frame):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from asyncckpt.checkpointer.destination import multipart_options
 from asyncckpt.checkpointer.runtime import Runtime
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.engine import Job
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.options import MIN_BUDGET_NBYTES
-from asyncckpt.stores.objects.urls import is_url
 
 COLLECT_MIN_S = 7 * 24 * 3600.0
 """Least age of what is removed, in seconds: no save takes a week, and one that is older than half
@@ -55,7 +54,7 @@ class Collection:
         self._dry_run = dry_run
         self._runtime = Runtime("asyncckpt-gc", host_memory_nbytes=MIN_BUDGET_NBYTES)
         self._store = self._runtime.store(
-            root, direct_io="auto", storage_options=_complete(root, storage_options)
+            root, direct_io="auto", storage_options=multipart_options(root, storage_options)
         )
 
     def submit(self) -> Job[list[str]]:
@@ -73,24 +72,6 @@ class Collection:
     def close(self) -> None:
         """As `aclose`, blocking."""
         self._runtime.close()
-
-
-def _complete(
-    root: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
-) -> Mapping[str, Any] | None:
-    """The options, with a client that can list what was uploaded in parts and never completed.
-
-    obstore, which is the first choice for S3, cannot.
-    """
-    options = storage_options or {}
-    if (
-        is_url(root)
-        and str(root).lower().startswith(("s3://", "s3a://", "s3n://"))
-        and not options.keys() & {"client", "filesystem"}
-        and importlib.util.find_spec("s3fs") is not None
-    ):
-        return {"client": "fsspec", **options}
-    return storage_options
 
 
 async def collect_garbage(

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncckpt.checkpointer.core import checked_metadata, guarded, typed
-from asyncckpt.checkpointer.destination import Destination, Target
+from asyncckpt.checkpointer.destination import Destination, Target, multipart_options
 from asyncckpt.checkpointer.origin import open_origin, options_of, shares
 from asyncckpt.checkpointer.reader import LeafReader
 from asyncckpt.checkpointer.runtime import Runtime
@@ -86,6 +86,8 @@ class Conversion:
                 f"{destination.location}: safetensors files are not compressed; leave "
                 "compression out"
             )
+        if destination.format == "safetensors":  # of any size, as one object
+            options_of_destination = multipart_options(destination.location, options_of_destination)
         packing = options.compression is not None or options.leaf_options is not None
         reading, self._cache_nbytes, writing = shares(options.host_memory_nbytes, packing=packing)
         self._reading = Runtime("asyncckpt-read", host_memory_nbytes=reading)

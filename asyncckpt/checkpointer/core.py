@@ -50,10 +50,10 @@ from asyncckpt.options import (
     SaveOptions,
     step_number,
 )
-from asyncckpt.ports import ArrayAdapter, Store
+from asyncckpt.ports import ArrayAdapter, CheckpointFiles, Store
 from asyncckpt.reports import CheckpointInfo, Progress, SaveReport, VerifyReport
 from asyncckpt.retention import Retention
-from asyncckpt.stages.elsewhere import MAX_ENTRIES, open_any
+from asyncckpt.stages.elsewhere import open_any
 from asyncckpt.stages.opened import RECORD
 from asyncckpt.stores.objects.urls import is_url, location_text, split_url
 from asyncckpt.tree import Flat, flatten
@@ -344,12 +344,15 @@ class Core:
         if step is not None:
             return await self._restore(str(step), step, request)
         newest = await self.latest_step()
+        again = True
         while newest is not None:
             try:
                 return await self._restore(str(newest), newest, request)
             except CheckpointNotFoundError:
-                # Deleted while it was being restored: the next one is as good as newest.
-                newest = await self.latest_step(below=newest)
+                # Deleted while it was being restored: the next one is as good as newest. Or
+                # replaced: then it is there, and is tried once more.
+                tried, newest = newest, await self.latest_step(below=newest + again)
+                again = newest != tried
         raise CheckpointNotFoundError(
             f"{self.url}: there is no checkpoint to restore; latest_step() tells beforehand",
             location=self.url,
@@ -372,27 +375,16 @@ class Core:
                 ) from None
             except CorruptCheckpointError as error:
                 # Deleted under our hands is not damage.
-                if await self._is_gone(name):
+                changed = await _changed(files)
+                if changed is not None:
                     raise CheckpointNotFoundError(
-                        f"{location}: the checkpoint was deleted while being restored; restore "
-                        "another step",
+                        f"{location}: the checkpoint was {changed} while being restored; "
+                        + ("restore another step" if changed == "deleted" else "restore it again"),
                         location=location,
                     ) from error
                 raise
             finally:
                 await files.close()
-
-    async def _is_gone(self, name: str) -> bool:
-        files = self.store.files(name)
-        try:
-            await files.entries(max_entries=MAX_ENTRIES)
-        except CheckpointNotFoundError:
-            return True
-        except AsyncCheckpointError:
-            return False
-        finally:
-            await files.close()
-        return False
 
     @contextlib.contextmanager
     def _read(self, name: str) -> Iterator[str]:
@@ -510,6 +502,13 @@ class Core:
         if engine.usable and not engine.abandoned:
             engine.submit(self._release).result()
         engine.close()
+
+
+async def _changed(files: CheckpointFiles) -> str | None:
+    try:
+        return await files.changed()
+    except AsyncCheckpointError:
+        return None
 
 
 def _futures_of(core: weakref.ref[Core]) -> Callable[[], list[Future[Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from asyncckpt.planning.tiles import band_nbytes
 from asyncckpt.ports import Store
 from asyncckpt.reports import ConvertReport, Progress
 from asyncckpt.spec import ArraySpec
+from asyncckpt.stores.objects.urls import is_url, parse_url
 
 Format = Literal["asyncckpt", "safetensors"]
 
@@ -102,6 +104,22 @@ def export_destination(
     return destination_of(
         location, "asyncckpt", orbax=True, overwrite=overwrite, max_file_nbytes=None
     )
+
+
+def multipart_options(
+    location: object, storage_options: Mapping[str, Any] | None
+) -> Mapping[str, Any] | None:
+    """The options, with a client that sends objects in parts and lists uploads that nobody ended.
+
+    obstore, the first choice for S3, does neither: s3fs is taken where it is installed and nothing
+    else is asked for.
+    """
+    if not is_url(location) or parse_url(str(location)).scheme != "s3":
+        return storage_options
+    options = storage_options or {}
+    if options.keys() & {"client", "filesystem"} or importlib.util.find_spec("s3fs") is None:
+        return storage_options
+    return {**options, "client": "fsspec"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -396,6 +396,7 @@ def sizes_for(runtime: Runtime, store: Store, taken: Capture, options: SaveOptio
     return store.sizes(
         array_nbytes(taken),
         budget_nbytes=runtime.budget_nbytes,
+        chunk_nbytes=options.chunk_nbytes,
         data_file_nbytes=None if size == "auto" else size,
         concurrency=None if streams == "auto" else streams,
     )

@@ -103,6 +103,8 @@ def _leaf_options(
 ) -> Callable[[str, ArraySpec], LeafOptions | None] | None:
     """The user's options, and chunks like the source's where those would be read repeatedly."""
     own = target.options.leaf_options
+    most = sizes_for(target.runtime, target.store, taken, target.options).chunk_limit_nbytes
+    largest = target.largest_nbytes if most is None else min(target.largest_nbytes, most)
     shapes: dict[str, tuple[int, ...]] = {}
     for leaf in taken.array_leaf:
         spec = reader.spec(leaf)
@@ -112,8 +114,8 @@ def _leaf_options(
                 spec.shape,
                 reader.parts(leaf),
                 spec.itemsize,
-                target_nbytes=min(target.options.chunk_nbytes, target.largest_nbytes),
-                limit_nbytes=target.largest_nbytes,
+                target_nbytes=min(target.options.chunk_nbytes, largest),
+                limit_nbytes=largest,
             )
             if shape is not None:
                 shapes[taken.paths[leaf]] = shape

@@ -144,6 +144,7 @@ class Workers(Executor):
             future, call = item
             del item
             if not future.set_running_or_notify_cancel():
+                del future, call
                 continue
             try:
                 result = call()

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Literal
 
 from asyncckpt.errors import (
     AsyncCheckpointError,
@@ -242,6 +243,31 @@ class LocalFiles:
             raise
         except OSError as error:
             raise self._refused(path, error) from error
+
+    async def changed(self) -> Literal["deleted", "replaced"] | None:
+        """What has become of the directory that was read here; None while it stands.
+
+        Cancellation: waits for the thread, then raises.
+
+        Raises:
+            StoreError: looking failed.
+        """
+        return await self._workers.run(self._changed)
+
+    def _changed(self) -> Literal["deleted", "replaced"] | None:
+        with reported("looking at", self.location):
+            try:
+                now = os.stat(self.location)
+            except FileNotFoundError:
+                return "deleted"
+            with self._lock:
+                directory = self._directory
+            if directory is None:
+                return None
+            with directory.use() as fd:
+                read = os.fstat(fd)
+        same = (read.st_dev, read.st_ino) == (now.st_dev, now.st_ino)
+        return None if same else "replaced"
 
     async def close(self) -> None:
         """File descriptors are closed, those in use when their readers end. Idempotent."""

@@ -14,7 +14,12 @@ from typing import Literal
 
 from asyncckpt.errors import CheckpointNotFoundError, UsageError
 from asyncckpt.flow.threads import Workers
-from asyncckpt.options import DEFAULT_DATA_FILE_NBYTES, LOCAL_CONCURRENCY, SLOT_NBYTES
+from asyncckpt.options import (
+    DEFAULT_CHUNK_NBYTES,
+    DEFAULT_DATA_FILE_NBYTES,
+    LOCAL_CONCURRENCY,
+    SLOT_NBYTES,
+)
 from asyncckpt.ports import Sizes, StoreCapabilities
 from asyncckpt.stores.attempt import Context, LocalAttempt
 from asyncckpt.stores.datafile import DirectWrites
@@ -96,6 +101,7 @@ class LocalStore:
         nbytes: int,
         *,
         budget_nbytes: int,
+        chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
         data_file_nbytes: int | None = None,
         concurrency: int | None = None,
     ) -> Sizes:

@@ -4,7 +4,7 @@
 
 Operations are counted from 1 for each kind and, as `any`, over all kinds. The kinds are `begin`,
 `create`, `write`, `seal`, `put`, `publish`, `abort`, `files`, `read`, `read_into`, `entries`,
-`close_files`, `names`, `delete`, `sweep`, `collect` and `close`.
+`changed`, `close_files`, `names`, `delete`, `sweep`, `collect` and `close`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 
 from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.options import DEFAULT_CHUNK_NBYTES
 from asyncckpt.ports import (
     Attempt,
     Bytes,
@@ -121,6 +122,7 @@ class FaultStore:
         nbytes: int,
         *,
         budget_nbytes: int,
+        chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
         data_file_nbytes: int | None = None,
         concurrency: int | None = None,
     ) -> Sizes:
@@ -128,6 +130,7 @@ class FaultStore:
         return self.inner.sizes(
             nbytes,
             budget_nbytes=budget_nbytes,
+            chunk_nbytes=chunk_nbytes,
             data_file_nbytes=data_file_nbytes,
             concurrency=concurrency,
         )
@@ -299,6 +302,11 @@ class FaultFiles:
         """As the inner files."""
         async with self._store.operation("entries", path):
             return await self._inner.entries(path, max_entries=max_entries)
+
+    async def changed(self) -> Literal["deleted", "replaced"] | None:
+        """As the inner files."""
+        async with self._store.operation("changed", self.location):
+            return await self._inner.changed()
 
     async def close(self) -> None:
         """As the inner files."""

@@ -77,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found.facts["date"] = time.strftime("%Y-%m-%d", time.gmtime())
     found.facts["sizes"] = (
         f"W1 and W3 of {form.nbytes / MIB:.0f} MiB, W4 of {form.small} leaves; "
-        f"{form.samples} samples, of slow peers {form.peer_samples}, seed {options.seed}"
+        f"{form.samples} samples, of peers on W1 {form.peer_samples}, of slow ones and on other "
+        f"workloads {form.slow_samples}, in an order shuffled with seed {options.seed}"
     )
     found.verdicts = targets.judge(found)
     for path in report.write(found, options.out, plots=not options.no_plots):

@@ -15,8 +15,10 @@ class Form:
         name: of the form.
         nbytes: of W1 and W3.
         small: leaves of W4.
-        samples: of ours, of floors and of every peer that is quick.
-        peer_samples: of the peers that are not.
+        samples: of ours and of bare clients.
+        peer_samples: of peers on W1.
+        slow_samples: of peers that take tens of seconds, and of all of them on other workloads.
+        lag_samples: of saves in the background.
         peers: which of them are measured.
         grid_sizes: of objects that the bare clients put.
         range_sizes: of ranges that they read.
@@ -37,6 +39,8 @@ class Form:
     small: int
     samples: int
     peer_samples: int
+    slow_samples: int
+    lag_samples: int
     peers: tuple[str, ...]
     grid_sizes: tuple[int, ...]
     range_sizes: tuple[int, ...]
@@ -60,6 +64,8 @@ QUICK = Form(
     small=1_000,
     samples=3,
     peer_samples=1,
+    slow_samples=1,
+    lag_samples=1,
     peers=PEERS,
     grid_sizes=(8 * MIB, 32 * MIB),
     range_sizes=(8 * MIB,),
@@ -80,12 +86,14 @@ SHORT = Form(
     nbytes=256 * MIB,
     small=10_000,
     samples=5,
-    peer_samples=1,
+    peer_samples=3,
+    slow_samples=1,
+    lag_samples=3,
     peers=PEERS,
     grid_sizes=(8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB),
     range_sizes=(8 * MIB, 16 * MIB),
     grid_streams=(8, 16, 32),
-    grid_samples=2,
+    grid_samples=1,
     sweep_sizes=(8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB),
     sweep_streams=(4, 8, 16, 32),
     sweep_samples=2,
@@ -102,6 +110,8 @@ FULL = Form(
     small=10_000,
     samples=9,
     peer_samples=5,
+    slow_samples=3,
+    lag_samples=5,
     peers=PEERS,
     grid_sizes=(8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB),
     range_sizes=(4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB),

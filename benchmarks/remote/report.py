@@ -9,6 +9,7 @@ from pathlib import Path
 
 from benchmarks.measure import median
 from benchmarks.remote import plots as pictures
+from benchmarks.remote.raw import Point
 from benchmarks.remote.results import (
     BACKGROUND,
     MEMORY,
@@ -160,7 +161,7 @@ def _sweep(sweep: Sweep) -> str:
     for nbytes in sizes:
         row = [f"{nbytes / MIB:g} MiB"]
         for number in streams:
-            found = next((f for p, f in cells.items() if p == (nbytes, number)), None)
+            found = cells.get(Point(nbytes, number))
             if found is None:
                 row.append("")
                 continue

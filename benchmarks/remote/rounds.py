@@ -50,8 +50,8 @@ class Rounds:
         service: that all of them use.
         rng: of the order.
         count: of rounds.
-        fresh_nbytes: memory that a run and its floor may take, in all processes; it is made sure
-            that the machine has so much ready.
+        fresh_nbytes: memory that a run may take; it is made sure that the machine has so much
+            ready.
         floor: seconds of the floor; None where there is none.
         steady_s: seconds for which unsteady samples are taken again.
         failed: is told of a case that raised, which is left out from there on.
@@ -130,10 +130,7 @@ class Rounds:
         return values
 
     def _probe(self) -> float | None:
-        if self.floor is None:
-            return None
-        back_memory(self.fresh_nbytes)
-        return self.floor()
+        return None if self.floor is None else self.floor()
 
     def _guarded(self, case: Case, out: set[str], work: Callable[[], object]) -> None:
         try:

@@ -47,8 +47,8 @@ RECORD, DATA = "checkpoint.json", "/d/"
 BUDGET_MARGIN_NBYTES = 128 * MIB
 """Added to the size of the state for the byte budget, as in the local suite."""
 
-FRESH = 3
-"""Copies of the state that a run may make anew, here and in the service."""
+FRESH = 1
+"""Copies of the state that a run may make anew; the service uses its memory again."""
 
 WARM_UPS = 3
 """Saves under ``"auto"`` before it is compared with the best point of a sweep."""
@@ -94,8 +94,8 @@ CASTS = {
 PEERS_NOT = {"W3": ("dcp", "safetensors", "orbax")}
 """Who is left out of which workload, where he would do what he did with W1, and take as long."""
 
-SLOW = {"dcp": (RESTORE,)}
-"""Who takes so long for what that he has `Form.peer_samples` of it."""
+SLOW = {"dcp": (RESTORE, BACKGROUND), "orbax": (SAVE, RESTORE, BACKGROUND)}
+"""Who takes so long for what that there are `Form.slow_samples` of it."""
 
 
 @dataclass(slots=True)
@@ -347,7 +347,8 @@ class _OnService:
                 return process.ask("save", name=self._name())
 
             ours = label.startswith("asyncckpt")
-            after = self._commit if ours else dict
+            # Unshaped, requests sent together are answered one after the other.
+            after = self._commit if ours and self._profile != "loopback" else dict
             samples = self._samples(process, workload, SAVE)
             cases.append(Case(label, run, self._service.clear, samples, after))
             how = AUTO if process.role.point is None else SAME
@@ -494,11 +495,11 @@ class _OnService:
 
     def _samples(self, process: Child, workload: Described, scenario: str) -> int | None:
         kind = process.role.kind
-        if kind in SLOW.keys() | self._cast.peers and (
-            workload.id != "W1" or scenario in SLOW.get(kind, ())
-        ):
-            return self._form.peer_samples
-        return None
+        if kind not in self._cast.peers:
+            return self._form.lag_samples if scenario == BACKGROUND else None
+        if workload.id != "W1" or scenario in SLOW.get(kind, ()):
+            return self._form.slow_samples
+        return min(self._form.peer_samples, self._form.samples)
 
     def _best(self, client: str, direction: str) -> Point:
         for found in self._suite.found.grids:

@@ -116,13 +116,15 @@ def _commits(results: Results) -> Iterator[Verdict]:
         trips, more = found.values("record_trips"), found.values("end_trips")
         if not trips:
             continue
+        # Orbax wants the mark of a finished checkpoint on GCS to be the last object of all.
+        end = 3 if found.profile == "gcs" else 2
         yield _verdict(
             found,
             f"commit, {found.subject}",
-            "1 round trip to the record, 2 to the end",
+            f"1 round trip to the record, {end} to the end",
             f"{median(trips):.0f} and {median(more):.0f} (at most {max(trips):.0f} and "
             f"{max(more):.0f})",
-            median(trips) <= 1 and median(more) <= 2,
+            median(trips) <= 1 and median(more) <= end,
         )
 
 

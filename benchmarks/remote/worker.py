@@ -68,11 +68,13 @@ class SubjectWorker:
     def lean(self, path: str, name: int, restore: bool) -> Values:
         """One save, or one restore in place, with all memory that it takes, kept or not.
 
-        What a client and its libraries take at first was taken before.
+        What a client and its libraries take at first was taken before. A restore is one of what
+        another process saved this way.
         """
         warm = self._made(None)
         warm.open(TINY)
-        warm.save(TINY, name + 1)
+        if not restore:
+            warm.save(TINY, name + 1)
         warm.restore(TINY, name + 1)
         warm.close()
         self._workload = state.read(Path(path))

@@ -157,13 +157,13 @@ async def test_a_failing_clean_up_does_not_hide_why_the_save_failed(tmp_path: Pa
 
 
 async def test_a_deadline_aborts_the_save_says_where_it_was_and_cleans_up(tmp_path: Path) -> None:
-    options = asyncckpt.SaveOptions(deadline_s=0.05)
+    options = asyncckpt.SaveOptions(deadline_s=0.5)
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:
         await ckpt.save(0, TREE)
         script = Script(ckpt)
         script.hold("write")
         with pytest.raises(
-            DeadlineExceededError, match=r"did not finish within 0\.05 s .*in upload, at 0%"
+            DeadlineExceededError, match=r"did not finish within 0\.5 s .*in upload, at 0%"
         ) as caught:
             await ckpt.save(1, TREE, options=options)
         assert (caught.value.stage, caught.value.location) == ("upload", str(tmp_path / "1"))

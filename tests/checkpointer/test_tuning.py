@@ -123,11 +123,14 @@ def test_ctrl_c_removes_what_was_written(sim: Simulator) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", CHILD, given], stdout=subprocess.PIPE, text=True
     ) as child:
-        assert gate.reached.wait_blocking()
-        assert sim.objects("bucket")
-        child.send_signal(signal.SIGINT)
-        gate.release()
-        out, _ = child.communicate(timeout=60)
+        try:
+            gate.reached.wait_blocking()
+            assert sim.objects("bucket")
+            child.send_signal(signal.SIGINT)
+            gate.release()
+            out, _ = child.communicate(timeout=60)
+        finally:
+            child.kill()
     assert (child.returncode, out) == (0, "interrupted\n")
     assert sim.objects("bucket") == {}
 

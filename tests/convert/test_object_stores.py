@@ -24,14 +24,21 @@ from asyncckpt.errors import (
 )
 from asyncckpt.testing.objectstore import Fault, Gate, Simulator, simulator
 from tests.convert.trees import everything, numbers, same, saved
+from tests.stores.objects.stores import session
 
 KINDS = ["obstore", "s3fs", "gcsfs"]
+"""Client libraries; `auto` below is what is taken for s3:// where nothing is said."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*could not be verified")
 SMALL = SaveOptions(host_memory_nbytes=64 << 20)
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Simulator]:
     with simulator() as sim:
+        # What obstore keeps for the rest of the process is made before leaks are looked for.
+        options = sim.s3_options(client="obstore")
+        asyncckpt.blocking.save("s3://bucket/first", {"x": 1}, storage_options=options)
         yield sim
 
 
@@ -57,15 +64,21 @@ class Place(NamedTuple):
 
 def place(sim: Simulator, kind: str) -> Place:
     root = uuid.uuid4().hex
+    if kind == "memory":
+        return Place(root, f"memory://{root}", {})
     if kind == "gcsfs":
         return Place(root, f"gs://bucket/{root}", sim.gcs_options())
-    client = "obstore" if kind == "obstore" else "fsspec"
-    return Place(root, f"s3://bucket/{root}", sim.s3_options(client=client))
+    options: dict[str, Any] = {
+        "obstore": {"client": "obstore"},
+        "s3fs": {"client": "fsspec", "session": session()},
+        "auto": {},
+    }[kind]
+    return Place(root, f"s3://bucket/{root}", sim.s3_options(**options))
 
 
 @pytest.fixture
 def here(sim: Simulator) -> Place:
-    return place(sim, "obstore")
+    return place(sim, "s3fs")
 
 
 def plain() -> dict[str, Any]:
@@ -81,11 +94,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -------------------------------------------------------------------------------------- all ways
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "memory"])
+@pytest.mark.parametrize("kind", [*KINDS, "auto", "memory"])
 async def test_ours_goes_to_a_safetensors_object_and_back(
     sim: Simulator, kind: str, source: Path, leak_check: None
 ) -> None:
-    there = place(sim, kind) if kind != "memory" else Place("", f"memory://{uuid.uuid4()}", {})
+    there = place(sim, kind)
     url = f"{there.url}/deep/x.safetensors"
     report = await asyncckpt.convert(source, url, options=SMALL, storage_options=there.options)
     assert (report.location, report.format, report.file_count) == (url, "safetensors", 1)
@@ -94,6 +107,8 @@ async def test_ours_goes_to_a_safetensors_object_and_back(
         assert report.stored_nbytes == len(data)
         assert np.array_equal(load(data)["w"], plain()["w"])
         assert sim.uploads == []
+        in_parts = any(entry.kind == "put_part" for entry in sim.requests)
+        assert in_parts == (kind != "obstore")  # nothing else is asked for: s3fs, which can
     back = f"{there.url}/run/4"
     report = await asyncckpt.convert(url, back, options=SMALL, storage_options=there.options)
     assert (report.step, report.source_format) == (4, "safetensors")
@@ -103,7 +118,7 @@ async def test_ours_goes_to_a_safetensors_object_and_back(
     assert (await asyncckpt.diff(source, back, storage_options=there.options)).equal
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["obstore", "gcsfs"])
 async def test_leaves_of_every_kind_survive_both_ways(
     sim: Simulator, kind: str, tmp_path: Path
 ) -> None:
@@ -193,20 +208,26 @@ async def test_an_object_that_comes_meanwhile_is_not_replaced(
 
     kind = "put_object" if nbytes < 8 << 20 else "put_part"
     sim.faults.append(Fault(kind=kind, key=key, number=1, hook=come))
-    with pytest.raises(CheckpointExistsError, match="something stands here already"):
+    with pytest.raises(CheckpointExistsError, match=r"stands here already|meanwhile"):
         await asyncckpt.convert(small, f"{here.url}/x.safetensors", storage_options=here.options)
     assert here.objects(sim) == {"x.safetensors": b"mine"} and sim.uploads == []
 
 
-async def test_a_set_replaces_nothing(sim: Simulator, here: Place, source: Path) -> None:
+async def test_a_set_replaces_a_set_and_nothing_else(
+    sim: Simulator, here: Place, source: Path
+) -> None:
     arguments: dict[str, Any] = {"to": "safetensors", "storage_options": here.options}
-    await asyncckpt.convert(source, f"{here.url}/set", **arguments)
-    before = here.objects(sim)
-    with pytest.raises(UsageError, match="a set of files replaces nothing"):
-        await asyncckpt.convert(source, f"{here.url}/set", overwrite=True, **arguments)
+    await asyncckpt.convert(source, f"{here.url}/set", max_file_nbytes=1000, **arguments)
+    assert len(here.objects(sim)) == 3
     with pytest.raises(CheckpointExistsError, match="something stands here already"):
         await asyncckpt.convert(source, f"{here.url}/set", **arguments)
-    assert here.objects(sim) == before
+    await asyncckpt.convert(source, f"{here.url}/set", overwrite=True, **arguments)
+    assert list(here.objects(sim)) == ["set/model.safetensors"]
+    await asyncckpt.save(f"{here.url}/ours", {"x": 1}, storage_options=here.options)
+    before = here.objects(sim)
+    with pytest.raises(CheckpointExistsError, match="no directory of tensors"):
+        await asyncckpt.convert(source, f"{here.url}/ours", overwrite=True, **arguments)
+    assert here.objects(sim) == before and sim.uploads == []
 
 
 async def test_what_a_save_that_died_has_left_is_not_in_the_way(
@@ -229,17 +250,17 @@ async def test_what_a_save_that_died_has_left_is_not_in_the_way(
 @pytest.mark.parametrize(
     ("kind", "fault"),
     [
-        ("obstore", "put_part"),
-        ("obstore", "complete_upload"),
         ("s3fs", "put_part"),
         ("s3fs", "complete_upload"),
+        ("obstore", "put_object"),
+        ("gcsfs", "put_part"),
     ],
 )
 async def test_a_refused_request_leaves_nothing(
     sim: Simulator, kind: str, fault: str, source: Path, leak_check: None
 ) -> None:
     there = place(sim, kind)
-    sim.faults.append(Fault(kind=fault, key=f"{there.root}/*", number=1, status=403))
+    sim.faults.append(Fault(kind=fault, key=f"{there.root}/x*", number=1, status=403))
     with pytest.raises(StoreError, match="may not do that"):
         await asyncckpt.convert(
             source, f"{there.url}/x.safetensors", options=SMALL, storage_options=there.options
@@ -261,7 +282,7 @@ async def test_cancelling_leaves_nothing(
     sim: Simulator, here: Place, source: Path, leak_check: None
 ) -> None:
     gate = Gate()
-    sim.faults.append(Fault(kind="put_part", key=f"{here.root}/*", number=2, gate=gate))
+    sim.faults.append(Fault(kind="put_part", key=f"{here.root}/x*", number=2, gate=gate))
     task = asyncio.create_task(
         asyncckpt.convert(
             source, f"{here.url}/x.safetensors", options=SMALL, storage_options=here.options
@@ -277,7 +298,8 @@ async def test_cancelling_leaves_nothing(
 
 async def test_a_damaged_source_leaves_nothing(sim: Simulator, here: Place) -> None:
     await asyncckpt.save(f"{here.url}/a", plain(), storage_options=here.options)
-    (key,) = [key for key in sim.objects() if key.startswith(here.root) and key.endswith("-0")]
+    keys = [key for key in sim.objects() if key.startswith(f"{here.root}/a/default/d/")]
+    key = max(keys, key=lambda key: len(sim.get("bucket", key)))
     data = bytearray(sim.get("bucket", key))
     data[-100] ^= 1
     sim.put("bucket", key, bytes(data))

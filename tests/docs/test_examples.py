@@ -13,10 +13,11 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +30,9 @@ from safetensors.numpy import save_file
 import asyncckpt
 from asyncckpt import blocking, errors
 from asyncckpt.stores.failures import store_error
+from asyncckpt.stores.objects.client import Kind, RequestError
+from asyncckpt.stores.objects.failures import store_error as request_failed
+from asyncckpt.testing.objectstore import Simulator, simulator
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -40,9 +44,22 @@ def page(name: str) -> str:
     return (REPOSITORY / "docs" / name).read_text()
 
 
+@pytest.fixture
+def stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Simulator]:
+    """The bucket called bucket is where clients find it that are told nothing."""
+    with simulator() as sim:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", sim.s3_endpoint)
+        monkeypatch.setenv("AWS_DEFAULT_REGION", sim.region)
+        monkeypatch.setitem(fsspec.config.conf, "gs", sim.gcs_options())
+        monkeypatch.setitem(fsspec.config.conf, "gcs", sim.gcs_options())
+        yield sim
+
+
 @pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: path.name)
 def test_the_examples_of_a_page_run_in_order(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stores: Simulator
 ) -> None:
     monkeypatch.chdir(tmp_path)
     text = path.read_text()
@@ -251,6 +268,19 @@ def exported(where: Path) -> None:
     blocking.export(where / "saved", where / "exported")
 
 
+def requested(kind: Kind) -> Callable[[Path], None]:
+    def run(where: Path) -> None:
+        raise request_failed("reading", "s3://bucket/run", RequestError(kind, "detail"))
+
+    return run
+
+
+def in_the_way(where: Path) -> None:
+    blocking.save("memory://in/the/way.safetensors/x", {"x": 1})
+    blocking.save(where / "saved", {"x": FLOATS})
+    blocking.convert(where / "saved", "memory://in/the/way.safetensors", overwrite=True)
+
+
 FLOATS = np.zeros(3)
 
 CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
@@ -325,9 +355,32 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "export": ("Orbax cannot restore this tree, so it was not exported", exported),
     "taken": ("something stands here already", converted({"x": FLOATS}, "saved")),
     "closed": ("is closed; create a new Checkpointer", closed),
-    "object store": (
-        "object stores are not supported yet",
-        lambda where: blocking.restore("gs://bucket/run"),
+    "no bucket": ("there is no such bucket", requested("no_bucket")),
+    "credentials": (
+        "the store does not accept the credentials, or there are none",
+        requested("credentials"),
+    ),
+    "forbidden": ("these credentials may not do that", requested("forbidden")),
+    "endpoint": ("the bucket is not at this endpoint or in this region", requested("endpoint")),
+    "throttled": (
+        "the store asked for fewer requests until the last try",
+        requested("throttled"),
+    ),
+    "timeout": ("the store did not answer in time", requested("timeout")),
+    "connection": ("no connection could be kept", requested("connection")),
+    "quota": ("the account or the bucket is full, or its billing is off", requested("quota")),
+    "missing package": (
+        "is not installed",
+        lambda where: blocking.restore("gdrive://folder/run"),
+    ),
+    "credentials in a URL": (
+        "holds credentials, or what looks like them",
+        lambda where: blocking.restore("s3://key:secret@bucket/run"),
+    ),
+    "in the way": ("a directory stands here", in_the_way),
+    "local options": (
+        "storage_options apply to object stores",
+        lambda where: blocking.restore(where, storage_options={"anon": True}),
     ),
 }
 

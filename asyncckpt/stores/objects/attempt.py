@@ -19,16 +19,12 @@ from asyncckpt.flow.shield import to_completion, uninterrupted
 from asyncckpt.stores.layout import path_parts
 from asyncckpt.stores.objects.client import RequestError
 from asyncckpt.stores.objects.context import Context, owned
-from asyncckpt.stores.objects.datafile import (
-    ObjectDataFile,
-    Sending,
-    abort_pending,
-    open_file,
-)
+from asyncckpt.stores.objects.datafile import ObjectDataFile, open_file
 from asyncckpt.stores.objects.failures import store_error
 from asyncckpt.stores.objects.fixed import FixedContents
 from asyncckpt.stores.objects.layout import RECORD, join
-from asyncckpt.stores.objects.publish import Publication, UnresolvedError
+from asyncckpt.stores.objects.publish import Publication
+from asyncckpt.stores.objects.uploads import Sending, abort_pending
 
 log = logging.getLogger("asyncckpt.stores")
 
@@ -75,6 +71,7 @@ class ObjectAttempt:
         self._sending = Sending(context, name)
         self._fixed = FixedContents(context, name, save_id)
         self._files: list[ObjectDataFile] = []
+        self._publication: Publication | None = None
 
     def __repr__(self) -> str:
         return f"ObjectAttempt({self.location!r}, {self._save_id})"
@@ -158,10 +155,10 @@ class ObjectAttempt:
     async def _conclude(self, record: bytes) -> None:
         try:
             await self._publish(record)
-        except UnresolvedError:
-            self._sending.ended = True  # and everything stays where it is
-            raise
         except BaseException as error:
+            if self._publication is not None and self._publication.keep:
+                self._sending.ended = True  # and everything stays where it is
+                raise
             try:
                 await self.abort()
             except AsyncCheckpointError as failure:
@@ -177,7 +174,7 @@ class ObjectAttempt:
                 )
         conditional = await self._conditional()
         self._check_age()
-        publication = Publication(
+        publication = self._publication = Publication(
             self._context, self._name, self._save_id, record, self._fixed.files
         )
         replaced = None

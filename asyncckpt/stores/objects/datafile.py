@@ -17,195 +17,28 @@ knows no multipart uploads, or the windows are no parts that it takes, the whole
 up to `COLLECTED_MAX_NBYTES`; `ObjectStore.sizes` never makes such files.
 """
 
-# Rule 1: a body that was handed to a request which then was given up may still be on its way:
-#   `write` says so, and nothing here ever sends from memory that it fills again.
-# Rule 2: from the moment that an upload may have begun until it was completed or aborted, the
-#   attempt knows of it, also when its id was lost with the answer.
-# Rule 3: every key that a request was made for is noted before the request is made.
+# Rule: a body that was handed to a request which then was given up may still be on its way: `write`
+#   says so, and nothing here ever sends from memory that it fills again.
 
 from __future__ import annotations
 
 import asyncio
-import posixpath
-from collections.abc import Collection
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
-from asyncckpt.errors import AsyncCheckpointError, CheckpointExistsError, UsageError
+from asyncckpt.errors import CheckpointExistsError, UsageError
 from asyncckpt.options import MIB
 from asyncckpt.ports import Bytes
 from asyncckpt.stores.objects.client import Body, RequestError
-from asyncckpt.stores.objects.context import INLINE_NBYTES, Context, sendable
-from asyncckpt.stores.objects.failures import store_error
-from asyncckpt.stores.objects.layout import retried
-from asyncckpt.stores.objects.requests import Requests
+from asyncckpt.stores.objects.context import INLINE_NBYTES, sendable
+from asyncckpt.stores.objects.uploads import Sending, Upload
 
 PART_NBYTES = 16 * MIB
 """Parts of files that are written in order: the size from which a stream is 80 % busy."""
 
 COLLECTED_MAX_NBYTES = 512 * MIB
 """Longest file that is collected whole, for clients that cannot send parts."""
-
-
-@dataclass(slots=True, eq=False)
-class Sending:
-    """What an attempt knows of everything that it has sent.
-
-    Attributes:
-        context: of the store.
-        prefix: key of the checkpoint.
-        keys: every object that may exist because of this attempt.
-        orphans: those of them that no file of it refers to.
-        uploads: multipart uploads that may be open.
-        sent_in_parts: keys of all uploads, of those too that were completed.
-        error: the first failure; the attempt cannot be continued.
-        ended: nothing more is sent.
-        exclusive: nobody else writes these names, so that what is there and long enough is ours.
-    """
-
-    context: Context
-    prefix: str
-    keys: set[str] = field(default_factory=set)
-    orphans: set[str] = field(default_factory=set)
-    uploads: list[Upload] = field(default_factory=list)
-    sent_in_parts: set[str] = field(default_factory=set)
-    error: AsyncCheckpointError | None = None
-    ended: bool = False
-    exclusive: bool = True
-
-    @property
-    def location(self) -> str:
-        """URL of the checkpoint."""
-        return self.context.requests.location(self.prefix)
-
-    def check(self) -> None:
-        """The attempt can be continued.
-
-        Raises:
-            AsyncCheckpointError: the first failure, or `UsageError` where it has ended.
-        """
-        if self.error is not None:
-            raise self.error
-        if self.ended:
-            raise UsageError(f"{self.location}: this attempt has ended", location=self.location)
-
-    def failed(self, action: str, key: str, error: RequestError) -> AsyncCheckpointError:
-        """The error to raise; every further call raises the first one."""
-        public = store_error(action, self.context.requests.location(key), error, stage="upload")
-        self.error = self.error or public
-        return public
-
-    def key(self, path: str) -> str:
-        """The key of a path of the checkpoint."""
-        return f"{self.prefix}/{path}"
-
-    def relative(self, key: str) -> str:
-        """The path of a key in the checkpoint."""
-        return key.removeprefix(f"{self.prefix}/")
-
-    async def send(self, key: str, body: Body) -> tuple[str, bool]:
-        """The object is stored; returns the key that it got, and whether nobody reads `body`."""
-
-        def name(attempt: int) -> str:
-            this = retried(key, attempt)
-            self.keys.add(this)
-            return this
-
-        try:
-            sent = await self.context.requests.put(name, body)
-        except RequestError as error:
-            raise self.failed(f"writing {len(body)} bytes", key, error) from error
-        self.orphans.update(sent.orphans)
-        return sent.key, sent.reusable
-
-
-class Upload:
-    """One multipart upload, begun when its first part is sent."""
-
-    def __init__(self, sending: Sending, key: str) -> None:
-        self.key = key
-        self._sending = sending
-        self._requests = sending.context.requests
-        self._lock = asyncio.Lock()
-        self._id: str | None = None
-        self._tags: dict[int, str] = {}
-        self._turn = asyncio.Condition()
-        sending.uploads.append(self)
-
-    def __repr__(self) -> str:
-        return f"Upload({self._requests.location(self.key)!r}, {len(self._tags)} parts)"
-
-    async def send(self, number: int, offset: int, body: Body) -> bool:
-        """Part `number` is stored; whether nobody reads `body` any more.
-
-        Raises:
-            StoreError: names the object and the offset.
-        """
-        try:
-            upload = await self._begun()
-            if self._requests.traits.parallel_parts:
-                tag, reusable = await self._requests.put_part(
-                    self.key, upload, number, offset, body
-                )
-            else:
-                async with self._turn:
-                    # Windows are written in the order of the plan, so that the next part is
-                    # always among those that are on their way.
-                    await self._turn.wait_for(lambda: len(self._tags) == number)
-                    tag, reusable = await self._requests.put_part(
-                        self.key, upload, number, offset, body
-                    )
-                    self._tags[number] = tag
-                    self._turn.notify_all()
-        except RequestError as error:
-            raise self._sending.failed(
-                f"writing {len(body)} bytes at offset {offset}", self.key, error
-            ) from error
-        self._tags[number] = tag
-        return reusable
-
-    async def _begun(self) -> str:
-        async with self._lock:
-            if self._id is None:
-                self._sending.check()
-                self._sending.sent_in_parts.add(self.key)
-                self._id = await self._requests.begin_parts(self.key)
-        return self._id
-
-    @property
-    def parts(self) -> int:
-        """How many parts are stored."""
-        return len(self._tags)
-
-    async def complete(self, nbytes: int) -> None:
-        """The object consists of the parts in order and is `nbytes` long, durably.
-
-        Raises:
-            StoreError: names the object.
-        """
-        assert self._id is not None
-        self._sending.keys.add(self.key)
-        tags = [self._tags[number] for number in sorted(self._tags)]
-        try:
-            await self._requests.complete_parts(self.key, self._id, tags)
-        except RequestError as error:
-            # Nobody else writes this name: what is there and long enough is what was completed.
-            if not (self._sending.exclusive and await self._is_there(nbytes)):
-                raise self._sending.failed("completing the upload", self.key, error) from error
-        self._sending.uploads.remove(self)
-
-    async def _is_there(self, nbytes: int) -> bool:
-        try:
-            return await self._requests.size(self.key) == nbytes
-        except RequestError:
-            return False
-
-    async def abort(self) -> None:
-        """The upload is gone, if its id is known; `RequestError` where that failed."""
-        if self._id is not None:
-            await self._requests.abort_parts(self.key, self._id)
 
 
 class ObjectDataFile:
@@ -391,7 +224,7 @@ class CollectedFile(ObjectDataFile):
                 if found != body:
                     location = requests.location(self._key)
                     raise CheckpointExistsError(
-                        f"{location}: somebody else has written this object meanwhile; pass "
+                        f"{location}: something stands here already, which came meanwhile; pass "
                         "overwrite=True to replace it",
                         location=location,
                     )
@@ -459,8 +292,9 @@ class SerialFile(ObjectDataFile):
         if surplus:
             del self._buffer[len(self._buffer) - surplus :]
         if self._upload is None:
+            # Under its own name: the index refers to itself by it.
             body, self._buffer = self._buffer, bytearray()
-            await self._send_whole(body)
+            await self._sending.send_named(self._key, body)
             return
         if self._buffer:
             await self._send_part()
@@ -511,15 +345,3 @@ def _place(buffer: bytearray, offset: int, data: Bytes) -> None:
 
 def _append(buffer: bytearray, data: memoryview) -> None:
     buffer += data
-
-
-async def abort_pending(requests: Requests, keys: Collection[str]) -> None:
-    """No upload to one of these keys is open, also none whose id was lost with its answer.
-
-    Raises:
-        RequestError: they could not be listed or aborted.
-    """
-    for prefix in sorted({posixpath.dirname(key) for key in keys}):
-        for pending in await requests.pending_parts(prefix):
-            if pending.key in keys:
-                await requests.abort_parts(pending.key, pending.upload)

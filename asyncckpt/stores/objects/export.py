@@ -24,16 +24,10 @@ from asyncckpt.stores.layout import path_parts
 from asyncckpt.stores.objects.attempt import ABORT_S
 from asyncckpt.stores.objects.client import Listed, RequestError
 from asyncckpt.stores.objects.context import Context, owned
-from asyncckpt.stores.objects.datafile import (
-    CollectedFile,
-    ObjectDataFile,
-    PartsFile,
-    Sending,
-    abort_pending,
-    open_file,
-)
+from asyncckpt.stores.objects.datafile import CollectedFile, ObjectDataFile, PartsFile, open_file
 from asyncckpt.stores.objects.failures import reported, store_error
 from asyncckpt.stores.objects.layout import RECORD, join
+from asyncckpt.stores.objects.uploads import Sending, abort_pending
 
 ENTRIES_MAX = 100_000
 """Entries of a directory that a set may replace."""

@@ -32,6 +32,7 @@ from asyncckpt.options import GIB, MIB
 from asyncckpt.stores.objects.client import RequestError
 from asyncckpt.stores.objects.context import INLINE_NBYTES, Context
 from asyncckpt.stores.objects.layout import RECORD, fixed_owner, fixed_path, join
+from asyncckpt.stores.objects.layout import owner as owner_of
 
 MAGIC = b"ASYCKFX1"
 _LENGTH = struct.Struct("<I")
@@ -153,7 +154,8 @@ def decode_fixed(data: bytes, *, save_id: str, file: str, location: str) -> dict
     if owner != save_id:
         refuse(f"it is of the save {owner[:64]!r}")
     if len(rows) > MAX_FILES or any(
-        size < 0 or path_fault(path) is not None or path == RECORD for path, size in rows
+        size < 0 or path_fault(path) is not None or path == RECORD or owner_of(path) is not None
+        for path, size in rows
     ):
         refuse("its header lists files that no checkpoint has")
     files: dict[str, bytes] = {}

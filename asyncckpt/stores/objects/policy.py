@@ -25,14 +25,15 @@ class RequestPolicy:
         streams: transfers in flight each way to begin with (STORAGE.md: 16 fill most links).
         max_streams: transfers in flight each way, at most.
         ceiling: requests in flight in all: what the connection pools of the clients hold.
-        hedge_quantile: a read is slow when it takes longer than this share of all reads …
-        hedge_factor: … times this, so that of reads that are all alike none is raced.
-        hedge_min_s: no read is raced earlier: less cannot be won than a second one costs.
-        hedge_cold_s: when a read is raced as long as there are no measurements, in seconds …
+        hedge_quantile: a transfer is slow when it takes longer than this share of all …
+        hedge_factor: … times this, so that of transfers that are all alike none is raced.
+        hedge_min_s: none is raced earlier: less cannot be won than a second one costs.
+        hedge_cold_s: when one is raced as long as there are no measurements, in seconds …
         hedge_cold_nbytes_per_s: … and for its bytes at this rate.
-        hedge_share: second reads per read, at most.
-        hedge_burst: second reads that may be saved up.
-        hedges_at_once: second reads in flight, which hold memory that nobody counts.
+        hedge_share: second transfers per transfer, at most.
+        hedge_burst: second transfers that may be saved up.
+        hedges_at_once: second transfers in flight each way; a read holds memory that is counted
+            once only.
         first_read_nbytes: size of the first ranged read of an object of unknown size: most
             records fit.
         next_read_nbytes: size of the further ones.

@@ -21,9 +21,9 @@ record stands, our own restore needs none of them, and a later `Checkpointer` me
 
 # Rule 1: the record's PUT is issued when everything that it refers to was acknowledged, and
 #   nothing that it refers to has a name that anybody else writes.
-# Rule 2: from the moment that it is issued, what the attempt has written is removed only if
-#   another's object was seen at the record's key: a conditional PUT that is still on its way then
-#   finds that object. Everything else is left to `collect`, long after the last request has died.
+# Rule 2: from the moment that it is issued, what the attempt has written is removed only if the
+#   PUT was conditional and another's object was seen at the record's key, which a PUT that is still
+#   on its way then finds. Everything else is left to `collect`, long after the last request died.
 # Rule 3: whoever has replaced a checkpoint removes its bytes, by its own save id, after the fixed
 #   names stand and another record than its was seen in its place; of saves that replace one
 #   another, none can therefore hit the bytes of the one that stays.
@@ -42,11 +42,11 @@ from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, Save
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.stores.objects.client import RETRYABLE, RequestError
 from asyncckpt.stores.objects.context import Context, Record, read_record
-from asyncckpt.stores.objects.datafile import abort_pending
 from asyncckpt.stores.objects.failures import store_error
 from asyncckpt.stores.objects.fixed import load_fixed, write_fixed
 from asyncckpt.stores.objects.layout import RECORD, join, owner
 from asyncckpt.stores.objects.mend import follow_record, still_stands, write_success
+from asyncckpt.stores.objects.uploads import abort_pending
 
 log = logging.getLogger("asyncckpt.stores")
 
@@ -55,10 +55,6 @@ TURNS_MAX = 10
 
 OBJECTS_MAX = 1 << 20
 """Objects of one checkpoint that are listed to be removed."""
-
-
-class UnresolvedError(SaveError):
-    """Whether the record arrived is unknown; what the attempt has written is kept."""
 
 
 class Publication:
@@ -70,6 +66,9 @@ class Publication:
         save_id: of the attempt.
         record: its record.
         fixed: contents of its fixed names, durable in objects of the attempt.
+
+    Attributes:
+        keep: the record may arrive yet: nothing that it refers to may be removed.
     """
 
     def __init__(
@@ -83,6 +82,7 @@ class Publication:
         self._fixed = fixed
         self._key = join(name, RECORD)
         self._location = context.requests.location(name)
+        self.keep = False
 
     # ------------------------------------------------------------------------------------ commit
 
@@ -91,7 +91,7 @@ class Publication:
 
         Raises:
             CheckpointExistsError: another's object stands there; it was not touched.
-            UnresolvedError: the outcome is unknown.
+            SaveError: the outcome is unknown.
         """
         try:
             created = await self._requests.create(self._key, self._record)
@@ -108,10 +108,11 @@ class Publication:
         found = await self._read_before()
         if found is not None:
             raise self._exists(found)
+        self.keep = True
         try:
             await self._requests.replace(self._key, self._record)
         except RequestError as error:
-            return await self._resolve(error)
+            return await self._resolve(error, replacing=True)
         await self._resolve(None)
 
     async def replace(self, *, conditional: bool) -> Record | None:
@@ -119,13 +120,14 @@ class Publication:
 
         Raises:
             StoreError: what stands there could not be read; nothing was replaced.
-            UnresolvedError: the outcome is unknown.
+            SaveError: the outcome is unknown.
         """
         for _ in range(TURNS_MAX):
             old = await self._read_before()
             if old is not None and old.data == self._record:
                 return None  # a try of ours whose answer was lost
             if old is not None or not conditional:
+                self.keep = True
                 try:
                     await self._requests.replace(self._key, self._record)
                 except RequestError as error:
@@ -190,6 +192,7 @@ class Publication:
         )
 
     def _unresolved(self, error: RequestError | None, why: str) -> SaveError:
+        self.keep = True
         url = self._requests.location(self._key)
         action = "writing the commit record"
         if error is None:
@@ -201,7 +204,7 @@ class Publication:
             if error is not None and error.kind not in RETRYABLE
             else "whether the checkpoint is or will be visible and durable is unknown"
         )
-        return UnresolvedError(
+        return SaveError(
             f"{what}; read back, {why}. So {state}; what was written is kept, so that the "
             "checkpoint is whole if its record still arrives, and 'asyncckpt gc' removes it "
             "otherwise. Look whether the step is listed before you save it again",

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -64,7 +64,7 @@ class Requests:
         url: of the client.
         link: latency and bandwidth as measured.
         limiter: the window of requests in flight, which the server's refusals cut.
-        hedges: how many second reads were made.
+        hedges: how many second transfers were made, either way.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Requests:
         )
         self.link: Link = sender.link
         self.limiter: Limiter = sender.limiter
-        self.hedges: HedgeBudget = sender.hedges
+        self.hedges: Mapping[Direction, HedgeBudget] = sender.hedges
         self.policy = policy or RequestPolicy()
 
     def __repr__(self) -> str:
@@ -134,21 +134,35 @@ class Requests:
         """The body is stored in a data object.
 
         Args:
-            name: the key for try 0, 1, …: never the same twice.
+            name: the key for request 0, 1, …: never the same twice. A slow request is raced by a
+                second one.
             body: what to send.
         """
         failed: Tried = []
         keys: Keys = []
+        refused: Keys = []
 
-        async def send(this: Try) -> None:
-            keys.append(name(this.number))
-            put = partial(self.client.put, keys[-1], body)
-            await self._sender.transfer(this, "put", len(body), put)
+        async def put(_: int) -> str:
+            keys.append(key := name(len(keys)))
+            try:
+                await self.client.put(key, body)
+            except RequestError as error:
+                # A request that was refused for its rate was not carried out.
+                if error.kind == "throttled":
+                    refused.append(key)
+                raise
+            return key
 
-        await self._sender.tried(send, nbytes=len(body), failed=failed)
-        # A request that was refused for its rate was not carried out.
-        landed = tuple(keys[this.number] for this in failed if this.kind != "throttled")
-        return Sent(keys[-1], not any(this.abandoned for this in failed), landed)
+        async def send(this: Try) -> str:
+            if self.traits.put_copies:
+                # The copies of a second request are in nobody's budget.
+                return await self._sender.transfer(this, "put", len(body), partial(put, 0))
+            return await self._sender.raced(this, "put", len(body), put)
+
+        key = await self._sender.tried(send, nbytes=len(body), failed=failed)
+        landed = tuple(other for other in keys if other != key and other not in refused)
+        raced = len(keys) > len(failed) + 1
+        return Sent(key, not raced and not any(this.abandoned for this in failed), landed)
 
     async def create(self, key: str, body: Body) -> bool:
         """The object is there; whether it was created by this call's own answer.
@@ -187,7 +201,7 @@ class Requests:
             return body
 
         return await self._sender.tried(
-            lambda this: self._sender.raced(this, nbytes, read), nbytes=nbytes
+            lambda this: self._sender.raced(this, "get", nbytes, lambda _: read()), nbytes=nbytes
         )
 
     async def read(self, key: str, *, max_nbytes: int) -> bytes | None:

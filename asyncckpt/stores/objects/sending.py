@@ -19,7 +19,7 @@ from asyncckpt.flow.hedge import HedgeBudget, first
 from asyncckpt.flow.limiter import Limiter, Permit
 from asyncckpt.flow.link import Direction, Link
 from asyncckpt.flow.retry import Tries
-from asyncckpt.stores.objects.client import RETRYABLE, Body, Kind, RequestError
+from asyncckpt.stores.objects.client import RETRYABLE, Kind, RequestError
 from asyncckpt.stores.objects.policy import RequestPolicy
 
 T = TypeVar("T")
@@ -52,21 +52,27 @@ class Try:
     kind: Kind | None = None
 
 
+_DIRECTIONS: tuple[Direction, ...] = ("put", "get")
+
+
 class Sender:
     """Sends the requests of one store.
 
     Attributes:
         link: latency and bandwidth as measured.
         limiter: the window of requests in flight.
-        hedges: second reads.
+        hedges: second transfers, either way.
     """
 
     def __init__(self, url: str, policy: RequestPolicy, rng: random.Random) -> None:
         self.link = Link()
         self.limiter = Limiter(policy.ceiling)
-        self.hedges = HedgeBudget(
-            share=policy.hedge_share, burst=policy.hedge_burst, at_once=policy.hedges_at_once
-        )
+        self.hedges: dict[Direction, HedgeBudget] = {
+            direction: HedgeBudget(
+                share=policy.hedge_share, burst=policy.hedge_burst, at_once=policy.hedges_at_once
+            )
+            for direction in _DIRECTIONS
+        }
         self._url = url
         self._policy = policy
         self._rng = rng
@@ -140,45 +146,58 @@ class Sender:
             this.begun_s = self._now()
             return await self._measured(this, permit, direction, nbytes, call)
 
-    async def raced(self, this: Try, nbytes: int, read: Callable[[], Awaitable[Body]]) -> Body:
-        """One read, raced by a second one where it is slow and a request may be added at once."""
+    async def raced(
+        self,
+        this: Try,
+        direction: Direction,
+        nbytes: int,
+        start: Callable[[int], Awaitable[T]],
+    ) -> T:
+        """One transfer, raced by a second one where it is slow and a request may be added at once.
+
+        `start(0)` makes the first request, `start(1)` the second one.
+        """
+        hedges = self.hedges[direction]
         extra: Permit | None = None
         answered: set[int] = set()
 
-        async def run(number: int, permit: Permit) -> Body:
-            body = await self._measured(this, permit, "get", nbytes, read)
+        async def run(number: int, permit: Permit) -> T:
+            answer = await self._measured(this, permit, direction, nbytes, partial(start, number))
             answered.add(number)
-            return body
+            return answer
 
-        def second() -> Coroutine[Any, Any, Body] | None:
+        def second() -> Coroutine[Any, Any, T] | None:
             nonlocal extra
             permit = self.limiter.try_acquire()
-            if permit is None or not self.hedges.take():
+            if permit is None or not hedges.take():
                 if permit is not None:
                     permit.release()
                 return None
             extra = permit
             return run(1, permit)
 
-        with await self._lanes["get"].gate.acquire(), await self.limiter.acquire() as permit:
+        with await self._lanes[direction].gate.acquire(), await self.limiter.acquire() as permit:
             this.begun_s = self._now()
-            self.hedges.earn()
+            hedges.earn()
             try:
-                body = await first(partial(run, 0, permit), self._slow_s(nbytes), second)
+                answer = await first(
+                    partial(run, 0, permit), self._slow_s(direction, nbytes), second
+                )
             finally:
                 if extra is not None:
                     extra.release()
-                    self.hedges.give_back()
+                    hedges.give_back()
             if 0 not in answered:
-                # It would have taken longer still; without it slow reads would seem not to exist,
+                # It would have taken longer still; without it slow ones would seem not to exist,
                 # and ever faster ones be raced.
-                self.link.observe("get", len(body), self._now() - this.begun_s)
-            return body
+                moved = len(answer) if direction == "get" and isinstance(answer, Sized) else nbytes
+                self.link.observe(direction, moved, self._now() - this.begun_s)
+            return answer
 
-    def _slow_s(self, nbytes: int) -> float:
-        """Seconds after which a read of `nbytes` is slow."""
+    def _slow_s(self, direction: Direction, nbytes: int) -> float:
+        """Seconds after which a transfer of `nbytes` is slow."""
         policy = self._policy
-        usual_s = self.link.get.quantile_s(nbytes, policy.hedge_quantile)
+        usual_s = self.link.toward(direction).quantile_s(nbytes, policy.hedge_quantile)
         if usual_s is None:
             return policy.hedge_cold_s + nbytes / policy.hedge_cold_nbytes_per_s
         return max(policy.hedge_min_s, policy.hedge_factor * usual_s)

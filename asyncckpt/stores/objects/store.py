@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import re
@@ -16,44 +17,37 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from asyncckpt.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
     StoreError,
     UsageError,
 )
 from asyncckpt.flow.beside import Beside
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.flow.threads import Workers
-from asyncckpt.options import KIB, SLOT_NBYTES
+from asyncckpt.options import DEFAULT_CHUNK_NBYTES, KIB, PAGE_NBYTES, SLOT_NBYTES
 from asyncckpt.planning.sizes import (
     PUT_THRESHOLD_NBYTES,
     Choice,
     PartRules,
     Traffic,
     choose,
+    fits_chunk_nbytes,
 )
 from asyncckpt.ports import Sizes, StoreCapabilities
 from asyncckpt.stores.layout import check_name
 from asyncckpt.stores.objects.attempt import ObjectAttempt
 from asyncckpt.stores.objects.client import RequestError
 from asyncckpt.stores.objects.collect import NAMES_MAX, collect
-from asyncckpt.stores.objects.context import Context, read_record
+from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.export import ObjectExport
 from asyncckpt.stores.objects.failures import reported, store_error
 from asyncckpt.stores.objects.files import ObjectFiles
-from asyncckpt.stores.objects.fixed import load_fixed
 from asyncckpt.stores.objects.layout import (
     CONTROL,
-    RECORD,
-    SUCCESS,
     check_save_id,
-    fixed_owner,
-    join,
-    owner,
 )
-from asyncckpt.stores.objects.mend import follow_record, mend_quietly
+from asyncckpt.stores.objects.mend import mend_quietly
 from asyncckpt.stores.objects.probe import creates_conditionally
-from asyncckpt.stores.objects.publish import OBJECTS_MAX
+from asyncckpt.stores.objects.remove import remove
 from asyncckpt.stores.objects.requests import Requests
 
 log = logging.getLogger("asyncckpt.stores")
@@ -134,6 +128,7 @@ class ObjectStore:
         nbytes: int,
         *,
         budget_nbytes: int,
+        chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
         data_file_nbytes: int | None = None,
         concurrency: int | None = None,
     ) -> Sizes:
@@ -145,6 +140,8 @@ class ObjectStore:
         Args:
             nbytes: what is to be saved.
             budget_nbytes: staging memory, the copies that the client makes included.
+            chunk_nbytes: target size of its chunks; smaller ones are planned where a window
+                would hold a part of one.
             data_file_nbytes: size of data files that somebody asks for.
             concurrency: writes in flight that somebody asks for; they hold from now on.
         """
@@ -169,6 +166,7 @@ class ObjectStore:
             budget_nbytes=budget_nbytes,
             copies=traits.put_copies,
             slot_nbytes=SLOT_NBYTES,
+            chunk_nbytes=chunk_nbytes,
             data_file_nbytes=data_file_nbytes,
             put_max_nbytes=min(traits.put_max_nbytes, PUT_THRESHOLD_NBYTES),
             parts=parts,
@@ -178,7 +176,14 @@ class ObjectStore:
         self._choices.move_to_end(nbytes)
         if len(self._choices) > CHOICES_MAX:
             self._choices.popitem(last=False)
-        return Sizes(choice.data_file_nbytes, choice.window_nbytes, choice.concurrency)
+        return Sizes(
+            choice.data_file_nbytes,
+            choice.window_nbytes,
+            choice.concurrency,
+            chunk_nbytes=fits_chunk_nbytes(chunk_nbytes, choice.window_nbytes),
+            # A larger one would be a file of several windows.
+            chunk_limit_nbytes=None if parts.parallel else choice.window_nbytes - PAGE_NBYTES,
+        )
 
     async def begin(
         self,
@@ -309,46 +314,7 @@ class ObjectStore:
             StoreError: the error says whether the checkpoint is still there.
         """
         check_name(name)
-        await uninterrupted(self._delete(name))
-
-    async def _delete(self, name: str) -> None:
-        context, requests = self._context, self._requests
-        location = requests.location(name)
-        with reported("deleting", location):
-            record = await read_record(context, name)
-            if record is None:
-                raise CheckpointNotFoundError(
-                    f"{location}: there is no checkpoint to delete", location=location
-                )
-            fixed = await self._contents(name, record.save_id)
-            if context.google:
-                await requests.delete([join(name, SUCCESS)])
-            await requests.delete([join(name, RECORD)])
-        if record.save_id is None:
-            return  # damaged: what belonged to it is not known, and is collected by its age
-        with reported("removing the bytes of a checkpoint that is deleted", location):
-            listed = await requests.list(name, recursive=True, limit=OBJECTS_MAX)
-            paths = [entry.key.removeprefix(f"{name}/") for entry in listed]
-            own = [path for path in paths if owner(path) == record.save_id]
-            # The contents of fixed names last: until then they tell which names these are.
-            last = [path for path in own if fixed_owner(path)]
-            first = [*fixed, *(path for path in own if not fixed_owner(path))]
-            await requests.delete([join(name, path) for path in first])
-            await requests.delete([join(name, path) for path in last])
-            try:
-                # Somebody may have committed another save here meanwhile.
-                await follow_record(context, name, None, fixed)
-            except CorruptCheckpointError as error:
-                log.warning("%s", error)
-
-    async def _contents(self, name: str, save_id: str | None) -> dict[str, bytes]:
-        if save_id is None:
-            return {}
-        try:
-            return await load_fixed(self._context, name, save_id)
-        except CorruptCheckpointError as error:
-            log.warning("%s; files of these names stay behind", error)
-            return {}
+        await uninterrupted(remove(self._context, name))
 
     async def sweep(self) -> Sequence[str]:
         """Fixed names that a winner did not come to write are written; nothing is removed.
@@ -360,8 +326,9 @@ class ObjectStore:
             StoreError: the bucket cannot be listed.
         """
         steps = sorted((n for n in await self.names() if _STEP.fullmatch(n)), key=int)
-        for name in [*reversed(steps[-MENDED_STEPS:]), *self._used]:
-            await mend_quietly(self._context, name)
+        async with asyncio.TaskGroup() as group:
+            for name in [*steps[-MENDED_STEPS:], *self._used]:
+                group.create_task(mend_quietly(self._context, name))
         return ()
 
     async def collect(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:

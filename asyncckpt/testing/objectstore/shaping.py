@@ -92,7 +92,7 @@ class Shaper:
         if bucket and not bucket.take(now_s):
             return "SlowDown"
         interval_s = self.profile.object_write_interval_s
-        if interval_s and request.kind in COMMITS:
+        if interval_s and request.kind in COMMITS and request.key:
             where = (request.bucket, request.key)
             if now_s - self._written.get(where, -math.inf) < interval_s:
                 return "ObjectWriteRate"

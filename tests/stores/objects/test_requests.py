@@ -41,7 +41,7 @@ def name(number: int) -> str:
 
 def assert_at_rest(store: Requests, client: ScriptedClient) -> None:
     assert (store.limiter.in_flight, store.limiter.waiting) == (0, 0)
-    assert store.hedges.in_flight == 0
+    assert all(hedges.in_flight == 0 for hedges in store.hedges.values())
     assert client.running == 0
     assert client.ended == len(client.requests)
 
@@ -282,6 +282,41 @@ async def test_a_request_cancelled_at_any_turn_of_the_loop_leaves_nothing(times:
     assert 10 <= cut < 400
 
 
+async def test_a_slow_data_object_is_raced_by_one_of_another_name() -> None:
+    store, client = requests(Hang(applied=True), policy=replace(HASTY, hedge_cold_s=0.01))
+    sent = await store.put(name, b"body")
+    # What the first request was sending may still be on its way.
+    assert sent == (name(1), False, (name(0),))
+    assert client.requests == [f"put {name(0)}", f"put {name(1)}"]
+    assert store.hedges["put"].spent == 1
+    assert_at_rest(store, client)
+
+
+async def test_of_a_race_the_one_that_succeeds_counts() -> None:
+    event = asyncio.Event()
+    policy = replace(HASTY, hedge_cold_s=0.01)
+    store, client = requests(event, Fails("unavailable", applied=True), None, policy=policy)
+    task = asyncio.create_task(store.put(name, b"body"))
+    while len(client.requests) < 2:
+        await asyncio.sleep(0.001)
+    event.set()
+    sent = await task
+    assert (sent.key, sent.orphans) == (name(0), (name(1),))
+    assert not sent.reusable
+    assert_at_rest(store, client)
+
+
+async def test_a_client_that_copies_what_it_sends_is_not_made_to_copy_twice() -> None:
+    event = asyncio.Event()
+    store, client = requests(event, policy=replace(HASTY, hedge_cold_s=0.01))
+    client.traits = replace(client.traits, put_copies=1)
+    task = asyncio.create_task(store.put(name, b"body"))
+    await asyncio.sleep(0.05)
+    event.set()
+    assert await task == (name(0), True, ())
+    assert store.hedges["put"].spent == 0
+
+
 # ------------------------------------------------------------------------------------------- reads
 
 
@@ -290,7 +325,7 @@ async def test_a_slow_read_is_raced_by_a_second_one() -> None:
     client.objects["key"] = b"value"
     assert await store.get("key", 0, 5) == b"value"
     assert client.requests == ["get key 0-5"] * 2
-    assert store.hedges.spent == 1
+    assert store.hedges["get"].spent == 1
     assert_at_rest(store, client)
 
 
@@ -551,7 +586,7 @@ async def test_a_read_that_is_held_up_is_overtaken(sim: Simulator, library: str)
             assert bytes(await store.get("key", 0, 5000)) == b"value" * 1000
         finally:
             gate.release()
-        assert store.hedges.spent == 1
+        assert store.hedges["get"].spent == 1
 
 
 @pytest.mark.parametrize("library", ["gcsfs", "obstore"])

@@ -34,8 +34,9 @@ from asyncckpt.testing.conformance import (
     save,
     write_file,
 )
-from asyncckpt.testing.objectstore import Fault, Gate, Logged, Simulator, simulator
+from asyncckpt.testing.objectstore import Fault, Gate, Logged, Request, Simulator, simulator
 from tests.stores.objects.stores import ROOT, opened
+from tests.watch import no_blocking_calls
 
 KINDS = ("s3fs", "gcsfs", "obstore")
 FOREVER = 1 << 30
@@ -340,13 +341,14 @@ async def outcome(work: object) -> BaseException | None:
 # ---------------------------------------------------------------- stores that create nothing safely
 
 
+def ignore_condition(request: Request) -> None:
+    request.headers.pop("if-none-match", None)
+
+
 async def test_a_server_that_ignores_the_condition_is_found_out(
     sim: Simulator, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def ignore(request: object) -> None:
-        request.headers.pop("if-none-match", None)  # type: ignore[attr-defined]
-
-    sim.faults.append(Fault(kind="put_object", number=0, hook=ignore))
+    sim.faults.append(Fault(kind="put_object", number=0, hook=ignore_condition))
     async with opened("obstore", sim) as store:
         assert store.capabilities.conditional_create
         with caplog.at_level(logging.WARNING, "asyncckpt"):
@@ -359,6 +361,33 @@ async def test_a_server_that_ignores_the_condition_is_found_out(
         await save(store, "1", "c", 3, overwrite=True)
         await whole(sim, store, "1", 3)
     assert not [key for key in sim.stored() if "/probe-" in key]
+
+
+async def test_without_conditional_puts_a_loser_keeps_what_its_record_would_need(
+    sim: Simulator,
+) -> None:
+    """A try of its own that is still on its way could replace the record of the other one."""
+    sim.faults.append(Fault(kind="put_object", number=0, hook=ignore_condition))
+    async with opened("obstore", sim) as first, opened("obstore", sim) as second:
+        for number, store in enumerate((first, second)):
+            await save(store, f"0{number}", f"known{number}")
+        late, asked = Gate(), Gate()
+        sim.faults.insert(0, Fault(**RECORD_PUT, gate=late))
+        async with asyncio.TaskGroup() as group:
+            won = group.create_task(outcome(save(second, "1", "b", 2)))
+            await late.reached.wait()  # it has looked, and nothing stood there
+            sim.faults.insert(
+                1, Fault(kind="get_object", key="*/1/checkpoint.json", number=2, gate=asked)
+            )
+            lost = group.create_task(outcome(save(first, "1", "a", 1)))
+            await asked.reached.wait()  # it has put its record, and reads it back
+            late.release()
+            await won
+            asked.release()
+        assert won.result() is None
+        assert isinstance(lost.result(), CheckpointExistsError)
+        await whole(sim, second, "1", 2)
+        assert len(of(sim, "a")) == 2
 
 
 async def test_the_experiment_is_made_once_and_beside_the_upload(sim: Simulator) -> None:
@@ -506,13 +535,31 @@ async def test_sweeping_looks_at_the_newest_steps_only(sim: Simulator) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+async def test_a_file_that_is_written_in_order_keeps_its_name(sim: Simulator, kind: str) -> None:
+    """Its bytes never change, so that a try that arrives late is harmless; the index is one."""
+    async with opened(kind, sim) as store:
+        sim.faults.append(Fault(kind="put_object", key="*-data", reset=True, applied=True))
+        attempt = await store.begin("1", identity("a"))
+        path = await write_file(attempt, data_path(identity("a")), pattern(PAGE + 1))
+        assert path == data_path(identity("a"))
+        await attempt.put("default/small", b"small 0")
+        await attempt.publish(record_of(identity("a"), 0, path))
+        await whole(sim, store, "1", 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 async def test_a_data_file_whose_answer_was_lost_gets_another_name(
     sim: Simulator, kind: str
 ) -> None:
     async with opened(kind, sim) as store:
         sim.faults.append(Fault(kind="put_object", key="*-data", reset=True, applied=True))
         attempt = await store.begin("1", identity("a"))
-        path = await write_file(attempt, data_path(identity("a")), pattern(PAGE + 1))
+        file = await attempt.create(
+            data_path(identity("a")), nbytes=PAGE + 1, window_nbytes=2 * PAGE
+        )
+        assert await file.write(0, pattern(PAGE + 1))
+        await file.seal(PAGE + 1)
+        path = file.path
         assert path == data_path(identity("a")) + ".r1" and owner(path) == identity("a")
         await attempt.put("default/small", b"small 0")
         await attempt.publish(record_of(identity("a"), 0, path))
@@ -651,6 +698,25 @@ async def test_an_upload_that_was_cancelled_anywhere_is_aborted_for_good(
             await aborting
         assert not sim.uploads
         assert names(sim) == []
+
+
+@pytest.mark.parametrize("kind", ("memory", "s3fs", "gcsfs"))
+async def test_saving_blocks_no_loop(sim: Simulator, kind: str) -> None:
+    data = pattern(2 * WINDOW + 5)
+    async with opened(kind, sim, "blocked") as store:
+        with no_blocking_calls():
+            attempt = await store.begin("1", identity("a"))
+            whole = await attempt.create(
+                data_path(identity("a")), nbytes=data.size, window_nbytes=WINDOW
+            )
+            async with asyncio.TaskGroup() as group:
+                for start in range(0, data.size, WINDOW):
+                    group.create_task(whole.write(start, data[start : start + WINDOW]))
+            await whole.seal(data.size)
+            serial = await write_file(attempt, data_path(identity("a"), "serial"), data)
+            await attempt.put("default/large", memoryview(data)[: 1 << 20])
+            await attempt.publish(record_of(identity("a"), 0, serial))
+            await store.delete("1")
 
 
 @pytest.mark.parametrize("kind", ("memory", "gcsfs", "obstore"))

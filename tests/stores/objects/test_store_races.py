@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from asyncckpt.errors import CheckpointExistsError
+from asyncckpt.stores.objects.publish import Publication
 from asyncckpt.stores.objects.store import ObjectStore
 from asyncckpt.testing.conformance import expect, identity, save
 from asyncckpt.testing.objectstore import Fault, Gate, Simulator, simulator
@@ -90,6 +91,18 @@ async def winner_of(store: ObjectStore, name: str) -> int:
 def test_of_eight_writers_of_one_step_exactly_one_wins(sim: Simulator, kind: str) -> None:
     sim.clear()
     run_race(sim, kind, 15 if kind == "obstore" else 5)
+
+
+def test_a_broken_rule_is_noticed(sim: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a record that is put unconditionally, all of them win."""
+
+    async def create(self: Publication) -> None:
+        await self._requests.replace(self._key, self._record)
+
+    sim.clear()
+    monkeypatch.setattr(Publication, "create", create)
+    with pytest.raises(AssertionError):
+        run_race(sim, "obstore", 2)
 
 
 @pytest.mark.long

@@ -1,0 +1,201 @@
+"""Memory that a request may still be sending is not used again, whatever becomes of the request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncckpt
+from asyncckpt import SaveOptions
+from asyncckpt.checkpointer.core import Core
+from asyncckpt.errors import AsyncCheckpointError, SaveAbortedError
+from asyncckpt.flow.retry import Patience
+from asyncckpt.format.crc import crc32c
+from asyncckpt.options import MIB
+from asyncckpt.ports import Sizes
+from asyncckpt.stores.objects.client import Body
+from asyncckpt.stores.objects.datafile import ObjectDataFile
+from asyncckpt.stores.objects.policy import RequestPolicy
+from asyncckpt.stores.objects.store import ObjectStore
+from asyncckpt.testing.objectstore import Fault, Gate, Request
+from tests.cancellation.points import assert_equal
+from tests.objects.stores import CLIENTS, SAVE_OPTIONS, Place, place, state
+
+WINDOW_NBYTES = 8 * MIB
+"""More than a connection holds on its way, so that a paused request has to read on from memory."""
+
+WINDOWS = 14
+OPTIONS = SaveOptions(host_memory_nbytes=64 * MIB, chunk_nbytes=2 * MIB)
+
+PATIENT = RequestPolicy(
+    timeout_s=0.5,
+    floor_nbytes_per_s=64.0 * MIB,
+    patience=Patience(tries=9, total_s=60.0, backoff_s=0.01, backoff_cap_s=0.05),
+)
+
+
+class LargeStore(ObjectStore):
+    """A store whose data files are one window of 8 MiB each."""
+
+    def sizes(self, nbytes: int, **asked: object) -> Sizes:
+        """Two windows at a time."""
+        return Sizes(WINDOW_NBYTES, WINDOW_NBYTES, 2)
+
+
+class Stubborn:
+    """A client whose requests go on when whoever made them has given up, as some libraries' do.
+
+    Attributes:
+        sent: checksum of every body when it was handed over, by key.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.sent: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def put(self, key: str, body: Body, *, create: bool = False) -> None:
+        """As the client's, and it ends when it ends."""
+        self.sent[key] = crc32c(body)
+        task = asyncio.create_task(self._client.put(key, body, create=create))
+        del body
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        await asyncio.shield(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()
+
+
+class Watched:
+    """A root of which every body that arrives is compared with what was handed over."""
+
+    def __init__(self, at: Place, ckpt: asyncckpt.Checkpointer, client: Stubborn) -> None:
+        self.at = at
+        self.ckpt = ckpt
+        self.client = client
+        self.core: Core = ckpt._core
+        self.arrived: list[tuple[str, int]] = []
+        at.sim.faults.append(
+            Fault(kind="put_object", key="*/d/*", number=0, hook=self._note, name="watched")
+        )
+
+    def _note(self, request: Request) -> None:
+        self.arrived.append((request.key.removeprefix(f"{self.at.root}/"), crc32c(request.body)))
+
+    def pause(self, number: int) -> Gate:
+        """This request for data is not read until its gate is released."""
+        gate = Gate()
+        self.at.sim.faults.append(
+            Fault(kind="put_object", key="*/d/*", number=number, gate=gate, early=True)
+        )
+        return gate
+
+    async def wait_until_free(self) -> None:
+        """No memory is held for requests."""
+        runtime = self.core.runtime
+        async with asyncio.timeout(20):
+            while runtime.budget.in_use or any(pool.discarded for pool in runtime._pools):
+                await asyncio.sleep(0.01)
+
+    def wrong(self) -> list[str]:
+        """Names under which other bytes arrived than were handed over for them."""
+        return [key for key, crc in self.arrived if crc != self.client.sent[key]]
+
+
+@asynccontextmanager
+async def watched(kind: str) -> AsyncIterator[Watched]:
+    """A root on a simulator, and a Checkpointer with memory for eight windows."""
+    async with place(kind) as at:
+        client = Stubborn(at.client())
+        store = at.store(cls=LargeStore, client=client, policy=PATIENT)  # type: ignore[arg-type]
+        async with asyncckpt.Checkpointer(store, save_options=OPTIONS) as ckpt:
+            yield Watched(at, ckpt, client)
+
+
+def large(version: int) -> dict[str, Any]:
+    """A state of windows that all differ."""
+    base = np.arange(WINDOWS * (WINDOW_NBYTES - MIB) // 8, dtype=np.int64)
+    return {"w": base * (2 * version + 1) + version, "step": version}
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
+async def test_what_a_request_that_ran_out_of_time_may_still_send_is_not_used_again(
+    kind: str,
+) -> None:
+    async with watched(kind) as made:
+        gate = made.pause(2)
+        await made.ckpt.save(1, large(1))
+        assert gate.reached.is_set
+        assert any(key.endswith(".r1") for key in made.client.sent)
+        assert any(pool.discarded for pool in made.core.runtime._pools)
+        gate.release()
+        await made.wait_until_free()
+        assert len(made.arrived) > WINDOWS
+        assert made.wrong() == []
+        assert_equal(await made.ckpt.restore(1), large(1))
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
+async def test_what_a_cancelled_save_may_still_send_is_not_used_by_the_next_one(kind: str) -> None:
+    async with watched(kind) as made:
+        gate = made.pause(2)
+        saving = asyncio.create_task(made.ckpt.save(1, large(1)))
+        await gate.reached.wait()
+        saving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await saving
+        await made.ckpt.save(2, large(2))
+        gate.release()
+        await made.wait_until_free()
+        assert made.wrong() == []
+        assert await made.ckpt.steps() == [2]
+        assert_equal(await made.ckpt.restore(2), large(2))
+
+
+async def test_memory_that_is_used_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = ObjectDataFile.write
+
+    async def reusable(self: ObjectDataFile, offset: int, data: Any) -> bool:
+        await write(self, offset, data)
+        return True
+
+    monkeypatch.setattr(ObjectDataFile, "write", reusable)
+    async with watched("s3fs") as made:
+        gate = made.pause(2)
+        await made.ckpt.save(1, large(1))
+        gate.release()
+        async with asyncio.timeout(20):
+            while len(made.arrived) <= WINDOWS:
+                await asyncio.sleep(0.01)
+        assert made.wrong() != []
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
+async def test_a_save_that_failed_gives_its_memory_back_while_its_error_is_kept(kind: str) -> None:
+    async with place(kind) as at:
+        at.sim.faults.append(Fault(kind=("put_object", "put_part"), key="*/d/*", number=0, status=403))
+        async with asyncckpt.Checkpointer(at.store(), save_options=SAVE_OPTIONS) as ckpt:
+            budget, pools = ckpt._core.runtime.budget, ckpt._core.runtime._pools
+            errors: list[AsyncCheckpointError] = []
+            for version in range(12):
+                pending = await ckpt.start_save(version, state(version))
+                with pytest.raises(AsyncCheckpointError) as caught:
+                    async with asyncio.timeout(20):
+                        await pending
+                errors.append(caught.value)
+                async with asyncio.timeout(20):
+                    while budget.in_use or any(pool.discarded for pool in pools):
+                        await asyncio.sleep(0.01)
+            assert len({str(error) for error in errors}) == 12
+            assert not any(isinstance(error, SaveAbortedError) for error in errors)
