@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +32,24 @@ def attribute_names(node: ast.AST) -> frozenset[str]:
     return frozenset(part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute))
 
 
+def laws_of(tree: ast.Module) -> dict[str, list[ast.stmt]]:
+    """The bodies of classes of `asyncckpt.testing` that the file imports: suites of laws."""
+    bodies: dict[str, list[ast.stmt]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("asyncckpt.testing"):
+            source = REPOSITORY / f"{(node.module or '').replace('.', '/')}.py"
+            names = {alias.name for alias in node.names}
+            for inner in ast.parse(source.read_text()).body if source.is_file() else []:
+                if isinstance(inner, ast.ClassDef) and inner.name in names:
+                    bodies[inner.name] = inner.body
+    return bodies
+
+
 def scan(source: str) -> dict[str, FoundTest]:
     """The tests of a file by their id after the file's name, without importing it."""
     found: dict[str, FoundTest] = {}
+    tree = ast.parse(source)
+    bodies = laws_of(tree)
 
     def marks_of(body: list[ast.stmt]) -> frozenset[str]:
         assigned = [node for node in body if isinstance(node, (ast.Assign, ast.AnnAssign))]
@@ -43,9 +59,15 @@ def scan(source: str) -> dict[str, FoundTest]:
     def visit(body: list[ast.stmt], prefix: str, outer: frozenset[str]) -> None:
         inherited = outer | marks_of(body)
         for node in body:
-            if isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("Test"):
+                own = [bodies.get(base.id, []) for base in node.bases if isinstance(base, ast.Name)]
+                bodies[node.name] = [*itertools.chain(*own), *node.body]
+            elif isinstance(node, ast.ClassDef):
                 marks = frozenset().union(*map(attribute_names, node.decorator_list))
+                for base in [base.id for base in node.bases if isinstance(base, ast.Name)]:
+                    visit(bodies.get(base, []), f"{prefix}{node.name}::", inherited | marks)
                 visit(node.body, f"{prefix}{node.name}::", inherited | marks)
+                bodies[node.name] = [*bodies.get(node.name, []), *node.body]
             elif isinstance(node, ast.If):  # for one platform
                 visit(node.body, prefix, inherited)
             elif isinstance(node, Function) and node.name.startswith("test"):
@@ -54,7 +76,7 @@ def scan(source: str) -> dict[str, FoundTest]:
                 names = inherited | marks
                 found[prefix + node.name] = FoundTest((names | called) & EXCUSES, "long" in names)
 
-    visit(ast.parse(source).body, "", frozenset())
+    visit(tree.body, "", frozenset())
     return found
 
 
