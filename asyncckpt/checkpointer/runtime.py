@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import importlib
 import os
 import sys
@@ -117,16 +115,6 @@ class Runtime:
             workers=self.engine.compute,
             google=root.startswith(("gs://", "gcs://")),
         )
-
-    async def recover(self) -> None:
-        """Memory that clients were given to send and nobody sends any more is free again.
-
-        What the errors of a failed save held, reference cycles may still hold: a process that
-        waits for staging memory makes no garbage, and would wait for ever.
-        """
-        await asyncio.sleep(0)
-        if any(pool.discarded for pool in self._pools):
-            await self.engine.compute.run(gc.collect)
 
     async def release(self) -> None:
         """Stores are closed and staging memory is returned. Runs on the engine."""

@@ -158,7 +158,6 @@ class Save:
         except BaseException as error:
             # Whoever keeps the error keeps no staging memory with it.
             forget_frames(error)
-            await to_completion(self._runtime.recover())
             raise
 
     async def _within_deadline(

@@ -75,15 +75,12 @@ def list_steps(
     infos: list[CheckpointInfo] = []
     failed = False
     options = storage_options(storage_option)
-    with opening.run_at(root, options) as run:
-        for step in opening.steps_of(run, root, options):
-            try:
-                infos.append(run.inspect(step))
-            except CheckpointNotFoundError:
-                continue  # deleted since it was listed
-            except AsyncCheckpointError as error:
-                complain(error)
-                failed = True
+    for found in opening.inspect_steps(root, options):
+        if isinstance(found, CheckpointInfo):
+            infos.append(found)
+        else:
+            complain(found)
+            failed = True
     if as_json:
         print_json([documents.summary(info) for info in infos])
     elif infos:

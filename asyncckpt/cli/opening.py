@@ -9,11 +9,12 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import asyncckpt.blocking as blocking
 from asyncckpt.checkpointer.runtime import Runtime
-from asyncckpt.errors import CheckpointNotFoundError, UsageError
+from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError, UsageError
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.options import MIN_BUDGET_NBYTES
 from asyncckpt.ports import Store
@@ -25,6 +26,9 @@ RECORD = "checkpoint.json"
 
 Options = Mapping[str, Any] | None
 """What `--storage-option` said; for URLs only."""
+
+LOOKED_AT_ONCE = 16
+"""Steps of a run that are inspected at the same time: each takes two round trips to a bucket."""
 
 T = TypeVar("T")
 
@@ -84,6 +88,27 @@ def steps_of(run: blocking.Checkpointer, root: str, options: Options) -> list[in
             location=root,
         )
     return steps
+
+
+def inspect_steps(root: str, options: Options) -> list[CheckpointInfo | AsyncCheckpointError]:
+    """What every step of a run holds, or why that is not known, ascending.
+
+    Raises:
+        AsyncCheckpointError: as `steps_of`.
+    """
+    with run_at(root, options) as run:
+        steps = steps_of(run, root, options)
+
+        def look(step: int) -> CheckpointInfo | AsyncCheckpointError | None:
+            try:
+                return run.inspect(step)
+            except CheckpointNotFoundError:
+                return None  # deleted since it was listed
+            except AsyncCheckpointError as error:
+                return error
+
+        with ThreadPoolExecutor(LOOKED_AT_ONCE) as threads:
+            return [found for found in threads.map(look, steps) if found is not None]
 
 
 def check_directory(root: str) -> None:

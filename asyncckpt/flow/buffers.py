@@ -8,7 +8,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
+import gc
 import mmap
 import sys
 import weakref
@@ -29,6 +31,14 @@ HUGE_PAGE_NBYTES = 2 << 20
 PIPELINE_SLOTS = 24
 """Slots that keep copying, checksumming and writing busy at once. A save that its caller waits for
 anyway does not touch new memory beyond these: fresh pages cost more than waiting for used ones."""
+
+
+COLLECT_AFTER_S = 0.5
+"""When the garbage collector is run for slots that were discarded and did not come back: clients
+let go of what they were sending within milliseconds."""
+
+COLLECT_AT_LEAST_EVERY_S = 30.0
+"""How often it is run, in the end, while a client holds on to a slot."""
 
 
 class AnonymousMemory:
@@ -200,6 +210,7 @@ class SlotPool:
         self._allocated = 0
         self._quarantined: set[Slot] = set()
         self._discarded = 0
+        self._looking = False
         self._arrivals: list[asyncio.Future[None]] = []
         self._siblings = [] if siblings is None else siblings
         self._siblings.append(self)
@@ -302,6 +313,22 @@ class SlotPool:
             owner = slot.forget()
             weakref.finalize(owner, collected).atexit = False
             del owner
+        if not self._looking:
+            self._looking = True
+            loop.call_later(COLLECT_AFTER_S, self._look_again, COLLECT_AFTER_S)
+
+    def _look_again(self, after_s: float) -> None:
+        """Cycles of garbage that hold discarded slots are collected, ever more rarely.
+
+        Errors are kept in cycles, and with them the bodies of the requests that failed; a process
+        that waits for staging memory makes no garbage, and its collector would never run.
+        """
+        self._looking = self._discarded > 0 and not self._closed
+        if self._looking:
+            with contextlib.suppress(RuntimeError):  # the engine is ending
+                self._workers.submit(gc.collect)
+            after_s = min(2 * after_s, COLLECT_AT_LEAST_EVERY_S)
+            asyncio.get_running_loop().call_later(after_s, self._look_again, after_s)
 
     async def replacement(self) -> Slot:
         """A slot in place of one that was discarded with `keep`. Cancellation: there is none."""

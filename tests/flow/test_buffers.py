@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
+from asyncckpt.flow import buffers
 from asyncckpt.flow.budget import ByteBudget
-from asyncckpt.flow.buffers import PIPELINE_SLOTS, AnonymousMemory, Slot, SlotPool
+from asyncckpt.flow.buffers import (
+    PIPELINE_SLOTS,
+    AnonymousMemory,
+    ByteArrayMemory,
+    Slot,
+    SlotPool,
+)
 from asyncckpt.flow.threads import ThreadAbandonedError, Workers
-from asyncckpt.options import MIB, PAGE_NBYTES
+from asyncckpt.options import MIB, PAGE_NBYTES, SLOT_NBYTES
 from asyncckpt.ports import Bytes
 
 SLOT = 64 << 10
@@ -212,3 +220,130 @@ async def test_a_slot_that_an_abandoned_thread_uses_is_quarantined_until_it_ends
     assert (back[0].buffer == 9).all()
     pool.give([*others, *back])
     assert pool.budget.in_use == 0
+
+
+# ------------------------------------------------------------- slots that clients are given to send
+
+
+def bytes_pool(capacity: int, workers: Workers, *, units: int = 1) -> SlotPool:
+    budget = ByteBudget(capacity)
+    return SlotPool(budget, workers, ByteArrayMemory(), slot_nbytes=SLOT, units=units)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_bytearray_slot_is_sent_from_where_it_lies_and_used_again(workers: Workers) -> None:
+    pool = bytes_pool(1, workers)
+    (slot,) = await pool.take()
+    address = slot.buffer.ctypes.data
+    slot.buffer[:] = 7
+    nbytes = SLOT * 3 // 4  # what is much shorter may be moved
+    body = slot.body(nbytes)
+    assert isinstance(body, bytearray) and bytes(body) == b"\x07" * nbytes
+    assert np.frombuffer(body, np.uint8).ctypes.data == address
+    del body
+    pool.give([slot])
+    (again,) = await pool.take()
+    assert (again.buffer.nbytes, again.buffer.ctypes.data) == (SLOT, address)
+    pool.give([again])
+
+
+async def test_a_slot_of_which_a_view_is_alive_is_sent_as_a_copy(workers: Workers) -> None:
+    pool = bytes_pool(1, workers)
+    (slot,) = await pool.take()
+    view = slot.buffer[:3]
+    view[:] = 5
+    body = slot.body(3)
+    view[:] = 6
+    assert bytes(body) == b"\x05" * 3
+    pool.give([slot])
+    assert pool.discarded == 0
+
+
+async def test_a_slot_that_a_client_still_holds_is_discarded_until_it_lets_go(
+    workers: Workers,
+) -> None:
+    pool = bytes_pool(1, workers)
+    (slot,) = await pool.take()
+    held = memoryview(slot.body(SLOT))
+    pool.give([slot])
+    del slot
+    assert (pool.discarded, pool.budget.in_use) == (1, 1)
+    waiting = asyncio.create_task(pool.take())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    held.release()
+    del held
+    (fresh,) = await waiting
+    assert pool.discarded == 0
+    pool.give([fresh])
+    assert pool.budget.in_use == 0
+
+
+async def test_a_discarded_slot_in_a_cycle_of_garbage_comes_back(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors are kept in cycles, and nobody who waits for memory makes garbage."""
+    monkeypatch.setattr(buffers, "COLLECT_AFTER_S", 0.01)
+    pool = bytes_pool(1, workers)
+    (slot,) = await pool.take()
+    cycle: list[object] = [slot.body(SLOT)]
+    cycle.append(cycle)
+    pool.discard([slot])
+    del slot, cycle
+    gc.disable()
+    try:
+        async with asyncio.timeout(30):
+            (fresh,) = await pool.take()
+    finally:
+        gc.enable()
+    pool.give([fresh])
+
+
+async def test_a_slot_takes_the_units_of_what_its_client_copies(workers: Workers) -> None:
+    pool = bytes_pool(6, workers, units=3)
+    assert pool.capacity == 2
+    slots = await pool.take(2)
+    assert pool.budget.in_use == 6
+    pool.give(slots)
+    assert pool.budget.in_use == 0
+
+
+async def test_a_replacement_takes_the_part_of_what_was_discarded(workers: Workers) -> None:
+    pool = bytes_pool(1, workers)
+    (slot,) = await pool.take()
+    held = slot.body(SLOT)
+    pool.discard([slot], keep=True)
+    fresh = await pool.replacement()
+    assert (pool.discarded, pool.budget.in_use) == (1, 1)
+    del held, slot
+    await until(lambda: pool.discarded == 0)
+    assert pool.budget.in_use == 1
+    pool.give([fresh])
+    assert pool.budget.in_use == 0
+
+
+async def test_pools_of_one_budget_hold_no_more_memory_than_it(workers: Workers) -> None:
+    budget, siblings = ByteBudget(4), list[SlotPool]()
+    small = SlotPool(budget, workers, CountingMemory(), slot_nbytes=SLOT_NBYTES, siblings=siblings)
+    large = SlotPool(
+        budget, workers, CountingMemory(), slot_nbytes=2 * SLOT_NBYTES, units=2, siblings=siblings
+    )
+    for pool, count in ((small, 4), (large, 2), (small, 3), (large, 1)):
+        pool.give(await pool.take(count))
+        assert small.allocated_nbytes + large.allocated_nbytes <= 4 * SLOT_NBYTES
+    large.close()
+    assert large.allocated_nbytes == 0
+
+
+async def test_a_slot_given_back_to_a_closed_pool_is_freed(workers: Workers) -> None:
+    memory = CountingMemory()
+    pool = pool_of(2, workers, memory)
+    slots = await pool.take(2)
+    pool.close()
+    pool.give(slots)
+    assert (memory.freed, pool.allocated_nbytes, pool.budget.in_use) == (2, 0, 0)
