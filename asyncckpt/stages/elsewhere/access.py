@@ -2,19 +2,52 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from asyncckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
+from asyncckpt.flow.shield import leading_error
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.stages.opened import StoredFile, missing
 
 MAX_ENTRIES = 1 << 20
 """Names in one directory."""
+
+CONCURRENCY = 8
+"""Reads of metadata in flight, at least: enough to hide the hop to another thread."""
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+async def side_by_side(
+    files: CheckpointFiles, work: Callable[[A], Awaitable[R]], items: Sequence[A]
+) -> list[R]:
+    """The results for all items, in their order; as many at a time as the store likes.
+
+    Raises:
+        …: the first failure.
+    """
+    found: dict[int, R] = {}
+    waiting = iter(enumerate(items))
+
+    async def stream() -> None:
+        for number, item in waiting:
+            found[number] = await work(item)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(len(items), max(CONCURRENCY, files.capabilities.reads))):
+                group.create_task(stream())
+    except BaseExceptionGroup as errors:
+        raise leading_error(errors) from None
+    return [found[number] for number in range(len(items))]
 
 
 @contextlib.contextmanager
@@ -33,16 +66,20 @@ async def stored_files(files: CheckpointFiles, paths: Iterable[str]) -> dict[str
     Raises:
         CorruptCheckpointError: one is missing, no regular file, or a symbolic link.
     """
-    sizes: dict[str, dict[str, int]] = {}
+    paths = list(paths)
+    first = {path.rpartition("/")[0]: path for path in reversed(paths)}
+
+    async def sizes_of(directory: str) -> dict[str, int]:
+        try:
+            entries = await files.entries(directory, max_entries=MAX_ENTRIES)
+        except CheckpointNotFoundError as error:
+            raise missing(files.location, first[directory]) from error
+        return {entry.name: entry.nbytes for entry in entries if not entry.is_directory}
+
+    sizes = dict(zip(first, await side_by_side(files, sizes_of, list(first)), strict=True))
     found: dict[str, StoredFile] = {}
     for path in paths:
         directory, _, name = path.rpartition("/")
-        if directory not in sizes:
-            try:
-                entries = await files.entries(directory, max_entries=MAX_ENTRIES)
-            except CheckpointNotFoundError as error:
-                raise missing(files.location, path) from error
-            sizes[directory] = {e.name: e.nbytes for e in entries if not e.is_directory}
         nbytes = sizes[directory].get(name)
         if nbytes is None:
             await _why_not(files, path)

@@ -47,7 +47,7 @@ GAP_NBYTES = 16 << 10
 """What a read takes along between the heads of two archives."""
 
 STREAMS = 8
-"""Reads in flight: 8 MiB of memory."""
+"""Reads in flight, at least: 1 MiB of memory each."""
 
 MAX_HEADS = 4096
 """Different heads that are kept to be recognised."""
@@ -105,7 +105,7 @@ class Archives:
             CorruptCheckpointError: a file is gone.
             StoreError: reading failed.
         """
-        streams = asyncio.Semaphore(STREAMS)
+        streams = asyncio.Semaphore(max(STREAMS, self._files.capabilities.reads))
         try:
             async with asyncio.TaskGroup() as group:
                 for path, wants in self._wants().items():

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,10 +18,10 @@ from asyncckpt.errors import (
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
-from asyncckpt.flow.shield import leading_error
 from asyncckpt.format.paths import path_fault
 from asyncckpt.planning.coalesce import coalesce
 from asyncckpt.ports import Bytes, CheckpointFiles
+from asyncckpt.stages.elsewhere.access import side_by_side
 from asyncckpt.stages.opened import missing
 
 MAX_FILES = 1 << 20
@@ -35,9 +35,6 @@ GAP_NBYTES = 64 << 10
 
 READ_NBYTES = 4 << 20
 """Longest read of several ranges."""
-
-CONCURRENCY = 8
-"""Reads in flight: enough to hide the hop to another thread."""
 
 Range = tuple[str, int, int]
 """File relative to the checkpoint, first byte, length."""
@@ -101,34 +98,30 @@ class Listing:
             await self.check(path, offset, nbytes)
         order = sorted(range(len(ranges)), key=ranges.__getitem__)
         in_order = [ranges[n] for n in order]
+        gap_nbytes = max(GAP_NBYTES, self.files.capabilities.read_gap_nbytes)
         groups = coalesce(
             np.array([offset for _, offset, _ in in_order], np.int64),
             np.array([nbytes for _, _, nbytes in in_order], np.int64),
-            gap_nbytes=GAP_NBYTES,
+            gap_nbytes=gap_nbytes,
             limit_nbytes=READ_NBYTES,
             starts=np.array(
                 [n == 0 or in_order[n - 1][0] != row[0] for n, row in enumerate(in_order)], np.bool_
             ),
         ).tolist()
         result = [b""] * len(ranges)
-        runs = zip(groups, [*groups[1:], len(order)], strict=True)
+        runs = list(zip(groups, [*groups[1:], len(order)], strict=True))
 
-        async def read_runs() -> None:
-            for first, stop in runs:
-                path, base, _ = in_order[first]
-                end = max(offset + nbytes for _, offset, nbytes in in_order[first:stop])
-                data = np.empty(end - base, np.uint8)
-                await self._read(path, base, data)
-                for row in range(first, stop):
-                    at = in_order[row][1] - base
-                    result[order[row]] = data[at : at + in_order[row][2]].tobytes()
+        async def read_run(run: tuple[int, int]) -> None:
+            first, stop = run
+            path, base, _ = in_order[first]
+            end = max(offset + nbytes for _, offset, nbytes in in_order[first:stop])
+            data = np.empty(end - base, np.uint8)
+            await self._read(path, base, data)
+            for row in range(first, stop):
+                at = in_order[row][1] - base
+                result[order[row]] = data[at : at + in_order[row][2]].tobytes()
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(CONCURRENCY, len(groups))):
-                    group.create_task(read_runs())
-        except BaseExceptionGroup as errors:
-            raise leading_error(errors) from None
+        await side_by_side(self.files, read_run, runs)
         return result
 
     async def _read(self, path: str, offset: int, data: Bytes) -> None:
@@ -158,10 +151,10 @@ async def list_files(files: CheckpointFiles, directory: str) -> Listing:
         CorruptCheckpointError: there are too many files, or they are too deep.
     """
     nbytes_of: dict[str, int] = {}
-    waiting = [(directory, 0)]
     count = 0
-    while waiting:
-        path, depth = waiting.pop()
+
+    async def look(path: str) -> list[str]:
+        nonlocal count
         entries = await files.entries(path, max_entries=MAX_FILES)
         count += len(entries)
         if count > MAX_FILES or depth > MAX_DEPTH:
@@ -173,15 +166,22 @@ async def list_files(files: CheckpointFiles, directory: str) -> Listing:
                 expected=MAX_FILES,
                 found=count,
             )
+        below: list[str] = []
         for entry in entries:
             inner = posixpath.join(path, entry.name)
             if path_fault(inner) is not None:
                 continue
             if entry.is_directory:
-                waiting.append((inner, depth + 1))
+                below.append(inner)
             else:
                 nbytes_of[inner] = entry.nbytes
-    return Listing(files, directory, nbytes_of)
+        return below
+
+    level, depth = [directory], 0
+    while level:
+        found = await side_by_side(files, look, level)
+        level, depth = list(itertools.chain.from_iterable(found)), depth + 1
+    return Listing(files, directory, dict(sorted(nbytes_of.items())))
 
 
 def place(files: CheckpointFiles, directory: str) -> str:

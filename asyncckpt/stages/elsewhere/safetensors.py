@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NoReturn
 
 import numpy as np
@@ -23,11 +24,16 @@ from asyncckpt.format.safetensors_set import (
     decode_index,
     holds_parts,
 )
+from asyncckpt.options import KIB
 from asyncckpt.ports import CheckpointFiles
-from asyncckpt.stages.elsewhere.access import MAX_ENTRIES, located, stored_files
+from asyncckpt.stages.elsewhere.access import MAX_ENTRIES, located, side_by_side, stored_files
 from asyncckpt.stages.elsewhere.runs import Run, RunTables
 from asyncckpt.stages.opened import OpenCheckpoint, StoredFile
 from asyncckpt.tree import Node, Structure
+
+HEAD_NBYTES = 128 * KIB
+"""Read first of a file: on object stores this takes as long as its first eight bytes, and most
+headers end before it does."""
 
 
 async def open_safetensors(files: CheckpointFiles) -> OpenCheckpoint:
@@ -63,7 +69,8 @@ async def _open_set(files: CheckpointFiles, path: str) -> OpenCheckpoint:
     with located(files, path) as shown:
         weight_map = decode_index(data, file=shown)
     stored = await stored_files(files, dict.fromkeys(weight_map.values()))
-    headers = {name: await _read_header(files, file) for name, file in stored.items()}
+    read = await side_by_side(files, partial(_read_header, files), list(stored.values()))
+    headers = dict(zip(stored, read, strict=True))
     numbers = {name: number for number, name in enumerate(stored)}
     with located(files, path) as shown:
         places = [
@@ -74,14 +81,17 @@ async def _open_set(files: CheckpointFiles, path: str) -> OpenCheckpoint:
 
 
 async def _read_header(files: CheckpointFiles, file: StoredFile) -> Header:
-    prefix = np.empty(min(LENGTH_NBYTES, file.nbytes), np.uint8)
-    await files.read_into(file.path, 0, [prefix])
+    head = np.empty(min(HEAD_NBYTES, file.nbytes), np.uint8)
+    await files.read_into(file.path, 0, [head])
     with located(files, file.path) as shown:
-        nbytes = header_nbytes(prefix.tobytes(), file.nbytes, file=shown)
-    data = np.empty(nbytes, np.uint8)
-    await files.read_into(file.path, LENGTH_NBYTES, [data])
-    text = data.tobytes()
-    del data
+        nbytes = header_nbytes(head[:LENGTH_NBYTES].tobytes(), file.nbytes, file=shown)
+    text = head[LENGTH_NBYTES : LENGTH_NBYTES + nbytes].tobytes()
+    if len(text) < nbytes:
+        rest = np.empty(nbytes - len(text), np.uint8)
+        await files.read_into(file.path, LENGTH_NBYTES + len(text), [rest])
+        text += rest.tobytes()
+        del rest
+    del head
     with located(files, file.path) as shown:
         header = decode_header(text, file.nbytes, file=shown)
         if holds_parts(header.metadata, file=shown):

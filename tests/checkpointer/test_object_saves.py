@@ -1,0 +1,155 @@
+"""Saves to object stores: windows are requests, whatever the client takes, within any budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncckpt
+from asyncckpt import LeafOptions, SaveOptions
+from asyncckpt.options import GIB, KIB, MIB
+from asyncckpt.testing.objectstore import Simulator, simulator
+
+RANDOM = np.random.default_rng(0)
+
+
+def noise(nbytes: int) -> np.ndarray[Any, Any]:
+    return RANDOM.integers(0, 256, nbytes, np.uint8)
+
+
+def tree() -> dict[str, Any]:
+    """Larger than the smallest budget, and not of whole chunks, windows or slots."""
+    return {
+        "large": noise(70 * MIB + 13),
+        "zeros": np.zeros((300, 1001, 7), np.float32),
+        "some": [noise(n) for n in (0, 1, 1000, 5 * KIB, 3 * MIB + 1, 17 * MIB)],
+        "small": {"a": np.float32(3), "b": 7, "c": "text", "d": None},
+    }
+
+
+@pytest.fixture(scope="module")
+def sim() -> Iterator[Simulator]:
+    with simulator() as running:
+        yield running
+
+
+def where(sim: Simulator, client: str, name: str) -> tuple[str, dict[str, Any]]:
+    if client == "memory":
+        return f"memory://saves/{name}", {}
+    if client == "gcsfs":
+        return f"gs://bucket/{name}", sim.gcs_options()
+    kind = "fsspec" if client == "s3fs" else "obstore"
+    return f"s3://bucket/{name}", {**sim.s3_options(), "client": kind}
+
+
+CLIENTS = ("memory", "s3fs", "obstore", "gcsfs")
+
+
+def equal(found: Any, expected: Any) -> bool:
+    if isinstance(expected, dict):
+        return set(found) == set(expected) and all(equal(found[k], expected[k]) for k in expected)
+    if isinstance(expected, list):
+        return all(map(equal, found, expected)) and len(found) == len(expected)
+    if isinstance(expected, np.ndarray):
+        return found.dtype == expected.dtype and np.array_equal(found, expected)
+    return bool(found == expected)
+
+
+def halves(path: str, spec: asyncckpt.ArraySpec) -> LeafOptions | None:
+    """Compressed and plain leaves side by side, and one in chunks as large as may be packed."""
+    if path == "large":
+        return LeafOptions(compression="zstd", chunk_shape=(7 * MIB,))
+    return LeafOptions(compression="zstd") if path == "zeros" else None
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        SaveOptions(host_memory_nbytes=64 * MIB),
+        SaveOptions(host_memory_nbytes=64 * MIB, compression="zstd", compression_level=1),
+        SaveOptions(host_memory_nbytes=64 * MIB, leaf_options=halves, concurrency=3),
+        SaveOptions(host_memory_nbytes=GIB, target_data_file_nbytes=40 * MIB),
+    ],
+    ids=["plain", "compressed", "mixed", "roomy"],
+)
+async def test_a_state_larger_than_the_budget_comes_back(
+    sim: Simulator, client: str, options: SaveOptions, request: pytest.FixtureRequest
+) -> None:
+    name = request.node.callspec.id
+    root, storage = where(sim, client, name)
+    state = tree()
+    async with asyncckpt.Checkpointer(root, save_options=options, storage_options=storage) as ckpt:
+        pool = ckpt._core.runtime
+        for step in range(2):
+            state["some"][0] = noise(step)
+            report = await ckpt.save(step, state)
+            assert pool.budget.in_use == 0
+            assert report.peak_staged_nbytes <= (options.host_memory_nbytes or 0)
+        assert equal(await ckpt.restore(), state)
+        assert (await ckpt.verify()).ok
+        assert pool.budget.in_use == 0
+        held = sum(each.allocated_nbytes for each in pool._pools)
+        assert held <= (options.host_memory_nbytes or 0)
+    if client != "memory":
+        for stored in sim.objects("bucket"):
+            if stored.startswith(f"{name}/"):
+                sim.delete("bucket", stored)
+    assert not sim.uploads
+
+
+@pytest.mark.parametrize("client", ["obstore", "s3fs"])
+async def test_a_chunk_larger_than_a_request_is_sent_in_parts_or_refused(
+    sim: Simulator, client: str
+) -> None:
+    state = {"w": noise(30 * MIB)}
+    options = SaveOptions(
+        host_memory_nbytes=64 * MIB,
+        leaf_options=lambda path, spec: LeafOptions(chunk_shape=(30 * MIB,)),
+    )
+    url, storage = where(sim, client, f"chunk-{client}/final")
+    if client == "obstore":  # it cannot send parts
+        with pytest.raises(asyncckpt.UsageError, match=r"^w: .*takes objects in one request"):
+            await asyncckpt.save(url, state, options=options, storage_options=storage)
+        return
+    await asyncckpt.save(url, state, options=options, storage_options=storage)
+    assert any(r.kind == "put_part" for r in sim.requests)
+    assert equal(await asyncckpt.restore(url, storage_options=storage), state)
+
+
+async def test_nothing_of_a_tree_without_arrays_is_missing(sim: Simulator) -> None:
+    for client in CLIENTS:
+        url, storage = where(sim, client, f"empty-{client}/final")
+        await asyncckpt.save(url, {"a": 1, "b": [], "c": "x"}, storage_options=storage)
+        assert await asyncckpt.restore(url, storage_options=storage) == {"a": 1, "b": [], "c": "x"}
+
+
+async def test_a_restore_of_what_is_replaced_meanwhile_is_tried_again(sim: Simulator) -> None:
+    root, storage = where(sim, "obstore", "replaced")
+    state = {"w": noise(3 * MIB)}
+    async with asyncckpt.Checkpointer(root, storage_options=storage) as ckpt:
+        await ckpt.save(1, {"w": noise(3 * MIB)})
+        files = ckpt._core.store.files
+        replaced = False
+
+        def files_of(name: str) -> Any:
+            opened = files(name)
+            read_into = opened.read_into
+
+            async def replace_first(*args: Any, **options: Any) -> None:
+                nonlocal replaced
+                if not replaced:
+                    replaced = True
+                    async with asyncckpt.Checkpointer(root, storage_options=storage) as other:
+                        await other.save(1, state, overwrite=True)
+                await read_into(*args, **options)
+
+            opened.read_into = replace_first  # type: ignore[method-assign]
+            return opened
+
+        ckpt._core.store.files = files_of  # type: ignore[method-assign]
+        assert equal(await ckpt.restore(), state)
+        assert replaced
