@@ -34,12 +34,18 @@ async def write_files(target: Target, origin: Origin, taken: Capture) -> Convert
             f"{destination.location}: this store takes checkpoints only, no safetensors files; "
             "convert to a path or URL"
         )
-    concurrency = runtime.concurrency(target.options.concurrency)
-    # The plan cuts files into windows of a slot, so that each of them can also be a part of an
-    # upload.
-    pool = runtime.window_pool(store.capabilities, Sizes(0, SLOT_NBYTES, concurrency))
     plan = await runtime.engine.compute.run(_plan, target, origin, taken)
     reader.in_order([taken.array_leaf[tensor.number] for tensor in plan.tensors])
+    total = sum(plan.file_nbytes)
+    done = 0
+    wanted = target.options.concurrency
+    concurrency = store.sizes(
+        total,
+        budget_nbytes=runtime.budget_nbytes,
+        concurrency=None if wanted == "auto" else wanted,
+    ).concurrency
+    # Files are cut into windows of a slot, so that each of them can also be a part of an upload.
+    pool = runtime.window_pool(store.capabilities, Sizes(total, SLOT_NBYTES, concurrency))
     single = destination.max_file_nbytes is None
     attempt = await store.begin_export(
         target.name,
@@ -47,8 +53,6 @@ async def write_files(target: Target, origin: Origin, taken: Capture) -> Convert
         overwrite=destination.overwrite,
         private=target.options.private,
     )
-    total = sum(plan.file_nbytes)
-    done = 0
 
     def written(nbytes: int) -> None:
         nonlocal done

@@ -23,7 +23,7 @@ class Form:
         grid_sizes: of objects that the bare clients put.
         range_sizes: of ranges that they read.
         grid_streams: requests in flight of them.
-        grid_samples: of each point of the grid.
+        grid_samples: of each point of the grid, of which the fastest counts.
         sweep_sizes: of data files.
         sweep_streams: of uploads.
         sweep_samples: of every point; the best few get `samples`.
@@ -70,7 +70,7 @@ QUICK = Form(
     grid_sizes=(8 * MIB, 32 * MIB),
     range_sizes=(8 * MIB,),
     grid_streams=(8, 16),
-    grid_samples=1,
+    grid_samples=2,
     sweep_sizes=(8 * MIB, 16 * MIB, 32 * MIB),
     sweep_streams=(4, 16),
     sweep_samples=1,
@@ -90,13 +90,13 @@ SHORT = Form(
     slow_samples=1,
     lag_samples=3,
     peers=PEERS,
-    grid_sizes=(8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB),
+    grid_sizes=(8 * MIB, 16 * MIB, 32 * MIB),
     range_sizes=(8 * MIB, 16 * MIB),
-    grid_streams=(8, 16, 32),
-    grid_samples=1,
+    grid_streams=(16, 32),
+    grid_samples=3,
     sweep_sizes=(8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB),
     sweep_streams=(4, 8, 16, 32),
-    sweep_samples=2,
+    sweep_samples=3,
     finalists=3,
     large_nbytes=2048 * MIB,
     budget_nbytes=256 * MIB,
@@ -116,7 +116,7 @@ FULL = Form(
     grid_sizes=(8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB),
     range_sizes=(4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB),
     grid_streams=(8, 16, 32, 64),
-    grid_samples=3,
+    grid_samples=5,
     sweep_sizes=(8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB, 256 * MIB),
     sweep_streams=(4, 8, 16, 32, 64),
     sweep_samples=3,

@@ -120,7 +120,12 @@ class Ours(Subject):
 
         return Restored(targets, self._runner.run(timed()))
 
+    def discard(self, name: int) -> None:
+        """The step is deleted."""
+        self._runner.run(self._checkpointer.delete(name))
+
     def close(self) -> None:
+        """The checkpointer and its loop are closed."""
         try:
             if self._checkpointer is not None:
                 self._runner.run(self._checkpointer.close())

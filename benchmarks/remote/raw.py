@@ -30,7 +30,7 @@ class Point:
     streams: int
 
     def __str__(self) -> str:
-        return f"{self.nbytes / 2**20:g} MiB × {self.streams}"
+        return f"{self.nbytes / 2**20:.4g} MiB × {self.streams}"
 
 
 class RawClient(ABC):
@@ -154,7 +154,7 @@ CLIENTS: dict[str, type[RawClient]] = {
 
 def bodies(client: RawClient, data: np.ndarray, nbytes: int, size: int) -> list[Any]:
     """`nbytes` of data in bodies of `size`; `data` is used again from its start where it ends."""
-    view = memoryview(data)
+    view = memoryview(data if len(data) >= min(size, nbytes) else np.resize(data, size))
     made = []
     for start in range(0, nbytes, size):
         length = min(size, nbytes - start)

@@ -235,15 +235,15 @@ widely and so do floors. Nothing here was measured on the real services.
 
 Everybody who is measured has a process of his own. *The floor* is the bare client that was fastest
 over a grid of sizes and streams, at its best point: bodies prepared beforehand, nothing hashed,
-checked or planned; it is probed between any two samples. *Of the floor* is the median of those
-probes / the own median. *Of its client alone* is the same for the same client library without this
-one, at its own best point. *As the floor*: data files, streams and reads in flight are those of the
-client's best point; *auto*: nothing is said. MB are 10⁶ bytes. CPU seconds are those of the
-process, and of the service meanwhile; for W4 per run. *Commit* counts the requests that waited for
-one another after the last byte of data was acknowledged: until the record stood + until the names
-that others read stood, with the seconds of both together. *Most in flight* is what the service saw.
-Every restore was compared with its source, outside the timed part. Peers restore into memory of
-their own.
+checked or planned; it is probed between any two samples. *Of the floor* is the median of the bare
+client that was fastest in these rounds / the own median. *Of its client alone* is the same for the
+same client library without this one, at its own best point. *As the floor*: data files, streams and
+reads in flight are those of the client's best point; *auto*: nothing is said. MB are 10⁶ bytes. CPU
+seconds are those of the process, and of the service meanwhile; for W4 per run. *Commit* counts the
+requests that waited for one another after the last byte of data was acknowledged: until the record
+stood + until the names that others read stood, with the seconds of both together. *Most in flight*
+is what the service saw. Every restore was compared with its source, outside the timed part. Peers
+restore into memory of their own.
 
 *The longest stall* is by how much a task that sleeps for a millisecond on the caller's loop woke
 too late while a save went on; peers, which have no such interface, ran in a thread.

@@ -157,14 +157,14 @@ class Results:
         ]
 
     def floor(self, found: Measurement) -> Measurement | None:
-        """The probes of the floor in the rounds of this measurement."""
+        """The fastest bare client in the rounds of this measurement."""
         here = self.where(
             profile=found.profile, workload=found.workload, scenario=found.scenario, raw=True
         )
-        return next((m for m in here if m.column.endswith(FLOOR)), None)
+        return min(here, key=lambda m: m.wall_s, default=None)
 
     def floor_ratio(self, found: Measurement) -> float | None:
-        """Median of all probes of the floor / own median; None without a floor."""
+        """Median of the fastest bare client / own median; None without one."""
         floor = self.floor(found)
         return None if floor is None else floor.wall_s / found.wall_s
 

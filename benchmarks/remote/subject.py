@@ -81,6 +81,10 @@ class Subject(ABC):
 
         return run(watched(saved))
 
+    def discard(self, name: int) -> None:
+        """Whoever remembers what he saved knows that it is gone."""
+        return None
+
     def close(self) -> None:
         """Threads and sessions are gone."""
         return None

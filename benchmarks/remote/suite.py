@@ -74,27 +74,43 @@ class Cast:
         peers: of ours.
         same: clients under ours that are also measured with the sizes and streams that were best
             for them alone; the fastest one is, in any case.
+        lean: clients under ours that save a state larger than their budget.
         swept: the client whose sizes and streams are swept.
     """
 
     clients: tuple[str, ...]
     peers: tuple[str, ...]
     same: tuple[str, ...] = ()
+    lean: tuple[str, ...] = ()
     swept: str | None = None
 
 
 CASTS = {
     "loopback": Cast(("obstore", "s3fs", "gcsfs"), ("tensorstore", "dcp", "safetensors")),
     "s3": Cast(
-        ("obstore", "s3fs"), ("tensorstore", "dcp", "safetensors"), ("obstore", "s3fs"), "obstore"
+        ("obstore", "s3fs"),
+        ("tensorstore", "dcp", "safetensors"),
+        same=("obstore", "s3fs"),
+        lean=("obstore", "s3fs"),
+        swept="obstore",
     ),
-    "gcs": Cast(("gcsfs", "obstore-gcs"), ("orbax",), ("gcsfs", "obstore-gcs"), "gcsfs"),
+    "gcs": Cast(
+        ("gcsfs", "obstore-gcs"),
+        ("orbax",),
+        same=("gcsfs", "obstore-gcs"),
+        lean=("gcsfs",),
+        swept="gcsfs",
+    ),
 }
 
 PEERS_NOT = {"W3": ("dcp", "safetensors", "orbax")}
 """Who is left out of which workload, where he would do what he did with W1, and take as long."""
 
-SLOW = {"dcp": (RESTORE, BACKGROUND), "orbax": (SAVE, RESTORE, BACKGROUND)}
+SLOW = {
+    "dcp": (RESTORE, BACKGROUND),
+    "safetensors": (BACKGROUND,),
+    "orbax": (SAVE, RESTORE, BACKGROUND),
+}
 """Who takes so long for what that there are `Form.slow_samples` of it."""
 
 
@@ -196,10 +212,9 @@ class _OnService:
                 for name in ("W1", "W3", "W4"):
                     if name in suite.workloads:
                         self._transfers(name, cast, floors[0])
-            for client in self._cast.clients:
-                if self._profile != "loopback":
-                    what = f"{MEMORY}, {LABELS[client]}"
-                    suite.attempt(what, MEMORY, functools.partial(self._memory, client))
+            for client in self._cast.lean:
+                what = f"{MEMORY}, {LABELS[client]}"
+                suite.attempt(what, MEMORY, functools.partial(self._memory, client))
             if self._cast.swept:
                 suite.attempt("sweep", "sweep", lambda: self._sweep(str(self._cast.swept)))
 
@@ -258,7 +273,7 @@ class _OnService:
             size = puts[-1].best.nbytes
             points = list(grid(form.range_sizes, form.grid_streams, form.nbytes))
             name = self._name()
-            sizes = self._put(process, name, Point(size, 16))
+            sizes = self._put(process, name, Point(size, 16), form.nbytes)
             reading = functools.partial(self._get_s, process, name, sizes)
             gets.append(Grid(profile, LABELS[client], "get", self._rates(points, reading)))
             best = gets[-1].best
@@ -276,12 +291,13 @@ class _OnService:
 
     def _rates(self, points: list[Point], probe: Callable[[Point], float]) -> dict[Point, float]:
         seconds: dict[Point, list[float]] = {point: [] for point in points}
-        for _ in range(1 + self._form.grid_samples):
+        for _ in range(self._form.grid_samples):
             order = list(points)
             self._suite.rng.shuffle(order)
             for point in order:
                 seconds[point].append(probe(point))
-        return {point: self._form.nbytes / median(found[1:]) for point, found in seconds.items()}
+        # The fastest of each: one request in a hundred is slow, and that says nothing of a point.
+        return {point: self._form.nbytes / min(found) for point, found in seconds.items()}
 
     def _put_s(self, process: Child, point: Point, nbytes: int | None = None) -> float:
         """Seconds of the floor of saves; what it wrote is gone."""
@@ -289,8 +305,8 @@ class _OnService:
         self._service.clear()
         return values["wall_s"]
 
-    def _put(self, process: Child, name: int, point: Point) -> list[int]:
-        nbytes = self._form.nbytes
+    def _put(self, process: Child, name: int, point: Point, nbytes: int) -> list[int]:
+        """Objects to read are there; returns their sizes."""
         self._written(process, name, point, nbytes)
         return [min(point.nbytes, nbytes - at) for at in range(0, nbytes, point.nbytes)]
 
@@ -342,15 +358,12 @@ class _OnService:
             floor = functools.partial(self._put_s, process, floors.put, workload.nbytes)
         cases, keys = [], {}
         for label, process in cast.items():
-
-            def run(process: Child = process) -> dict[str, float]:
-                return process.ask("save", name=self._name())
-
+            run, finish = self._saving(process, "save")
             ours = label.startswith("asyncckpt")
             # Unshaped, requests sent together are answered one after the other.
             after = self._commit if ours and self._profile != "loopback" else dict
             samples = self._samples(process, workload, SAVE)
-            cases.append(Case(label, run, self._service.clear, samples, after))
+            cases.append(Case(label, run, finish, samples, after))
             how = AUTO if process.role.point is None else SAME
             keys[label] = (process, how if ours else "")
         for client, process in raw.items():
@@ -365,13 +378,32 @@ class _OnService:
             keys[process.role.label] = (process, str(best))
         self._take(workload, SAVE, cases, keys, floor, floors.put_client, str(floors.put))
 
+    def _saving(
+        self, process: Child, how: str
+    ) -> tuple[Callable[[], dict[str, float]], Callable[[], None]]:
+        """A save, and what is done after it; nothing is deleted behind anybody's back."""
+        saved: list[int] = []
+
+        def run() -> dict[str, float]:
+            name = self._name()
+            values = process.ask(how, name=name)
+            saved.append(name)
+            return values
+
+        def finish() -> None:
+            while saved:
+                process.ask("discard", name=saved.pop())
+            self._service.clear()
+
+        return run, finish
+
     def _restores(self, workload: Described, cast: Mapping[str, Child], floors: _Floors) -> None:
         floor = None
         large = workload.is_large
         cases, keys = [], {}
         for client, process in self._raw.items() if large else ():
             name, best = self._name(), self._best(client, "get")
-            sizes = self._put(process, name, self._best(client, "put"))
+            sizes = self._put(process, name, self._best(client, "put"), workload.nbytes)
             if client == floors.get_client:
                 floor = functools.partial(self._get_s, process, name, sizes, best)
                 continue
@@ -416,11 +448,9 @@ class _OnService:
             if process.role.point is not None:
                 continue
 
-            def run(process: Child = process) -> dict[str, float]:
-                return process.ask("background", name=self._name())
-
+            run, finish = self._saving(process, "background")
             samples = self._samples(process, workload, BACKGROUND)
-            cases.append(Case(label, run, self._service.clear, samples))
+            cases.append(Case(label, run, finish, samples))
             how = "start_save" if label.startswith("asyncckpt") else "in a thread"
             keys[label] = (process, how)
         self._take(workload, BACKGROUND, cases, keys, None, "", "")
@@ -567,11 +597,10 @@ class _OnService:
                 for point in order:
                     seconds[point].append(self._point_s(process, point))
             near = sorted(points, key=lambda point: median(seconds[point]))[: form.finalists]
-            cold_s = self._auto_s(process)
+            cold_s, picked = self._auto(process)
             for _ in range(WARM_UPS - 1):
-                self._auto_s(process)
+                self._auto(process)
             auto: list[float] = []
-            picked = Point(0, 0)
             for _ in range(form.samples):
                 order = [None, *near]
                 self._suite.rng.shuffle(order)
@@ -580,20 +609,21 @@ class _OnService:
                         seconds[candidate].append(self._point_s(process, candidate))
                         continue
                     self._service.reset()
-                    auto.append(process.ask("save", name=self._name())["wall_s"])
-                    in_flight = self._service.stats()["max_in_flight"]
-                    picked = Point(self._largest_nbytes(), in_flight)
-                    self._service.clear()
+                    wall_s, picked = self._auto(process)
+                    auto.append(wall_s)
         swept = tuple(Swept(point, tuple(found)) for point, found in seconds.items())
         self._suite.found.sweeps.append(
             Sweep(self._profile, role.label, workload.nbytes, swept, tuple(auto), cold_s, picked)
         )
 
-    def _auto_s(self, process: Child) -> float:
+    def _auto(self, process: Child) -> tuple[float, Point]:
+        """Seconds of a save, and the largest file and most requests that the service saw."""
+        run, finish = self._saving(process, "save")
         try:
-            return process.ask("save", name=self._name())["wall_s"]
+            wall_s = run()["wall_s"]
+            return wall_s, Point(self._largest_nbytes(), self._service.stats()["max_in_flight"])
         finally:
-            self._service.clear()
+            finish()
 
     def _point_s(self, process: Child, point: Point) -> float:
         try:

@@ -20,11 +20,12 @@ from benchmarks.remote.results import (
     Sweep,
 )
 from benchmarks.results import Verdict
+from benchmarks.workloads import SMALL_LEAVES
 
 SAVE_SHARE, RESTORE_SHARE = 0.85, 0.90
 NEAR_BEST = 1.10
 BUDGET_SHARE, PER_LEAF_NBYTES, MARGIN_NBYTES = 1.05, 2048, 16 << 20
-LAG_S = 5e-3
+LAG_S, LAG_SMALL_S = 5e-3, 12e-3
 MIB = 1 << 20
 
 
@@ -71,8 +72,8 @@ def _peers(results: Results) -> Iterator[Verdict]:
             here = results.where(profile=profile, workload=workload, scenario=scenario)
             for ours in [m for m in here if m.ours and m.column == column]:
                 for peer in here:
-                    if peer.ours or peer.raw:
-                        continue
+                    if peer.ours or peer.raw or peer.subject.startswith("safetensors"):
+                        continue  # a bare file is reported, and no target
                     ratio = peer.wall_s / ours.wall_s
                     yield _verdict(
                         ours,
@@ -130,12 +131,13 @@ def _commits(results: Results) -> Iterator[Verdict]:
 
 def _lag(found: Measurement) -> Verdict:
     lag_s = found.value("lag_p99_s")
+    most_s = LAG_SMALL_S if found.workload.startswith(SMALL_LEAVES) else LAG_S
     return _verdict(
         found,
         f"lag of the caller's loop, p99, {found.subject}",
-        f"≤ {LAG_S * 1e3:.0f} ms",
+        f"≤ {most_s * 1e3:.0f} ms",
         f"{lag_s * 1e3:.1f} ms (longest {found.value('lag_max_s') * 1e3:.0f} ms)",
-        lag_s <= LAG_S,
+        lag_s <= most_s,
     )
 
 

@@ -127,6 +127,10 @@ class SubjectWorker:
         self._compare(restored.tree, flat=restored.flat)
         return values
 
+    def discard(self, name: int) -> Values:
+        self._subject.discard(name)
+        return {}
+
     def _compare(self, tree: Tree, *, flat: bool) -> None:
         source = self._workload.tree
         wrong = difference(flat_arrays(source) if flat else source, tree)

@@ -23,6 +23,7 @@ from asyncckpt.stores.objects.store import ObjectStore
 from asyncckpt.testing.objectstore import Fault
 from tests.cancellation.points import Points, assert_equal, count_tasks_of, report
 from tests.objects.stores import HURRIED, Place, place, state
+from tests.stores.objects.stores import new_root
 from tests.watch import nothing_left_behind
 
 SAVE_POINTS_MIN = {"s3fs": 60, "obstore": 40, "memory": 40}
@@ -170,7 +171,7 @@ class Remote:
 @contextlib.asynccontextmanager
 async def remote(kind: str) -> AsyncIterator[Remote]:
     """Nothing of what happens in the block is left after it."""
-    async with place(kind, root=f"cancelled-{kind}") as at:
+    async with place(kind, root=new_root()) as at:
         # What a client library opens once per process is open.
         async with asyncckpt.Checkpointer(at.store(), save_options=options()) as ckpt:
             await ckpt.steps()
@@ -199,7 +200,11 @@ async def test_a_save_cancelled_at_any_await_leaves_nothing(kind: str) -> None:
         n = 1
         while await made.save_cancelled_at(n, background=n % 2 == 0):
             n += stride
-    report(f"{kind}, save cancelled once, {made.collected} collected", n // stride, [*made.points.sites])
+    report(
+        f"{kind}, save cancelled once, {made.collected} collected",
+        n // stride,
+        [*made.points.sites],
+    )
     assert n >= SAVE_POINTS_MIN[kind]
 
 

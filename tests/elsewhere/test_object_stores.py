@@ -208,6 +208,38 @@ async def test_safetensors_files_are_read_as_one_and_as_a_set(sim: Simulator, sc
     assert same(part, second)
 
 
+async def test_the_heads_of_a_set_take_one_read_each_and_all_at_once(sim: Simulator) -> None:
+    names = [f"{number}.safetensors" for number in range(20)]
+    index = {"metadata": {}, "weight_map": {name: name for name in names}}
+    for name in names:
+        sim.put("bucket", f"heads/{name}", safetensors_bytes({name: np.arange(50_000.0)}))
+    sim.put("bucket", "heads/model.safetensors.index.json", json.dumps(index).encode())
+    gate = Gate()
+    sim.faults.append(Fault(kind="get_object", key="heads/0.*", number=1, gate=gate))
+    sim.reset()
+    task = asyncio.create_task(
+        asyncckpt.inspect("s3://bucket/heads", storage_options=sim.s3_options())
+    )
+    await gate.reached.wait()
+    while len(heads := reads_of(sim, "heads/")) < len(names):  # none waits for the first one
+        await asyncio.sleep(0.001)
+    gate.release()
+    assert len((await task).leaves) == len(names)
+    sim.faults.clear()
+    assert sorted(heads) == sorted(f"heads/{name}" for name in names)
+    assert sorted(reads_of(sim, "heads/")) == sorted(heads)
+
+
+def reads_of(sim: Simulator, prefix: str) -> list[str]:
+    return [
+        entry.key
+        for entry in list(sim.requests)
+        if entry.kind == "get_object"
+        and entry.key.startswith(prefix)
+        and entry.key.endswith(".safetensors")
+    ]
+
+
 # ---------------------------------------------------------------------------------- bad input
 
 

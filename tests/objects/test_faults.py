@@ -25,7 +25,10 @@ LASTING = 1000
 def told(made: Matrix, title: str) -> None:
     """What a person sees of a run with -s, and the verdict."""
     visited = made.visited
-    print(f"\n{title}: {visited.points} points, {dict(visited.outcomes)}, {dict(visited.kinds)}")
+    print(
+        f"\n{title}: {visited.points} points, {dict(visited.outcomes)}, {dict(visited.kinds)}, "
+        f"collected after {visited.collected}"
+    )
     assert visited.wrong == [], "\n".join([f"{len(visited.wrong)} in all", *visited.wrong[:5]])
 
 

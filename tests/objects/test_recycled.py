@@ -106,7 +106,9 @@ class Watched:
         )
 
     def _note(self, request: Request) -> None:
-        self.arrived.append((request.key.removeprefix(f"{self.at.root}/"), zlib.crc32(request.body)))
+        self.arrived.append(
+            (request.key.removeprefix(f"{self.at.root}/"), zlib.crc32(request.body))
+        )
 
     def pause(self, number: int) -> Gate:
         """This request for data is not sent until its gate is released."""
@@ -210,7 +212,9 @@ async def test_saves_that_failed_leave_memory_for_the_next_one_while_their_error
         ) as ckpt:
             pool = ckpt._core.runtime.budget
             errors: list[AsyncCheckpointError] = []
-            at.sim.faults.append(Fault(kind=("put_object", "put_part"), key="*/d/*-?", number=0, **fault))
+            at.sim.faults.append(
+                Fault(kind=("put_object", "put_part"), key="*/d/*-?", number=0, **fault)
+            )
             for version in range(pool.capacity + 2):
                 with pytest.raises(StoreError) as caught:
                     async with asyncio.timeout(10):

@@ -94,6 +94,8 @@ class Listing:
         Raises:
             CorruptCheckpointError: a range is outside its file.
         """
+        if not ranges:
+            return []
         for path, offset, nbytes in ranges:
             await self.check(path, offset, nbytes)
         order = sorted(range(len(ranges)), key=ranges.__getitem__)
