@@ -43,6 +43,7 @@ from asyncckpt.errors import (
     UsageError,
 )
 from asyncckpt.flow.engine import Job, wait_quietly
+from asyncckpt.flow.shield import leading_error
 from asyncckpt.options import (
     MAX_RECORD_NBYTES,
     SLOT_NBYTES,
@@ -323,9 +324,19 @@ class Core:
 
     async def steps(self) -> list[int]:
         """Steps with a valid commit record, ascending."""
-        candidates = await self._candidates()
-        valid = [await exists(self.store, str(step)) for step in candidates]
-        return [step for step, ok in zip(candidates, valid, strict=True) if ok]
+        waiting = iter(await self._candidates())
+        found: list[int] = []
+
+        async def look() -> None:
+            found.extend([step for step in waiting if await exists(self.store, str(step))])
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self.store.capabilities.reads):
+                    group.create_task(look())
+        except BaseExceptionGroup as errors:
+            raise leading_error(errors) from None
+        return sorted(found)
 
     async def latest_step(self, below: int | None = None) -> int | None:
         """The highest step with a valid commit record, below `below` if given."""

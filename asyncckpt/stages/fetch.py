@@ -36,6 +36,9 @@ TAIL_NBYTES = 1 << 20
 READ_AHEAD_NBYTES = 64 << 20
 """What one read of a store has in flight at most, however long its run is."""
 
+ASIDE_NBYTES = 1 << 20
+"""Small chunks that are read along with those around them, by one call; in memory of their own."""
+
 RUN_NBYTES = 16 << 20
 """Neighbouring chunks that go straight into targets are read by one call up to this size: a hop
 between threads costs as much as reading a megabyte."""
@@ -165,15 +168,24 @@ class Fetch:
                 task.add_done_callback(partial(self._free, slots, units))
 
     def _reads(self) -> Iterator[list[ReadBatch]]:
-        """Batches that one call reads: neighbours that go straight into targets, else one."""
+        """Batches that one call reads: neighbours that go straight into targets, else one.
+
+        Small ones behind them are read along.
+        """
         run: list[ReadBatch] = []
+        aside = 0
         for batch in self._plan.batches:
             if self._is_direct(batch):
                 if run and not self._continues(run, batch):
                     yield run
-                    run = []
+                    run, aside = [], 0
                 run.append(batch)
                 continue
+            if run and aside + batch.nbytes <= ASIDE_NBYTES and self._continues(run, batch):
+                aside += batch.nbytes
+                run.append(batch)
+                continue
+            aside = 0
             if run:
                 yield run
                 run = []
@@ -273,6 +285,10 @@ class Fetch:
         ends = [b.offset for b in batches[1:]] + [batches[-1].offset + batches[-1].nbytes]
         for batch, end in zip(batches, ends, strict=True):
             part = batch.parts[0]
+            if not self._is_direct(batch):
+                buffers.append(np.empty(batch.nbytes, np.uint8))
+                buffers.append(np.empty(end - batch.offset - batch.nbytes, np.uint8))
+                continue
             flat = self._destinations[part.request].flat
             assert flat is not None
             buffers.append(flat[part.direct : part.direct + part.nbytes])
@@ -344,6 +360,9 @@ class Fetch:
 
     def _check_direct(self, batches: Sequence[ReadBatch], buffers: Sequence[Bytes]) -> None:
         for batch, data, rest in zip(batches, buffers[::2], buffers[1::2], strict=True):
+            if not self._is_direct(batch):
+                self._small(batch, data)
+                continue
             part = batch.parts[0]
             tail = rest[: batch.nbytes - data.nbytes]
             trailer = tail[tail.nbytes - self._codec(part).trailer_nbytes :]

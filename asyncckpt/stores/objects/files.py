@@ -80,7 +80,7 @@ class ObjectFiles:
                 location=self.location,
                 expected=max_nbytes,
             )
-        if path == RECORD and self._head is None:
+        if path == RECORD and self._head is None and await self._is_record(data):
             self._head = data[:HEAD_NBYTES]
         return data
 
@@ -211,6 +211,13 @@ class ObjectFiles:
         ]
         # Keys may have empty parts, which no path of a checkpoint has.
         return sorted(entry for entry in found if path_parts(entry.name) == (entry.name,))
+
+    async def _is_record(self, data: bytes) -> bool:
+        # Of a damaged one nothing can be said later: it may have been damaged on its way only.
+        save_id_of = self._context.save_id_of
+        if len(data) <= INLINE_NBYTES:
+            return save_id_of(data) is not None
+        return await self._context.workers.run(save_id_of, data) is not None
 
     async def changed(self) -> Literal["deleted", "replaced"] | None:
         """What has become of the record that was read here; None while it stands, or if none was.

@@ -13,10 +13,12 @@ seen by the next `Checkpointer` as names that are missing, or as leftovers of tw
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Collection, Iterable, Mapping
 
 from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.flow.shield import leading_error
 from asyncckpt.options import KIB
 from asyncckpt.stores.objects.client import Listed, RequestError
 from asyncckpt.stores.objects.context import Context, Record, read_record
@@ -55,10 +57,21 @@ async def still_stands(context: Context, name: str, record: bytes) -> bool:
     return bytes(head) == record[:HEAD_NBYTES]
 
 
-async def write_success(context: Context, name: str) -> None:
-    """Orbax's mark stands. Written after everything else."""
+def marks(paths: Iterable[str]) -> list[str]:
+    """Orbax's marks of a checkpoint with these fixed names: one of each item, one of the step."""
+    items = sorted({path.partition("/")[0] for path in paths if "/" in path})
+    return [*(join(item, SUCCESS) for item in items), SUCCESS]
+
+
+async def write_success(context: Context, name: str, paths: Iterable[str]) -> None:
+    """Orbax's marks stand. Written after everything else, at the same time."""
     text = SUCCESS_TEXT % context.requests.location(name).encode()
-    await context.requests.replace(join(name, SUCCESS), text)
+    try:
+        async with asyncio.TaskGroup() as group:
+            for mark in marks(paths):
+                group.create_task(context.requests.replace(join(name, mark), text))
+    except BaseExceptionGroup as errors:
+        raise leading_error(errors) from None
 
 
 async def follow_record(
@@ -86,11 +99,11 @@ async def follow_record(
         files = {} if standing is None else await load_fixed(context, name, standing)
         stale = [path for path in paths if path not in files]
         if standing is None:
-            stale.append(SUCCESS)
+            stale += marks(paths)
         await context.requests.delete([join(name, path) for path in stale])
         await write_fixed(context, name, files)
         if context.google and standing is not None:
-            await write_success(context, name)
+            await write_success(context, name, files)
         save_id, paths = standing, files.keys()
 
 
@@ -131,7 +144,7 @@ async def mend(context: Context, name: str) -> bool:
     assert record.save_id is not None
     await write_fixed(context, name, wrong)
     if context.google:
-        await write_success(context, name)
+        await write_success(context, name, files)
     await follow_record(context, name, record.save_id, files.keys())
     return True
 

@@ -6,6 +6,7 @@ step would then both be told that they have won.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from asyncckpt.stores.objects.client import RequestError
@@ -15,8 +16,16 @@ from asyncckpt.stores.objects.requests import Requests
 log = logging.getLogger("asyncckpt.stores")
 
 
-async def creates_conditionally(requests: Requests) -> bool:
+WRITE_SPACING_S = 1.1
+"""Google's store takes one write of an object per second."""
+
+
+async def creates_conditionally(requests: Requests, *, spacing_s: float = 0.0) -> bool:
     """Whether the second of two conditional creations was refused; leaves nothing.
+
+    Args:
+        requests: of the store.
+        spacing_s: seconds between two writes of one object, where a store wants them.
 
     Raises:
         RequestError: the store does not answer, or allows no writing; nothing is known.
@@ -24,7 +33,10 @@ async def creates_conditionally(requests: Requests) -> bool:
     key = probe_key()
     try:
         # "exists" to the first one is an answer too: an earlier try of it was refused nothing.
-        refused = not await requests.create(key, b"1") or not await requests.create(key, b"2")
+        refused = not await requests.create(key, b"1")
+        if not refused:
+            await asyncio.sleep(spacing_s)
+            refused = not await requests.create(key, b"2")
     except RequestError as error:
         if error.kind != "invalid":
             raise

@@ -228,7 +228,7 @@ class Publication:
             except BaseExceptionGroup as errors:
                 raise leading_error(errors) from None
             if self._context.google:
-                await write_success(self._context, self._name)
+                await write_success(self._context, self._name, self._fixed)
         except RequestError as error:
             log.warning(
                 "%s: the checkpoint is committed, but files for other programs could not be "

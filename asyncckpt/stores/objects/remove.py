@@ -13,8 +13,8 @@ from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.stores.objects.context import Context, read_record
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.fixed import load_fixed
-from asyncckpt.stores.objects.layout import RECORD, SUCCESS, fixed_owner, join, owner
-from asyncckpt.stores.objects.mend import follow_record
+from asyncckpt.stores.objects.layout import RECORD, fixed_owner, join, owner
+from asyncckpt.stores.objects.mend import follow_record, marks
 from asyncckpt.stores.objects.publish import OBJECTS_MAX
 
 log = logging.getLogger("asyncckpt.stores")
@@ -39,7 +39,7 @@ async def remove(context: Context, name: str) -> None:
             )
         fixed = await _contents(context, name, record.save_id)
         if context.google:
-            await requests.delete([join(name, SUCCESS)])
+            await requests.delete([join(name, mark) for mark in marks(fixed)])
         await requests.delete([join(name, RECORD)])
     if record.save_id is None:
         return

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from asyncckpt.flow.climb import Climb, Meter
 from asyncckpt.flow.hedge import HedgeBudget, first
 from asyncckpt.flow.limiter import Limiter, Permit
 from asyncckpt.flow.link import Direction, Link
-from asyncckpt.flow.retry import Tries
+from asyncckpt.flow.retry import Patience, Tries
 from asyncckpt.stores.objects.client import RETRYABLE, Kind, RequestError
 from asyncckpt.stores.objects.policy import RequestPolicy
 
@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 REPEATED: frozenset[Kind] = RETRYABLE - {"conflict"}
 """What is tried again unless a request says otherwise."""
+
+FIRST_TRIES = 4
+"""Tries of a request to a server that no request has reached yet: two seconds."""
 
 LONGEST = 8
 """Times the deadline of the first try that a try gets at most, after others ran out of time."""
@@ -73,6 +76,7 @@ class Sender:
             )
             for direction in _DIRECTIONS
         }
+        self._answered = False
         self._url = url
         self._policy = policy
         self._rng = rng
@@ -117,7 +121,7 @@ class Sender:
                 if error.kind not in retried:
                     raise
                 if tries is None:
-                    tries = Tries(self._policy.patience, self._rng)
+                    tries = Tries(self._patience(error.kind), self._rng)
                 wait_s = tries.next_wait_s(
                     self._now() - this.begun_s,
                     asked_s=error.retry_after_s,
@@ -130,6 +134,14 @@ class Sender:
                     self._url, error, len(failed) + 1, self._policy.patience.tries, wait_s,
                 )  # fmt: skip
             await asyncio.sleep(wait_s)
+
+    def _patience(self, kind: Kind) -> Patience:
+        """How often a request is tried that failed like this."""
+        patience = self._policy.patience
+        if kind == "connection" and not self._answered:
+            # More likely a name that is misspelt than a network that will be back.
+            return replace(patience, tries=min(patience.tries, FIRST_TRIES))
+        return patience
 
     async def bounded(self, this: Try, call: Callable[[], Awaitable[T]]) -> T:
         """One request that moves no data worth measuring."""
@@ -235,11 +247,13 @@ class Sender:
             self.limiter.throttled(permit)
             raise RequestError("timeout", f"no answer within {this.deadline_s:g} s") from None
         except RequestError as error:
+            self._answered |= error.kind != "connection"
             if error.kind == "timeout":
                 this.abandoned = True
             if error.kind in ("throttled", "timeout"):
                 self.limiter.throttled(permit)
             raise
+        self._answered = True
         self.limiter.succeeded(permit)
         return answer
 

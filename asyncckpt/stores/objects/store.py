@@ -46,7 +46,7 @@ from asyncckpt.stores.objects.layout import (
     check_save_id,
 )
 from asyncckpt.stores.objects.mend import mend_quietly
-from asyncckpt.stores.objects.probe import creates_conditionally
+from asyncckpt.stores.objects.probe import WRITE_SPACING_S, creates_conditionally
 from asyncckpt.stores.objects.remove import remove
 from asyncckpt.stores.objects.requests import Requests
 
@@ -214,7 +214,7 @@ class ObjectStore:
         check_save_id(save_id)
         self._use(name)
         if self._conditional is None and self._probe is None:
-            self._probe = Beside(creates_conditionally(self._requests))
+            self._probe = Beside(self._try_creating())
         return ObjectAttempt(
             self._context,
             name,
@@ -239,9 +239,13 @@ class ObjectStore:
         """
         check_name(name)
         if self._conditional is None and self._probe is None:
-            self._probe = Beside(creates_conditionally(self._requests))
+            self._probe = Beside(self._try_creating())
         conditional = await self._creates_conditionally()
         return ObjectExport(self._context, name, overwrite=overwrite, conditional=conditional)
+
+    async def _try_creating(self) -> bool:
+        spacing_s = WRITE_SPACING_S if self._context.google else 0.0
+        return await creates_conditionally(self._requests, spacing_s=spacing_s)
 
     async def _creates_conditionally(self) -> bool:
         if self._conditional is None:
@@ -251,7 +255,7 @@ class ObjectStore:
                     conditional = await self._probe.result()
                 except RequestError:
                     # Once more, and now somebody hears of it.
-                    conditional = await creates_conditionally(self._requests)
+                    conditional = await self._try_creating()
             except RequestError as error:
                 raise store_error(
                     "finding out whether it creates objects conditionally",
