@@ -16,8 +16,8 @@ help:  ## list the targets
 demo: $(VENV)/.installed-demo  ## train, be killed, resume, compare bit by bit
 	$(PY) examples/demo.py
 
-test: $(VENV)/.installed-dev  ## run the tests, in two processes
-	$(PY) -m pytest -n 2 --dist loadfile
+test: $(VENV)/.installed-dev  ## run the tests, in three processes
+	$(PY) -m pytest -n 3 --dist loadfile
 
 test-long: $(VENV)/.installed-dev  ## run the long tests: the whole first bar of RELIABILITY
 	$(PY) -m pytest -m long -s --timeout=7200 -o faulthandler_timeout=7100

@@ -238,6 +238,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def test_a_bytearray_slot_is_sent_from_where_it_lies_and_used_again(workers: Workers) -> None:
     pool = bytes_pool(1, workers)
+    await pool.prepare(1)
+    await workers.run(int)  # the thread has let go of what it allocated
+    await workers.run(int)
     (slot,) = await pool.take()
     address = slot.buffer.ctypes.data
     slot.buffer[:] = 7

@@ -33,7 +33,9 @@ PLACES = {
 """Pattern and number of the request at which it ends."""
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("kind", ["s3fs", "obstore"])
 async def test_a_process_that_ends_in_an_upload_leaves_a_whole_step_or_none(
