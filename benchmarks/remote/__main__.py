@@ -71,8 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         facts.pop("file system")
         facts["versions"] = {**versions(), **_versions()}
         found.facts = facts
-        for profile in options.profile or CASTS:
-            suite.attempt(profile, None, lambda profile=profile: suite.run(profile))
+        try:
+            for profile in options.profile or CASTS:
+                suite.attempt(profile, None, lambda profile=profile: suite.run(profile))
+        except (KeyboardInterrupt, SystemExit):
+            found.errors.append("interrupted: what had been measured until then stands here")
     found.facts["duration"] = f"{time.monotonic() - start:.0f} s"
     found.facts["date"] = time.strftime("%Y-%m-%d", time.gmtime())
     found.facts["sizes"] = (
