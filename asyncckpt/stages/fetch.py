@@ -170,12 +170,13 @@ class Fetch:
     def _reads(self) -> Iterator[list[ReadBatch]]:
         """Batches that one call reads: neighbours that go straight into targets, else one.
 
-        Small ones behind them are read along.
+        Small ones behind them are read along; from stores that are far away everything is, up to
+        what one request carries.
         """
         run: list[ReadBatch] = []
         aside = 0
         for batch in self._plan.batches:
-            if self._is_direct(batch):
+            if self._begins(batch):
                 if run and not self._continues(run, batch):
                     yield run
                     run, aside = [], 0
@@ -192,6 +193,16 @@ class Fetch:
             yield [batch]
         if run:
             yield run
+
+    def _begins(self, batch: ReadBatch) -> bool:
+        """Whether a run of batches may begin with this one."""
+        if self._is_direct(batch):
+            return True
+        if not self._capabilities.read_copies or batch.nbytes > self._pool.slot_nbytes:
+            return False
+        return not (
+            self._any_encoded and any(self._codec(part).decode is not None for part in batch.parts)
+        )
 
     def _continues(self, run: Sequence[ReadBatch], batch: ReadBatch) -> bool:
         first, last = run[0], run[-1]
@@ -213,8 +224,10 @@ class Fetch:
         nbytes = batches[-1].offset + batches[-1].nbytes - batch.offset
         copied = min(nbytes, READ_AHEAD_NBYTES) * self._capabilities.read_copies
         copies = min(-(-copied // slot_nbytes), budget.capacity)
-        if self._is_direct(batch):
+        if self._begins(batch):
             if copies:
+                aside = sum(b.nbytes for b in batches if not self._is_direct(b))
+                copies = min(copies - (-aside // slot_nbytes), budget.capacity)
                 await budget.acquire(copies)
             return [], copies
         encoded = []
