@@ -206,7 +206,9 @@ async def test_the_death_of_the_engine_fails_what_is_outstanding(
     with pytest.raises(EngineDiedError, match="its thread has ended"):
         await ckpt.save(3, TREE)
     await ckpt.close()
-    assert engine_threads() == []
+    async with asyncio.timeout(30):
+        while engine_threads():  # they end by themselves, at leisure
+            await asyncio.sleep(0.01)
     # What was committed stays, the rest was cleaned up.
     async with asyncckpt.Checkpointer(tmp_path) as again:
         assert await again.steps() == [1]

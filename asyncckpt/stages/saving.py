@@ -125,9 +125,10 @@ class DataStages:
     async def run(self, index: Callable[[Payload], Coroutine[Any, Any, T]]) -> T:
         """All data files are durable, and so is what `index` has made of their places.
 
-        Every leaf was copied before `staged` was called. `index` is called when the last checksum
-        is known, while the last files are still on their way, and once more if one of these had
-        to be sent again under another name; the result is that of its last call.
+        Every leaf was copied before `staged` was called. On local disk `index` is called when all
+        data are durable. On object stores, where it costs a round trip, it is called when the last
+        checksum is known, while the last files are still on their way, and once more if one of
+        these had to be sent again under another name; the result is that of its last call.
 
         Cancellation: waits for copies and writes that are running, then frees all slots.
 
@@ -165,12 +166,17 @@ class DataStages:
                 inline = await self._stage(windows, chunks, reserved)
                 await sealed
                 await packed
-                first = payload()
-                result = await index(first)
+                made: tuple[Payload, T] | None = None
+                if not self._positional:
+                    # Nothing else of it can be found before the record.
+                    first = payload()
+                    made = first, await index(first)
         finally:
             self._staging.release()
         last = payload()
-        return result if last.files == first.files else await index(last)
+        if made is not None and made[0].files == last.files:
+            return made[1]
+        return await index(last)
 
     def _path(self, file: int) -> str:
         return f"{self._database}/{data_file_path(self._save_id, file)}"
