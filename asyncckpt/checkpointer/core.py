@@ -97,7 +97,7 @@ class Core:
         self.name = ""
         self._store: Store | None = None
         self._opening = asyncio.Lock()
-        self._open_store: Callable[[], Store] = self._has_store
+        self._open_store: Callable[[], Store] | None = None
         if one_shot and is_url(location):
             # Libraries are imported and accounts looked up: nothing for the caller's loop.
             root, self.name = split_url(str(location))
@@ -290,11 +290,9 @@ class Core:
         if self._store is None:
             async with self._opening:
                 if self._store is None:
+                    assert self._open_store is not None
                     self._store = await self.runtime.engine.compute.run(self._open_store)
         return await function()
-
-    def _has_store(self) -> Store:
-        return self.store
 
     async def _retained(self, report: SaveReport) -> SaveReport:
         if self._history is None or report.step is None:
