@@ -227,9 +227,12 @@ class ChunkPacker:
         return count * self._pool.units
 
     def release(self) -> None:
-        """All slots that are at hand have gone back."""
+        """All slots have gone back, and the parts of the budget whose replacement nobody needed."""
         self._pool.give(self._reserved)
         self._reserved.clear()
+        while not self._ready.empty():
+            if self._ready.get_nowait() is None:
+                self._pool.budget.release(self._pool.units)
 
     def done(self, slot: Slot, error: BaseException | None, reusable: bool) -> None:
         """A slot that was emitted has been written."""
