@@ -14,10 +14,11 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from asyncckpt.checkpointer.api import Leaves, ProgressCallback
+from asyncckpt.checkpointer.arguments import number_of
 from asyncckpt.checkpointer.collecting import COLLECT_MIN_S, Collection
 from asyncckpt.checkpointer.comparison import Comparison
 from asyncckpt.checkpointer.conversion import Conversion
-from asyncckpt.checkpointer.core import Core, number_of
+from asyncckpt.checkpointer.core import Core
 from asyncckpt.checkpointer.destination import (
     Destination,
     Format,
@@ -244,15 +245,15 @@ class Checkpointer:
         core = self._core
         if core.forked():
             return
-        try:
-            core.wait_blocking()
-        except KeyboardInterrupt:
-            for pending in core.in_flight():
-                pending._job.abort()
-            raise
-        finally:
-            core.close()
-        core.raise_unseen()
+        with core.heard():
+            try:
+                core.wait_blocking()
+            except KeyboardInterrupt:
+                for pending in core.in_flight():
+                    pending._job.abort()
+                raise
+            finally:
+                core.close()
 
 
 def save(

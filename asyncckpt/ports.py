@@ -11,7 +11,7 @@ every `Store` must pass.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -96,6 +96,8 @@ class Sizes:
         chunk_nbytes: target size of chunks at most, so that one lies in one window; None where it
             does not matter.
         chunk_limit_nbytes: larger chunks cannot be stored; None for no limit.
+        even_streams: data files may be made smaller, down to half, so that so many writes of
+            whole files end at the same time; None where that is not worth while.
     """
 
     data_file_nbytes: int
@@ -103,6 +105,7 @@ class Sizes:
     concurrency: int
     chunk_nbytes: int | None = None
     chunk_limit_nbytes: int | None = None
+    even_streams: int | None = None
 
 
 class DataFile(Protocol):
@@ -243,7 +246,13 @@ class CheckpointFiles(Protocol):
         ...
 
     async def read_into(
-        self, path: str, offset: int, buffers: Sequence[Bytes], *, direct: bool = False
+        self,
+        path: str,
+        offset: int,
+        buffers: Sequence[Bytes],
+        *,
+        direct: bool = False,
+        received: Callable[[], None] | None = None,
     ) -> None:
         """The buffers are filled, one after the other, from a run of the file at `offset`.
 
@@ -253,6 +262,8 @@ class CheckpointFiles(Protocol):
             buffers: what to fill.
             direct: the buffers are the pipeline's own memory, so that the store may read past
                 the page cache into those that are aligned.
+            received: called where all bytes have come before they are in the buffers: the way to
+                the store is free for another read. Never called by stores without such a moment.
 
         Cancellation: waits until nobody writes to the buffers, then raises.
 

@@ -7,6 +7,7 @@ import gc
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,12 @@ import pytest
 
 import asyncckpt
 from asyncckpt import blocking
+from asyncckpt.checkpointer.runtime import Runtime
 from asyncckpt.errors import ClosedError, EngineDiedError, UsageError
+from asyncckpt.flow.threads import Workers
+from asyncckpt.stages.opened import is_record
+from asyncckpt.stores.local import LocalStore
+from asyncckpt.testing.faults import Fault, FaultStore, Gate
 from tests import children
 from tests.checkpointer.script import Script, in_thread
 from tests.watch import nothing_left_behind
@@ -353,6 +359,118 @@ os._exit(9)
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:
         assert await ckpt.steps() == []
     assert list(tmp_path.iterdir()) == []
+
+
+class Foreign:
+    """A store that is not ours: any error may come from it."""
+
+    def __init__(self, root: Path) -> None:
+        self._workers = Workers(2, "foreign")
+        self.store = FaultStore(LocalStore(root, self._workers, is_valid=is_record))
+
+    def fails(self, kind: str) -> None:
+        self.store.script.append(Fault(kind, 0, error=RuntimeError(f"no {kind}")))
+
+    def shutdown(self) -> None:
+        self._workers.shutdown()
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Iterator[Foreign]:
+    store = Foreign(tmp_path)
+    yield store
+    store.shutdown()
+
+
+async def test_a_sweep_that_fails_in_any_way_is_logged_and_everything_released(
+    foreign: Foreign, caplog: pytest.LogCaptureFixture
+) -> None:
+    foreign.fails("sweep")
+    ckpt = asyncckpt.Checkpointer(foreign.store)
+    assert (await ckpt.save(1, TREE)).step == 1
+    runtime = ckpt._core.runtime
+    assert runtime.pool.allocated_nbytes
+    await ckpt.close()
+    assert foreign.store.counts["sweep"] == foreign.store.counts["close"] == 1
+    assert runtime.pool.allocated_nbytes == 0
+    assert engine_threads() == []
+    (told,) = caplog.records
+    assert told.levelno == logging.WARNING and "could not be swept" in told.message
+    assert told.exc_info and str(told.exc_info[1]) == "no sweep"
+    async with asyncckpt.Checkpointer(foreign.store) as again:
+        assert await again.steps() == [1]
+
+
+def test_a_sweep_that_fails_is_logged_without_async_too(
+    foreign: Foreign, caplog: pytest.LogCaptureFixture
+) -> None:
+    foreign.fails("sweep")
+    with caplog.at_level(logging.CRITICAL, "asyncckpt"):
+        ckpt = blocking.Checkpointer(foreign.store)
+        ckpt.save(1, TREE)
+        ckpt.close()
+    assert foreign.store.counts["close"] == 1
+    assert engine_threads() == []
+
+
+async def test_a_sweep_that_is_cancelled_releases_everything(foreign: Foreign) -> None:
+    ckpt = asyncckpt.Checkpointer(foreign.store)
+    await ckpt.save(1, TREE)
+    core = ckpt._core
+    gate = Gate()
+    foreign.store.script.append(Fault("sweep", gate=gate))
+    releasing = core.runtime.engine.submit(core._root.release)
+    await core.call(gate.reached.wait).wait()
+    releasing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await releasing.wait()
+    assert foreign.store.counts["close"] == 1
+    assert core.runtime.pool.allocated_nbytes == 0
+    await ckpt.close()
+
+
+async def test_a_store_that_cannot_be_closed_leaves_no_thread(foreign: Foreign) -> None:
+    foreign.fails("close")
+    ckpt = asyncckpt.Checkpointer(foreign.store)
+    await ckpt.save(1, TREE)
+    with pytest.raises(RuntimeError, match="no close"):
+        await ckpt.close()
+    assert engine_threads() == []
+    ordinary = blocking.Checkpointer(foreign.store)
+    ordinary.save(2, TREE)
+    with pytest.raises(RuntimeError, match="no close"):
+        ordinary.close()
+    assert engine_threads() == []
+
+
+async def test_a_store_that_cannot_be_closed_keeps_no_memory_and_no_other_store_open(
+    foreign: Foreign, tmp_path: Path
+) -> None:
+    ckpt = asyncckpt.Checkpointer(foreign.store)
+    await ckpt.save(1, TREE)
+    runtime = ckpt._core.runtime
+    assert runtime.pool.allocated_nbytes
+    others = [FaultStore(foreign.store.inner) for _ in range(2)]
+    runtime._stores[:] = [others[0], foreign.store, others[1]]
+    foreign.fails("close")
+    with pytest.raises(RuntimeError, match="no close"):
+        await ckpt.close()
+    assert [store.counts["close"] for store in runtime._stores] == [1, 1, 1]
+    assert runtime.pool.allocated_nbytes == 0
+
+
+@pytest.mark.parametrize("blocked", [False, True], ids=["async", "blocking"])
+async def test_a_runtime_whose_store_cannot_be_closed_leaves_no_thread(
+    foreign: Foreign, blocked: bool
+) -> None:
+    foreign.fails("close")
+    runtime = Runtime("asyncckpt-test", host_memory_nbytes=None)
+    runtime.store(foreign.store, direct_io="auto", storage_options=None)
+    await runtime.engine.submit(foreign.store.names).wait()
+    assert "asyncckpt-test" in engine_threads()
+    with pytest.raises(RuntimeError, match="no close"):
+        await (in_thread(runtime.close) if blocked else runtime.aclose())
+    assert engine_threads() == []
 
 
 async def test_a_save_is_committed_while_the_callers_loop_is_blocked(tmp_path: Path) -> None:

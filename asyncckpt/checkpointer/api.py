@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from asyncckpt.checkpointer.core import Core, number_of
+from asyncckpt.checkpointer.arguments import number_of
+from asyncckpt.checkpointer.core import Core
 from asyncckpt.checkpointer.finish import finish_into, finish_tree
 from asyncckpt.checkpointer.pending import PendingSave
 from asyncckpt.checkpointer.prepare import tree_nbytes
@@ -307,14 +308,7 @@ class Checkpointer:
         Raises:
             …: the failure of a save that nobody has heard of, once.
         """
-        for pending in self._core.in_flight():
-            waiter = asyncio.wrap_future(pending._job.future)
-            try:
-                await asyncio.wait((waiter,))
-            except asyncio.CancelledError:
-                waiter.cancel()
-                raise
-            waiter.exception()
+        await self._idle()
         self._core.raise_unseen()
 
     async def close(self) -> None:
@@ -323,26 +317,33 @@ class Checkpointer:
         Cancellation: aborts the saves in flight, waits for their clean-up, closes, then raises.
 
         Raises:
-            …: the failure of a save that nobody has heard of, once.
+            …: the failure of a save that nobody has heard of, once; or the store's, which could
+                not be closed.
         """
         core = self._core
         if core.forked():
             return
-        failure: BaseException | None = None
-        try:
+        with core.heard():
             try:
-                await self.wait()
-            except Exception as error:
-                failure = error
-        except asyncio.CancelledError:
-            for pending in core.in_flight():
-                pending.cancel()
-                await uninterrupted(pending._settled())
-            raise
-        finally:
-            await uninterrupted(core.aclose())
-        if failure is not None:
-            raise failure
+                await self._idle()
+            except asyncio.CancelledError:
+                for pending in core.in_flight():
+                    pending.cancel()
+                    await uninterrupted(pending._settled())
+                raise
+            finally:
+                await uninterrupted(core.aclose())
+
+    async def _idle(self) -> None:
+        """As `wait`; how the saves ended is not looked at."""
+        for pending in self._core.in_flight():
+            waiter = asyncio.wrap_future(pending._job.future)
+            try:
+                await asyncio.wait((waiter,))
+            except asyncio.CancelledError:
+                waiter.cancel()
+                raise
+            waiter.exception()
 
 
 async def save(

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from asyncckpt.checkpointer.arguments import guarded, typed
 from asyncckpt.checkpointer.comparing import Difference, Values
-from asyncckpt.checkpointer.core import guarded, typed
 from asyncckpt.checkpointer.describing import described, notes
 from asyncckpt.checkpointer.origin import Origin, open_origin, options_of, shares
 from asyncckpt.checkpointer.reader import LeafReader

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncckpt.checkpointer.core import checked_metadata, guarded, typed
+from asyncckpt.checkpointer.arguments import checked_metadata, guarded, typed
 from asyncckpt.checkpointer.destination import Destination, Target, multipart_options
 from asyncckpt.checkpointer.origin import open_origin, options_of, shares
 from asyncckpt.checkpointer.reader import LeafReader

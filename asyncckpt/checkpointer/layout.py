@@ -116,6 +116,7 @@ def layout_key(
             sizes.window_nbytes,
             sizes.chunk_nbytes,
             sizes.chunk_limit_nbytes,
+            sizes.even_streams,
             options.compression,
             options.compression_level,
             options.layout,
@@ -168,6 +169,7 @@ def make_layout(taken: Capture, options: SaveOptions, budget_nbytes: int, sizes:
             aligned_chunk_nbytes=ALIGNED_CHUNK_NBYTES,
             inline_nbytes=INLINE_NBYTES,
             regular=options.layout == "regular",
+            even_streams=sizes.even_streams,
         )
     except UsageError as error:
         raise _with_path(error, names, taken.paths) from None

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncckpt.checkpointer.core import STEP
 from asyncckpt.checkpointer.reader import LeafReader
 from asyncckpt.checkpointer.runtime import Runtime
+from asyncckpt.checkpointer.steps import STEP
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from asyncckpt.options import default_budget_nbytes
 from asyncckpt.ports import Store

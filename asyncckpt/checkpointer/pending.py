@@ -1,9 +1,15 @@
 """A save that goes on in the background."""
 
+# Rule 1: a failure is heard of by all who wait for the save when it fails, or else by one who looks
+#   for failures later.
+# Rule 2: whoever waits is a listener from before the save's end until it has marked the failure as
+#   seen, so that nobody else is told in between; one that gives up waiting leaves it to others.
+
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+import contextlib
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -36,6 +42,7 @@ class PendingSave:
         self._staged = staged
         self._state = state
         self._seen = False
+        self._listeners: set[object] = set()
         self.location = location
         self.step = step
         self.skipped = skipped
@@ -85,12 +92,13 @@ class PendingSave:
 
     async def _wait(self) -> SaveReport:
         waiter = asyncio.wrap_future(self._job.future)
-        try:
-            await asyncio.wait((waiter,))
-        except asyncio.CancelledError:
-            waiter.cancel()  # detaches; the job's own future cannot be cancelled
-            raise
-        self._seen = True
+        with self._listening():
+            try:
+                await asyncio.wait((waiter,))
+            except asyncio.CancelledError:
+                waiter.cancel()  # detaches; the job's own future cannot be cancelled
+                raise
+            self._seen = True
         return waiter.result()
 
     async def _wait_owned(self) -> SaveReport:
@@ -104,15 +112,16 @@ class PendingSave:
         Cancellation: aborts the save and waits for its clean-up.
         """
         waiter = asyncio.wrap_future(self._staged)
-        try:
-            await asyncio.wait((waiter,))
-        except asyncio.CancelledError:
-            waiter.cancel()
-            self._seen = True
-            self._job.cancel()
-            await self._settled()
-            raise
-        self._raise_early()
+        with self._listening():
+            try:
+                await asyncio.wait((waiter,))
+            except asyncio.CancelledError:
+                waiter.cancel()
+                self._seen = True
+                self._job.cancel()
+                await self._settled()
+                raise
+            self._raise_early()
 
     async def _settled(self) -> None:
         waiter = asyncio.wrap_future(self._job.future)
@@ -123,6 +132,20 @@ class PendingSave:
         if self._job.done() and self._job.future.exception() is not None:
             self._seen = True
             self._job.future.result()
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Inside the block, the caller waits for the end of the save, and hears if it fails."""
+        listener = object()
+        self._listeners.add(listener)
+        try:
+            yield
+        finally:
+            self._listeners.discard(listener)
+
+    def _awaited(self) -> bool:
+        """Whether somebody waits, who has not heard yet."""
+        return bool(self._listeners)
 
     def _unseen_error(self) -> BaseException | None:
         """The failure that nobody has heard of; from now on it counts as heard."""
@@ -146,9 +169,10 @@ class BlockingPendingSave(PendingSave):
             TimeoutError: it is not done after `timeout_s` seconds; it goes on.
             SaveError, StoreError, …: the save failed.
         """
-        if not wait_quietly(self._job.future, timeout_s):
-            raise TimeoutError(f"{self!r} is not done after {timeout_s} s; it goes on")
-        self._seen = True
+        with self._listening():
+            if not wait_quietly(self._job.future, timeout_s):
+                raise TimeoutError(f"{self!r} is not done after {timeout_s} s; it goes on")
+            self._seen = True
         return self._job.future.result()
 
     def _own_result(self) -> SaveReport:
@@ -158,10 +182,11 @@ class BlockingPendingSave(PendingSave):
 
     def _await_staged(self) -> None:
         """As `_wait_staged`, blocking; Ctrl-C aborts the save and waits for its clean-up."""
-        try:
-            wait_quietly(self._staged)
-        except KeyboardInterrupt:
-            self._seen = True
-            self._job.abort()
-            raise
-        self._raise_early()
+        with self._listening():
+            try:
+                wait_quietly(self._staged)
+            except KeyboardInterrupt:
+                self._seen = True
+                self._job.abort()
+                raise
+            self._raise_early()

@@ -57,18 +57,18 @@ class History:
             store: where they are.
             candidates: names in it that may be steps, ascending.
             saved: the step just saved, which stays.
-            reading: names that a restore of this run is reading, which stay, with their counts.
+            reading: names that are being read at any time meanwhile, which stay, with their counts.
         """
         deleted: list[int] = []
         steps, notes = await self._decide(store, candidates, saved)
         for step in steps:
-            if reading.get(str(step)):
-                continue
             try:
-                if await self._unchanged(store, step):
-                    await store.delete(str(step))
-                    deleted.append(step)
-                    del self._seen[step]
+                # Who reads it is asked last: somebody may begin while the record is looked at.
+                if not await self._unchanged(store, step) or reading.get(str(step)):
+                    continue
+                await store.delete(str(step))
+                deleted.append(step)
+                del self._seen[step]
             except CheckpointNotFoundError:
                 continue
             except AsyncCheckpointError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -117,23 +118,34 @@ class Runtime:
         )
 
     async def release(self) -> None:
-        """Stores are closed and staging memory is returned. Runs on the engine."""
-        for store in self._stores:
-            await store.close()
-        for pool in tuple(self._pools):
-            pool.close()
+        """Stores are closed and staging memory is returned. Runs on the engine.
+
+        Raises:
+            …: a store could not be closed; everything else was released.
+        """
+        try:
+            async with contextlib.AsyncExitStack() as stores:
+                for store in self._stores:
+                    stores.push_async_callback(store.close)
+        finally:
+            for pool in tuple(self._pools):
+                pool.close()
 
     async def aclose(self) -> None:
         """As `release`, and all threads have ended. Idempotent."""
-        if self.engine.usable:
-            await self.engine.submit(self.release).wait()
-        await self.engine.aclose()
+        try:
+            if self.engine.usable:
+                await self.engine.submit(self.release).wait()
+        finally:
+            await self.engine.aclose()
 
     def close(self) -> None:
         """As `aclose`, blocking."""
-        if self.engine.usable and not self.engine.abandoned:
-            self.engine.submit(self.release).result()
-        self.engine.close()
+        try:
+            if self.engine.usable and not self.engine.abandoned:
+                self.engine.submit(self.release).result()
+        finally:
+            self.engine.close()
 
 
 def reads_in_flight(files: CheckpointFiles, wanted: Any) -> int:

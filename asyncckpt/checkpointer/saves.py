@@ -1,6 +1,7 @@
 """One save: plan, then stage, serialize, upload and commit."""
 
-# Rule 1: an existing checkpoint is reported before anything is staged.
+# Rule 1: an existing checkpoint is reported before the caller goes on: on local disk before
+#   anything is staged, on object stores, where looking takes a round trip, beside the staging.
 # Rule 2: the attempt ends in exactly one of publish and abort, also across repeated cancellation.
 # Rule 3: once `publish` has been called, its outcome is awaited and is the save's outcome.
 
@@ -148,7 +149,7 @@ class Save:
         Cancellation: aborts the attempt and cleans up, unless publication has begun.
 
         Raises:
-            CheckpointExistsError: the name is taken; nothing was written.
+            CheckpointExistsError: the name is taken; nothing of this save is left.
             DeadlineExceededError: `deadline_s` passed; nothing is left.
             SaveAbortedError: cancelled; nothing is left.
             SaveError, StoreError: names stage, leaf or file; nothing is left.
@@ -192,12 +193,8 @@ class Save:
 
     async def _run(self) -> SaveReport:
         request, runtime = self._request, self._runtime
-        if not request.overwrite and await exists(self._store, request.name):
-            raise CheckpointExistsError(
-                f"{self._location}: a checkpoint stands here already; pass overwrite=True to "
-                "replace it, or save another step",
-                location=self._location,
-            )
+        if not request.overwrite and self._store.capabilities.positional_writes:
+            await self._refuse_existing()
         sizes = self._sizes()
         layout, cached = await self._layout(sizes)
         plan = layout.plan
@@ -243,6 +240,14 @@ class Save:
             notes=layout.notes,
         )
 
+    async def _refuse_existing(self) -> None:
+        if await exists(self._store, self._request.name):
+            raise CheckpointExistsError(
+                f"{self._location}: a checkpoint stands here already; pass overwrite=True to "
+                "replace it, or save another step",
+                location=self._location,
+            )
+
     def _sizes(self) -> Sizes:
         return sizes_for(self._runtime, self._store, self._request.taken, self._request.options)
 
@@ -269,6 +274,7 @@ class Save:
         taken = request.taken
         mirrors, owners = mirror_sources(taken, layout.mirrors, NumpyAdapter())
         capabilities = self._store.capabilities
+        copied = asyncio.Event()
         data = DataStages(
             layout.plan,
             [*taken.sources, *mirrors],
@@ -284,7 +290,7 @@ class Save:
             compute=runtime.engine.compute,
             stall_first=request.stall_first,
             reference=request.options.snapshot == "reference",
-            staged=self._all_staged,
+            staged=copied.set,
             progress=self._progressed,
         )
         self._state.stage = "stage"
@@ -295,7 +301,15 @@ class Save:
         async def index(payload: Payload) -> tuple[bytes, int, int]:
             return await self._index(attempt, layout, payload, compatibility, next(indexed))
 
+        async def let_go() -> None:
+            # What an attempt writes before its record, nobody else can see.
+            if not request.overwrite and not capabilities.positional_writes:
+                await self._refuse_existing()
+            await copied.wait()
+            self._all_staged()
+
         async with asyncio.TaskGroup() as group:
+            group.create_task(let_go())
             group.create_task(put_all(attempt, orbax))
             record = await data.run(index)
         return data, record

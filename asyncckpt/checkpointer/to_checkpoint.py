@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable
 
 from asyncckpt.checkpointer.capture import Capture
-from asyncckpt.checkpointer.core import STEP
 from asyncckpt.checkpointer.destination import Target, is_banded
 from asyncckpt.checkpointer.layout import LayoutCache, layout_key, make_layout
 from asyncckpt.checkpointer.origin import Origin
@@ -19,6 +18,7 @@ from asyncckpt.checkpointer.saves import (
     packing_nbytes,
     sizes_for,
 )
+from asyncckpt.checkpointer.steps import STEP
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.options import INLINE_NBYTES, LeafOptions, SaveOptions
 from asyncckpt.planning.pack import TRAILER_NBYTES

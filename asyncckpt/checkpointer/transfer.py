@@ -10,6 +10,7 @@ from asyncckpt.checkpointer.api import ProgressCallback
 from asyncckpt.checkpointer.comparison import Comparison
 from asyncckpt.checkpointer.conversion import Conversion
 from asyncckpt.checkpointer.destination import (
+    Destination,
     Format,
     destination_of,
     export_destination,
@@ -61,20 +62,10 @@ async def convert(
         CorruptCheckpointError: names leaf, file and offset; nothing was written.
         UsageError: the format cannot hold a leaf; names it, and what to do. Nothing was written.
     """
-    work = Conversion(
-        source,
-        destination_of(
-            destination, to, orbax=False, overwrite=overwrite, max_file_nbytes=max_file_nbytes
-        ),
-        metadata=metadata,
-        options=options,
-        storage_options=storage_options,
-        progress=progress,
+    target = destination_of(
+        destination, to, orbax=False, overwrite=overwrite, max_file_nbytes=max_file_nbytes
     )
-    try:
-        return await work.submit().wait()
-    finally:
-        await uninterrupted(work.aclose())
+    return await _convert(source, target, metadata, options, storage_options, progress)
 
 
 async def export(
@@ -96,18 +87,8 @@ async def export(
     Raises:
         UnsupportedLeafError: Orbax cannot hold a leaf; names it. Nothing was written.
     """
-    work = Conversion(
-        source,
-        export_destination(destination, to, overwrite=overwrite),
-        metadata=metadata,
-        options=options,
-        storage_options=storage_options,
-        progress=progress,
-    )
-    try:
-        return await work.submit().wait()
-    finally:
-        await uninterrupted(work.aclose())
+    target = export_destination(destination, to, overwrite=overwrite)
+    return await _convert(source, target, metadata, options, storage_options, progress)
 
 
 async def diff(
@@ -139,6 +120,28 @@ async def diff(
         first,
         second,
         bitwise=bitwise,
+        options=options,
+        storage_options=storage_options,
+        progress=progress,
+    )
+    try:
+        return await work.submit().wait()
+    finally:
+        await uninterrupted(work.aclose())
+
+
+async def _convert(
+    source: str | os.PathLike[str],
+    destination: Destination,
+    metadata: Mapping[str, Any] | None,
+    options: SaveOptions | None,
+    storage_options: Mapping[str, Any] | None,
+    progress: ProgressCallback | None,
+) -> ConvertReport:
+    work = Conversion(
+        source,
+        destination,
+        metadata=metadata,
         options=options,
         storage_options=storage_options,
         progress=progress,

@@ -182,14 +182,30 @@ def _verified(
         steps = opening.candidates(path, options)
         if not steps:
             raise
-        return [
-            _damage_told(
-                opening.child(path, step),
-                step,
-                functools.partial(opening.verify_step, path, step, options, progress),
-            )
-            for step in steps
-        ]
+    reports = [_still_there(path, step, options, progress) for step in steps]
+    found = [report for report in reports if report is not None]
+    if not found:
+        raise CheckpointNotFoundError(
+            f"{path}: all its steps were deleted while being verified", location=path
+        )
+    return found
+
+
+def _still_there(
+    root: str, step: int, options: opening.Options, progress: Callable[[Progress], None]
+) -> VerifyReport | None:
+    """The report of a step of a run; None, with a note, if it has been deleted meanwhile."""
+    location = opening.child(root, step)
+    verification = functools.partial(opening.verify_step, root, step, options, progress)
+    try:
+        return _damage_told(location, step, verification)
+    except CheckpointNotFoundError:
+        if step not in opening.candidates(root, options):
+            text = f"{location}: deleted since the steps were listed; it is skipped"
+            complain(CheckpointNotFoundError(text, location=location))
+            return None
+    # It was replaced, and is read again, or it is no checkpoint, which is said again.
+    return _damage_told(location, step, verification)
 
 
 def _damage_told(

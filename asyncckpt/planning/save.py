@@ -17,6 +17,7 @@ from asyncckpt.planning.digest import plan_digest
 from asyncckpt.planning.pack import TRAILER_NBYTES, Piece, Window, cut_windows, pack
 from asyncckpt.planning.sources import chunk_sources
 from asyncckpt.planning.table import Column
+from asyncckpt.planning.waves import even_data_files
 
 __all__ = ["PLANNER_VERSION", "LeafLayout", "Piece", "SavePlan", "Window", "plan_save"]
 
@@ -77,6 +78,7 @@ def plan_save(
     aligned_chunk_nbytes: int,
     inline_nbytes: int,
     regular: bool = False,
+    even_streams: int | None = None,
 ) -> SavePlan:
     """The plan of a save; equal arguments give equal plans in every process.
 
@@ -88,6 +90,7 @@ def plan_save(
         aligned_chunk_nbytes: payload from which on a chunk is large.
         inline_nbytes: largest payload with trailer that stands in the B+tree.
         regular: every leaf is one array.
+        even_streams: data files may be smaller, so that so many uploads end at the same time.
 
     Raises:
         UsageError: two arrays have one name, a chunk shape does not fit its leaf, or the shards of
@@ -125,12 +128,13 @@ def plan_save(
     planned = np.flatnonzero(~(inline | compressed)[row_array])
     payloads = row_payload[planned]
     large = payloads >= aligned_chunk_nbytes
-    offsets, file_nbytes, turns = pack(
-        payloads.tolist(),
-        np.where(large, page_nbytes, SMALL_ALIGNMENT_NBYTES).tolist(),
-        data_file_nbytes,
-        slot_nbytes,
-    )
+    sizes = payloads.tolist()
+    alignments = np.where(large, page_nbytes, SMALL_ALIGNMENT_NBYTES).tolist()
+    if even_streams is not None:
+        data_file_nbytes = even_data_files(
+            sizes, alignments, data_file_nbytes, slot_nbytes, even_streams
+        )
+    offsets, file_nbytes, turns = pack(sizes, alignments, data_file_nbytes, slot_nbytes)
     row_file = np.full(len(row_array), -1, np.int64)
     row_offset = row_file.copy()
     row_file[planned] = np.repeat(np.arange(len(file_nbytes)), np.diff([*turns, len(planned)]))

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES, MIB, PAGE_NBYTES
+from asyncckpt.planning.waves import WAVES
 
 WINDOWS_MIB = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Sizes of windows that are smaller than a chunk."""
@@ -104,6 +105,7 @@ class Choice:
         concurrency: requests in flight.
         expected_s: seconds that the model expects the upload to take.
         asked_nbytes: the size of data files that was asked for, or None.
+        even_streams: as `ports.Sizes.even_streams`.
     """
 
     data_file_nbytes: int
@@ -111,6 +113,7 @@ class Choice:
     concurrency: int
     expected_s: float
     asked_nbytes: int | None = None
+    even_streams: int | None = None
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -168,14 +171,26 @@ def choose(
     if last is not None and last.asked_nbytes == data_file_nbytes:
         for option in timed:
             if option.sizes == last.sizes and option.expected_s <= GAIN * fastest:
-                return option
+                return _even(option, nbytes, last)
     near = [option for option in timed if option.expected_s <= NEAR * fastest]
-    return min(near, key=lambda option: (option.of_parts, option.window_nbytes))
+    chosen = min(near, key=lambda option: (option.of_parts, option.window_nbytes))
+    return _even(chosen, nbytes, None)
 
 
 def fits_chunk_nbytes(chunk_nbytes: int, window_nbytes: int) -> int:
     """The target size of chunks with which a chunk and its trailer lie in one window."""
     return min(chunk_nbytes, window_nbytes - PAGE_NBYTES)
+
+
+def _even(choice: Choice, nbytes: int, last: Choice | None) -> Choice:
+    """The choice with the streams whose ends the plan evens out, those of `last` if near."""
+    streams = choice.concurrency
+    if choice.of_parts or nbytes > WAVES * streams * choice.data_file_nbytes:
+        return choice
+    before = last.even_streams if last is not None else None
+    if before is not None and max(before, streams) * 2 <= min(before, streams) * 3:
+        streams = before
+    return replace(choice, even_streams=streams)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.flow.buffers import Slot, SlotPool
+from asyncckpt.flow.limiter import Limiter, Permit
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.codecs import ChunkError, Codec
 from asyncckpt.format.crc import crc32c
@@ -40,8 +41,11 @@ ASIDE_NBYTES = 1 << 20
 """Small chunks that are read along with those around them, by one call; in memory of their own."""
 
 RUN_NBYTES = 16 << 20
-"""Neighbouring chunks that go straight into targets are read by one call up to this size: a hop
-between threads costs as much as reading a megabyte."""
+"""Neighbouring chunks that go straight into targets are read by one call of about this size: a hop
+between threads costs as much as reading a megabyte, a request as much as reading three."""
+
+RUN_MAX_NBYTES = RUN_NBYTES + RUN_NBYTES // 8
+"""The largest such call: a cut is made where a chunk ends, and nothing small is left behind."""
 
 GIL_COPY_NBYTES = 64 << 10
 """Copies up to this size, a few microseconds, are made without letting go of the GIL."""
@@ -129,7 +133,7 @@ class Fetch:
         self._destinations = destinations
         self._pool = pool
         self._compute = compute
-        self._streams = asyncio.Semaphore(concurrency)
+        self._streams = Limiter(concurrency)
         self._own_memory = own_memory
         self._arrived = arrived
         self._progress = progress
@@ -157,40 +161,46 @@ class Fetch:
             self._count(self._plan.inline.column(1))
         async with asyncio.TaskGroup() as group:
             for batches in self._reads():
-                await self._streams.acquire()
+                stream = await self._streams.acquire()
                 try:
                     slots, units = await self._lease(batches)
                 except BaseException:
-                    self._streams.release()
+                    stream.release()
                     raise
-                task = group.create_task(self._read(batches, slots))
+                task = group.create_task(self._read(batches, slots, stream))
                 # A task that is cancelled before its first step never runs its `finally`.
-                task.add_done_callback(partial(self._free, slots, units))
+                task.add_done_callback(partial(self._free, stream, slots, units))
 
-    def _reads(self) -> Iterator[list[ReadBatch]]:
-        """Batches that one call reads: neighbours that go straight into targets, else one.
+    def _reads(self) -> Iterable[list[ReadBatch]]:
+        """Batches that one call reads, in the order of the calls."""
+        reads = (read for run in self._runs() for read in _evenly(run))
+        if not self._capabilities.read_copies:
+            return reads
+        # Far away, the place in a file costs nothing. The longest first: what is short then fills
+        # the gaps at the end, where one long request would keep all others waiting.
+        return sorted(reads, key=_span, reverse=True)
 
-        Small ones behind them are read along; from stores that are far away everything is, up to
-        what one request carries.
+    def _runs(self) -> Iterator[list[ReadBatch]]:
+        """Neighbours that go straight into targets, or else one batch at a time.
+
+        Small ones behind them are read along; from stores that are far away everything is.
         """
         run: list[ReadBatch] = []
         aside = 0
         for batch in self._plan.batches:
-            if self._begins(batch):
-                if run and not self._continues(run, batch):
-                    yield run
-                    run, aside = [], 0
+            begins = self._begins(batch)
+            small = aside + batch.nbytes <= ASIDE_NBYTES
+            if run and (begins or small) and self._continues(run, batch):
+                aside += 0 if begins else batch.nbytes
                 run.append(batch)
                 continue
-            if run and aside + batch.nbytes <= ASIDE_NBYTES and self._continues(run, batch):
-                aside += batch.nbytes
-                run.append(batch)
-                continue
-            aside = 0
             if run:
                 yield run
-                run = []
-            yield [batch]
+            run, aside = [], 0
+            if begins:
+                run.append(batch)
+            else:
+                yield [batch]
         if run:
             yield run
 
@@ -209,11 +219,13 @@ class Fetch:
         return (
             batch.file == last.file
             and 0 <= batch.offset - last.offset - last.nbytes <= self._capabilities.read_gap_nbytes
-            and batch.offset + batch.nbytes - first.offset <= RUN_NBYTES
+            and batch.offset + batch.nbytes - first.offset <= READ_AHEAD_NBYTES
         )
 
-    def _free(self, slots: list[Slot], units: int, task: asyncio.Task[None]) -> None:
-        self._streams.release()
+    def _free(
+        self, stream: Permit, slots: list[Slot], units: int, task: asyncio.Task[None]
+    ) -> None:
+        stream.release()
         self._pool.give(slots, None if task.cancelled() else task.exception())
         if units:
             self._pool.budget.release(units)
@@ -221,7 +233,7 @@ class Fetch:
     async def _lease(self, batches: Sequence[ReadBatch]) -> tuple[list[Slot], int]:
         batch = batches[0]
         slot_nbytes, budget = self._pool.slot_nbytes, self._pool.budget
-        nbytes = batches[-1].offset + batches[-1].nbytes - batch.offset
+        nbytes = _span(batches)
         copied = min(nbytes, READ_AHEAD_NBYTES) * self._capabilities.read_copies
         copies = min(-(-copied // slot_nbytes), budget.capacity)
         if self._begins(batch):
@@ -252,15 +264,17 @@ class Fetch:
     def _payload_nbytes(self, part: Part) -> int:
         return self._opened.storage(self._destinations[part.request].array).chunk_nbytes
 
-    async def _read(self, batches: list[ReadBatch], slots: list[Slot]) -> None:
+    async def _read(self, batches: list[ReadBatch], slots: list[Slot], stream: Permit) -> None:
         batch = batches[0]
         path = self._opened.stored_files[batch.file].path
         try:
             if not slots:
-                await self._direct(batches, path)
+                await self._direct(batches, path, stream)
             elif batch.nbytes <= self._pool.slot_nbytes:
                 data = slots[0].buffer[: batch.nbytes]
-                await self._opened.files.read_into(path, batch.offset, [data], direct=True)
+                await self._opened.files.read_into(
+                    path, batch.offset, [data], direct=True, received=stream.release
+                )
                 await self._compute.run(self._small, batch, data)
             elif self._codec(batch.parts[0]).decode is not None:
                 await self._large_encoded(batch, path, slots)
@@ -293,7 +307,7 @@ class Fetch:
         if ended:
             self._arrived(ended)
 
-    async def _direct(self, batches: list[ReadBatch], path: str) -> None:
+    async def _direct(self, batches: list[ReadBatch], path: str, stream: Permit) -> None:
         buffers: list[Bytes] = []
         ends = [b.offset for b in batches[1:]] + [batches[-1].offset + batches[-1].nbytes]
         for batch, end in zip(batches, ends, strict=True):
@@ -308,7 +322,11 @@ class Fetch:
             # Padding, trailer, and what lies before the next chunk of the run.
             buffers.append(np.empty(end - batch.offset - part.nbytes, np.uint8))
         await self._opened.files.read_into(
-            path, batches[0].offset, buffers, direct=self._own_memory
+            path,
+            batches[0].offset,
+            buffers,
+            direct=self._own_memory,
+            received=stream.release,
         )
         await self._compute.run(self._check_direct, batches, buffers)
 
@@ -558,3 +576,24 @@ class Fetch:
             file=file,
             offset=offset,
         )
+
+
+def _span(batches: Sequence[ReadBatch]) -> int:
+    """Bytes from the first one's begin to the last one's end."""
+    return batches[-1].offset + batches[-1].nbytes - batches[0].offset
+
+
+def _evenly(run: Sequence[ReadBatch]) -> Iterator[list[ReadBatch]]:
+    """A run cut into calls of about equal size, near `RUN_NBYTES` but not above it by much."""
+    first = 0
+    while first < len(run):
+        left = _span(run[first:])
+        share = left / max(1, -(-left // RUN_NBYTES))
+        last = first + 1
+        while last < len(run):
+            before, after = _span(run[first:last]), _span(run[first : last + 1])
+            if after > RUN_MAX_NBYTES or after - share > share - before:
+                break
+            last += 1
+        yield list(run[first:last])
+        first = last

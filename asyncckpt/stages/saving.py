@@ -127,8 +127,8 @@ class DataStages:
 
         Every leaf was copied before `staged` was called. On local disk `index` is called when all
         data are durable. On object stores, where it costs a round trip, it is called when the last
-        checksum is known, while the last files are still on their way, and once more if one of
-        these had to be sent again under another name; the result is that of its last call.
+        checksum is known, while the last files are still on their way, and again whenever one of
+        these had to be sent under another name; the result is that of its last call.
 
         Cancellation: waits for copies and writes that are running, then frees all slots.
 
@@ -138,10 +138,12 @@ class DataStages:
         """
         plan = self._plan
         checksums = WindowChecksums(self._chunks.crc, len(plan.file_nbytes))
+        moved = asyncio.Event()
         upload = WindowUpload(
             self._attempt,
             window_nbytes=None if self._positional else self._sizes.window_nbytes,
             written=lambda nbytes: self._progress("upload", nbytes),
+            renamed=moved.set,
         )
         for file, nbytes in enumerate(plan.file_nbytes):
             count = -(-nbytes // self._sizes.window_nbytes)
@@ -161,22 +163,21 @@ class DataStages:
         packed: asyncio.Future[None] = loop.create_future()
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._serialize(windows, checksums, upload, sealed))
-                group.create_task(self._compress(chunks, target, filled, upload, reserved, packed))
+                uploads = [
+                    group.create_task(self._serialize(windows, checksums, upload, sealed)),
+                    group.create_task(
+                        self._compress(chunks, target, filled, upload, reserved, packed)
+                    ),
+                ]
                 inline = await self._stage(windows, chunks, reserved)
                 await sealed
                 await packed
-                made: tuple[Payload, T] | None = None
                 if not self._positional:
                     # Nothing else of it can be found before the record.
-                    first = payload()
-                    made = first, await index(first)
+                    return await _latest(payload, index, uploads, moved)
         finally:
             self._staging.release()
-        last = payload()
-        if made is not None and made[0].files == last.files:
-            return made[1]
-        return await index(last)
+        return await index(payload())
 
     def _path(self, file: int) -> str:
         return f"{self._database}/{data_file_path(self._save_id, file)}"
@@ -372,6 +373,33 @@ class DataStages:
             while running:
                 await oldest()
         await target.finish()
+
+
+async def _latest(
+    payload: Callable[[], Payload],
+    index: Callable[[Payload], Coroutine[Any, Any, T]],
+    uploads: Sequence[asyncio.Task[None]],
+    moved: asyncio.Event,
+) -> T:
+    """What `index` has made of the payload as it is when all uploads have ended.
+
+    Args:
+        payload: the places of everything, as they are now.
+        index: makes them durable.
+        uploads: tasks that may change a place as long as they run.
+        moved: set when they have.
+    """
+    for task in uploads:
+        task.add_done_callback(lambda _: moved.set())
+    while True:
+        moved.clear()
+        now = payload()
+        made = await index(now)
+        while payload().files == now.files:
+            if all(task.done() for task in uploads):
+                return made
+            await moved.wait()
+            moved.clear()
 
 
 async def _stream(

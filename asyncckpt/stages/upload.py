@@ -61,14 +61,21 @@ class WindowUpload:
         window_nbytes: size of a window, for stores that make one request of each; None where
             writes go to places of a file, whole pages at a time.
         written: called with `Filled.counted` of every window that is written.
+        renamed: called when a file has got another path than was announced.
     """
 
     def __init__(
-        self, attempt: Attempt, *, window_nbytes: int | None, written: Callable[[int], None]
+        self,
+        attempt: Attempt,
+        *,
+        window_nbytes: int | None,
+        written: Callable[[int], None],
+        renamed: Callable[[], None] = lambda: None,
     ) -> None:
         self._attempt = attempt
         self._window_nbytes = window_nbytes
         self._written = written
+        self._renamed = renamed
         self._files: dict[int, _Open] = {}
 
     def announce(self, file: int, path: str, nbytes: int, windows: int) -> None:
@@ -105,6 +112,8 @@ class WindowUpload:
         opened.left -= 1
         if opened.left == 0:
             await file.seal(opened.nbytes)
+            if file.path != opened.path:
+                self._renamed()
 
     async def _open(self, opened: _Open) -> DataFile:
         async with opened.lock:

@@ -13,7 +13,7 @@ import posixpath
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from asyncckpt.errors import (
@@ -108,7 +108,13 @@ class LocalFiles:
         return data
 
     async def read_into(
-        self, path: str, offset: int, buffers: Sequence[Bytes], *, direct: bool = False
+        self,
+        path: str,
+        offset: int,
+        buffers: Sequence[Bytes],
+        *,
+        direct: bool = False,
+        received: Callable[[], None] | None = None,
     ) -> None:
         """The buffers are filled, one after the other, from a run of the file at `offset`.
 
@@ -119,6 +125,7 @@ class LocalFiles:
             direct: the buffers are memory that no forked child shares; runs of at least 1 MiB
                 whose address, offset and length are multiples of `PAGE_NBYTES` and that the page
                 cache does not hold are read past it.
+            received: never called: the last byte comes when the buffers are full.
 
         Cancellation: waits until the thread no longer writes to the buffers, then raises.
 

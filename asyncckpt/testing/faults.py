@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -270,7 +270,13 @@ class FaultFiles:
         return data
 
     async def read_into(
-        self, path: str, offset: int, buffers: Sequence[Bytes], *, direct: bool = False
+        self,
+        path: str,
+        offset: int,
+        buffers: Sequence[Bytes],
+        *,
+        direct: bool = False,
+        received: Callable[[], None] | None = None,
     ) -> None:
         """As the inner files, with what the script does to the data.
 
@@ -281,7 +287,11 @@ class FaultFiles:
             total = sum(buffer.size for buffer in buffers)
             short = any(fault.data == "short" for fault in faults)
             await self._inner.read_into(
-                path, offset, _first(buffers, total // 2) if short else buffers, direct=direct
+                path,
+                offset,
+                _first(buffers, total // 2) if short else buffers,
+                direct=direct,
+                received=received,
             )
         if short:
             raise CorruptCheckpointError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,12 +57,12 @@ def write(workload: Workload, path: Path) -> Described:
 
 
 def read(path: Path) -> Workload:
-    """The workload, in memory of this process that is touched."""
+    """The workload, its arrays in memory that all processes share until one of them writes."""
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(HEAD_NBYTES), "little")
         name, title, entries = json.loads(file.read(size))
-        data = np.empty(path.stat().st_size - file.tell(), dtype=np.uint8)
-        file.readinto(data.data)
+        start = file.tell()
+    data = shared(path)[start:]
     tree: Tree = {}
     for entry in entries:
         parts = entry[0].split("/")
@@ -70,6 +71,15 @@ def read(path: Path) -> Workload:
             node = node.setdefault(part, {})
         node[parts[-1]] = entry[1] if len(entry) == 2 else _array(data, *entry[1:])
     return Workload(name, title, tree)
+
+
+def shared(path: Path) -> np.ndarray:
+    """The bytes of a file, mapped and touched. A dozen processes with a copy each would not fit."""
+    with open(path, "rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    data = np.frombuffer(memory, dtype=np.uint8)
+    data[:: mmap.PAGESIZE].max()  # by reading, and not by MAP_POPULATE, which makes copies
+    return data
 
 
 def _array(data: np.ndarray, dtype: str, shape: list[int], offset: int) -> np.ndarray:

@@ -154,7 +154,7 @@ class RawWorker:
 
     def load(self, path: str) -> Values:
         """Objects have bytes of this file."""
-        self._data = np.fromfile(path, dtype=np.uint8)
+        self._data = state.shared(Path(path))
         return {}
 
     def write(self, name: int, nbytes: int, size: int, streams: int) -> Values:

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 import asyncckpt
+from asyncckpt import blocking
 from asyncckpt.errors import DeadlineExceededError, SaveError, StoreError, UsageError
-from tests.checkpointer.script import Script
+from asyncckpt.testing.faults import Fault
+from tests.checkpointer.script import Script, in_thread
 
 TREE = {"w": np.arange(20_000.0), "step": 1}
 
@@ -81,6 +83,45 @@ async def test_the_exception_of_the_body_is_not_replaced_and_the_saves_error_is_
             raise KeyError("body")
     assert pending.done()
     assert caught.value.__notes__ == ["a save failed, too: StoreError: disk on fire"]
+
+
+@pytest.mark.parametrize("blocked", [False, True], ids=["async", "blocking"])
+async def test_a_store_that_cannot_be_closed_hides_no_failed_save(
+    tmp_path: Path, blocked: bool
+) -> None:
+    ckpt = blocking.Checkpointer(tmp_path) if blocked else asyncckpt.Checkpointer(tmp_path)
+    script = Script(ckpt)
+    script.fail("seal", StoreError("disk on fire"))
+    closed = OSError("handle is gone")
+    script.store.script.append(Fault("close", 0, error=closed))
+    # Closes what is given to the checkpointer, as a store of somebody else.
+    ckpt._core.runtime._stores[:] = [script.store]
+    with pytest.raises(StoreError, match="disk on fire") as caught:
+        if isinstance(ckpt, blocking.Checkpointer):
+            await in_thread(lambda: (ckpt.start_save(1, TREE), ckpt.close()))
+        else:
+            await ckpt.start_save(1, TREE)
+            await ckpt.close()
+    assert caught.value.__notes__ == ["closing failed, too: OSError: handle is gone"]
+    assert caught.value.__context__ is closed
+    await (in_thread(ckpt.close) if blocked else ckpt.close())  # heard of once
+
+
+async def test_a_close_that_is_cancelled_leaves_the_failure_to_the_next_one(
+    tmp_path: Path,
+) -> None:
+    ckpt = asyncckpt.Checkpointer(tmp_path)
+    script = await failed_unseen(ckpt)
+    sweep = script.hold("sweep")
+    closing = asyncio.create_task(ckpt.close())
+    await sweep.reached()
+    closing.cancel()
+    sweep.go()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    with pytest.raises(StoreError, match="disk on fire"):
+        await ckpt.close()
+    await ckpt.close()
 
 
 async def test_after_an_exception_of_the_body_saves_in_flight_are_still_finished(

@@ -240,6 +240,7 @@ def test_every_part_of_the_key_is_changed_by_something(monkeypatch: pytest.Monke
         Sizes(GIB, 2 * SLOT_NBYTES, 6),
         dataclasses.replace(SIZES, chunk_nbytes=GIB),
         dataclasses.replace(SIZES, chunk_limit_nbytes=GIB),
+        dataclasses.replace(SIZES, even_streams=8),
     ):
         compare(base, key_with(monkeypatch, tree(), sizes=sizes))
     # Writes in flight change nothing of what is written.

@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
 from asyncckpt import __version__, blocking
-from asyncckpt.cli import INSTALL_LINE, main
+from asyncckpt.cli import INSTALL_LINE
 from asyncckpt.options import LeafOptions, SaveOptions
+from tests.cli.ran import Ran, Run
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-class Ran(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Ran]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    def run(*arguments: object, answer: str = "") -> Ran:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
-        status = main([str(argument) for argument in arguments])
-        return Ran(status, *capsys.readouterr())
-
-    return run
 
 
 @pytest.fixture

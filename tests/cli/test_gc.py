@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 import subprocess
-import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import boto3
 import numpy as np
@@ -21,34 +19,15 @@ import pytest
 import asyncckpt
 from asyncckpt import blocking
 from asyncckpt.checkpointer.collecting import COLLECT_MIN_S
-from asyncckpt.cli import main
 from asyncckpt.stores.locks import Machine, this_machine, write_owner
 from asyncckpt.stores.objects import store as objects
 from asyncckpt.testing.objectstore import Simulator, simulator
+from tests.cli.ran import Ran, Run
 from tests.stores.children import answer, end, start
 
 DAY_S = 24 * 3600.0
 ELSEWHERE = Machine("another host", "another boot")
 TREE = {"w": np.arange(1000.0)}
-
-
-class Ran(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Ran]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    def run(*arguments: object, answer: str = "") -> Ran:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
-        status = main([str(argument) for argument in arguments])
-        return Ran(status, *capsys.readouterr())
-
-    return run
 
 
 # ----------------------------------------------------------------------------------- local disk

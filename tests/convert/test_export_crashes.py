@@ -6,21 +6,19 @@ else is left.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncckpt.errors import AsyncCheckpointError, SaveError
-from asyncckpt.flow.threads import Workers
-from asyncckpt.stores import export, posix, publish
+from asyncckpt.stores import export, publish
 from asyncckpt.stores.local import LocalStore
 from asyncckpt.testing.conformance import PAGE, pattern
 from tests.stores.checkpoints import write_file
+from tests.stores.children import attempted, fresh, unsupported, with_store
 
 SCENARIOS = (
     "directory",
@@ -54,19 +52,6 @@ async def make(store: LocalStore, seed: int, scenario: str) -> None:
         await attempt.abort()
 
 
-def with_store(root: Path, use: Callable[[LocalStore], Any]) -> None:
-    async def main() -> None:
-        workers = Workers(2, "io")
-        store = LocalStore(root, workers)
-        try:
-            await use(store)
-        finally:
-            await store.close()
-            workers.shutdown()
-
-    asyncio.run(main())
-
-
 def prepare(root: Path, scenario: str) -> None:
     """What is there before: `x` (seed 1) where it is replaced."""
     root.mkdir()
@@ -79,23 +64,7 @@ def change(root: str, scenario: str) -> dict[str, bool]:
     if "without_exchange" in scenario:
         publish.rename_noreplace = unsupported
         publish.rename_exchange = export.rename_exchange = unsupported
-    state = {"done": False, "visible": False}
-
-    async def use(store: LocalStore) -> None:
-        try:
-            await make(store, 2, scenario)
-            state["done"] = True
-        except SaveError as error:
-            state["visible"] = error.visible
-        except AsyncCheckpointError:
-            pass
-
-    with_store(Path(root), use)
-    return state
-
-
-def unsupported(source: str, target: str) -> None:
-    raise posix.UnsupportedCallError("renameat2")
+    return attempted(root, lambda store: make(store, 2, scenario))
 
 
 def look(root: Path, scenario: str, *, swept: bool) -> int:
@@ -117,16 +86,10 @@ if sys.platform == "linux":  # the library that interferes is built on LD_PRELOA
 
     @pytest.fixture(scope="module")
     def server() -> Iterator[ForkServer]:
-        with ForkServer(imports=("numpy", "asyncckpt.stores.local")) as running:
+        with ForkServer(
+            imports=("numpy", "asyncckpt.stores.local", "tests.stores.children")
+        ) as running:
             yield running
-
-    def fresh(tmp_path: Path, scenario: str) -> Callable[[int], dict[str, Any]]:
-        def one(number: int) -> dict[str, Any]:
-            root = tmp_path / str(number)
-            prepare(root, scenario)
-            return {"root": str(root), "scenario": scenario}
-
-        return one
 
     @pytest.mark.parametrize("scenario", SCENARIOS)
     def test_a_kill_leaves_the_old_or_the_new_and_nothing_after_a_sweep(
@@ -135,7 +98,7 @@ if sys.platform == "linux":  # the library that interferes is built on LD_PRELOA
         old = 1 if "replaced" in scenario else 0
         states = []
         target = "tests.convert.test_export_crashes:change"
-        for number, args, outcome in server.each_call(target, fresh(tmp_path, scenario)):
+        for number, args, outcome in server.each_call(target, fresh(prepare, tmp_path, scenario)):
             assert outcome.killed, outcome.describe()
             root, what = Path(args["root"]), (number, outcome.describe())
             before = look(root, scenario, swept=False)
@@ -165,7 +128,7 @@ if sys.platform == "linux":  # the library that interferes is built on LD_PRELOA
         visited = 0
         target = "tests.convert.test_export_crashes:change"
         for number, args, outcome in server.each_call(
-            target, fresh(tmp_path, scenario), mode=mode, errno=errno.EIO
+            target, fresh(prepare, tmp_path, scenario), mode=mode, errno=errno.EIO
         ):
             what = (number, outcome.describe())
             assert outcome.exit_status == 0, what

@@ -247,3 +247,28 @@ def test_measured_contention_does_not_make_sizes_run_away(
 def test_a_state_of_nothing_has_sizes_too() -> None:
     assert s3(0, MIN_BUDGET_NBYTES).concurrency >= 1
     assert s3(0, MIN_BUDGET_NBYTES).expected_s == pytest.approx(0.041)
+
+
+def test_the_ends_of_few_files_are_evened_out_with_the_streams_of_before() -> None:
+    """Plans are made anew where the streams have become others, not at every step of them."""
+    asked: dict[str, object] = {"data_file_nbytes": 32 * MIB, "parts": None}
+    first = s3(512 * MIB, 4 * GIB, **asked)
+    assert first.even_streams == first.concurrency == 16
+    for streams, kept in ((24, 16), (12, 16), (32, 32), (8, 8)):
+        again = choose(
+            512 * MIB,
+            replace(S3, streams=streams),
+            budget_nbytes=4 * GIB,
+            copies=1,
+            slot_nbytes=SLOT,
+            data_file_nbytes=32 * MIB,
+            last=first,
+        )
+        assert (again.concurrency, again.even_streams) == (streams, kept)
+
+
+def test_the_ends_of_many_files_and_of_parts_are_left_alone() -> None:
+    assert s3(64 * GIB, GIB, data_file_nbytes=32 * MIB).even_streams is None
+    of_parts = s3(2 * GIB, GIB, data_file_nbytes=GIB)
+    assert of_parts.of_parts
+    assert of_parts.even_streams is None

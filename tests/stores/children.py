@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from asyncckpt.errors import AsyncCheckpointError
+from asyncckpt.errors import AsyncCheckpointError, SaveError
 from asyncckpt.flow.threads import Workers
+from asyncckpt.stores import posix
 from asyncckpt.stores.local import LocalStore
 
 REPOSITORY = Path(__file__).parents[2]
@@ -66,7 +67,9 @@ def say(value: object) -> None:
     print(json.dumps(value), flush=True)
 
 
-def with_store(root: str, use: Callable[[LocalStore], Awaitable[None]]) -> None:
+def with_store(root: str | Path, use: Callable[[LocalStore], Awaitable[Any]]) -> None:
+    """The local store at the root is used, in a loop of its own."""
+
     async def main() -> None:
         workers = Workers(2, "io")
         store = LocalStore(root, workers)
@@ -77,6 +80,41 @@ def with_store(root: str, use: Callable[[LocalStore], Awaitable[None]]) -> None:
             workers.shutdown()
 
     asyncio.run(main())
+
+
+def attempted(root: str, work: Callable[[LocalStore], Awaitable[None]]) -> dict[str, bool]:
+    """Whether the work was done; if it raised, whether what it made is visible."""
+    found = {"done": False, "visible": False}
+
+    async def use(store: LocalStore) -> None:
+        try:
+            await work(store)
+            found["done"] = True
+        except SaveError as error:
+            found["visible"] = error.visible
+        except AsyncCheckpointError:
+            pass
+
+    with_store(root, use)
+    return found
+
+
+def fresh(
+    prepare: Callable[[Path, str], None], place: Path, scenario: str
+) -> Callable[[int], dict[str, Any]]:
+    """What each run of a fork server is called with: a root that was prepared for it alone."""
+
+    def make(number: int) -> dict[str, Any]:
+        root = place / str(number)
+        prepare(root, scenario)
+        return {"root": str(root), "scenario": scenario}
+
+    return make
+
+
+def unsupported(source: str, target: str) -> None:
+    """In place of a rename that file systems such as NFS do not have."""
+    raise posix.UnsupportedCallError("renameat2")
 
 
 def hold_attempt(root: str, name: str, save_id: str) -> None:

@@ -6,20 +6,18 @@ sweep nothing is left. Each test counts the points it visited.
 
 from __future__ import annotations
 
-import asyncio
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncckpt.errors import AsyncCheckpointError, SaveError
-from asyncckpt.flow.threads import Workers
-from asyncckpt.stores import posix, publish
+from asyncckpt.stores import publish
 from asyncckpt.stores.local import LocalStore
 from tests.crash.faults import ForkServer
 from tests.stores.checkpoints import expect, save
+from tests.stores.children import attempted, fresh, unsupported, with_store
 
 SCENARIOS = ("new", "overwrite", "overwrite_in_two_steps", "move_aside", "delete")
 
@@ -41,28 +39,19 @@ def prepare(root: Path, scenario: str) -> None:
 def change(root: str, scenario: str) -> dict[str, bool]:
     """The operation under test; says whether it was visible if it raised."""
     if scenario == "overwrite_in_two_steps":
-        publish.rename_noreplace = unsupported
-        publish.rename_exchange = unsupported
-    state = {"done": False, "visible": False}
+        publish.rename_noreplace = publish.rename_exchange = unsupported
 
-    async def use(store: LocalStore) -> None:
+    async def work(store: LocalStore) -> None:
+        if scenario == "delete":
+            await store.delete("1")
+            return
+        attempt = await store.begin("1", "new", overwrite=scenario.startswith("over"))
         try:
-            if scenario == "delete":
-                await store.delete("1")
-            else:
-                attempt = await store.begin("1", "new", overwrite=scenario.startswith("over"))
-                try:
-                    await save_into(attempt)
-                finally:
-                    await attempt.abort()
-            state["done"] = True
-        except SaveError as error:
-            state["visible"] = error.visible
-        except AsyncCheckpointError:
-            pass
+            await save_into(attempt)
+        finally:
+            await attempt.abort()
 
-    with_store(Path(root), use)
-    return state
+    return attempted(root, work)
 
 
 async def save_into(attempt: Any) -> None:
@@ -71,23 +60,6 @@ async def save_into(attempt: Any) -> None:
             return attempt
 
     await save(Once(), "1", "new", 2)  # type: ignore[arg-type]
-
-
-def unsupported(source: str, target: str) -> None:
-    raise posix.UnsupportedCallError("renameat2")
-
-
-def with_store(root: Path, use: Callable[[LocalStore], Any]) -> None:
-    async def main() -> None:
-        workers = Workers(2, "io")
-        store = LocalStore(root, workers)
-        try:
-            await use(store)
-        finally:
-            await store.close()
-            workers.shutdown()
-
-    asyncio.run(main())
 
 
 def look(root: Path, scenario: str, *, swept: bool) -> set[int]:
@@ -129,15 +101,6 @@ def server() -> Iterator[ForkServer]:
         yield running
 
 
-def fresh(tmp_path: Path, scenario: str) -> Callable[[int], dict[str, Any]]:
-    def make(number: int) -> dict[str, Any]:
-        root = tmp_path / str(number)
-        prepare(root, scenario)
-        return {"root": str(root), "scenario": scenario}
-
-    return make
-
-
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_kill_leaves_the_old_or_the_new_and_nothing_after_a_sweep(
     server: ForkServer, tmp_path: Path, scenario: str
@@ -145,7 +108,7 @@ def test_a_kill_leaves_the_old_or_the_new_and_nothing_after_a_sweep(
     visited = 0
     states = []
     target = "tests.stores.test_crash_points:change"
-    for number, args, outcome in server.each_call(target, fresh(tmp_path, scenario)):
+    for number, args, outcome in server.each_call(target, fresh(prepare, tmp_path, scenario)):
         assert outcome.killed, outcome.describe()
         root = Path(args["root"])
         before = look(root, scenario, swept=False)
@@ -177,7 +140,7 @@ def test_an_error_leaves_what_it_says(
     visited = 0
     target = "tests.stores.test_crash_points:change"
     for number, args, outcome in server.each_call(
-        target, fresh(tmp_path, scenario), mode=mode, errno=errno.EIO
+        target, fresh(prepare, tmp_path, scenario), mode=mode, errno=errno.EIO
     ):
         what = (number, outcome.describe())
         assert outcome.exit_status == 0, what

@@ -5,6 +5,7 @@ Each module here makes an `OpenCheckpoint` of one family of formats; parsing is 
 
 # Rule 1: nothing stored is executed, unpickled or handed on as a specification.
 # Rule 2: a directory with a commit record is ours, also when the record is damaged.
+# Rule 3: one that has only what our saves put beside the record is no checkpoint, of nobody.
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from asyncckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
 from asyncckpt.ports import CheckpointFiles, Entry
+from asyncckpt.stages.elsewhere.ours import is_our_leftover, without_record
 from asyncckpt.stages.opened import OpenCheckpoint, open_checkpoint
 from asyncckpt.stages.retree import with_saved_tree
 
@@ -32,6 +34,9 @@ _ORBAX_ITEMS = frozenset(("default", "state", "pytree"))
 _ZARR_NAMES = frozenset((".zarray", "zarr.json"))
 
 
+_LIKE_OURS = frozenset((None, "orbax", "ocdbt"))
+"""What our own files are taken for where there is no record, and whenever some of them are gone."""
+
 _STEP = re.compile(r"0|[1-9][0-9]{0,18}")
 
 
@@ -39,7 +44,7 @@ async def open_any(files: CheckpointFiles) -> OpenCheckpoint:
     """The checkpoint at a location, whoever wrote it.
 
     Raises:
-        CheckpointNotFoundError: there is none.
+        CheckpointNotFoundError: there is none, or one of ours that lacks its record.
         CorruptCheckpointError: its metadata is damaged.
         UnsupportedFormatError: nothing here reads this.
     """
@@ -48,6 +53,8 @@ async def open_any(files: CheckpointFiles) -> OpenCheckpoint:
     except CheckpointNotFoundError:
         entries = await files.entries(max_entries=MAX_ENTRIES)
         name = await _format_of(files, entries)
+        if name in _LIKE_OURS and is_our_leftover(entry.name for entry in entries):
+            raise without_record(files.location, is_database=False) from None
         if name is None:
             raise _nothing(files.location, entries) from None
     module = importlib.import_module(f"asyncckpt.stages.elsewhere.{name}")

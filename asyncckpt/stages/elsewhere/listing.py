@@ -22,6 +22,7 @@ from asyncckpt.format.paths import path_fault
 from asyncckpt.planning.coalesce import coalesce
 from asyncckpt.ports import Bytes, CheckpointFiles
 from asyncckpt.stages.elsewhere.access import side_by_side
+from asyncckpt.stages.elsewhere.ours import is_our_data, without_record
 from asyncckpt.stages.opened import missing
 
 MAX_FILES = 1 << 20
@@ -66,6 +67,17 @@ class Listing:
     def has(self, name: str) -> bool:
         """Whether there is a regular file of this name in the directory."""
         return self.path(name) in self.nbytes_of
+
+    def refuse_ours(self) -> None:
+        """None of the files is one that only a checkpoint of ours has.
+
+        Raises:
+            CheckpointNotFoundError: one is: it lacks its record, or this would not be asked.
+        """
+        prefix = self.path("d/")
+        for path in self.nbytes_of:
+            if path.startswith(prefix) and is_our_data(path[len(prefix) - 2 :]):
+                raise without_record(self.files.location, is_database=not self.directory)
 
     async def check(self, path: str, offset: int, nbytes: int) -> None:
         """The range is inside its file.

@@ -26,7 +26,9 @@ async def open_ocdbt(files: CheckpointFiles) -> OpenCheckpoint:
         UnsupportedFormatError: it is of a newer version, or stores an array in a way that is not
             read here.
     """
-    table = await read_database(await list_files(files, ""))
+    listing = await list_files(files, "")
+    listing.refuse_ours()
+    table = await read_database(listing)
     return make_checkpoint(files, "ocdbt", await tree_of(table))
 
 

@@ -34,6 +34,7 @@ from asyncckpt.ports import CheckpointFiles, Entry
 from asyncckpt.stages.elsewhere.arrays import make_checkpoint
 from asyncckpt.stages.elsewhere.listing import MAX_FILES, list_files, located, place, refuse_link
 from asyncckpt.stages.elsewhere.orbax_items import read_tree
+from asyncckpt.stages.elsewhere.ours import is_our_data, without_record
 from asyncckpt.stages.opened import OpenCheckpoint
 
 MAX_ITEMS = 1 << 10
@@ -160,6 +161,8 @@ async def _read(
     for name in below:
         path = posixpath.join(directory, name)
         inner = await files.entries(path, max_entries=MAX_FILES)
+        if name == "d" and any(is_our_data(f"d/{entry.name}") for entry in inner):
+            raise without_record(files.location, is_database=not directory)
         if {entry.name for entry in inner} & {ZARR2_NAME, ZARR3_NAME}:
             # Parameters of a tree without metadata.
             return await _read_tree(files, directory, handler)

@@ -70,6 +70,7 @@ async def read_tree(listing: Listing) -> FoundTree:
         CorruptCheckpointError: it is damaged or passes a limit.
         UnsupportedFormatError: it holds something that is not read here.
     """
+    listing.refuse_ours()
     metadata = None
     path = listing.path(METADATA_FILE)
     if listing.has(METADATA_FILE):

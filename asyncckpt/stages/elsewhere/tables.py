@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import posixpath
-import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.ocdbt import (
     MANIFEST_NAME,
     MAX_MANIFEST_NBYTES,
@@ -25,10 +24,8 @@ from asyncckpt.format.ocdbt import (
 )
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import CheckpointFiles
-from asyncckpt.stages.elsewhere.listing import Listing, located, place
-
-_OUR_INDEX = re.compile(r"d/[0-9a-f]{32}-index")
-"""Where the nodes of our own databases are (`checkpointer/saves.py` names the file)."""
+from asyncckpt.stages.elsewhere.listing import Listing, located
+from asyncckpt.stages.elsewhere.ours import is_our_data, without_record
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,8 +119,8 @@ async def read_database(listing: Listing, name: str = "") -> KeyTable:
         version = await _newest(files, listing, directory)
         if version is None or version.root is None:
             return _table(listing, [], (), ([], [], []), [])
-        if _OUR_INDEX.fullmatch(version.root.file):
-            raise _ours(files, directory)
+        if is_our_data(version.root.file):
+            raise without_record(files.location, is_database=not directory)
         root = version.root
         await listing.check(posixpath.join(directory, root.file), root.offset, root.nbytes)
         decoder = TreeDecoder(version, TreeLimits.of_files(len(listing.nbytes_of), listing.nbytes))
@@ -170,18 +167,6 @@ async def _newest(files: CheckpointFiles, listing: Listing, directory: str) -> V
 async def _manifest(files: CheckpointFiles, directory: str, name: str) -> Manifest:
     data = await files.read(posixpath.join(directory, name), max_nbytes=MAX_MANIFEST_NBYTES)
     return decode_manifest(data, file=name)
-
-
-def _ours(files: CheckpointFiles, directory: str) -> CheckpointNotFoundError:
-    here = place(files, directory)
-    return CheckpointNotFoundError(
-        f"{here}: this is the database of an asyncckpt checkpoint, but its commit record "
-        "checkpoint.json is missing: it was never committed, or lost its record, and is not "
-        f"restored without; where {posixpath.dirname(here)} has the record, name that directory",
-        location=files.location,
-        expected="checkpoint.json",
-        found="nothing",
-    )
 
 
 def merge(tables: Sequence[KeyTable]) -> KeyTable:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import posixpath
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -29,7 +29,10 @@ from asyncckpt.stores.objects.layout import RECORD, join
 from asyncckpt.stores.objects.mend import HEAD_NBYTES
 
 RANGE_NBYTES = 16 * MIB
-"""Longest ranged read. Longer runs are cut evenly, so that no range is shorter than half of it."""
+"""Ranges that a long run is cut into, evenly, so that none is shorter than half of it."""
+
+RANGE_MAX_NBYTES = RANGE_NBYTES + RANGE_NBYTES // 8
+"""Runs up to this length are not cut: whoever ends them where a chunk ends leaves no crumbs."""
 
 RANGES_AT_ONCE = 16
 """Ranged reads of one run in flight: 256 MiB, which no store answers to one reader in a second."""
@@ -85,7 +88,13 @@ class ObjectFiles:
         return data
 
     async def read_into(
-        self, path: str, offset: int, buffers: Sequence[Bytes], *, direct: bool = False
+        self,
+        path: str,
+        offset: int,
+        buffers: Sequence[Bytes],
+        *,
+        direct: bool = False,
+        received: Callable[[], None] | None = None,
     ) -> None:
         """The buffers are filled, one after the other, from a run of the object at `offset`.
 
@@ -96,6 +105,7 @@ class ObjectFiles:
             offset: where the run begins, in bytes.
             buffers: what to fill.
             direct: of no meaning here.
+            received: called when every range has come, before the last copies are made.
 
         Cancellation: ends the requests, waits for copies, then raises.
 
@@ -109,7 +119,7 @@ class ObjectFiles:
         if nbytes == 0:
             return
         spans = ranges(offset, offset + nbytes)
-        filling = _Filling(buffers, offset)
+        filling = _Filling(buffers, offset, len(spans), received)
         if len(spans) == 1:
             await self._range(path, key, filling, *spans[0])
             return
@@ -143,6 +153,7 @@ class ObjectFiles:
                 expected=filling.stop,
                 found=start + nbytes,
             )
+        filling.came()
         if nbytes <= INLINE_NBYTES:
             filling.put(start, body)
         else:
@@ -263,11 +274,25 @@ class ObjectFiles:
 class _Filling:
     """Buffers that are filled from one run of an object."""
 
-    def __init__(self, buffers: Sequence[Bytes], offset: int) -> None:
+    def __init__(
+        self,
+        buffers: Sequence[Bytes],
+        offset: int,
+        count: int,
+        received: Callable[[], None] | None,
+    ) -> None:
         self._buffers = buffers
+        self._coming = count
+        self._received = received
         self._ends = np.cumsum([buffer.size for buffer in buffers]) + offset
         self.start = offset
         self.stop = int(self._ends[-1])
+
+    def came(self) -> None:
+        """One more range has come."""
+        self._coming -= 1
+        if not self._coming and self._received is not None:
+            self._received()
 
     def put(self, start: int, body: Body) -> None:
         """The part of the run that begins at byte `start` of the object is in its buffers."""
@@ -284,11 +309,14 @@ class _Filling:
 
 
 def ranges(start: int, stop: int) -> list[tuple[int, int]]:
-    """A run cut evenly into ranges of at most `RANGE_NBYTES`, at multiples of a page."""
+    """A run, if it is too long for one request cut evenly at multiples of a page."""
     return list(_ranges(start, stop))
 
 
 def _ranges(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    if stop - start <= RANGE_MAX_NBYTES:
+        yield start, stop
+        return
     count = -(-(stop - start) // RANGE_NBYTES)
     size = -(-(stop - start) // count)
     size = min(-(-size // PAGE_NBYTES) * PAGE_NBYTES, RANGE_NBYTES)

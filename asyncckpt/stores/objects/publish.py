@@ -35,6 +35,7 @@ record stands, our own restore needs none of them, and a later `Checkpointer` me
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Collection, Mapping
 
@@ -240,9 +241,10 @@ class Publication:
         return True
 
     async def _second_round(self, orphans: set[str]) -> None:
-        await write_fixed(self._context, self._name, self._fixed)
-        if orphans:
-            await self._requests.delete(sorted(orphans))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(write_fixed(self._context, self._name, self._fixed))
+            if orphans:
+                group.create_task(self._requests.delete(sorted(orphans)))
 
     async def settle(self, replaced: Record | None, uploads: Collection[str]) -> None:
         """What the checkpoint has replaced is gone, and the fixed names are those of the record.

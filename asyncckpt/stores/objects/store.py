@@ -183,6 +183,7 @@ class ObjectStore:
             chunk_nbytes=fits_chunk_nbytes(chunk_nbytes, choice.window_nbytes),
             # A larger one would be a file of several windows.
             chunk_limit_nbytes=None if parts.parallel else choice.window_nbytes - PAGE_NBYTES,
+            even_streams=choice.even_streams,
         )
 
     async def begin(

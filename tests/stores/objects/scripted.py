@@ -1,18 +1,33 @@
-"""An object client in memory whose requests fail by script."""
+"""An object client in memory whose requests fail by script, and a clock that is set by hand."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+import pytest
+
+from asyncckpt.flow.retry import Patience
 from asyncckpt.stores.objects.client import (
     Body,
     ClientTraits,
     Kind,
     Listed,
+    ObjectClient,
     PendingParts,
     RequestError,
 )
+from asyncckpt.stores.objects.policy import HASTY, RequestPolicy
+from asyncckpt.stores.objects.requests import Requests
+
+AT_ONCE = replace(HASTY, patience=Patience(tries=4, backoff_s=0.0, backoff_cap_s=0.0))
+SHORT = replace(AT_ONCE, timeout_s=0.02, hedge_cold_s=60.0)
+"""Deadlines that a request without an answer reaches at once."""
+
+TURNS = 50
+"""Turns of the loop in which whatever waits for nothing else has come to its end."""
 
 
 class Hang:
@@ -139,3 +154,42 @@ class ScriptedClient:
 
     async def close(self) -> None:
         self.closed += 1
+
+
+def requests(*script: Step, policy: RequestPolicy = AT_ONCE) -> tuple[Requests, ScriptedClient]:
+    """Requests through a client of this script, and the client."""
+    client = ScriptedClient(*script)
+    typed: ObjectClient = client
+    return Requests(typed, policy=policy, rng=random.Random(0)), client
+
+
+def name(number: int) -> str:
+    """The key of a data object at its try `number`."""
+    return f"d/file-0.r{number}"
+
+
+def assert_at_rest(store: Requests, client: ScriptedClient) -> None:
+    """Every request has ended and holds nothing."""
+    assert (store.limiter.in_flight, store.limiter.waiting) == (0, 0)
+    assert all(hedges.in_flight == 0 for hedges in store.hedges.values())
+    assert client.running == 0
+    assert client.ended == len(client.requests)
+
+
+class Clock:
+    """The time of the running loop, which passes only when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        loop = asyncio.get_running_loop()
+        self._now_s = loop.time()
+        monkeypatch.setattr(loop, "time", lambda: self._now_s)
+
+    async def advance(self, seconds: float) -> None:
+        """So much time has passed since nothing else was left to do, and nothing is again."""
+        await self._turn()
+        self._now_s += seconds
+        await self._turn()
+
+    async def _turn(self) -> None:
+        for _ in range(TURNS):
+            await asyncio.sleep(0)

@@ -6,19 +6,26 @@ import functools
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from aiobotocore.session import AioSession
 
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.objects.client import ObjectClient
+from asyncckpt.stores.objects.layout import is_probe
 from asyncckpt.stores.objects.opening import open_client
 from asyncckpt.stores.objects.requests import HASTY, Requests
 from asyncckpt.stores.objects.store import ObjectStore
-from asyncckpt.testing.conformance import save_id_of
-from asyncckpt.testing.objectstore import Simulator
+from asyncckpt.testing.conformance import expect, identity, save_id_of
+from asyncckpt.testing.objectstore import Logged, Simulator
 
 ROOT = "run"
+KINDS = ("s3fs", "gcsfs", "obstore")
+RECORD_PUT = {"kind": "put_object", "key": "*/checkpoint.json"}
+
+UNRACED = replace(HASTY, hedge_cold_s=60.0, hedge_min_s=60.0)
+"""For tests that count: on a busy machine any request may look slow, and would be raced."""
 
 
 @functools.cache
@@ -77,3 +84,27 @@ def store_of(client: ObjectClient, workers: Workers, **more: Any) -> ObjectStore
 def new_root() -> str:
     """A prefix that no other test uses."""
     return f"run-{uuid.uuid4().hex[:8]}"
+
+
+def names(sim: Simulator) -> list[str]:
+    """Keys below the root, without those of the experiment that runs beside a first save."""
+    keys = [key.removeprefix(f"{ROOT}/") for key in sim.stored()]
+    return [key for key in keys if not is_probe(key)]
+
+
+def of(sim: Simulator, text: str) -> list[str]:
+    """Keys that carry this save id."""
+    return [key for key in names(sim) if identity(text) in key]
+
+
+async def whole(sim: Simulator, store: ObjectStore, name: str, seed: int) -> None:
+    """The checkpoint of this seed is whole, its fixed names and Orbax's mark included."""
+    await expect(store, name, seed)
+    assert sim.get("bucket", f"{ROOT}/{name}/default/small") == b"small %d" % seed
+
+
+def writes(sim: Simulator) -> list[Logged]:
+    """Requests that change something, in their order."""
+    return [
+        request for request in sim.requests if request.kind not in ("get_object", "list_objects")
+    ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,26 +12,11 @@ from asyncckpt.ports import Bytes, ExportingStore
 from asyncckpt.stores.objects.export import ObjectExport
 from asyncckpt.stores.objects.store import ObjectStore
 from asyncckpt.testing.conformance import identity, pattern, save
-from asyncckpt.testing.objectstore import Fault, Simulator, simulator
+from asyncckpt.testing.objectstore import Fault, Simulator
 from tests.stores.objects.stores import ROOT, opened
 
 KINDS = ("s3fs", "gcsfs", "obstore")
 FILE = "model.safetensors"
-
-
-@pytest.fixture(scope="module")
-def simulators() -> Iterator[Simulator]:
-    with simulator() as sim:
-        yield sim
-
-
-@pytest.fixture
-def sim(simulators: Simulator) -> Iterator[Simulator]:
-    simulators.faults.clear()
-    simulators.clear()
-    yield simulators
-    simulators.faults.clear()
-    assert not simulators.uploads
 
 
 def keys(sim: Simulator) -> set[str]:

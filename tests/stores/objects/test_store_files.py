@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -18,23 +17,9 @@ from asyncckpt.options import MIB
 from asyncckpt.ports import Entry
 from asyncckpt.stores.objects.files import RANGE_NBYTES, ranges
 from asyncckpt.testing.conformance import PAGE, expect, identity, pattern, record_of, save
-from asyncckpt.testing.objectstore import Fault, Simulator, simulator
+from asyncckpt.testing.objectstore import Fault, Simulator
 from tests.stores.objects.stores import ROOT, opened
 from tests.watch import no_blocking_calls
-
-
-@pytest.fixture(scope="module")
-def simulators() -> Iterator[Simulator]:
-    with simulator() as sim:
-        yield sim
-
-
-@pytest.fixture
-def sim(simulators: Simulator) -> Iterator[Simulator]:
-    simulators.faults.clear()
-    simulators.clear()
-    yield simulators
-    simulators.faults.clear()
 
 
 @pytest.mark.parametrize("start", (0, 1, 12345))

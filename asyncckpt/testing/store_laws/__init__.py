@@ -1,0 +1,1 @@
+"""The laws of stores by subject; `asyncckpt.testing.conformance` has them all."""

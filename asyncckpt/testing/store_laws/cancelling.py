@@ -1,0 +1,95 @@
+"""What a cancelled call leaves: no use of its buffer, and nothing half done."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from asyncckpt.testing.checkpoints import (
+    data_path,
+    expect,
+    fill,
+    identity,
+    pattern,
+    record_of,
+    write_file,
+)
+from asyncckpt.testing.store_laws.subject import StoreLaws
+
+
+class Cancelling(StoreLaws):
+    """Buffers are the caller's again, and publishing is all or nothing."""
+
+    async def test_a_cancelled_write_does_not_use_its_buffer_any_more(self, tmp_path: Path) -> None:
+        """Once it has raised, the buffer can be given to the next user."""
+        async with self.opened(tmp_path) as store:
+            attempt = await store.begin("1", identity("a"))
+            nbytes = 1 << 20
+            file = await attempt.create(data_path(identity("a")), nbytes=nbytes)
+            buffer, final = pattern(nbytes), pattern(nbytes, 1)
+            for turns in range(20):
+                buffer[:] = 1
+                async with asyncio.TaskGroup() as group:
+                    task = group.create_task(file.write(0, buffer))
+                    for _ in range(turns % 5):
+                        await asyncio.sleep(0)
+                    task.cancel()
+                buffer[:] = 2
+                if not store.capabilities.positional_writes:
+                    break
+                await file.write(0, final)
+                await file.write(0, final)
+            if store.capabilities.positional_writes:
+                await file.seal(nbytes)
+                await attempt.publish(record_of(identity("a")))
+                files = store.files("1")
+                assert await files.read(file.path, max_nbytes=nbytes) == final.tobytes()
+                await files.close()
+            else:
+                await attempt.abort()
+
+    async def test_a_cancelled_publish_is_all_or_nothing(self, tmp_path: Path) -> None:
+        """It either raises and nothing is visible, or returns and everything is."""
+        async with self.opened(tmp_path) as store:
+            for turns in range(30):
+                name = str(turns)
+                attempt = await store.begin(name, identity(f"a{turns}"))
+                record = await fill(attempt, identity(f"a{turns}"))
+                cancelled = False
+                async with asyncio.TaskGroup() as group:
+                    task = group.create_task(attempt.publish(record))
+                    for _ in range(turns):
+                        await asyncio.sleep(0)
+                    task.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await asyncio.wait((task,))
+                    cancelled = task.cancelled()
+                if cancelled:
+                    await self.expect_nothing(store, name)
+                else:
+                    await expect(store, name)
+                await attempt.abort()
+            assert list(await store.sweep()) == []
+
+    async def test_a_cancelled_read_does_not_use_its_buffer_any_more(self, tmp_path: Path) -> None:
+        """Once it has raised, what stands in the buffer stays."""
+        async with self.opened(tmp_path) as store:
+            data = pattern(4 << 20)
+            attempt = await store.begin("1", identity("a"))
+            path = await write_file(attempt, data_path(identity("a")), data)
+            await attempt.publish(record_of(identity("a")))
+            files = store.files("1")
+            buffer, other = np.empty_like(data), np.empty_like(data)
+            for turns in range(10):
+                async with asyncio.TaskGroup() as group:
+                    task = group.create_task(files.read_into(path, 0, [buffer]))
+                    for _ in range(turns % 5):
+                        await asyncio.sleep(0)
+                    task.cancel()
+                buffer[:] = 7
+                await files.read_into(path, 0, [other])
+                assert int(buffer.min()) == int(buffer.max()) == 7
+            await files.close()

@@ -1,0 +1,93 @@
+"""What becomes of a name that several want."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, UsageError
+from asyncckpt.testing.checkpoints import RECORD, expect, identity, save
+from asyncckpt.testing.store_laws.subject import StoreLaws
+
+
+class Naming(StoreLaws):
+    """One checkpoint per name; it is replaced or deleted only when asked."""
+
+    async def test_of_two_attempts_at_one_name_exactly_one_publishes(self, tmp_path: Path) -> None:
+        """The other gets `CheckpointExistsError`, and nothing of the winner is touched."""
+        async with self.opened(tmp_path) as store:
+            if not store.capabilities.conditional_create:
+                return
+            seeds = range(4)
+            errors: list[CheckpointExistsError] = []
+
+            async def one(seed: int) -> None:
+                try:
+                    await save(store, "1", f"a{seed}", seed)
+                except CheckpointExistsError as error:
+                    errors.append(error)
+
+            async with asyncio.TaskGroup() as group:
+                for seed in seeds:
+                    group.create_task(one(seed))
+            assert len(errors) == len(seeds) - 1
+            files = store.files("1")
+            winner = int((await files.read(RECORD, max_nbytes=200)).split()[1])
+            await files.close()
+            await expect(store, "1", winner)
+            assert list(await store.sweep()) == []
+
+    async def test_a_taken_name_is_kept_as_it_was(self, tmp_path: Path) -> None:
+        """A save without `overwrite` fails when it publishes, and leaves nothing."""
+        async with self.opened(tmp_path) as store:
+            await save(store, "1", "a", 1)
+            with pytest.raises(CheckpointExistsError):
+                await save(store, "1", "b", 2)
+            await expect(store, "1", 1)
+            assert await store.names() == ["1"]
+            assert list(await store.sweep()) == []
+
+    async def test_overwrite_replaces(self, tmp_path: Path) -> None:
+        """The new content is there, the old is gone, also from a reader that is opened later."""
+        async with self.opened(tmp_path) as store:
+            await save(store, "1", "a", 1)
+            await save(store, "1", "b", 2, overwrite=True)
+            await expect(store, "1", 2)
+            await save(store, "2", "c", 3, overwrite=True)  # nothing to replace
+            await expect(store, "2", 3)
+            assert sorted(await store.names()) == ["1", "2"]
+            assert list(await store.sweep()) == []
+
+    async def test_an_aborted_overwrite_keeps_the_old_one(self, tmp_path: Path) -> None:
+        """Until `publish`, the old checkpoint is whole."""
+        async with self.opened(tmp_path) as store:
+            await save(store, "1", "a", 1)
+            attempt = await store.begin("1", identity("b"), overwrite=True)
+            await attempt.put("default/small", b"other")
+            await expect(store, "1", 1)
+            await attempt.abort()
+            await expect(store, "1", 1)
+
+    async def test_delete_removes_one_checkpoint(self, tmp_path: Path) -> None:
+        """Its name is free again; others stay."""
+        async with self.opened(tmp_path) as store:
+            await save(store, "1", "a", 1)
+            await save(store, "2", "b", 2)
+            await store.delete("1")
+            await self.expect_nothing(store, "1")
+            await expect(store, "2", 2)
+            with pytest.raises(CheckpointNotFoundError):
+                await store.delete("1")
+            await save(store, "1", "c", 3)
+            await expect(store, "1", 3)
+            assert list(await store.sweep()) == []
+
+    async def test_names_that_are_no_single_path_part_are_refused(self, tmp_path: Path) -> None:
+        """Before anything is created."""
+        async with self.opened(tmp_path) as store:
+            for name in ("", ".", "..", "a/b", "/a", "a\0b"):
+                with pytest.raises(UsageError):
+                    await store.begin(name, identity("a"))
+            assert await store.names() == []

@@ -1,0 +1,125 @@
+"""What is read, and what is said about what is not there or damaged."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from asyncckpt.testing.checkpoints import (
+    KIB,
+    PAGE,
+    RECORD,
+    data_path,
+    data_paths,
+    identity,
+    pattern,
+    record_of,
+    save,
+    write_file,
+)
+from asyncckpt.testing.store_laws.subject import StoreLaws
+
+
+class Reading(StoreLaws):
+    """Reads are complete or fail."""
+
+    async def test_reading_what_is_not_there_says_so(self, tmp_path: Path) -> None:
+        """A missing checkpoint and a missing file, by both kinds of read."""
+        async with self.opened(tmp_path) as store:
+            await save(store, "1", "a")
+            buffer = np.empty(1, np.uint8)
+            for name, path in (("2", RECORD), ("1", "none"), ("1", "none/none")):
+                files = store.files(name)
+                with pytest.raises(CheckpointNotFoundError):
+                    await files.read(path, max_nbytes=10)
+                with pytest.raises(CheckpointNotFoundError):
+                    await files.read_into(path, 0, [buffer])
+                await files.close()
+                await files.close()
+
+    async def test_a_file_larger_than_allowed_is_not_read(self, tmp_path: Path) -> None:
+        """The bound holds exactly."""
+        async with self.opened(tmp_path) as store:
+            await save(store, "1", "a")
+            files = store.files("1")
+            (path,) = await data_paths(files)
+            assert len(await files.read(path, max_nbytes=PAGE + 1)) == PAGE + 1
+            with pytest.raises(CorruptCheckpointError):
+                await files.read(path, max_nbytes=PAGE)
+            await files.close()
+
+    async def test_reading_past_the_end_is_corruption(self, tmp_path: Path) -> None:
+        """Names the file; the last byte can be read, the next cannot."""
+        async with self.opened(tmp_path) as store:
+            await save(store, "1", "a")
+            files = store.files("1")
+            (path,) = await data_paths(files)
+            buffer = np.empty(2, np.uint8)
+            await files.read_into(path, PAGE, [buffer[:1]])
+            assert buffer[0] == pattern(PAGE + 1)[PAGE]
+            for offset in (PAGE, PAGE + 1, 10 * PAGE):
+                with pytest.raises(CorruptCheckpointError) as caught:
+                    await files.read_into(path, offset, [buffer])
+                assert caught.value.file == path
+            await files.close()
+
+    async def test_entries_are_one_level_of_a_directory(self, tmp_path: Path) -> None:
+        """Files with sizes and directories, by name; what is not there and too many say so."""
+        async with self.opened(tmp_path) as store:
+            await save(store, "1", "a")
+            files = store.files("1")
+            top = {entry.name: entry for entry in await files.entries(max_entries=100)}
+            assert top["default"].is_directory
+            assert not top[RECORD].is_directory and top[RECORD].nbytes > 0
+            (data,) = await files.entries("default/d", max_entries=1)
+            (path,) = await data_paths(files)
+            assert data == (path.rpartition("/")[2], PAGE + 1, False)
+            assert await files.entries(path, max_entries=1) == [("", PAGE + 1, False)]
+            with pytest.raises(CheckpointNotFoundError):
+                await files.entries("none", max_entries=1)
+            with pytest.raises(CorruptCheckpointError):
+                await files.entries(max_entries=len(top) - 1)
+            await files.close()
+
+    async def test_one_run_fills_many_buffers(self, tmp_path: Path) -> None:
+        """Of any lengths, in order, from any offset; more of them than one system call takes."""
+        async with self.opened(tmp_path) as store:
+            data = pattern(1 << 20)
+            attempt = await store.begin("1", identity("a"))
+            path = await write_file(attempt, data_path(identity("a")), data)
+            await attempt.publish(record_of(identity("a")))
+            files = store.files("1")
+            lengths = np.random.default_rng(1).integers(0, 400, 2500).tolist()
+            for offset in (0, 1, PAGE):
+                buffers = [np.zeros(length, np.uint8) for length in lengths]
+                await files.read_into(path, offset, buffers)
+                expected = data[offset : offset + sum(lengths)]
+                assert np.array_equal(np.concatenate(buffers), expected)
+            await files.read_into(path, data.size, [])
+            await files.close()
+
+    async def test_reads_run_at_once(self, tmp_path: Path) -> None:
+        """From one and from several files."""
+        async with self.opened(tmp_path) as store:
+            attempt = await store.begin("1", identity("a"))
+            paths = [
+                await write_file(
+                    attempt, data_path(identity("a"), f"data{i}"), pattern(300 * KIB, i)
+                )
+                for i in range(4)
+            ]
+            await attempt.publish(record_of(identity("a")))
+            files = store.files("1")
+            found = [np.zeros(300 * KIB, np.uint8) for _ in range(4)]
+            async with asyncio.TaskGroup() as group:
+                for i in range(4):
+                    for start in range(0, 300 * KIB, 100 * KIB):
+                        part = found[i][start : start + 100 * KIB]
+                        group.create_task(files.read_into(paths[i], start, [part]))
+            for i in range(4):
+                assert np.array_equal(found[i], pattern(300 * KIB, i))
+            await files.close()

@@ -1,0 +1,165 @@
+"""What is written, by any means and in any order, is there."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncckpt.errors import UsageError
+from asyncckpt.ports import Bytes
+from asyncckpt.testing.checkpoints import (
+    KIB,
+    PAGE,
+    PIECE_NBYTES,
+    RECORD,
+    data_path,
+    identity,
+    pattern,
+    record_of,
+)
+from asyncckpt.testing.store_laws.subject import StoreLaws
+
+LENGTHS = (0, 1, PAGE - 1, PAGE, PAGE + 1, 64 * KIB, 256 * KIB + 1, 1024 * KIB - 1)
+"""File lengths around the boundaries of pages and of direct writes."""
+
+
+class Writing(StoreLaws):
+    """Files are what was written, and nothing else can be."""
+
+    @pytest.mark.parametrize("nbytes", LENGTHS)
+    async def test_a_file_of_any_length_comes_back(self, tmp_path: Path, nbytes: int) -> None:
+        """Whatever the length, also when it was announced wrongly."""
+        data = pattern(nbytes)
+        async with self.opened(tmp_path) as store:
+            save_id = identity("a")
+            attempt = await store.begin("1", save_id)
+            paths = ["small", "view"]
+            for path, announced in (("exact", nbytes), ("less", 1), ("more", nbytes + 3 * PAGE)):
+                file = await attempt.create(data_path(save_id, path), nbytes=announced)
+                for start in range(0, nbytes, PIECE_NBYTES):
+                    await file.write(start, data[start : start + PIECE_NBYTES])
+                await file.seal(nbytes)
+                paths.append(file.path)
+            await attempt.put("small", data.tobytes())
+            await attempt.put("view", memoryview(data.tobytes()))
+            await attempt.publish(record_of(save_id))
+            files = store.files("1")
+            for path in paths:
+                assert await files.read(path, max_nbytes=nbytes) == data.tobytes(), path
+            await files.close()
+
+    async def test_parts_are_written_in_any_order_and_at_once(self, tmp_path: Path) -> None:
+        """Of any length and alignment, and each part once."""
+        async with self.opened(tmp_path) as store:
+            if not store.capabilities.positional_writes:
+                return
+            data = pattern(2 << 20)
+            random = np.random.default_rng(0)
+            cuts = np.unique(random.integers(1, data.size, 30))
+            cuts = np.unique(np.concatenate([[0], cuts, cuts[:10] // PAGE * PAGE, [data.size]]))
+            spans = list(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True))
+            random.shuffle(spans)
+            attempt = await store.begin("1", identity("a"))
+            file = await attempt.create(data_path(identity("a")), nbytes=data.size)
+            async with asyncio.TaskGroup() as group:
+                for start, stop in spans:
+                    group.create_task(file.write(start, data[start:stop]))
+            await file.seal(data.size)
+            await attempt.publish(record_of(identity("a")))
+            files = store.files("1")
+            assert await files.read(file.path, max_nbytes=data.size) == data.tobytes()
+            await files.close()
+
+    async def test_windows_are_written_in_any_order_and_at_once(self, tmp_path: Path) -> None:
+        """Each once; of files that are shorter and longer than one, and exactly as long."""
+        async with self.opened(tmp_path) as store:
+            save_id, window = identity("a"), self.window_nbytes
+            attempt = await store.begin("1", save_id)
+            contents: dict[str, Bytes] = {}
+            for nbytes in (0, PAGE + 1, window, 2 * window + 5):
+                data = pattern(nbytes)
+                file = await attempt.create(
+                    data_path(save_id, str(nbytes)), nbytes=nbytes, window_nbytes=window
+                )
+                starts = list(range(0, nbytes, window))[::-1]
+                async with asyncio.TaskGroup() as group:
+                    written = [
+                        group.create_task(file.write(start, data[start : start + window]))
+                        for start in starts
+                    ]
+                assert all(type(task.result()) is bool for task in written)
+                await file.seal(nbytes)
+                contents[file.path] = data
+            await attempt.publish(record_of(save_id))
+            files = store.files("1")
+            for path, data in contents.items():
+                assert await files.read(path, max_nbytes=data.size) == data.tobytes(), path
+            await files.close()
+
+    async def test_bytearrays_are_written_as_they_are(self, tmp_path: Path) -> None:
+        """Clients that take no other buffer get the memory that was staged into."""
+        async with self.opened(tmp_path) as store:
+            save_id, data = identity("a"), bytearray(pattern(64 * KIB).tobytes())
+            attempt = await store.begin("1", save_id)
+            file = await attempt.create(
+                data_path(save_id), nbytes=len(data), window_nbytes=self.window_nbytes
+            )
+            await file.write(0, data)
+            await file.seal(len(data))
+            await attempt.publish(record_of(save_id))
+            files = store.files("1")
+            assert await files.read(file.path, max_nbytes=len(data)) == data
+            await files.close()
+
+    async def test_seal_cuts_a_file_to_its_length(self, tmp_path: Path) -> None:
+        """Padding behind the end, which keeps writes aligned, does not stay."""
+        async with self.opened(tmp_path) as store:
+            data = pattern(64 * PAGE)
+            attempt = await store.begin("1", identity("a"))
+            file = await attempt.create(data_path(identity("a")), nbytes=63 * PAGE + 5)
+            await file.write(0, data)
+            await file.seal(63 * PAGE + 5)
+            await attempt.publish(record_of(identity("a")))
+            files = store.files("1")
+            found = await files.read(file.path, max_nbytes=data.size)
+            assert found == data[: 63 * PAGE + 5].tobytes()
+            await files.close()
+
+    async def test_a_read_only_buffer_can_be_written(self, tmp_path: Path) -> None:
+        """Bytes that came from a codec are immutable."""
+        async with self.opened(tmp_path) as store:
+            attempt = await store.begin("1", identity("a"))
+            file = await attempt.create(data_path(identity("a")), nbytes=PAGE)
+            await file.write(0, np.frombuffer(bytes(range(256)) * 16, np.uint8))
+            await file.seal(PAGE)
+            await attempt.publish(record_of(identity("a")))
+            files = store.files("1")
+            assert await files.read(file.path, max_nbytes=PAGE) == bytes(range(256)) * 16
+            await files.close()
+
+    async def test_many_small_files_are_put_at_once(self, tmp_path: Path) -> None:
+        """In directories that they make together."""
+        async with self.opened(tmp_path) as store:
+            attempt = await store.begin("1", identity("a"))
+            async with asyncio.TaskGroup() as group:
+                for i in range(20):
+                    group.create_task(attempt.put(f"a/b{i % 3}/c/{i}", b"%d" % i))
+            await attempt.publish(record_of(identity("a")))
+            files = store.files("1")
+            for i in range(20):
+                assert await files.read(f"a/b{i % 3}/c/{i}", max_nbytes=10) == b"%d" % i
+            await files.close()
+
+    async def test_paths_stay_inside_the_checkpoint(self, tmp_path: Path) -> None:
+        """And nobody but `publish` writes the record."""
+        async with self.opened(tmp_path) as store:
+            attempt = await store.begin("1", identity("a"))
+            for path in ("", "/a", "../a", "a/../b", "a//b", ".", "a/", "a\0", RECORD):
+                with pytest.raises(UsageError):
+                    await attempt.put(path, b"x")
+                with pytest.raises(UsageError):
+                    await attempt.create(path, nbytes=1)
+            await attempt.abort()

@@ -1,0 +1,141 @@
+"""What overlaps on an object store, where every request that is waited for costs a round trip."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncckpt
+from asyncckpt import RestoreOptions, SaveOptions
+from asyncckpt.options import MIB
+from asyncckpt.stages import fetch
+from asyncckpt.testing.objectstore import Fault, Gate, Signal, Simulator, simulator
+
+ROOT = "s3://bucket/run"
+OPTIONS = SaveOptions(target_data_file_nbytes=8 * MIB)
+
+
+@pytest.fixture
+def sim() -> Iterator[Simulator]:
+    with simulator() as running:
+        yield running
+
+
+def state(count: int = 4, nbytes: int = 7 * MIB) -> dict[str, np.ndarray[Any, Any]]:
+    random = np.random.default_rng(count)
+    return {f"w{n}": random.integers(0, 256, nbytes, np.uint8) for n in range(count)}
+
+
+def checkpointer(sim: Simulator, **options: Any) -> asyncckpt.Checkpointer:
+    options = {"save_options": OPTIONS, **options}
+    return asyncckpt.Checkpointer(ROOT, storage_options=sim.s3_options(), **options)
+
+
+def equal(found: Any, expected: dict[str, np.ndarray[Any, Any]]) -> bool:
+    return set(found) == set(expected) and all(
+        np.array_equal(found[name], expected[name]) for name in expected
+    )
+
+
+async def test_data_are_sent_before_it_is_known_whether_the_step_exists(sim: Simulator) -> None:
+    looking, sent = Gate(), Signal()
+    async with asyncio.timeout(60), checkpointer(sim) as ckpt:
+        sim.faults.extend(
+            [
+                Fault(kind="get_object", key="*/checkpoint.json", gate=looking),
+                Fault(kind="put_object", key="*/d/*", hook=lambda _: sent.set()),
+            ]
+        )
+        starting = asyncio.create_task(ckpt.start_save(1, state()))
+        await looking.reached.wait()
+        await sent.wait()
+        assert not starting.done()  # the caller hears of an existing step before it goes on
+        looking.release()
+        await (await starting)
+        assert equal(await ckpt.restore(), state())
+
+
+@pytest.mark.parametrize("how", ["save", "start_save"])
+async def test_a_step_that_exists_is_refused_and_nothing_is_left(sim: Simulator, how: str) -> None:
+    async with checkpointer(sim) as ckpt:
+        await ckpt.save(1, state())
+        before = sim.objects("bucket")
+        with pytest.raises(asyncckpt.CheckpointExistsError, match="stands here already"):
+            await getattr(ckpt, how)(1, state(3))
+        assert sim.objects("bucket") == before
+        assert not sim.uploads
+        assert equal(await ckpt.restore(), state())
+        await ckpt.save(2, state(3))  # and the Checkpointer goes on
+
+
+async def test_the_index_follows_a_file_to_its_new_name_before_the_last_one_is_sent(
+    sim: Simulator,
+) -> None:
+    last, indexed, again = Gate(), Signal(), Signal()
+
+    async def fail_late(_: object) -> None:
+        await indexed.wait()
+
+    async with asyncio.timeout(60), checkpointer(sim) as ckpt:
+        sim.faults.extend(
+            [
+                Fault(kind="put_object", key="*-0", hook=fail_late, status=500),
+                Fault(kind="put_object", key="*-1", gate=last),
+                Fault(kind="put_object", key="*-index", hook=lambda _: indexed.set()),
+                Fault(kind="put_object", key="*-index1", hook=lambda _: again.set()),
+            ]
+        )
+        saving = asyncio.create_task(ckpt.save(1, state()))
+        await last.reached.wait()
+        await again.wait()
+        assert not saving.done()
+        last.release()
+        report = await saving
+        assert equal(await ckpt.restore(), state())
+        info = await ckpt.inspect()
+        assert info.save_id == report.save_id
+        assert (await ckpt.verify()).ok
+
+
+async def test_what_is_read_is_cut_evenly_and_the_longest_is_read_first(sim: Simulator) -> None:
+    """A data file of 32.5 MiB is no two requests and a crumb."""
+    options = SaveOptions(target_data_file_nbytes=36 * MIB, concurrency=1)
+    tree = state(4, 8 * MIB - 4096) | {"small": np.ones(MIB // 2, np.uint8)}
+    async with checkpointer(sim, save_options=options) as ckpt:
+        await ckpt.save(1, tree)
+        sim.reset()
+        assert equal(await ckpt.restore(), tree)
+        reads = [
+            r.answered_nbytes
+            for r in sim.requests
+            if r.kind == "get_object" and "/d/" in r.key and not r.key.endswith("-index")
+        ]
+    assert sum(reads) >= 32 * MIB
+    assert max(reads) <= fetch.RUN_MAX_NBYTES
+    assert min(reads) >= 7 * MIB
+    assert reads == sorted(reads, reverse=True)
+
+
+async def test_the_next_read_begins_before_the_last_one_is_checked(
+    sim: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = threading.Event()
+    check = fetch.Fetch._check_direct
+
+    def checked_late(self: Any, *args: Any) -> None:
+        assert second.wait(30)
+        check(self, *args)
+
+    monkeypatch.setattr(fetch.Fetch, "_check_direct", checked_late)
+    tree = state()
+    async with checkpointer(sim, restore_options=RestoreOptions(concurrency=1)) as ckpt:
+        await ckpt.save(1, tree)
+        sim.faults.extend(
+            [Fault(kind="get_object", key="*/d/*-[0-9]", number=2, hook=lambda _: second.set())]
+        )
+        assert equal(await ckpt.restore(), tree)

@@ -1,0 +1,134 @@
+"""`asyncckpt verify` on a run whose steps come and go meanwhile."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from asyncckpt import blocking
+from asyncckpt.cli import main, opening
+from asyncckpt.errors import CheckpointNotFoundError
+
+
+class Ran(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Ran]
+Act = Callable[[], object]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    def run(*arguments: object) -> Ran:
+        monkeypatch.setattr(sys, "stdin", io.StringIO())
+        status = main([str(argument) for argument in arguments])
+        return Ran(status, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(params=["directory", "url"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A run with the steps 1, 3 and 20."""
+    place = str(tmp_path) if request.param == "directory" else f"memory://{uuid.uuid4().hex}/run"
+    with blocking.Checkpointer(place) as steps:
+        for step in (1, 3, 20):
+            steps.save(step, {"w": np.arange(1000.0) + step})
+    return place
+
+
+@pytest.fixture
+def before(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Act]]:
+    """What happens, once, just before the verification of a step."""
+    acts: dict[int, Act] = {}
+    verify_step = opening.verify_step
+
+    def verified(root: str, step: int, *arguments: Any) -> Any:
+        acts.pop(step, lambda: None)()
+        return verify_step(root, step, *arguments)
+
+    monkeypatch.setattr(opening, "verify_step", verified)
+    yield acts
+    assert not acts
+
+
+def delete(root: str, *steps: int) -> None:
+    with blocking.Checkpointer(root) as ckpt:
+        for step in steps:
+            ckpt.delete(step)
+
+
+def test_a_step_deleted_meanwhile_is_skipped_with_a_note(
+    run: Run, root: str, before: dict[int, Act]
+) -> None:
+    before[3] = lambda: delete(root, 3)
+    done = run("verify", root, "--json")
+    assert done.status == 0
+    found = json.loads(done.out)
+    assert found["ok"] and [one["step"] for one in found["checkpoints"]] == [1, 20]
+    assert done.err == (
+        f"asyncckpt: {root}/3: deleted since the steps were listed; it is skipped\n"
+    )
+
+
+def test_damage_of_the_others_is_still_found(run: Run, tmp_path: Path) -> None:
+    with blocking.Checkpointer(tmp_path) as steps:
+        for step in (1, 2):
+            steps.save(step, {"w": np.arange(1000.0) + step})
+    (tmp_path / "2" / "checkpoint.json").write_bytes(b"{}")
+    done = run("verify", tmp_path)
+    assert done.status == 1 and done.err == ""
+    assert "intact" in done.out.splitlines()[0] and "checkpoint.json" in done.out
+
+
+def test_when_all_steps_go_nothing_was_verified(
+    run: Run, root: str, before: dict[int, Act]
+) -> None:
+    before[1] = lambda: delete(root, 1, 3, 20)
+    done = run("verify", root)
+    assert (done.status, done.out) == (1, "")
+    assert done.err.splitlines()[-1] == (
+        f"asyncckpt: {root}: all its steps were deleted while being verified"
+    )
+
+
+def test_a_step_that_is_named_and_gone_is_an_error(
+    run: Run, root: str, before: dict[int, Act]
+) -> None:
+    before[3] = lambda: delete(root, 3)
+    done = run("verify", f"{root}/3")
+    assert (done.status, done.out) == (1, "")
+    assert done.err.startswith(f"asyncckpt: {root}/3")
+
+
+def test_a_step_replaced_meanwhile_is_verified_again(
+    run: Run, root: str, before: dict[int, Act]
+) -> None:
+    def replaced() -> None:
+        raise CheckpointNotFoundError("the checkpoint was replaced while being verified")
+
+    before[3] = replaced
+    done = run("verify", root)
+    assert (done.status, done.err) == (0, "")
+    assert [line.partition(": ")[0] for line in done.out.splitlines()] == [
+        f"{root}/{step}" for step in (1, 3, 20)
+    ]
+
+
+def test_a_step_that_is_there_and_no_checkpoint_is_an_error(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "notes.txt").write_text("nothing")
+    done = run("verify", tmp_path)
+    assert done.status == 1
+    assert "there is no checkpoint here" in done.err

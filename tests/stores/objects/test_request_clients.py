@@ -1,0 +1,114 @@
+"""What requests keep to, over real client libraries on a simulator that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from asyncckpt.flow.retry import Patience
+from asyncckpt.flow.threads import Workers
+from asyncckpt.stores.objects.client import RequestError
+from asyncckpt.stores.objects.opening import open_client
+from asyncckpt.stores.objects.policy import HASTY, RequestPolicy
+from asyncckpt.stores.objects.requests import Requests, Sent
+from asyncckpt.testing.objectstore import Fault, Gate, Simulator
+from tests.stores.objects.scripted import name
+from tests.stores.objects.stores import UNRACED
+
+
+@asynccontextmanager
+async def opened(
+    sim: Simulator, library: str, *, policy: RequestPolicy = HASTY
+) -> AsyncIterator[Requests]:
+    workers = Workers(2, "asyncckpt-test")
+    if library == "gcsfs":
+        url, options = "gs://bucket/run", {**sim.gcs_options()}
+    elif library == "obstore":
+        url, options = "s3://bucket/run", {"client": sim.obstore_s3("bucket")}
+    else:
+        url, options = "s3://bucket/run", {"client": "fsspec", **sim.s3_options()}
+    client = open_client(url, storage_options=options, workers=workers)
+    store = Requests(client, policy=policy, rng=random.Random(0))
+    try:
+        yield store
+    finally:
+        await store.close()
+        workers.shutdown()
+
+
+LIBRARIES = ["s3fs", "gcsfs", "obstore"]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_lost_answers_leave_an_orphan_that_is_named(sim: Simulator, library: str) -> None:
+    async with opened(sim, library, policy=UNRACED) as store:
+        sim.faults.append(Fault(kind="put_object", reset=True, applied=True))
+        sent = await store.put(name, b"body" * 1000)
+        assert sent == Sent(name(1), True, (name(0),))
+        assert sorted(sim.objects("bucket")) == [f"run/{name(0)}", f"run/{name(1)}"]
+        assert bytes(await store.get(sent.key, 0, 1 << 20)) == b"body" * 1000
+
+
+@pytest.mark.parametrize("library", ["s3fs", "obstore"])
+async def test_a_lost_answer_to_a_create_is_not_taken_for_a_creation(
+    sim: Simulator, library: str
+) -> None:
+    async with opened(sim, library) as store:
+        sim.faults.append(Fault(kind="put_object", reset=True, applied=True))
+        assert not await store.create("record", b"mine")
+        assert await store.read("record", max_nbytes=100) == b"mine"
+
+
+@pytest.mark.parametrize("library", ["gcsfs", "obstore"])
+async def test_a_storm_of_refusals_is_outlived_with_a_smaller_window(
+    sim: Simulator, library: str
+) -> None:
+    status, code = (429, "rateLimitExceeded") if library == "gcsfs" else (503, "SlowDown")
+    async with opened(sim, library, policy=UNRACED) as store:
+        sim.faults.append(Fault(kind="put_object", times=12, status=status, code=code))
+        async with asyncio.TaskGroup() as group:
+            for number in range(24):
+                group.create_task(store.put(lambda n, at=number: f"{at}.r{n}", b"x" * 4096))
+        assert store.limiter.cuts >= 1
+        assert store.limiter.limit < store.limiter.ceiling
+        assert len(sim.objects("bucket")) == 24
+        assert store.limiter.in_flight == 0
+
+
+@pytest.mark.parametrize("library", ["s3fs", "obstore"])
+async def test_a_read_that_is_held_up_is_overtaken(sim: Simulator, library: str) -> None:
+    async with opened(sim, library, policy=replace(HASTY, hedge_cold_s=0.05)) as store:
+        sim.put("bucket", "run/key", b"value" * 1000)
+        gate = Gate()
+        sim.faults.append(Fault(kind="get_object", gate=gate))
+        try:
+            assert bytes(await store.get("key", 0, 5000)) == b"value" * 1000
+        finally:
+            gate.release()
+        assert store.hedges["get"].spent == 1
+
+
+@pytest.mark.parametrize("library", ["gcsfs", "obstore"])
+async def test_an_answer_that_ends_too_early_is_asked_for_again(
+    sim: Simulator, library: str
+) -> None:
+    async with opened(sim, library) as store:
+        sim.put("bucket", "run/key", bytes(100_000))
+        sim.faults.append(Fault(kind="get_object", truncate=50_000))
+        assert bytes(await store.get("key", 0, 100_000)) == bytes(100_000)
+
+
+@pytest.mark.parametrize("library", ["gcsfs", "obstore"])
+async def test_a_store_that_never_answers_is_given_up_in_time(sim: Simulator, library: str) -> None:
+    policy = replace(HASTY, timeout_s=0.1, patience=Patience(tries=2, backoff_s=0.001))
+    async with opened(sim, library, policy=policy) as store:
+        sim.faults.append(Fault(number=0, hang=True))
+        with pytest.raises(RequestError) as caught:
+            await store.put(name, b"body")
+        assert caught.value.kind == "timeout"
+        sim.faults.clear()
