@@ -210,7 +210,7 @@ class SlotPool:
         self._allocated = 0
         self._quarantined: set[Slot] = set()
         self._discarded = 0
-        self._looking = False
+        self._look: asyncio.TimerHandle | None = None
         self._arrivals: list[asyncio.Future[None]] = []
         self._siblings = [] if siblings is None else siblings
         self._siblings.append(self)
@@ -313,9 +313,16 @@ class SlotPool:
             owner = slot.forget()
             weakref.finalize(owner, collected).atexit = False
             del owner
-        if not self._looking:
-            self._looking = True
-            loop.call_later(COLLECT_AFTER_S, self._look_again, COLLECT_AFTER_S)
+        self._look_after(COLLECT_AFTER_S)
+
+    def _look_after(self, after_s: float) -> None:
+        """So much later at the latest, what is still discarded is looked for."""
+        loop = asyncio.get_running_loop()
+        if self._look is not None and self._look.when() > loop.time() + after_s:
+            self._look.cancel()
+            self._look = None
+        if self._look is None:
+            self._look = loop.call_later(after_s, self._look_again, after_s)
 
     def _look_again(self, after_s: float) -> None:
         """Cycles of garbage that hold discarded slots are collected, ever more rarely.
@@ -323,12 +330,11 @@ class SlotPool:
         Errors are kept in cycles, and with them the bodies of the requests that failed; a process
         that waits for staging memory makes no garbage, and its collector would never run.
         """
-        self._looking = self._discarded > 0 and not self._closed
-        if self._looking:
+        self._look = None
+        if self._discarded > 0 and not self._closed:
             with contextlib.suppress(RuntimeError):  # the engine is ending
                 self._workers.submit(gc.collect)
-            after_s = min(2 * after_s, COLLECT_AT_LEAST_EVERY_S)
-            asyncio.get_running_loop().call_later(after_s, self._look_again, after_s)
+            self._look_after(min(2 * after_s, COLLECT_AT_LEAST_EVERY_S))
 
     async def replacement(self) -> Slot:
         """A slot in place of one that was discarded with `keep`. Cancellation: there is none."""

@@ -89,7 +89,10 @@ async def first(
             await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
     finally:
         await _end(tasks)
-    return next((task for task in tasks if _succeeded(task)), tasks[0]).result()
+    try:
+        return next((task for task in tasks if _succeeded(task)), tasks[0]).result()
+    finally:
+        tasks.clear()  # an error holds this frame through its traceback; in a cycle it would stay
 
 
 def _succeeded(task: asyncio.Task[Any]) -> bool:

@@ -307,6 +307,33 @@ async def test_a_discarded_slot_in_a_cycle_of_garbage_comes_back(
     pool.give([fresh])
 
 
+async def test_memory_discarded_late_is_looked_for_as_soon_as_the_first(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while a client still holds what was discarded long ago, and looks have become rare."""
+    monkeypatch.setattr(buffers, "COLLECT_AFTER_S", 0.01)
+    pool = bytes_pool(2, workers)
+    first, late = await pool.take(2)
+    held = first.body(SLOT)
+    pool.discard([first])
+    assert pool._look is not None
+    pool._look.cancel()
+    pool._look_again(1000.0)  # the next one follows after half a minute
+    cycle: list[object] = [late.body(SLOT)]
+    cycle.append(cycle)
+    pool.discard([late])
+    del first, late, cycle
+    gc.disable()
+    try:
+        async with asyncio.timeout(20):
+            (fresh,) = await pool.take()
+    finally:
+        gc.enable()
+    assert pool.discarded == 1
+    pool.give([fresh])
+    del held
+
+
 async def test_a_slot_takes_the_units_of_what_its_client_copies(workers: Workers) -> None:
     pool = bytes_pool(6, workers, units=3)
     assert pool.capacity == 2

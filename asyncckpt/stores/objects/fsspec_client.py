@@ -7,6 +7,7 @@ import functools
 import threading
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from traceback import clear_frames
 from typing import Any, TypeVar
 
 from asyncckpt.options import GIB
@@ -112,9 +113,13 @@ class FsspecClient:
             return await call
         except Exception as error:
             failure = request_error(error, self._hidden)
-        # Not inside `except`: the error of the library, its frames and the body that they hold
-        # are no context of ours.
-        raise failure
+            # Frames of the library hold the body, and s3fs keeps its error in one of them.
+            clear_frames(error.__traceback__)
+        # Not inside `except`: the error of the library is no context of ours.
+        try:
+            raise failure
+        finally:
+            del failure  # a cycle of error and frame would hold the body until it is collected
 
     def _without(self, ability: str) -> RequestError:
         return RequestError("invalid", f"{self.traits.name} offers no {ability}")

@@ -239,13 +239,13 @@ class Sender:
 
     async def _sent(self, this: Try, permit: Permit, call: Callable[[], Awaitable[T]]) -> T:
         """The answer to one request, which it gets `this.deadline_s` for."""
+        late = False
         try:
             async with asyncio.timeout(this.deadline_s):
                 answer = await call()
         except TimeoutError:
-            this.abandoned = True
+            this.abandoned = late = True
             self.limiter.throttled(permit)
-            raise RequestError("timeout", f"no answer within {this.deadline_s:g} s") from None
         except RequestError as error:
             self._answered |= error.kind != "connection"
             if error.kind == "timeout":
@@ -253,6 +253,10 @@ class Sender:
             if error.kind in ("throttled", "timeout"):
                 self.limiter.throttled(permit)
             raise
+        if late:
+            # Not inside `except`: a TimeoutError holds its timeout, and that the task of this
+            # request, which holds the error that it has ended with.
+            raise RequestError("timeout", f"no answer within {this.deadline_s:g} s")
         self._answered = True
         self.limiter.succeeded(permit)
         return answer

@@ -15,7 +15,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.options import MIB
 from asyncckpt.ports import Entry
-from asyncckpt.stores.objects.files import RANGE_NBYTES, ranges
+from asyncckpt.stores.objects.files import RANGE_MAX_NBYTES, RANGE_NBYTES, ranges
 from asyncckpt.testing.conformance import PAGE, expect, identity, pattern, record_of, save
 from asyncckpt.testing.objectstore import Fault, Simulator
 from tests.stores.objects.stores import ROOT, opened
@@ -23,14 +23,18 @@ from tests.watch import no_blocking_calls
 
 
 @pytest.mark.parametrize("start", (0, 1, 12345))
-@pytest.mark.parametrize("nbytes", (1, PAGE, 16 * MIB, 16 * MIB + 1, 33 * MIB + 7, 1 << 32))
+@pytest.mark.parametrize(
+    "nbytes", (1, PAGE, 16 * MIB, 18 * MIB, 18 * MIB + 1, 33 * MIB + 7, 1 << 32)
+)
 def test_ranges_tile_a_run_and_are_no_shorter_than_half(start: int, nbytes: int) -> None:
     spans = ranges(start, start + nbytes)
     assert spans[0][0] == start and spans[-1][1] == start + nbytes
     assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
     lengths = [stop - begin for begin, stop in spans]
-    assert max(lengths) <= RANGE_NBYTES
-    assert len(spans) == 1 or min(lengths[:-1]) >= RANGE_NBYTES // 2
+    assert (len(spans) == 1) == (nbytes <= RANGE_MAX_NBYTES)
+    if len(spans) > 1:
+        assert max(lengths) <= RANGE_NBYTES
+        assert min(lengths[:-1]) >= RANGE_NBYTES // 2
 
 
 @pytest.mark.parametrize("kind", ("s3fs", "gcsfs", "obstore"))
