@@ -22,6 +22,7 @@ from asyncckpt.errors import (
     UsageError,
 )
 from asyncckpt.flow.threads import Workers
+from asyncckpt.stores.objects import requests
 from asyncckpt.testing.objectstore import Credentials, Fault, Gate, Simulator
 from tests import children
 from tests.cancellation.points import assert_equal
@@ -189,7 +190,10 @@ async def test_an_endpoint_at_which_nobody_listens(told: Told, kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
-async def test_a_store_that_never_answers(told: Told, kind: str) -> None:
+async def test_a_store_that_never_answers(
+    told: Told, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "SILENT_S", 0.1)  # and not the two minutes of others
     async with Simulator(credentials=KNOWN) as sim:
         scheme, options = options_of(kind, sim)
         url = f"{scheme}://bucket/run/1"

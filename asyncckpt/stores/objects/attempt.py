@@ -68,6 +68,7 @@ class ObjectAttempt:
         self._begin_settling = begin_settling
         self._unfinished = unfinished
         self._begun = time.monotonic(), time.time()
+        self._answers = context.requests.answers
         self._sending = Sending(context, name)
         self._fixed = FixedContents(context, name, save_id)
         self._files: list[ObjectDataFile] = []
@@ -226,8 +227,9 @@ class ObjectAttempt:
         await uninterrupted(self._remove())
 
     async def _remove(self) -> None:
+        bound_s = self._context.requests.clean_up_s(ABORT_S, answers=self._answers)
         try:
-            async with asyncio.timeout(ABORT_S):
+            async with asyncio.timeout(bound_s):
                 # In this order: a completion that is still on its way then finds no upload.
                 await self._abort_uploads()
                 keys = self._sending.keys | self._fixed.keys
@@ -236,7 +238,7 @@ class ObjectAttempt:
         except TimeoutError:
             raise StoreError(
                 f"{self.location}: removing what an aborted save has written did not end within "
-                f"{ABORT_S:.0f} s; 'asyncckpt gc' removes it later",
+                f"{bound_s:g} s; 'asyncckpt gc' removes it later",
                 location=self.location,
                 retryable=True,
             ) from None

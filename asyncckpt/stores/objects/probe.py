@@ -16,6 +16,9 @@ from asyncckpt.stores.objects.requests import Requests
 log = logging.getLogger("asyncckpt.stores")
 
 
+REMOVE_S = 120.0
+"""How long the removal of a probe may take: one that stays behind harms nobody."""
+
 WRITE_SPACING_S = 1.1
 """Google's store takes one write of an object per second."""
 
@@ -31,6 +34,7 @@ async def creates_conditionally(requests: Requests, *, spacing_s: float = 0.0) -
         RequestError: the store does not answer, or allows no writing; nothing is known.
     """
     key = probe_key()
+    answers = requests.answers
     try:
         # "exists" to the first one is an answer too: an earlier try of it was refused nothing.
         refused = not await requests.create(key, b"1") or await _is_refused(
@@ -42,9 +46,10 @@ async def creates_conditionally(requests: Requests, *, spacing_s: float = 0.0) -
         refused = False
     finally:
         try:
-            await _remove(requests, key, spacing_s)
-        except RequestError as error:
-            log.debug("%s stays behind: %s", requests.location(key), error)
+            async with asyncio.timeout(requests.clean_up_s(REMOVE_S, answers=answers)):
+                await _remove(requests, key, spacing_s)
+        except (TimeoutError, RequestError) as error:
+            log.debug("%s stays behind: %r", requests.location(key), error)
     if not refused:
         log.warning(
             "%s: %s says that it creates objects conditionally, and this server does not: if two "

@@ -30,6 +30,11 @@ from asyncckpt.stores.objects.sending import Sender, Try
 __all__ = ["HASTY", "RequestPolicy", "Requests", "Sent"]
 
 
+SILENT_S = 5.0
+"""What cleaning up gets at most on a store that has not answered since: it hardly holds anything,
+and whoever gave a save a deadline does not wait for minutes."""
+
+
 class Sent(NamedTuple):
     """A data object is stored.
 
@@ -95,6 +100,15 @@ class Requests:
     def url(self) -> str:
         """Of the client."""
         return self.client.url
+
+    @property
+    def answers(self) -> int:
+        """How many requests were answered so far, in whatever way."""
+        return self._sender.answers
+
+    def clean_up_s(self, usual_s: float, *, answers: int) -> float:
+        """Seconds for cleaning up after what began when there had been so many answers."""
+        return min(usual_s, SILENT_S) if self.answers == answers else usual_s
 
     @property
     def part_rules(self) -> PartRules:

@@ -65,6 +65,7 @@ class Sender:
         link: latency and bandwidth as measured.
         limiter: the window of requests in flight.
         hedges: second transfers, either way.
+        answers: how many requests were answered, in whatever way.
     """
 
     def __init__(self, url: str, policy: RequestPolicy, rng: random.Random) -> None:
@@ -76,7 +77,7 @@ class Sender:
             )
             for direction in _DIRECTIONS
         }
-        self._answered = False
+        self.answers = 0
         self._url = url
         self._policy = policy
         self._rng = rng
@@ -138,7 +139,7 @@ class Sender:
     def _patience(self, kind: Kind) -> Patience:
         """How often a request is tried that failed like this."""
         patience = self._policy.patience
-        if kind == "connection" and not self._answered:
+        if kind == "connection" and not self.answers:
             # More likely a name that is misspelt than a network that will be back.
             return replace(patience, tries=min(patience.tries, FIRST_TRIES))
         return patience
@@ -247,7 +248,7 @@ class Sender:
             this.abandoned = late = True
             self.limiter.throttled(permit)
         except RequestError as error:
-            self._answered |= error.kind != "connection"
+            self.answers += error.kind not in ("connection", "timeout")
             if error.kind == "timeout":
                 this.abandoned = True
             if error.kind in ("throttled", "timeout"):
@@ -257,7 +258,7 @@ class Sender:
             # Not inside `except`: a TimeoutError holds its timeout, and that the task of this
             # request, which holds the error that it has ended with.
             raise RequestError("timeout", f"no answer within {this.deadline_s:g} s")
-        self._answered = True
+        self.answers += 1
         self.limiter.succeeded(permit)
         return answer
 
