@@ -290,6 +290,10 @@ class CheckpointFiles(Protocol):
         """
         ...
 
+    def reads(self, wanted: int | None) -> int:
+        """How many reads to have in flight from now on; `wanted` is what somebody asks for."""
+        ...
+
     async def changed(self) -> Literal["deleted", "replaced"] | None:
         """What has become of the checkpoint that was read here; None while it stands.
 

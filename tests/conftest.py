@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Generator, Iterator
@@ -41,6 +42,13 @@ def leak_check() -> Iterator[None]:
     """The test leaves no engine thread, file descriptor or unfinished asyncio task behind."""
     with nothing_left_behind():
         yield
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported is left out of collections: looking for leaks collects thousands of times,
+    and jax, torch and TensorStore alone are a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

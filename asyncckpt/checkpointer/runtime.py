@@ -150,7 +150,7 @@ class Runtime:
 
 def reads_in_flight(files: CheckpointFiles, wanted: Any) -> int:
     """Reads in flight for an option that is a number or ``"auto"``."""
-    return files.capabilities.reads if wanted == "auto" else int(wanted)
+    return files.reads(None if wanted == "auto" else int(wanted))
 
 
 def _host_memory() -> HostMemory:

@@ -251,6 +251,10 @@ class LocalFiles:
         except OSError as error:
             raise self._refused(path, error) from error
 
+    def reads(self, wanted: int | None) -> int:
+        """As many as somebody asks for, or else those of the capabilities."""
+        return self.capabilities.reads if wanted is None else wanted
+
     async def changed(self) -> Literal["deleted", "replaced"] | None:
         """What has become of the directory that was read here; None while it stands.
 

@@ -313,6 +313,10 @@ class FaultFiles:
         async with self._store.operation("entries", path):
             return await self._inner.entries(path, max_entries=max_entries)
 
+    def reads(self, wanted: int | None) -> int:
+        """As the inner files."""
+        return self._inner.reads(wanted)
+
     async def changed(self) -> Literal["deleted", "replaced"] | None:
         """As the inner files."""
         async with self._store.operation("changed", self.location):

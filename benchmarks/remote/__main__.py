@@ -25,7 +25,7 @@ from benchmarks.remote.results import SCENARIOS, Results
 from benchmarks.remote.suite import CASTS, Suite
 
 COPIES_ON_DISK = 3
-COPIES_IN_MEMORY = 17
+COPIES_IN_MEMORY = 24
 """At one time: staged in every process, restored, and of every process in the service."""
 
 SPARE_NBYTES = 2048 * MIB

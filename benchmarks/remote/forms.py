@@ -83,7 +83,7 @@ QUICK = Form(
 
 SHORT = Form(
     name="short",
-    nbytes=1024 * MIB,
+    nbytes=512 * MIB,
     small=10_000,
     samples=5,
     peer_samples=2,

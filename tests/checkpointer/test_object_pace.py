@@ -139,3 +139,31 @@ async def test_the_next_read_begins_before_the_last_one_is_checked(
             [Fault(kind="get_object", key="*/d/*-[0-9]", number=2, hook=lambda _: second.set())]
         )
         assert equal(await ckpt.restore(), tree)
+
+
+async def test_as_many_reads_are_in_flight_as_were_asked_for(sim: Simulator) -> None:
+    """More than a `Checkpointer` begins with by itself."""
+    tree = state(20, 5 * MIB)
+    everybody = Gate()
+    waiting: set[str] = set()
+
+    async def come(request: Any) -> None:
+        waiting.add(request.key)
+        if len(waiting) == 20:
+            everybody.release()
+        await everybody.hold()
+
+    restore = RestoreOptions(concurrency=20)
+    async with checkpointer(sim, restore_options=restore) as ckpt:
+        await ckpt.save(1, tree)
+        sim.faults.append(
+            Fault(
+                kind="get_object",
+                number=0,
+                when=lambda r: "/d/" in r.key and "index" not in r.key,
+                hook=come,
+            )
+        )
+        async with asyncio.timeout(60):
+            assert equal(await ckpt.restore(), tree)
+        assert len(waiting) == 20

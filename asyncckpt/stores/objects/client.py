@@ -75,6 +75,16 @@ class RequestError(Exception):
         """Whether the same request may succeed later without a change."""
         return self.kind in RETRYABLE
 
+    @property
+    def concerns_one_object(self) -> bool:
+        """Whether one object was changed too often, which says nothing about other requests.
+
+        Google's store takes one change of an object per second, and answers 429 as it does to too
+        many requests; the words are those of
+        https://cloud.google.com/storage/docs/gcs429.
+        """
+        return self.kind == "throttled" and "object mutation operations" in self.detail
+
 
 @dataclass(frozen=True, slots=True)
 class ClientTraits:

@@ -230,6 +230,11 @@ class ObjectFiles:
             return save_id_of(data) is not None
         return await self._context.workers.run(save_id_of, data) is not None
 
+    def reads(self, wanted: int | None) -> int:
+        """As many as somebody asks for, which hold for the store from now on, or the usual ones."""
+        self._requests.fix_streams("get", wanted)
+        return self.capabilities.reads if wanted is None else wanted
+
     async def changed(self) -> Literal["deleted", "replaced"] | None:
         """What has become of the record that was read here; None while it stands, or if none was.
 

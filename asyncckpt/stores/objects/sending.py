@@ -251,7 +251,7 @@ class Sender:
             self.answers += error.kind not in ("connection", "timeout")
             if error.kind == "timeout":
                 this.abandoned = True
-            if error.kind in ("throttled", "timeout"):
+            if error.kind in ("throttled", "timeout") and not error.concerns_one_object:
                 self.limiter.throttled(permit)
             raise
         if late:

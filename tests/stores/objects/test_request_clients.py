@@ -16,7 +16,7 @@ from asyncckpt.stores.objects.client import RequestError
 from asyncckpt.stores.objects.opening import open_client
 from asyncckpt.stores.objects.policy import HASTY, RequestPolicy
 from asyncckpt.stores.objects.requests import Requests, Sent
-from asyncckpt.testing.objectstore import Fault, Gate, Simulator
+from asyncckpt.testing.objectstore import LOOPBACK, Fault, Gate, Simulator
 from tests.stores.objects.scripted import name
 from tests.stores.objects.stores import UNRACED
 
@@ -112,3 +112,25 @@ async def test_a_store_that_never_answers_is_given_up_in_time(sim: Simulator, li
             await store.put(name, b"body")
         assert caught.value.kind == "timeout"
         sim.faults.clear()
+
+
+async def test_an_object_that_is_changed_too_often_slows_no_other_request(sim: Simulator) -> None:
+    """Google's store takes one change of an object per second, and says 429 to more."""
+    words = "The object bucket/run/record exceeded the rate limit for object mutation operations"
+    async with opened(sim, "gcsfs") as store:
+        sim.faults.append(Fault(kind="put_object", status=429, times=2, message=words))
+        await store.replace("record", b"1")
+        assert [r.status for r in sim.requests] == [429, 429, 200]
+        assert (store.limiter.cuts, store.limiter.limit) == (0, store.limiter.ceiling)
+        sim.faults[:] = [Fault(kind="put_object", status=429)]
+        await store.replace("another", b"1")
+        assert store.limiter.cuts == 1
+
+
+async def test_the_words_of_the_simulator_are_those_that_are_understood() -> None:
+    profile = replace(LOOPBACK, object_write_interval_s=3600.0)
+    async with Simulator(profile) as sim, opened(sim, "gcsfs") as store:
+        await store.replace("record", b"1")
+        with pytest.raises(RequestError) as caught:
+            await store.replace("record", b"2")
+        assert caught.value.concerns_one_object
