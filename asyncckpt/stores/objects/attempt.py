@@ -230,11 +230,14 @@ class ObjectAttempt:
         bound_s = self._context.requests.clean_up_s(ABORT_S, answers=self._answers)
         try:
             async with asyncio.timeout(bound_s):
-                # In this order: a completion that is still on its way then finds no upload.
-                await self._abort_uploads()
-                keys = self._sending.keys | self._fixed.keys
-                if keys:
-                    await self._context.requests.delete(sorted(keys))
+                # In this order: a completion that is still on its way then finds no upload. An
+                # upload whose abort was refused is looked for once more, and keeps no object here.
+                try:
+                    await self._abort_uploads()
+                finally:
+                    keys = self._sending.keys | self._fixed.keys
+                    if keys:
+                        await self._context.requests.delete(sorted(keys))
         except TimeoutError:
             raise StoreError(
                 f"{self.location}: removing what an aborted save has written did not end within "
@@ -248,6 +251,8 @@ class ObjectAttempt:
             ) from error
 
     async def _abort_uploads(self) -> None:
-        for upload in self._sending.uploads:
-            await upload.abort()
-        await abort_pending(self._context.requests, self._sending.sent_in_parts)
+        try:
+            for upload in self._sending.uploads:
+                await upload.abort()
+        finally:
+            await abort_pending(self._context.requests, self._sending.sent_in_parts)
