@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -110,7 +111,7 @@ class Filling:
             self._memories.destinations,
             pool,
             self._compute,
-            concurrency=reads_in_flight(opened.files, self._options.concurrency),
+            concurrency=partial(reads_in_flight, opened.files, self._options.concurrency),
             own_memory=not self._into or self._options.atomic,
             arrived=self._has_arrived,
             progress=self._progress,

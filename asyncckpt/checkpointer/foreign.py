@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 
@@ -109,7 +110,7 @@ class _Check:
             [Destination(self._leaf_of[array], array, None, None) for array in numbers],
             runtime.pool,
             runtime.engine.compute,
-            concurrency=opened.files.capabilities.reads,
+            concurrency=partial(opened.files.reads, None),
             own_memory=True,
             arrived=lambda _: None,
             progress=self._advance,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Container, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -233,7 +234,7 @@ class LeafReader:
                 destinations,
                 pool,
                 self._runtime.engine.compute,
-                concurrency=self.opened.files.capabilities.reads,
+                concurrency=partial(self.opened.files.reads, None),
                 own_memory=True,
                 arrived=lambda _: None,
                 progress=lambda _: None,

@@ -14,10 +14,11 @@ from collections import deque
 class ByteBudget:
     """A number of slots, of which at most `capacity` are in use at any time.
 
-    It belongs to one event loop. Attributes: `capacity`, `in_use` and `peak`, in slots.
+    It belongs to one event loop. Attributes: `capacity`, `in_use` and `peak`, in slots, and
+    `standing`, the part of `in_use` that whoever waits cannot hope for.
     """
 
-    __slots__ = ("_waiters", "capacity", "in_use", "peak")
+    __slots__ = ("_waiters", "capacity", "in_use", "peak", "standing")
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
@@ -25,7 +26,8 @@ class ByteBudget:
         self.capacity = capacity
         self.in_use = 0
         self.peak = 0
-        self._waiters: deque[tuple[int, int, asyncio.Future[None]]] = deque()
+        self.standing = 0
+        self._waiters: deque[tuple[int, int | None, asyncio.Future[None]]] = deque()
 
     def __repr__(self) -> str:
         return (
@@ -46,7 +48,8 @@ class ByteBudget:
         Args:
             count: slots; more than `capacity` takes all of it, so that a request as large as
                 the budget, or larger, is served alone instead of refused.
-            limit: wait until this many slots, or fewer, would be in use in all.
+            limit: wait until this many slots, or fewer, would be in use, not counting those that
+                stand.
 
         Cancellation: leaves the line; slots that were granted in the meantime go to the next.
         """
@@ -54,7 +57,7 @@ class ByteBudget:
         if self.try_acquire(count, limit=limit):
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (count, self.capacity if limit is None else max(limit, count), waiter)
+        entry = (count, limit, waiter)
         self._waiters.append(entry)
         try:
             await waiter
@@ -75,13 +78,24 @@ class ByteBudget:
         self.in_use -= count
         self._grant()
 
+    def stand(self, count: int) -> None:
+        """`count` more slots in use are kept for as long as those who wait with a limit may take.
+
+        Negative: they are no longer. Without this, a limit that is reached by what somebody keeps
+        would be waited for without end.
+        """
+        self.standing += count
+        self._grant()
+
     @property
     def waiting(self) -> int:
         """Number of callers in line."""
         return len(self._waiters)
 
     def _fits(self, count: int, limit: int | None) -> bool:
-        bound = self.capacity if limit is None else min(self.capacity, max(limit, count))
+        bound = self.capacity
+        if limit is not None:
+            bound = min(bound, self.standing + max(limit, count))
         return self.in_use + count <= bound
 
     def _take(self, count: int) -> None:

@@ -300,6 +300,7 @@ class SlotPool:
         def gone() -> None:
             self._discarded -= 1
             if not keep:
+                self.budget.stand(-self.units)
                 self.budget.release(self.units)
 
         def collected() -> None:
@@ -310,6 +311,8 @@ class SlotPool:
         for slot in slots:
             self._discarded += 1
             self._allocated -= 1
+            if not keep:
+                self.budget.stand(self.units)
             owner = slot.forget()
             weakref.finalize(owner, collected).atexit = False
             del owner
@@ -415,9 +418,11 @@ class SlotPool:
         # Its unit of the budget stays taken: memory that somebody may still write to is in use.
         loop = asyncio.get_running_loop()
         self._quarantined.add(slot)
+        self.budget.stand(self.units)
 
         def ended() -> None:
             self._quarantined.discard(slot)
+            self.budget.stand(-self.units)
             self._return(slot)
 
         def from_thread(_: Future[Any]) -> None:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,24 +28,11 @@ from asyncckpt.spec import DTYPES, Box, ChunkGrid
 from asyncckpt.stages.decode import trailer_matches
 from asyncckpt.stages.opened import Extents, OpenCheckpoint, missing
 from asyncckpt.stages.payload import scatter
+from asyncckpt.stages.runs import READ_AHEAD_NBYTES, Read, far, near, span
 from asyncckpt.stages.serialize import TRAILER_NBYTES
 
 TAIL_NBYTES = 1 << 20
 """Longest padding that is read along behind a payload that goes straight into its target."""
-
-
-READ_AHEAD_NBYTES = 64 << 20
-"""What one read of a store has in flight at most, however long its run is."""
-
-ASIDE_NBYTES = 1 << 20
-"""Small chunks that are read along with those around them, by one call; in memory of their own."""
-
-RUN_NBYTES = 16 << 20
-"""Neighbouring chunks that go straight into targets are read by one call of about this size: a hop
-between threads costs as much as reading a megabyte, a request as much as reading three."""
-
-RUN_MAX_NBYTES = RUN_NBYTES + RUN_NBYTES // 8
-"""The largest such call: a cut is made where a chunk ends, and nothing small is left behind."""
 
 GIL_COPY_NBYTES = 64 << 10
 """Copies up to this size, a few microseconds, are made without letting go of the GIL."""
@@ -111,7 +98,12 @@ class ReadTables:
 
 
 class Fetch:
-    """The fetch and decode stages of one restore."""
+    """The fetch and decode stages of one restore.
+
+    Args:
+        concurrency: how many reads to have in flight; asked again before every read, because a
+            store finds out what its link rewards while it is read from.
+    """
 
     def __init__(
         self,
@@ -121,7 +113,7 @@ class Fetch:
         pool: SlotPool,
         compute: Workers,
         *,
-        concurrency: int,
+        concurrency: Callable[[], int],
         own_memory: bool,
         arrived: Callable[[Sequence[int]], None],
         progress: Callable[[int], None],
@@ -133,7 +125,8 @@ class Fetch:
         self._destinations = destinations
         self._pool = pool
         self._compute = compute
-        self._streams = Limiter(concurrency)
+        self._concurrency = concurrency
+        self._streams = Limiter(concurrency())
         self._own_memory = own_memory
         self._arrived = arrived
         self._progress = progress
@@ -160,49 +153,24 @@ class Fetch:
             await self._compute.run(self._without_extent)
             self._count(self._plan.inline.column(1))
         async with asyncio.TaskGroup() as group:
-            for batches in self._reads():
+            for read in self._reads():
+                self._streams.ceiling = self._concurrency()
                 stream = await self._streams.acquire()
                 try:
-                    slots, units = await self._lease(batches)
+                    slots, units = await self._lease(read)
                 except BaseException:
                     stream.release()
                     raise
-                task = group.create_task(self._read(batches, slots, stream))
+                task = group.create_task(self._read(read, slots, stream))
                 # A task that is cancelled before its first step never runs its `finally`.
                 task.add_done_callback(partial(self._free, stream, slots, units))
 
-    def _reads(self) -> Iterable[list[ReadBatch]]:
-        """Batches that one call reads, in the order of the calls."""
-        reads = (read for run in self._runs() for read in _evenly(run))
-        if not self._capabilities.read_copies:
-            return reads
-        # Far away, the place in a file costs nothing. The longest first: what is short then fills
-        # the gaps at the end, where one long request would keep all others waiting.
-        return sorted(reads, key=_span, reverse=True)
-
-    def _runs(self) -> Iterator[list[ReadBatch]]:
-        """Neighbours that go straight into targets, or else one batch at a time.
-
-        Small ones behind them are read along; from stores that are far away everything is.
-        """
-        run: list[ReadBatch] = []
-        aside = 0
-        for batch in self._plan.batches:
-            begins = self._begins(batch)
-            small = aside + batch.nbytes <= ASIDE_NBYTES
-            if run and (begins or small) and self._continues(run, batch):
-                aside += 0 if begins else batch.nbytes
-                run.append(batch)
-                continue
-            if run:
-                yield run
-            run, aside = [], 0
-            if begins:
-                run.append(batch)
-            else:
-                yield [batch]
-        if run:
-            yield run
+    def _reads(self) -> Iterable[Read]:
+        """What is read, in the order of the calls."""
+        gap_nbytes = self._capabilities.read_gap_nbytes
+        if self._capabilities.read_copies:
+            return far(self._plan.batches, self._begins, gap_nbytes, self._streams.ceiling)
+        return near(self._plan.batches, self._begins, gap_nbytes)
 
     def _begins(self, batch: ReadBatch) -> bool:
         """Whether a run of batches may begin with this one."""
@@ -214,14 +182,6 @@ class Fetch:
             self._any_encoded and any(self._codec(part).decode is not None for part in batch.parts)
         )
 
-    def _continues(self, run: Sequence[ReadBatch], batch: ReadBatch) -> bool:
-        first, last = run[0], run[-1]
-        return (
-            batch.file == last.file
-            and 0 <= batch.offset - last.offset - last.nbytes <= self._capabilities.read_gap_nbytes
-            and batch.offset + batch.nbytes - first.offset <= READ_AHEAD_NBYTES
-        )
-
     def _free(
         self, stream: Permit, slots: list[Slot], units: int, task: asyncio.Task[None]
     ) -> None:
@@ -230,18 +190,19 @@ class Fetch:
         if units:
             self._pool.budget.release(units)
 
-    async def _lease(self, batches: Sequence[ReadBatch]) -> tuple[list[Slot], int]:
-        batch = batches[0]
+    async def _lease(self, read: Read) -> tuple[list[Slot], int]:
+        batches = read.batches
         slot_nbytes, budget = self._pool.slot_nbytes, self._pool.budget
-        nbytes = _span(batches)
+        nbytes = span(batches)
         copied = min(nbytes, READ_AHEAD_NBYTES) * self._capabilities.read_copies
         copies = min(-(-copied // slot_nbytes), budget.capacity)
-        if self._begins(batch):
+        if read.together:
             if copies:
                 aside = sum(b.nbytes for b in batches if not self._is_direct(b))
                 copies = min(copies - (-aside // slot_nbytes), budget.capacity)
                 await budget.acquire(copies)
             return [], copies
+        (batch,) = batches
         encoded = []
         if self._any_encoded:
             encoded = [p for p in batch.parts if self._codec(p).decode is not None]
@@ -264,28 +225,21 @@ class Fetch:
     def _payload_nbytes(self, part: Part) -> int:
         return self._opened.storage(self._destinations[part.request].array).chunk_nbytes
 
-    async def _read(self, batches: list[ReadBatch], slots: list[Slot], stream: Permit) -> None:
-        batch = batches[0]
-        path = self._opened.stored_files[batch.file].path
+    async def _read(self, read: Read, slots: list[Slot], stream: Permit) -> None:
+        batches = read.batches
+        path = self._opened.stored_files[batches[0].file].path
         try:
-            if not slots:
+            if read.together:
                 await self._direct(batches, path, stream)
-            elif batch.nbytes <= self._pool.slot_nbytes:
-                data = slots[0].buffer[: batch.nbytes]
-                await self._opened.files.read_into(
-                    path, batch.offset, [data], direct=True, received=stream.release
-                )
-                await self._compute.run(self._small, batch, data)
-            elif self._codec(batch.parts[0]).decode is not None:
-                await self._large_encoded(batch, path, slots)
             else:
-                await self._large(batch, path, slots[0])
+                (batch,) = batches
+                await self._through_slots(batch, path, slots, stream)
         except CheckpointNotFoundError as error:
             raise missing(self._opened.location, path) from error
         except CorruptCheckpointError as error:
             if error.path is None:
                 # The store knows the file only, not whose bytes stand there.
-                at = error.offset or batch.offset
+                at = error.offset or batches[0].offset
                 near = next((b for b in batches if b.offset + b.nbytes > at), batches[-1])
                 leaf = self._destinations[near.parts[0].request].path
                 error.path = leaf
@@ -297,6 +251,20 @@ class Fetch:
         for done in batches:
             self._count(done.parts.column(1))
 
+    async def _through_slots(
+        self, batch: ReadBatch, path: str, slots: list[Slot], stream: Permit
+    ) -> None:
+        if batch.nbytes <= self._pool.slot_nbytes:
+            data = slots[0].buffer[: batch.nbytes]
+            await self._opened.files.read_into(
+                path, batch.offset, [data], direct=True, received=stream.release
+            )
+            await self._compute.run(self._small, batch, data)
+        elif self._codec(batch.parts[0]).decode is not None:
+            await self._large_encoded(batch, path, slots)
+        else:
+            await self._large(batch, path, slots[0])
+
     def _count(self, requests: Sequence[int]) -> None:
         left = self._left
         ended: list[int] = []
@@ -307,7 +275,7 @@ class Fetch:
         if ended:
             self._arrived(ended)
 
-    async def _direct(self, batches: list[ReadBatch], path: str, stream: Permit) -> None:
+    async def _direct(self, batches: Sequence[ReadBatch], path: str, stream: Permit) -> None:
         buffers: list[Bytes] = []
         ends = [b.offset for b in batches[1:]] + [batches[-1].offset + batches[-1].nbytes]
         for batch, end in zip(batches, ends, strict=True):
@@ -576,24 +544,3 @@ class Fetch:
             file=file,
             offset=offset,
         )
-
-
-def _span(batches: Sequence[ReadBatch]) -> int:
-    """Bytes from the first one's begin to the last one's end."""
-    return batches[-1].offset + batches[-1].nbytes - batches[0].offset
-
-
-def _evenly(run: Sequence[ReadBatch]) -> Iterator[list[ReadBatch]]:
-    """A run cut into calls of about equal size, near `RUN_NBYTES` but not above it by much."""
-    first = 0
-    while first < len(run):
-        left = _span(run[first:])
-        share = left / max(1, -(-left // RUN_NBYTES))
-        last = first + 1
-        while last < len(run):
-            before, after = _span(run[first:last]), _span(run[first : last + 1])
-            if after > RUN_MAX_NBYTES or after - share > share - before:
-                break
-            last += 1
-        yield list(run[first:last])
-        first = last

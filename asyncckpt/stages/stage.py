@@ -213,6 +213,7 @@ class Staging:
             return False
         if units:
             await self._pool.budget.acquire(units)
+            self._pool.budget.stand(units)
             self.held_units += units
             self._copy_units = units
             await self._compute.run(self._copy_mutable, mutable, nbytes)
@@ -223,9 +224,7 @@ class Staging:
 
     def forget(self) -> None:
         """No leaf is held any more: what the caller drops is freed at once."""
-        if self._copy_units:
-            self.give((), self._copy_units)
-            self._copy_units = 0
+        self._give_copies()
         self._readers.clear()
         for source in self._sources:
             source.leaf = source.view = source.stream = None
@@ -250,6 +249,7 @@ class Staging:
         for slot in self.held:
             slot.pool.give([slot])
         self.held.clear()
+        self._give_copies()
         if self.held_units:
             self._pool.budget.release(self.held_units)
             self.held_units = 0
@@ -265,6 +265,12 @@ class Staging:
         if units:
             self.held_units -= units
             self._pool.budget.release(units)
+
+    def _give_copies(self) -> None:
+        if self._copy_units:
+            self._pool.budget.stand(-self._copy_units)
+            self.give((), self._copy_units)
+            self._copy_units = 0
 
     def discard(self, slot: Slot) -> None:
         """The slot is not used again: a client may still be sending what is in it."""

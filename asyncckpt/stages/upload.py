@@ -222,6 +222,7 @@ class ChunkPacker:
         self._written = written
         self._ready: asyncio.Queue[Slot | None] = asyncio.Queue()
         self._reserved: set[Slot] = set()
+        self._units = 0
         self._slot: Slot | None = None
         self._file = -1
         self.file_nbytes: list[int] = []
@@ -231,12 +232,16 @@ class ChunkPacker:
         """`count` slots are at hand, or as many as half of the budget makes; returns its units."""
         count = max(1, min(count, self._pool.budget.capacity // 2 // self._pool.units))
         self._reserved.update(await self._pool.take(count))
+        self._units = count * self._pool.units
+        self._pool.budget.stand(self._units)
         for slot in self._reserved:
             self._ready.put_nowait(slot)
-        return count * self._pool.units
+        return self._units
 
     def release(self) -> None:
         """All slots have gone back, and the parts of the budget whose replacement nobody needed."""
+        self._pool.budget.stand(-self._units)
+        self._units = 0
         self._pool.give(self._reserved)
         self._reserved.clear()
         while not self._ready.empty():

@@ -14,7 +14,7 @@ import pytest
 import asyncckpt
 from asyncckpt.checkpointer import filling
 from asyncckpt.options import KIB
-from asyncckpt.stages import fetch
+from asyncckpt.stages import fetch, runs
 from tests.cancellation.points import (
     Points,
     Quiet,
@@ -111,7 +111,8 @@ def ways_taken(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 async def restoring(root: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Restores]:
     await warm_up()
     monkeypatch.setattr(filling, "ALIGNED_CHUNK_NBYTES", 64 * KIB)
-    monkeypatch.setattr(fetch, "RUN_NBYTES", 128 * KIB)  # each chunk is read by itself
+    monkeypatch.setattr(runs, "RUN_NBYTES", 128 * KIB)  # each chunk is read by itself
+    monkeypatch.setattr(runs, "ASIDE_NBYTES", 64 * KIB)
     taken = ways_taken(monkeypatch)
     with nothing_left_behind():
         async with asyncckpt.Checkpointer(

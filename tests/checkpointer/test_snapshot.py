@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import asyncckpt
 
@@ -39,6 +41,23 @@ async def test_reference_copies_as_usual_where_mutable_leaves_are_many(tmp_path:
         assert report.referenced_nbytes == 0
         restored = await ckpt.restore(1)
     np.testing.assert_array_equal(restored["mutable"], np.arange(BUDGET // 8))
+
+
+async def test_copies_of_mutable_leaves_may_outnumber_the_slots_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay until the end of staging, which must not wait for them."""
+    mutable = np.arange(3 << 20, dtype=np.int64)
+    options = asyncckpt.SaveOptions(snapshot="reference", host_memory_nbytes=128 << 20)
+    async with asyncio.timeout(60), asyncckpt.Checkpointer(tmp_path, save_options=options) as ckpt:
+        monkeypatch.setattr(ckpt._core.runtime.pool, "_pipeline_slots", 1)
+        pending = await ckpt.start_save(1, {"mutable": mutable, "held": jnp.zeros(1000)})
+        mutable[:] = -1
+        report = await pending
+        assert report.referenced_nbytes == 4000
+        restored = await ckpt.restore(1)
+        assert ckpt._core.runtime.budget.standing == 0
+    np.testing.assert_array_equal(restored["mutable"], np.arange(3 << 20))
 
 
 async def test_copy_is_the_default_and_refers_to_nothing(tmp_path: Path) -> None:

@@ -83,6 +83,23 @@ async def test_a_limit_below_the_capacity_is_kept_but_never_below_the_request() 
     budget.release(3)
 
 
+async def test_a_limit_does_not_count_what_is_kept() -> None:
+    budget = ByteBudget(8)
+    await budget.acquire(4)
+    task = asyncio.create_task(budget.acquire(2, limit=3))
+    await settle()
+    assert not task.done()  # the four may come back
+    budget.stand(4)
+    await task  # they will not
+    assert budget.in_use == 6
+    assert not budget.try_acquire(2, limit=3)
+    assert budget.try_acquire(1, limit=3)
+    assert not budget.try_acquire(2, limit=100)  # the capacity is one, whatever stands
+    budget.stand(-4)
+    budget.release(7)
+    assert not budget.in_use and not budget.standing
+
+
 async def test_releasing_more_than_is_in_use_is_an_error() -> None:
     budget = ByteBudget(2)
     await budget.acquire()

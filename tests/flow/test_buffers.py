@@ -222,6 +222,26 @@ async def test_a_slot_that_an_abandoned_thread_uses_is_quarantined_until_it_ends
     assert pool.budget.in_use == 0
 
 
+async def test_slots_that_do_not_come_back_are_nothing_to_wait_for(workers: Workers) -> None:
+    """Memory beyond a few slots is not touched while used ones come back, but these do not."""
+    pool = SlotPool(ByteBudget(8), workers, ByteArrayMemory(), slot_nbytes=SLOT, pipeline_slots=2)
+    lent = await pool.take(2, grow=False)
+    waiting = asyncio.create_task(pool.take(2, grow=False))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    held = [slot.body(SLOT) for slot in lent]
+    async with asyncio.timeout(30):
+        pool.discard(lent)  # a client is still sending them
+        lent.clear()
+        fresh = await waiting
+    assert pool.budget.in_use == 4
+    held.clear()
+    await until(lambda: pool.discarded == 0)
+    assert (pool.budget.in_use, pool.budget.standing) == (2, 0)
+    pool.give(fresh)
+    assert pool.budget.in_use == 0
+
+
 # ------------------------------------------------------------- slots that clients are given to send
 
 

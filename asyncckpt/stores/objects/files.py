@@ -231,9 +231,12 @@ class ObjectFiles:
         return await self._context.workers.run(save_id_of, data) is not None
 
     def reads(self, wanted: int | None) -> int:
-        """As many as somebody asks for, which hold for the store from now on, or the usual ones."""
+        """As many as somebody asks for, which hold for the store from now on, or as pay off.
+
+        Those are one step more than are let through, so that the next step can be tried.
+        """
         self._requests.fix_streams("get", wanted)
-        return self.capabilities.reads if wanted is None else wanted
+        return self._requests.climb("get").room if wanted is None else wanted
 
     async def changed(self) -> Literal["deleted", "replaced"] | None:
         """What has become of the record that was read here; None while it stands, or if none was.

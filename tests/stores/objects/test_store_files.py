@@ -13,6 +13,7 @@ from asyncckpt.errors import (
     CorruptCheckpointError,
     StoreError,
 )
+from asyncckpt.flow.climb import Interval
 from asyncckpt.options import MIB
 from asyncckpt.ports import Entry
 from asyncckpt.stores.objects.files import RANGE_MAX_NBYTES, RANGE_NBYTES, ranges
@@ -157,6 +158,21 @@ async def test_sizes_fit_the_budget_and_stay(sim: Simulator) -> None:
             assert store.sizes(2 << 30, budget_nbytes=budget) == sizes
             asked = store.sizes(2 << 30, budget_nbytes=4 * budget, concurrency=3)
             assert asked.concurrency <= 3
+
+
+async def test_reads_in_flight_are_as_asked_for_or_one_step_more_than_pay_off(
+    sim: Simulator,
+) -> None:
+    async with opened("obstore", sim) as store:
+        files = store.files("1")
+        assert files.reads(None) == 24
+        climb = store._requests.climb("get")
+        climb.observe(Interval(16, 1e9))
+        assert files.reads(None) == 32
+        climb.observe(Interval(24, 1e9))  # eight more, and nothing is gained
+        assert files.reads(None) == 16
+        assert files.reads(40) == 40
+        assert files.reads(None) == 16
 
 
 async def test_a_checkpoint_without_fixed_names_is_one(sim: Simulator) -> None:

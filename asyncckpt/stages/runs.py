@@ -1,0 +1,123 @@
+"""Which ranges of a data file one call reads."""
+
+# Rule: every batch is in exactly one read, and a read that is not `together` has exactly one.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from asyncckpt.planning.restore import ReadBatch
+
+READ_AHEAD_NBYTES = 64 << 20
+"""What one read of a store has in flight at most, however long its run is."""
+
+ASIDE_NBYTES = 1 << 20
+"""Small chunks that are read along with those around them, by one call; in memory of their own."""
+
+RUN_NBYTES = 16 << 20
+"""Neighbouring chunks that go straight into targets are read by one call of about this size: a hop
+between threads costs as much as reading a megabyte, a request as much as reading three."""
+
+RUN_MIN_NBYTES = 8 << 20
+"""Where a restore far away is too short to keep all streams busy, calls are this small instead."""
+
+TURNS = 2
+"""Reads that every stream should have at least: whoever has one alone waits for the slowest."""
+
+SLACK = 8
+"""A call is longer than that by an eighth at most: a cut is made where a chunk ends, and nothing
+small is left behind."""
+
+
+class Read(NamedTuple):
+    """What one call reads.
+
+    Attributes:
+        batches: neighbours in one file, by offset.
+        together: each goes straight into its target or into memory of its own, whatever stands
+            first; otherwise there is one batch, which goes through slots.
+    """
+
+    batches: Sequence[ReadBatch]
+    together: bool
+
+
+Begins = Callable[[ReadBatch], bool]
+"""Whether a run may begin with a batch, because it needs no slot."""
+
+
+def near(batches: Sequence[ReadBatch], begins: Begins, gap_nbytes: int) -> Iterator[Read]:
+    """Reads of a file system: in the order of the files."""
+    for run in _runs(batches, begins, gap_nbytes):
+        yield from _evenly(run, RUN_NBYTES)
+
+
+def far(
+    batches: Sequence[ReadBatch], begins: Begins, gap_nbytes: int, streams: int
+) -> Sequence[Read]:
+    """Reads of an object store, where the place in a file costs nothing: the longest first.
+
+    What is short then fills the gaps at the end, where one long request would keep all others
+    waiting. With less than `TURNS` long reads for each of `streams`, they are shorter.
+    """
+    runs = list(_runs(batches, begins, gap_nbytes))
+    share = sum(span(run.batches) for run in runs) // (TURNS * streams)
+    nbytes = min(max(share, RUN_MIN_NBYTES), RUN_NBYTES)
+    reads = [read for run in runs for read in _evenly(run, nbytes)]
+    return sorted(reads, key=lambda read: span(read.batches), reverse=True)
+
+
+def span(batches: Sequence[ReadBatch]) -> int:
+    """Bytes from the first one's begin to the last one's end."""
+    return batches[-1].offset + batches[-1].nbytes - batches[0].offset
+
+
+def _runs(batches: Sequence[ReadBatch], begins: Begins, gap_nbytes: int) -> Iterator[Read]:
+    """Neighbours that need no slot, and the small ones between them; others by themselves."""
+    run: list[ReadBatch] = []
+    aside = 0
+    for batch in batches:
+        slotless = begins(batch)
+        small = aside + batch.nbytes <= ASIDE_NBYTES
+        if run and (slotless or small) and _continues(run, batch, gap_nbytes):
+            aside += 0 if slotless else batch.nbytes
+            run.append(batch)
+            continue
+        if run:
+            yield Read(run, True)
+        run, aside = [], 0
+        if slotless:
+            run.append(batch)
+        else:
+            yield Read([batch], False)
+    if run:
+        yield Read(run, True)
+
+
+def _continues(run: Sequence[ReadBatch], batch: ReadBatch, gap_nbytes: int) -> bool:
+    first, last = run[0], run[-1]
+    return (
+        batch.file == last.file
+        and 0 <= batch.offset - last.offset - last.nbytes <= gap_nbytes
+        and batch.offset + batch.nbytes - first.offset <= READ_AHEAD_NBYTES
+    )
+
+
+def _evenly(run: Read, nbytes: int) -> Iterator[Read]:
+    """A run cut into reads of about equal size, near `nbytes` but not above it by much."""
+    most = nbytes + nbytes // SLACK
+    ends = [batch.offset + batch.nbytes for batch in run.batches]
+    first = 0
+    while first < len(ends):
+        start = run.batches[first].offset
+        left = ends[-1] - start
+        share = left / max(1, -(-left // most))
+        last = first
+        while last + 1 < len(ends):
+            before, after = ends[last] - start, ends[last + 1] - start
+            if after > most or after - share > share - before:
+                break
+            last += 1
+        yield Read(run.batches[first : last + 1], run.together)
+        first = last + 1
