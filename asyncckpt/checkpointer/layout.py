@@ -173,6 +173,7 @@ def make_layout(taken: Capture, options: SaveOptions, budget_nbytes: int, sizes:
         )
     except UsageError as error:
         raise _with_path(error, names, taken.paths) from None
+    _check_packed(plan, taken, budget_nbytes)
     arrays = plan.arrays
     specs: dict[StoredSpec, int] = {}
     spec_of = [
@@ -193,6 +194,23 @@ def make_layout(taken: Capture, options: SaveOptions, budget_nbytes: int, sizes:
         orbax=orbax,
         notes=notes,
     )
+
+
+def _check_packed(plan: SavePlan, taken: Capture, budget_nbytes: int) -> None:
+    """What is compressed, and held whole, fits: the shards of a leaf may ask for larger chunks."""
+    for array in plan.compressed:
+        part = plan.arrays.of(array)
+        nbytes = part.grid.chunk_size * part.spec.itemsize
+        if nbytes > budget_nbytes:
+            path = taken.array_paths[int(plan.arrays.leaf[array])]
+            raise UsageError(
+                f"{path}: its shards can only be cut into chunks of {nbytes} bytes; what is "
+                f"compressed is held whole, and the budget has {budget_nbytes}: store it with "
+                'LeafOptions(compression="none"), shard it evenly, or raise host_memory_nbytes',
+                path=path,
+                expected=budget_nbytes,
+                found=nbytes,
+            )
 
 
 def _leaf_layouts(

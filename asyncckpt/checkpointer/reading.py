@@ -22,6 +22,7 @@ from asyncckpt.flow.shield import leading_error
 from asyncckpt.format.chunks import ChunkIndex
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.record import CommitRecord, Piece, decode_scalar
+from asyncckpt.planning.table import Column
 from asyncckpt.ports import Bytes, CheckpointFiles
 from asyncckpt.reports import (
     CheckpointInfo,
@@ -155,6 +156,7 @@ class _Verify:
         self._total_nbytes = sum(file.nbytes for file in record.files)
         self._kept: dict[int, bytearray] = {}
         self._sizes: dict[str, int] = {}
+        self._owners: tuple[Sequence[str], Column, Column, Column] | None = None
 
     async def run(self, step: int | None, begun: float) -> VerifyReport:
         opened = self._opened
@@ -244,6 +246,8 @@ class _Verify:
             pool.give(slots)
             pool.budget.release(copies)
         for row in checker.bad:
+            if len(self._damages) > DAMAGES_MAX:
+                break
             for leaf in self._leaves_of([row]):
                 assert index is not None
                 self._damage(
@@ -286,27 +290,37 @@ class _Verify:
 
     def _leaves_of(self, rows: Sequence[int]) -> list[str]:
         """Paths of the leaves that these chunks belong to, tied ones included."""
-        opened = self._opened
         if not rows:
             return []
-        try:
-            paths = opened.structure().paths()
-        except CorruptCheckpointError:
-            return []
+        if self._owners is None:
+            self._owners = _owners_of(self._opened)
+        paths, leaf, starts, stops = self._owners
         wanted = np.sort(np.asarray(rows))
-        found = []
-        for path, pieces in zip(paths, opened.leaf_pieces(), strict=True):
-            for piece in pieces:
-                start = opened.first_rows[piece.array]
-                stop = start + opened.storage(piece.array).grid.chunk_count
-                if np.searchsorted(wanted, start) < np.searchsorted(wanted, stop):
-                    found.append(path)
-                    break
-        return found
+        held = np.searchsorted(wanted, starts) < np.searchsorted(wanted, stops)
+        return [paths[number] for number in np.unique(leaf[held]).tolist()]
 
     def _damage(self, leaf: str | None, file: str, offset: int | None, reason: str) -> None:
         if len(self._damages) <= DAMAGES_MAX:
             self._damages.append(Damage(leaf, file, offset, reason))
+
+
+def _owners_of(opened: OpenCheckpoint) -> tuple[Sequence[str], Column, Column, Column]:
+    """Paths of all leaves; of all their pieces the leaf, the first chunk, and one past the last.
+
+    No leaves where the tree is damaged.
+    """
+    try:
+        paths = opened.structure().paths()
+    except CorruptCheckpointError:
+        paths = []
+    leaf, first, count = [], [], []
+    for number, pieces in enumerate(opened.leaf_pieces() if paths else ()):
+        for piece in pieces:
+            leaf.append(number)
+            first.append(opened.first_rows[piece.array])
+            count.append(opened.storage(piece.array).grid.chunk_count)
+    starts = np.array(first, np.int64)
+    return paths, np.array(leaf, np.int64), starts, starts + np.array(count, np.int64)
 
 
 class _FileChecker:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -15,6 +16,9 @@ from asyncckpt.ports import Store
 from asyncckpt.stores.objects.urls import is_url, location_text, split_url
 
 logger = logging.getLogger("asyncckpt")
+
+SWEEP_S = 120.0
+"""What a sweep may take that nobody has asked for, at the end."""
 
 
 class Root:
@@ -110,6 +114,8 @@ class Root:
         try:
             if self._to_sweep and store and (not self.name or store.capabilities.proves_dead):
                 # Nobody opened this with a `with` block: one-shot saves, for example.
-                await self.sweep()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(SWEEP_S):
+                        await self.sweep()
         finally:
             await self._runtime.release()

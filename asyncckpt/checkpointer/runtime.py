@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import sys
 from typing import Any
 
@@ -18,6 +19,11 @@ from asyncckpt.stages.opened import is_record, save_id_of
 from asyncckpt.stores.layout import check_name
 from asyncckpt.stores.local import LocalStore, open_local
 from asyncckpt.stores.objects.urls import is_url, split_url
+
+_LOST_SLASH = re.compile(
+    r"(s3|s3a|s3n|gs|gcs|az|abfs|abfss|adl|https?|memory):/(?!/)", re.IGNORECASE
+)
+"""What is left of a URL that was taken for a path."""
 
 SPARE_WINDOWS = 2
 """Windows that are copied and checksummed while as many as there are streams are being sent."""
@@ -114,7 +120,7 @@ class Runtime:
             Requests(client),
             save_id_of=save_id_of,
             workers=self.engine.compute,
-            google=root.startswith(("gs://", "gcs://")),
+            google=root.lower().startswith(("gs://", "gcs://")),
         )
 
     async def release(self) -> None:
@@ -180,6 +186,13 @@ def _check_location(location: object, storage_options: object) -> None:
         raise UsageError(
             f"location={location!r:.80}: pass a path (str or os.PathLike), a URL, or a store",
             found=type(location),
+        )
+    if (found := _LOST_SLASH.match(os.fsdecode(location))) is not None:
+        scheme = found.group(1)
+        raise UsageError(
+            f"{os.fsdecode(location)}: looks like a {scheme}:// URL that has lost a slash, as a "
+            "pathlib.Path loses it; pass the URL as a str, or the absolute path of the directory",
+            found=location,
         )
     if not os.fspath(location):
         raise UsageError("location='': pass the path of a directory, or a URL")

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
+
+Limit = int | Callable[[], int] | None
 
 
 class ByteBudget:
@@ -27,7 +30,7 @@ class ByteBudget:
         self.in_use = 0
         self.peak = 0
         self.standing = 0
-        self._waiters: deque[tuple[int, int | None, asyncio.Future[None]]] = deque()
+        self._waiters: deque[tuple[int, Limit, asyncio.Future[None]]] = deque()
 
     def __repr__(self) -> str:
         return (
@@ -35,21 +38,25 @@ class ByteBudget:
             f"{len(self._waiters)} waiting)"
         )
 
-    def try_acquire(self, count: int = 1, *, limit: int | None = None) -> bool:
-        """Whether `count` slots were taken, which they are only if nobody waits for some."""
-        if self._waiters or not self._fits(count, limit):
+    def try_acquire(self, count: int = 1, *, limit: Limit = None) -> bool:
+        """Whether `count` slots were taken; not if anybody waits who can get his."""
+        if not self._fits(count, limit):
+            return False
+        if any(
+            not self._hopeless(first) for first, _, waiter in self._waiters if not waiter.done()
+        ):
             return False
         self._take(count)
         return True
 
-    async def acquire(self, count: int = 1, *, limit: int | None = None) -> None:
+    async def acquire(self, count: int = 1, *, limit: Limit = None) -> None:
         """`count` slots belong to the caller, who waits in line for them.
 
         Args:
             count: slots; more than `capacity` takes all of it, so that a request as large as
                 the budget, or larger, is served alone instead of refused.
             limit: wait until this many slots, or fewer, would be in use, not counting those that
-                stand.
+                stand; a function is asked whenever something has changed.
 
         Cancellation: leaves the line; slots that were granted in the meantime go to the next.
         """
@@ -92,10 +99,19 @@ class ByteBudget:
         """Number of callers in line."""
         return len(self._waiters)
 
-    def _fits(self, count: int, limit: int | None) -> bool:
+    def _hopeless(self, count: int) -> bool:
+        """Whether that many cannot be free before what stands is given up.
+
+        Whoever asks for so many waits until then, but not those behind him: what stands may
+        belong to one of them, who goes on when he gets a few.
+        """
+        return count > self.capacity - self.standing
+
+    def _fits(self, count: int, limit: Limit) -> bool:
         bound = self.capacity
         if limit is not None:
-            bound = min(bound, self.standing + max(limit, count))
+            most = limit if isinstance(limit, int) else limit()
+            bound = min(bound, self.standing + max(most, count))
         return self.in_use + count <= bound
 
     def _take(self, count: int) -> None:
@@ -103,13 +119,18 @@ class ByteBudget:
         self.peak = max(self.peak, self.in_use)
 
     def _grant(self) -> None:
+        passed: list[tuple[int, Limit, asyncio.Future[None]]] = []
         while self._waiters:
             count, limit, waiter = self._waiters[0]
             if waiter.done():
                 self._waiters.popleft()  # cancelled; its task has not run since
                 continue
             if not self._fits(count, limit):
-                return
+                if not self._hopeless(count):
+                    break
+                passed.append(self._waiters.popleft())
+                continue
             self._waiters.popleft()
             self._take(count)
             waiter.set_result(None)
+        self._waiters.extendleft(reversed(passed))

@@ -246,11 +246,13 @@ class SlotPool:
 
         Cancellation: nothing is held.
         """
-        limit = None if grow else max(self._allocated, self._pipeline_slots) * self.units
+        limit = None if grow else self._limit
         await self.budget.acquire(count * self.units + extra, limit=limit)
         count = min(count, self.capacity)
         extra = min(extra, self.budget.capacity - count * self.units)
         slots: list[Slot] = []
+        if extra:
+            self.make_way(sparing=count)
         try:
             while len(slots) < count:
                 if self._free:
@@ -264,6 +266,32 @@ class SlotPool:
             self.budget.release(count * self.units + extra)
             raise
         return slots
+
+    async def acquire(self, units: int) -> None:
+        """Units of the budget belong to the caller, for memory that is allocated elsewhere.
+
+        Idle slots are gone as far as both together exceed the budget. The units go back through
+        `budget.release`. Cancellation: nothing is held.
+        """
+        await self.budget.acquire(units)
+        self.make_way()
+
+    def make_way(self, *, sparing: int = 0) -> None:
+        """Idle slots of all pools are gone, as far as they and what is in use exceed the budget.
+
+        `sparing` of this pool's are about to be used, and are counted in the budget already.
+        """
+        for pool in [*(p for p in self._siblings if p is not self), self]:
+            over = self._over(sparing)
+            if over > 0:
+                spared = sparing if pool is self else 0
+                pool.shrink(min(-(-over // pool.slot_nbytes), len(pool._free) - spared))
+
+    def _over(self, sparing: int = 0) -> int:
+        """Bytes by which what is in use and all idle slots exceed the budget."""
+        idle = sum(len(pool._free) * pool.slot_nbytes for pool in self._siblings)
+        idle -= min(sparing, len(self._free)) * self.slot_nbytes
+        return idle + (self.budget.in_use - self.budget.capacity) * SLOT_NBYTES
 
     def take_ready(self, most: int) -> list[Slot]:
         """Up to `most` slots that are touched and free at once; none if anybody waits in line."""
@@ -334,7 +362,7 @@ class SlotPool:
         that waits for staging memory makes no garbage, and its collector would never run.
         """
         self._look = None
-        if self._discarded > 0 and not self._closed:
+        if self._discarded > 0:
             with contextlib.suppress(RuntimeError):  # the engine is ending
                 self._workers.submit(gc.collect)
             self._look_after(min(2 * after_s, COLLECT_AT_LEAST_EVERY_S))
@@ -365,9 +393,15 @@ class SlotPool:
 
     def shrink(self, count: int) -> None:
         """Up to `count` idle slots are gone."""
-        for _ in range(min(count, len(self._free))):
+        for _ in range(max(0, min(count, len(self._free)))):
             self._memory.free(self._free.pop().buffer)
             self._allocated -= 1
+
+    def _limit(self) -> int:
+        """Units in use, by others too, up to which this pool touches no new memory."""
+        own = (self._allocated - len(self._free)) * self.units
+        most = max(self._allocated, self._pipeline_slots) * self.units
+        return max(0, self.budget.in_use - own) + most
 
     def _return(self, slot: Slot) -> None:
         self._free.append(slot)
@@ -377,6 +411,9 @@ class SlotPool:
 
     async def _grow_to(self, count: int) -> None:
         while self._allocated < count:
+            self._make_room(self.slot_nbytes)
+            if self._over() + self.slot_nbytes > 0:
+                return  # what is in use leaves no room for slots that are not
             await self._add(1)
 
     def _make_room(self, nbytes: int) -> None:

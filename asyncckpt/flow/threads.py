@@ -17,6 +17,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from asyncckpt.errors import SaveError
@@ -95,7 +96,7 @@ class Workers(Executor):
                 self._replace_thread()
                 waiter.add_done_callback(_seen)
                 error = ThreadAbandonedError(
-                    f"{self._name}: a thread was stuck in {getattr(fn, '__qualname__', fn)} for "
+                    f"{self._name}: a thread was stuck in {_called(fn)} for "
                     f"{self._abandon_s:.0f} s after it was cancelled; it was abandoned and its "
                     "buffers are not used again. The file system does not answer: check the mount"
                 )
@@ -107,6 +108,11 @@ class Workers(Executor):
                     waiter.exception()
             raise
         return waiter.result()
+
+    def abandon(self, future: Future[Any]) -> None:
+        """Nobody waits for this call any more: if it still runs, another thread takes its place."""
+        if not future.done():
+            self._replace_thread()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """No more work is accepted; queued work is done, and with `wait` the threads have ended.
@@ -155,6 +161,13 @@ class Workers(Executor):
                 del result
             # Neither the arguments nor the result may outlive the call in this frame.
             del future, call
+
+
+def _called(function: Callable[..., Any]) -> str:
+    """What a call is, without the values that a partial holds: they may be credentials."""
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__qualname__", type(function).__name__))
 
 
 def _seen(waiter: asyncio.Future[Any]) -> None:

@@ -200,7 +200,7 @@ class Fetch:
             if copies:
                 aside = sum(b.nbytes for b in batches if not self._is_direct(b))
                 copies = min(copies - (-aside // slot_nbytes), budget.capacity)
-                await budget.acquire(copies)
+                await self._pool.acquire(copies)
             return [], copies
         (batch,) = batches
         encoded = []

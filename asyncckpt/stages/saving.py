@@ -158,7 +158,8 @@ class DataStages:
         windows: asyncio.Queue[StagedWindow | None] = asyncio.Queue()
         chunks: asyncio.Queue[StagedChunk | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        reserved: asyncio.Future[int] = loop.create_future()
+        held: asyncio.Future[None] = loop.create_future()
+        reserved: asyncio.Future[None] = loop.create_future()
         sealed: asyncio.Future[None] = loop.create_future()
         packed: asyncio.Future[None] = loop.create_future()
         try:
@@ -166,10 +167,10 @@ class DataStages:
                 uploads = [
                     group.create_task(self._serialize(windows, checksums, upload, sealed)),
                     group.create_task(
-                        self._compress(chunks, target, filled, upload, reserved, packed)
+                        self._compress(chunks, target, filled, upload, held, reserved, packed)
                     ),
                 ]
-                inline = await self._stage(windows, chunks, reserved)
+                inline = await self._stage(windows, chunks, held, reserved)
                 await sealed
                 await packed
                 if not self._positional:
@@ -233,12 +234,14 @@ class DataStages:
         self,
         windows: asyncio.Queue[StagedWindow | None],
         chunks: asyncio.Queue[StagedChunk | None],
-        reserved: asyncio.Future[int],
+        copied: asyncio.Future[None],
+        reserved: asyncio.Future[None],
     ) -> list[bytes]:
         start = time.perf_counter()
         plan = self._plan
         inline = await self._staging.inline()
         held = self._reference and await self._staging.hold_immutable()
+        copied.set_result(None)
         if held:
             self._staged()
         early: list[StagedWindow] = []
@@ -255,7 +258,8 @@ class DataStages:
         flush()
         windows.put_nowait(None)
         if plan.compressed:
-            await self._staging.chunks(chunks.put_nowait, reserved_units=await reserved)
+            await reserved
+            await self._staging.chunks(chunks.put_nowait)
         chunks.put_nowait(None)
         self.clock.add("stage", start)
         self._staging.forget()
@@ -314,20 +318,26 @@ class DataStages:
         target: ChunkAppender | ChunkPacker | None,
         filled: asyncio.Queue[Filled | None],
         upload: WindowUpload,
-        reserved: asyncio.Future[int],
+        held: asyncio.Future[None],
+        reserved: asyncio.Future[None],
         packed: asyncio.Future[None],
     ) -> None:
         if target is None:
             packed.set_result(None)
             return
         if isinstance(target, ChunkAppender):
-            reserved.set_result(0)
+            reserved.set_result(None)
             await self._compress_into(target, chunks)
             packed.set_result(None)
             return
-        streams = self._sizes.concurrency
+        plan = self._plan
+        rows = np.isin(plan.row_array, plan.compressed)
+        files = -(-int(plan.row_payload[rows].sum()) // self._window_pool.slot_nbytes)
+        streams = min(self._sizes.concurrency, max(1, files))
         try:
-            reserved.set_result(await target.reserve(streams + 1))
+            await held  # what is copied is kept, and what is kept counts
+            await target.reserve(streams + 1, beside=self._staging.most_units)
+            reserved.set_result(None)
             async with asyncio.TaskGroup() as group:
                 for _ in range(streams):
                     group.create_task(_stream(filled, upload, target.done))

@@ -162,21 +162,21 @@ class Staging:
             while running:
                 await emit_oldest()
 
-    async def chunks(self, emit: Callable[[StagedChunk], None], *, reserved_units: int) -> None:
+    async def chunks(self, emit: Callable[[StagedChunk], None]) -> None:
         """Every chunk that will be compressed is staged and was handed to `emit`, in plan order.
 
         Each holds slots for its payload and as many units again for what the compressor makes,
-        taken at once, so that compression never waits for memory. `reserved_units` of the budget
-        are somebody else's all the while. Cancellation, errors: as `windows`.
+        taken at once, so that compression never waits for memory. Cancellation, errors: as
+        `windows`.
         """
-        capacity = self._pool.budget.capacity - reserved_units
+        budget = self._pool.budget
         for array in self._plan.compressed:
             first = int(self._plan.first_row[array])
             for row in range(first, first + self._plan.arrays.of(array).grid.chunk_count):
                 nbytes = int(self._plan.row_payload[row])
                 count = max(1, -(-nbytes // self._pool.slot_nbytes))
-                # As many as are taken where both together exceed the budget.
-                units = max(0, min(count, capacity - count))
+                # Fewer where both together exceed what is not kept by somebody.
+                units = max(0, min(count, budget.capacity - budget.standing - count))
                 slots = await self._pool.take(count, grow=self._grow, extra=units)
                 self.held.update(slots)
                 self.held_units += units
@@ -189,7 +189,7 @@ class Staging:
 
         Afterwards the caller may mutate everything that can be mutated, and staging goes on from
         what is held. The copies count in the budget until `forget`; where they would take more
-        than half of it, nothing is done.
+        than half of it, or leave too little for the largest of what is staged, nothing is done.
         """
         plan = self._plan
         leaf_of, inline = self._leaf_of, set(plan.inline)
@@ -209,10 +209,13 @@ class Staging:
                 mutable.append(leaf)
         nbytes = sum(self._sources[leaf].spec.nbytes for leaf in mutable)
         units = -(-nbytes // self._pool.slot_nbytes)
-        if units > self._pool.budget.capacity // 2:
+        capacity = self._pool.budget.capacity
+        # What compressed chunks are packed into is kept all the while, too.
+        packing = self._window_pool.units if plan.compressed else 0
+        if units > min(capacity // 2, capacity - self.most_units - packing):
             return False
         if units:
-            await self._pool.budget.acquire(units)
+            await self._pool.acquire(units)
             self._pool.budget.stand(units)
             self.held_units += units
             self._copy_units = units
@@ -221,6 +224,17 @@ class Staging:
         self.referenced_nbytes = held_nbytes
         self._grow = False
         return True
+
+    @property
+    def most_units(self) -> int:
+        """Units of the budget that a window or chunk takes at once, the largest of them."""
+        plan = self._plan
+        most = self._window_pool.units if plan.windows else 0
+        if plan.compressed:
+            rows = plan.first_row[list(plan.compressed)]
+            largest = int(plan.row_payload[rows].max())
+            most = max(most, -(-largest // self._pool.slot_nbytes))
+        return most
 
     def forget(self) -> None:
         """No leaf is held any more: what the caller drops is freed at once."""

@@ -228,9 +228,14 @@ class ChunkPacker:
         self.file_nbytes: list[int] = []
         self.file_crcs: list[int] = []
 
-    async def reserve(self, count: int) -> int:
-        """`count` slots are at hand, or as many as half of the budget makes; returns its units."""
-        count = max(1, min(count, self._pool.budget.capacity // 2 // self._pool.units))
+    async def reserve(self, count: int, *, beside: int = 0) -> int:
+        """`count` slots are at hand, or as many as half of what is not kept makes.
+
+        `beside` units of the budget stay free, unless a single slot needs them. Returns the units.
+        """
+        budget = self._pool.budget
+        free = budget.capacity - budget.standing
+        count = max(1, min(count, min(free // 2, free - beside) // self._pool.units))
         self._reserved.update(await self._pool.take(count))
         self._units = count * self._pool.units
         self._pool.budget.stand(self._units)

@@ -4,6 +4,8 @@ What is removed is older than the caller says (a week at least) by the store's o
 
 - an object of a checkpoint's prefix whose name carries the save id of an attempt, where a valid
   record of another save stands, or none;
+- the fixed names that such an attempt kept the contents of, where no record stands: what is left
+  of a deletion that did not end;
 - an experiment (`.asyncckpt/probe-…`);
 - a multipart upload to a name that carries a save id.
 """
@@ -21,10 +23,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import CorruptCheckpointError, UsageError
 from asyncckpt.stores.objects.client import Listed, RequestError
 from asyncckpt.stores.objects.context import Context, read_record
-from asyncckpt.stores.objects.layout import CONTROL, is_probe, owner, probe_key
+from asyncckpt.stores.objects.fixed import load_objects
+from asyncckpt.stores.objects.layout import CONTROL, fixed_owner, is_probe, join, owner, probe_key
 
 log = logging.getLogger("asyncckpt.stores")
 
@@ -92,10 +95,32 @@ async def _checkpoint(
         living = None if record is None else record.save_id
         some = ours[first : first + KEYS_PER_DELETION]
         dead = [key for key in some if owners[key] != living]
+        if record is None:
+            # Before what tells that they are ours.
+            names = sorted((await _fixed_names(context, name, dead)).intersection(old))
+            if not dry_run:
+                await context.requests.delete(names)
+            removed += names
         if not dry_run:
             await context.requests.delete(dead)
         removed += dead
     return removed
+
+
+async def _fixed_names(context: Context, name: str, keys: Sequence[str]) -> set[str]:
+    """Keys of the fixed names whose contents some of these objects keep."""
+    saves: dict[str, list[str]] = {}
+    for key in keys:
+        path = key.removeprefix(f"{name}/")
+        if (save_id := fixed_owner(path)) is not None:
+            saves.setdefault(save_id, []).append(path)
+    names: set[str] = set()
+    for paths in saves.values():
+        try:
+            names.update(join(name, path) for path in await load_objects(context, name, paths))
+        except CorruptCheckpointError as error:
+            log.warning("%s; files of the names that it kept stay behind", error)
+    return names
 
 
 async def _uploads(context: Context, before_s: float, *, dry_run: bool) -> list[str]:

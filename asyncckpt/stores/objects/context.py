@@ -14,6 +14,9 @@ from asyncckpt.stores.objects.client import Body, RequestError
 from asyncckpt.stores.objects.layout import RECORD, join
 from asyncckpt.stores.objects.requests import Requests
 
+READS_MAX = 3
+"""Reads of a long record that is no valid one before it is taken for damaged."""
+
 INLINE_NBYTES = 64 * KIB
 """Up to here bytes are copied and checked on the loop (some 5 µs); above, in a worker thread."""
 
@@ -55,16 +58,35 @@ async def read_record(context: Context, name: str) -> Record | None:
         RequestError: it could not be read, and may be anything.
     """
     try:
-        data = await context.requests.read(join(name, RECORD), max_nbytes=MAX_RECORD_NBYTES)
+        data, save_id = await read_at_once(context, name, max_nbytes=MAX_RECORD_NBYTES)
     except RequestError as error:
         if error.kind == "missing":
             return None
         raise
-    if data is None:
-        return Record(b"", None)
-    if len(data) <= INLINE_NBYTES:
-        return Record(data, context.save_id_of(data))
-    return Record(data, await context.workers.run(context.save_id_of, data))
+    return Record(data or b"", save_id)
+
+
+async def read_at_once(
+    context: Context, name: str, *, max_nbytes: int
+) -> tuple[bytes | None, str | None]:
+    """What stands at the record's key (None: more bytes than that), and its save id.
+
+    A record that takes several requests may be replaced between them, and is then read again.
+
+    Raises:
+        RequestError: it could not be read.
+    """
+    for _ in range(READS_MAX):
+        data = await context.requests.read(join(name, RECORD), max_nbytes=max_nbytes)
+        if data is None:
+            return None, None
+        if len(data) <= INLINE_NBYTES:
+            save_id = context.save_id_of(data)
+        else:
+            save_id = await context.workers.run(context.save_id_of, data)
+        if save_id is not None or len(data) <= context.requests.policy.first_read_nbytes:
+            break
+    return data, save_id
 
 
 def as_view(data: Body) -> memoryview:

@@ -234,9 +234,11 @@ class ObjectExport:
     async def _abort(self) -> None:
         try:
             async with asyncio.timeout(ABORT_S):
-                for upload in self._sending.uploads:
-                    await upload.abort()
-                await abort_pending(self._requests, self._sending.sent_in_parts)
+                try:
+                    for upload in self._sending.uploads:
+                        await upload.abort()
+                finally:
+                    await abort_pending(self._requests, self._sending.sent_in_parts)
         except TimeoutError:
             raise StoreError(
                 f"{self.location}: aborting its uploads did not end within {ABORT_S:.0f} s; the "

@@ -22,7 +22,13 @@ from asyncckpt.options import MIB, PAGE_NBYTES
 from asyncckpt.ports import Bytes, Entry, StoreCapabilities
 from asyncckpt.stores.layout import path_parts
 from asyncckpt.stores.objects.client import Body, RequestError
-from asyncckpt.stores.objects.context import INLINE_NBYTES, Context, as_view, read_record
+from asyncckpt.stores.objects.context import (
+    INLINE_NBYTES,
+    Context,
+    as_view,
+    read_at_once,
+    read_record,
+)
 from asyncckpt.stores.objects.failures import store_error
 from asyncckpt.stores.objects.fixed import load_fixed
 from asyncckpt.stores.objects.layout import RECORD, join
@@ -70,8 +76,13 @@ class ObjectFiles:
             StoreError: reading failed.
         """
         key = self._key(path)
+        save_id: str | None = None
+        data: bytes | None
         try:
-            data = await self._requests.read(key, max_nbytes=max_nbytes)
+            if path == RECORD:
+                data, save_id = await read_at_once(self._context, self._name, max_nbytes=max_nbytes)
+            else:
+                data = await self._requests.read(key, max_nbytes=max_nbytes)
         except RequestError as error:
             kept = await self._kept(path, error)
             data = kept if len(kept) <= max_nbytes else None
@@ -83,7 +94,8 @@ class ObjectFiles:
                 location=self.location,
                 expected=max_nbytes,
             )
-        if path == RECORD and self._head is None and await self._is_record(data):
+        # Of a damaged one nothing can be said later: it may have been damaged on its way only.
+        if save_id is not None and self._head is None:
             self._head = data[:HEAD_NBYTES]
         return data
 
@@ -222,13 +234,6 @@ class ObjectFiles:
         ]
         # Keys may have empty parts, which no path of a checkpoint has.
         return sorted(entry for entry in found if path_parts(entry.name) == (entry.name,))
-
-    async def _is_record(self, data: bytes) -> bool:
-        # Of a damaged one nothing can be said later: it may have been damaged on its way only.
-        save_id_of = self._context.save_id_of
-        if len(data) <= INLINE_NBYTES:
-            return save_id_of(data) is not None
-        return await self._context.workers.run(save_id_of, data) is not None
 
     def reads(self, wanted: int | None) -> int:
         """As many as somebody asks for, which hold for the store from now on, or as pay off.

@@ -31,7 +31,7 @@ from asyncckpt.format.paths import path_fault
 from asyncckpt.options import GIB, MIB
 from asyncckpt.stores.objects.client import RequestError
 from asyncckpt.stores.objects.context import INLINE_NBYTES, Context
-from asyncckpt.stores.objects.layout import RECORD, fixed_owner, fixed_path, join
+from asyncckpt.stores.objects.layout import RECORD, fixed_number, fixed_owner, fixed_path, join
 from asyncckpt.stores.objects.layout import owner as owner_of
 
 MAGIC = b"ASYCKFX1"
@@ -211,10 +211,10 @@ async def load_fixed(context: Context, name: str, save_id: str) -> dict[str, byt
 
 async def load_objects(context: Context, name: str, paths: Sequence[str]) -> dict[str, bytes]:
     """The contents in these objects, which are of one save, by path. Errors: as `load_fixed`."""
-    files: dict[str, bytes] = {}
+    loaded: dict[str, dict[str, bytes]] = {}
 
     async def load(path: str) -> None:
-        files.update(await read_fixed(context, name, path, fixed_owner(path) or ""))
+        loaded[path] = await read_fixed(context, name, path, fixed_owner(path) or "")
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -222,6 +222,10 @@ async def load_objects(context: Context, name: str, paths: Sequence[str]) -> dic
                 group.create_task(load(path))
     except BaseExceptionGroup as errors:
         raise leading_error(errors) from None
+    # A save whose index was made twice has put its manifest twice: the last one counts.
+    files: dict[str, bytes] = {}
+    for path in sorted(paths, key=fixed_number):
+        files |= loaded[path]
     return files
 
 

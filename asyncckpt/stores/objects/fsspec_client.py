@@ -15,6 +15,7 @@ from asyncckpt.stores.objects.answers import request_error
 from asyncckpt.stores.objects.client import (
     Body,
     ClientTraits,
+    Kind,
     Listed,
     PendingParts,
     RequestError,
@@ -28,6 +29,9 @@ Entry = dict[str, Any]
 
 DELETES = 32
 """Deletions of one `delete` in flight where a request deletes one object."""
+
+UNCONDITIONAL: dict[Kind, Kind] = {"conflict": "unavailable", "exists": "invalid"}
+"""What these mean where nothing was asked for: a server's other troubles."""
 
 _MEMORY = threading.Lock()
 """Held by every write to a memory filesystem: all of a process share one dictionary."""
@@ -120,6 +124,15 @@ class FsspecClient:
             raise failure
         finally:
             del failure  # a cycle of error and frame would hold the body until it is collected
+
+    async def _sent(self, call: Awaitable[T], *, create: bool) -> T:
+        """As `_answer`, of a request that stores something."""
+        try:
+            return await self._answer(call)
+        except RequestError as error:
+            if not create and error.kind in UNCONDITIONAL:
+                error.kind = UNCONDITIONAL[error.kind]
+            raise
 
     def _without(self, ability: str) -> RequestError:
         return RequestError("invalid", f"{self.traits.name} offers no {ability}")

@@ -139,7 +139,10 @@ class S3Client(FsspecClient):
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         """See `ObjectClient`; one request for every size, `create` by `If-None-Match`."""
         condition = {"IfNoneMatch": "*"} if create else {}
-        await self._call("put_object", Key=self._prefix + key, Body=_sent(body), **condition)
+        await self._sent(
+            self._request("put_object", Key=self._prefix + key, Body=_sent(body), **condition),
+            create=create,
+        )
 
     async def begin_parts(self, key: str) -> str:
         """See `ObjectClient`."""

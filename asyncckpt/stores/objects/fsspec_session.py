@@ -63,7 +63,13 @@ class FilesystemSession:
 
     async def in_thread(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """The result of the call, made in a worker thread."""
-        return await asyncio.wrap_future(self._workers.submit(function, *args, **kwargs))
+        future = self._workers.submit(function, *args, **kwargs)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if not future.cancel():
+                self._workers.abandon(future)
+            raise
 
     async def filesystem(self) -> Any:
         """The filesystem, made and prepared."""
@@ -72,6 +78,8 @@ class FilesystemSession:
     async def close(self) -> None:
         """`dispose` has been called, if there is anything to dispose of. Idempotent."""
         self._closed = True
+        if self._made is not None and not self._made.cancel():
+            self._workers.abandon(self._made)  # whatever it waits for, nobody waits for it
         filesystem, self._filesystem = self._filesystem, None
         if filesystem is not None and self._dispose is not None:
             await self._dispose(filesystem)
@@ -85,8 +93,11 @@ class FilesystemSession:
                 # deadline of the first request.
                 if self._made is None:
                     self._made = self._workers.submit(self._make)
+                made = asyncio.wrap_future(self._made)
+                # asyncio would log, unabridged, an error that nobody waits for any more.
+                made.add_done_callback(_seen)
                 try:
-                    filesystem = await asyncio.shield(asyncio.wrap_future(self._made))
+                    filesystem = await asyncio.shield(made)
                 except Exception:
                     self._made = None
                     raise
@@ -111,6 +122,11 @@ class FilesystemSession:
                     "connection", "the event loop of the given file system has ended"
                 ) from None
             raise
+
+
+def _seen(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()
 
 
 def made_again(filesystem: Any) -> Any:

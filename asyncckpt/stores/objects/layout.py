@@ -72,6 +72,12 @@ def fixed_owner(path: str) -> str | None:
     return match[1] if match else None
 
 
+def fixed_number(path: str) -> int:
+    """Which one of its save an object with contents of fixed names is; -1 for any other path."""
+    match = _FIXED.fullmatch(path)
+    return int(match[2]) if match else -1
+
+
 def owner(path: str) -> str | None:
     """The save id of the attempt that wrote this path of a checkpoint; None if none of ours did."""
     match = _DATA.fullmatch(path) or _FIXED.fullmatch(path)

@@ -93,6 +93,12 @@ def obstore_from(
     return ObstoreClient(store, url.rstrip("/"), prefix=found.prefix, hidden=hidden_values(options))
 
 
+def bucket_of(store: Backend) -> str:
+    """The bucket that a store object of obstore was made for; empty if it does not say."""
+    config = getattr(store, "config", None) or {}
+    return str(config.get(_BUCKETS.get(type(store).__name__, ""), ""))
+
+
 def obstore_client(store: Backend, prefix: str = "") -> ObstoreClient:
     """A client of a store object of obstore and a prefix in it.
 
@@ -101,9 +107,8 @@ def obstore_client(store: Backend, prefix: str = "") -> ObstoreClient:
     """
     name = type(store).__name__
     prefix = prefix.strip("/")
-    config = getattr(store, "config", None) or {}
     within = "/".join(part for part in (str(getattr(store, "prefix", None) or ""), prefix) if part)
-    bucket = str(config.get(_BUCKETS.get(name, ""), ""))
+    bucket = bucket_of(store)
     scheme = _SCHEMES.get(name, name.removesuffix("Store").lower())
     url = f"{scheme}://" + "/".join(part for part in (bucket, within.strip("/")) if part)
     return ObstoreClient(_without_retries(store), url, prefix=prefix)

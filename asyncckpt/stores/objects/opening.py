@@ -57,11 +57,29 @@ def open_client(
             other.
     """
     url = parse_url(location)
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        raise UsageError(
+            f"{url}: storage_options={type(storage_options).__name__}(…): pass a dict of options",
+            location=str(url),
+            found=type(storage_options),
+        )
     options = dict(storage_options or {})
     filesystem = options.pop("filesystem", None)
     chosen: Any = "auto"
     if "client" in options and (filesystem is not None or _is_choice(options["client"])):
         chosen = options.pop("client")
+    elif "client" in options and not _is_of_filesystem(url, options["client"]):
+        given = options.pop("client")
+        if given is not None:
+            raise UsageError(
+                f'{url}: storage_options={{"client": …}} takes '
+                f"{', '.join(repr(name) for name in CLIENTS)}, a store of obstore or an "
+                f"ObjectClient; the {type(given).__name__} that was given is none of them. "
+                'Leave it out, or pass a filesystem as "filesystem"',
+                location=str(url),
+                expected=CLIENTS,
+                found=type(given),
+            )
     if filesystem is not None:
         if chosen not in ("auto", "fsspec") or options:
             raise UsageError(
@@ -84,12 +102,27 @@ def _is_choice(value: object) -> bool:
     return value in CLIENTS if isinstance(value, str) else _is_client(value) or _is_obstore(value)
 
 
+def _is_of_filesystem(url: Url, value: object) -> bool:
+    """Whether a value that is no choice may be meant for the filesystem.
+
+    s3fs and gcsfs have no such option; others have one if they name it, or take an object.
+    """
+    if url.scheme in ("s3", "gs"):
+        return False
+    return (
+        not isinstance(value, str)
+        or "client" in inspect.signature(_filesystem_class(url).__init__).parameters
+    )
+
+
 def _is_client(value: object) -> bool:
     return all(hasattr(value, name) for name in ("put", "get", "list", "begin_parts", "traits"))
 
 
 def _is_obstore(value: object) -> bool:
-    return type(value).__module__.partition(".")[0] in ("obstore", "_obstore")
+    # A class derived from one of its stores is one, too.
+    modules = {cls.__module__.partition(".")[0] for cls in type(value).__mro__}
+    return not modules.isdisjoint(("obstore", "_obstore"))
 
 
 def _given(url: Url, client: Any, options: Mapping[str, Any]) -> ObjectClient:
@@ -101,9 +134,20 @@ def _given(url: Url, client: Any, options: Mapping[str, Any]) -> ObjectClient:
     if _is_client(client):
         given: ObjectClient = client
         return given
-    from asyncckpt.stores.objects.obstore_client import obstore_client
+    from asyncckpt.stores.objects.obstore_client import bucket_of, obstore_client
 
-    return obstore_client(client, "/".join(url.parts))
+    found = obstore_client(client, "/".join(url.parts))
+    scheme, bucket = found.url.partition("://")[0], bucket_of(client)
+    elsewhere = scheme != url.scheme or bucket not in ("", url.host)
+    if elsewhere and {scheme, url.scheme} <= {"s3", "gs"}:
+        raise UsageError(
+            f'{url}: the store that was given as "client" leads to {found.url}; pass the URL of '
+            "its bucket",
+            location=str(url),
+            expected=f"{url.scheme}://{url.host}",
+            found=found.url,
+        )
+    return found
 
 
 def _obstore(url: Url, options: dict[str, Any], *, required: bool) -> ObjectClient | None:

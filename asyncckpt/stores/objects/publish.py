@@ -38,6 +38,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Mapping
+from functools import partial
 
 from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, SaveError
 from asyncckpt.flow.shield import leading_error
@@ -53,6 +54,10 @@ log = logging.getLogger("asyncckpt.stores")
 
 TURNS_MAX = 10
 """So often a save with `overwrite` meets another one that was faster, before it gives up."""
+
+AFTER_S = 120.0
+"""How long each of the two may take that follow the record: nobody waits for hours for what is
+durable, and what is left is mended or collected."""
 
 OBJECTS_MAX = 1 << 20
 """Objects of one checkpoint that are listed to be removed."""
@@ -94,12 +99,18 @@ class Publication:
             CheckpointExistsError: another's object stands there; it was not touched.
             SaveError: the outcome is unknown.
         """
+        # Until the answer says otherwise: whatever ends this, the request may have landed.
+        self.keep = True
         try:
-            created = await self._requests.create(self._key, self._record)
-        except RequestError as error:
-            return await self._resolve(error)
-        if not created:
-            await self._resolve(None)
+            try:
+                created = await self._requests.create(self._key, self._record)
+            except RequestError as error:
+                return await self._resolve(error)
+            if not created:
+                await self._resolve(None)
+        except CheckpointExistsError:
+            self.keep = False  # what stands there is found by a PUT that is still on its way, too
+            raise
 
     async def create_unprotected(self) -> None:
         """As `create`, as well as a store can that creates nothing conditionally.
@@ -130,12 +141,15 @@ class Publication:
             if old is not None or not conditional:
                 self.keep = True
                 try:
-                    await self._requests.replace(self._key, self._record)
+                    await self._requests.replace(
+                        self._key, self._record, again=partial(self._unchanged, old)
+                    )
                 except RequestError as error:
                     if error.kind == "conflict":
                         continue
                     await self._resolve(error, replacing=True)
                 return old
+            self.keep = True
             try:
                 if await self._requests.create(self._key, self._record):
                     return None
@@ -143,6 +157,7 @@ class Publication:
                 try:
                     await self._resolve(error)
                 except CheckpointExistsError:
+                    self.keep = False
                     continue
                 return None
         raise SaveError(
@@ -151,6 +166,15 @@ class Publication:
             location=self._location,
             stage="commit",
         )
+
+    async def _unchanged(self, old: Record | None) -> bool:
+        """Whether what stood there before stands there still.
+
+        If not, an earlier try has landed. It may have been replaced since, by somebody who then
+        has removed what our record refers to: another try would bring back a record without data.
+        """
+        found = await read_record(self._context, self._name)
+        return (found and found.data) == (old and old.data)
 
     async def _read_before(self) -> Record | None:
         try:
@@ -224,18 +248,19 @@ class Publication:
         Raises nothing of the store's: the checkpoint is committed.
         """
         try:
-            try:
-                await self._second_round(orphans)
-            except BaseExceptionGroup as errors:
-                raise leading_error(errors) from None
-            if self._context.google:
-                await write_success(self._context, self._name, self._fixed)
-        except RequestError as error:
+            async with asyncio.timeout(AFTER_S):
+                try:
+                    await self._second_round(orphans)
+                except BaseExceptionGroup as errors:
+                    raise leading_error(errors) from None
+                if self._context.google:
+                    await write_success(self._context, self._name, self._fixed)
+        except (RequestError, TimeoutError) as error:
             log.warning(
                 "%s: the checkpoint is committed, but files for other programs could not be "
                 "written: %s; the next Checkpointer on this root will try again",
                 self._location,
-                error,
+                error if isinstance(error, RequestError) else f"not within {AFTER_S:g} s",
             )
             return False
         return True
@@ -256,6 +281,17 @@ class Publication:
             uploads: keys that were sent in parts: a request that was repeated may have begun
                 another upload, of which nobody knows the id.
         """
+        try:
+            async with asyncio.timeout(AFTER_S):
+                await self._settle(replaced, uploads)
+        except TimeoutError:
+            log.warning(
+                "%s: the checkpoint is committed; tidying up after it did not end within %g s",
+                self._location,
+                AFTER_S,
+            )
+
+    async def _settle(self, replaced: Record | None, uploads: Collection[str]) -> None:
         context, name = self._context, self._name
         try:
             await abort_pending(self._requests, uploads)

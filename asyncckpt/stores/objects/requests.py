@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -197,12 +197,34 @@ class Requests:
             return False
         return True
 
-    async def replace(self, key: str, body: Body) -> None:
-        """The object is exactly the body, whatever was there before."""
+    async def replace(
+        self,
+        key: str,
+        body: Body,
+        *,
+        again: Callable[[], Awaitable[bool]] | None = None,
+    ) -> None:
+        """The object is exactly the body, whatever was there before.
+
+        Args:
+            key: of the object.
+            body: what it will be.
+            again: asked before every try but the first; where it says no, the last error is raised.
+        """
         put = partial(self.client.put, key, body)
-        await self._sender.tried(
-            lambda this: self._sender.transfer(this, "put", len(body), put), nbytes=len(body)
-        )
+        failed: Tried = []
+        last: list[RequestError] = []
+
+        async def send(this: Try) -> None:
+            if last and again is not None and not await again():
+                raise RequestError("invalid", last[-1].detail, status=last[-1].status)
+            try:
+                await self._sender.transfer(this, "put", len(body), put)
+            except RequestError as error:
+                last[:] = [error]
+                raise
+
+        await self._sender.tried(send, nbytes=len(body), failed=failed)
 
     async def get(self, key: str, start: int, stop: int) -> Body:
         """Bytes `start` to `stop` of the object, fewer only where it ends before."""

@@ -126,7 +126,7 @@ class Sender:
                 wait_s = tries.next_wait_s(
                     self._now() - this.begun_s,
                     asked_s=error.retry_after_s,
-                    deadline_s=this.deadline_s,
+                    deadline_s=base_s,
                 )
                 if wait_s is None:
                     raise _given_up(error, tries) from error
