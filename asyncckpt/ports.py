@@ -253,6 +253,7 @@ class CheckpointFiles(Protocol):
         *,
         direct: bool = False,
         received: Callable[[], None] | None = None,
+        ahead_nbytes: int | None = None,
     ) -> None:
         """The buffers are filled, one after the other, from a run of the file at `offset`.
 
@@ -264,6 +265,8 @@ class CheckpointFiles(Protocol):
                 the page cache into those that are aligned.
             received: called where all bytes have come before they are in the buffers: the way to
                 the store is free for another read. Never called by stores without such a moment.
+            ahead_nbytes: what a store whose reads are copied may have in flight at one time, about;
+                None: as much as it likes.
 
         Cancellation: waits until nobody writes to the buffers, then raises.
 

@@ -33,10 +33,10 @@ from asyncckpt.checkpointer.restores import Mode, RestoreOutcome, RestoreRequest
 from asyncckpt.checkpointer.retain import History
 from asyncckpt.checkpointer.root import Root
 from asyncckpt.checkpointer.runtime import Runtime
-from asyncckpt.checkpointer.saves import Save, SaveRequest, SaveState
+from asyncckpt.checkpointer.saves import Save, SaveRequest, SaveState, sizes_for
 from asyncckpt.checkpointer.steps import Steps
 from asyncckpt.flow.engine import Job, wait_quietly
-from asyncckpt.options import SLOT_NBYTES, RestoreOptions, SaveOptions
+from asyncckpt.options import RestoreOptions, SaveOptions
 from asyncckpt.ports import ArrayAdapter, Store
 from asyncckpt.reports import CheckpointInfo, Progress, SaveReport, VerifyReport
 from asyncckpt.retention import Retention
@@ -237,9 +237,12 @@ class Core:
 
     async def prepare(self, tree_nbytes: int) -> int:
         """Staging memory for a state of this size is allocated and touched; returns its bytes."""
-        pool = self.runtime.pool
-        await pool.prepare(-(-tree_nbytes // SLOT_NBYTES) + 2)
-        return pool.allocated_nbytes
+        async with self._turn:  # a save holds windows of the size that was right when it began
+            store = self.store
+            sizes = sizes_for(self.runtime, store, tree_nbytes, self.save_options)
+            pool = self.runtime.window_pool(store.capabilities, sizes)
+            await pool.prepare(-(-tree_nbytes // pool.slot_nbytes) + 2)
+            return pool.allocated_nbytes
 
     async def steps(self) -> list[int]:
         """Steps with a valid commit record, ascending."""

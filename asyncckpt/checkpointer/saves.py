@@ -249,7 +249,8 @@ class Save:
             )
 
     def _sizes(self) -> Sizes:
-        return sizes_for(self._runtime, self._store, self._request.taken, self._request.options)
+        nbytes = array_nbytes(self._request.taken)
+        return sizes_for(self._runtime, self._store, nbytes, self._request.options)
 
     async def _layout(self, sizes: Sizes) -> tuple[Layout, bool]:
         taken, options = self._request.taken, self._request.options
@@ -403,11 +404,11 @@ class Save:
                 self._request.progress(state.progress)
 
 
-def sizes_for(runtime: Runtime, store: Store, taken: Capture, options: SaveOptions) -> Sizes:
-    """How a save of this state goes to this store."""
+def sizes_for(runtime: Runtime, store: Store, nbytes: int, options: SaveOptions) -> Sizes:
+    """How a save of so many bytes goes to this store."""
     size, streams = options.target_data_file_nbytes, options.concurrency
     return store.sizes(
-        array_nbytes(taken),
+        nbytes,
         budget_nbytes=runtime.budget_nbytes,
         chunk_nbytes=options.chunk_nbytes,
         data_file_nbytes=None if size == "auto" else size,

@@ -15,6 +15,7 @@ from asyncckpt.checkpointer.saves import (
     Save,
     SaveRequest,
     SaveState,
+    array_nbytes,
     packing_nbytes,
     sizes_for,
 )
@@ -85,7 +86,7 @@ async def _check_orbax(
     target: Target, origin: Origin, taken: Capture, options: SaveOptions, layouts: LayoutCache
 ) -> None:
     budget = packing_nbytes(target.runtime, target.store)
-    sizes = sizes_for(target.runtime, target.store, taken, options)
+    sizes = sizes_for(target.runtime, target.store, array_nbytes(taken), options)
     layout = await target.runtime.engine.compute.run(make_layout, taken, options, budget, sizes)
     if layout.orbax is None:
         raise UnsupportedLeafError(
@@ -103,7 +104,9 @@ def _leaf_options(
 ) -> Callable[[str, ArraySpec], LeafOptions | None] | None:
     """The user's options, and chunks like the source's where those would be read repeatedly."""
     own = target.options.leaf_options
-    most = sizes_for(target.runtime, target.store, taken, target.options).chunk_limit_nbytes
+    most = sizes_for(
+        target.runtime, target.store, array_nbytes(taken), target.options
+    ).chunk_limit_nbytes
     largest = target.largest_nbytes if most is None else min(target.largest_nbytes, most)
     shapes: dict[str, tuple[int, ...]] = {}
     for leaf in taken.array_leaf:

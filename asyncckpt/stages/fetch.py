@@ -28,11 +28,15 @@ from asyncckpt.spec import DTYPES, Box, ChunkGrid
 from asyncckpt.stages.decode import trailer_matches
 from asyncckpt.stages.opened import Extents, OpenCheckpoint, missing
 from asyncckpt.stages.payload import scatter
-from asyncckpt.stages.runs import READ_AHEAD_NBYTES, Read, far, near, span
+from asyncckpt.stages.runs import Read, far, near, span
 from asyncckpt.stages.serialize import TRAILER_NBYTES
 
 TAIL_NBYTES = 1 << 20
 """Longest padding that is read along behind a payload that goes straight into its target."""
+
+READ_AHEAD_NBYTES = 256 << 20
+"""What one read of a store far away has in flight at most, however large its chunk is, and counts
+in the budget; with less, it has less in flight."""
 
 GIL_COPY_NBYTES = 64 << 10
 """Copies up to this size, a few microseconds, are made without letting go of the GIL."""
@@ -161,7 +165,7 @@ class Fetch:
                 except BaseException:
                     stream.release()
                     raise
-                task = group.create_task(self._read(read, slots, stream))
+                task = group.create_task(self._read(read, slots, units, stream))
                 # A task that is cancelled before its first step never runs its `finally`.
                 task.add_done_callback(partial(self._free, stream, slots, units))
 
@@ -225,23 +229,25 @@ class Fetch:
     def _payload_nbytes(self, part: Part) -> int:
         return self._opened.storage(self._destinations[part.request].array).chunk_nbytes
 
-    async def _read(self, read: Read, slots: list[Slot], stream: Permit) -> None:
+    async def _read(self, read: Read, slots: list[Slot], units: int, stream: Permit) -> None:
         batches = read.batches
         path = self._opened.stored_files[batches[0].file].path
+        copies = self._capabilities.read_copies
+        ahead = units * self._pool.slot_nbytes // copies if copies else None
         try:
             if read.together:
-                await self._direct(batches, path, stream)
+                await self._direct(batches, path, ahead, stream)
             else:
                 (batch,) = batches
-                await self._through_slots(batch, path, slots, stream)
+                await self._through_slots(batch, path, slots, ahead, stream)
         except CheckpointNotFoundError as error:
             raise missing(self._opened.location, path) from error
         except CorruptCheckpointError as error:
             if error.path is None:
                 # The store knows the file only, not whose bytes stand there.
                 at = error.offset or batches[0].offset
-                near = next((b for b in batches if b.offset + b.nbytes > at), batches[-1])
-                leaf = self._destinations[near.parts[0].request].path
+                nearest = next((b for b in batches if b.offset + b.nbytes > at), batches[-1])
+                leaf = self._destinations[nearest.parts[0].request].path
                 error.path = leaf
                 error.add_note(f"while reading leaf {leaf}")
             raise
@@ -252,7 +258,12 @@ class Fetch:
             self._count(done.parts.column(1))
 
     async def _through_slots(
-        self, batch: ReadBatch, path: str, slots: list[Slot], stream: Permit
+        self,
+        batch: ReadBatch,
+        path: str,
+        slots: list[Slot],
+        ahead_nbytes: int | None,
+        stream: Permit,
     ) -> None:
         if batch.nbytes <= self._pool.slot_nbytes:
             data = slots[0].buffer[: batch.nbytes]
@@ -261,7 +272,7 @@ class Fetch:
             )
             await self._compute.run(self._small, batch, data)
         elif self._codec(batch.parts[0]).decode is not None:
-            await self._large_encoded(batch, path, slots)
+            await self._large_encoded(batch, path, slots, ahead_nbytes)
         else:
             await self._large(batch, path, slots[0])
 
@@ -275,7 +286,9 @@ class Fetch:
         if ended:
             self._arrived(ended)
 
-    async def _direct(self, batches: Sequence[ReadBatch], path: str, stream: Permit) -> None:
+    async def _direct(
+        self, batches: Sequence[ReadBatch], path: str, ahead_nbytes: int | None, stream: Permit
+    ) -> None:
         buffers: list[Bytes] = []
         ends = [b.offset for b in batches[1:]] + [batches[-1].offset + batches[-1].nbytes]
         for batch, end in zip(batches, ends, strict=True):
@@ -295,6 +308,7 @@ class Fetch:
             buffers,
             direct=self._own_memory,
             received=stream.release,
+            ahead_nbytes=ahead_nbytes,
         )
         await self._compute.run(self._check_direct, batches, buffers)
 
@@ -317,7 +331,9 @@ class Fetch:
             start = stop
         self._expect(batch, row, crc, trailer)
 
-    async def _large_encoded(self, batch: ReadBatch, path: str, slots: list[Slot]) -> None:
+    async def _large_encoded(
+        self, batch: ReadBatch, path: str, slots: list[Slot], ahead_nbytes: int | None
+    ) -> None:
         parts: list[Bytes] = []
         left = batch.nbytes
         for slot in slots:
@@ -326,7 +342,9 @@ class Fetch:
         if left:
             # Beyond the whole budget: restored alone, in memory of its own.
             parts = [np.empty(batch.nbytes, np.uint8)]
-        await self._opened.files.read_into(path, batch.offset, parts, direct=True)
+        await self._opened.files.read_into(
+            path, batch.offset, parts, direct=True, ahead_nbytes=ahead_nbytes
+        )
         await self._compute.run(self._decode, batch, parts)
 
     # -- in worker threads

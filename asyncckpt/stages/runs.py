@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from asyncckpt.planning.restore import ReadBatch
 
-READ_AHEAD_NBYTES = 64 << 20
-"""What one read of a store has in flight at most, however long its run is."""
+SPAN_NBYTES = 64 << 20
+"""Runs are no longer than this before they are cut."""
 
 ASIDE_NBYTES = 1 << 20
 """Small chunks that are read along with those around them, by one call; in memory of their own."""
@@ -100,7 +100,7 @@ def _continues(run: Sequence[ReadBatch], batch: ReadBatch, gap_nbytes: int) -> b
     return (
         batch.file == last.file
         and 0 <= batch.offset - last.offset - last.nbytes <= gap_nbytes
-        and batch.offset + batch.nbytes - first.offset <= READ_AHEAD_NBYTES
+        and batch.offset + batch.nbytes - first.offset <= SPAN_NBYTES
     )
 
 

@@ -115,6 +115,7 @@ class LocalFiles:
         *,
         direct: bool = False,
         received: Callable[[], None] | None = None,
+        ahead_nbytes: int | None = None,
     ) -> None:
         """The buffers are filled, one after the other, from a run of the file at `offset`.
 
@@ -126,6 +127,7 @@ class LocalFiles:
                 whose address, offset and length are multiples of `PAGE_NBYTES` and that the page
                 cache does not hold are read past it.
             received: never called: the last byte comes when the buffers are full.
+            ahead_nbytes: of no meaning here: nothing is copied.
 
         Cancellation: waits until the thread no longer writes to the buffers, then raises.
 

@@ -277,6 +277,7 @@ class FaultFiles:
         *,
         direct: bool = False,
         received: Callable[[], None] | None = None,
+        ahead_nbytes: int | None = None,
     ) -> None:
         """As the inner files, with what the script does to the data.
 
@@ -292,6 +293,7 @@ class FaultFiles:
                 _first(buffers, total // 2) if short else buffers,
                 direct=direct,
                 received=received,
+                ahead_nbytes=ahead_nbytes,
             )
         if short:
             raise CorruptCheckpointError(

@@ -15,6 +15,7 @@ from asyncckpt import RestoreOptions, SaveOptions
 from asyncckpt.options import MIB
 from asyncckpt.stages import fetch
 from asyncckpt.stores.objects.files import ObjectFiles
+from asyncckpt.stores.objects.requests import Requests
 from asyncckpt.testing.objectstore import Fault, Gate, Signal, Simulator, simulator
 
 ROOT = "s3://bucket/run"
@@ -196,3 +197,55 @@ async def test_as_many_reads_are_in_flight_as_were_asked_for(sim: Simulator) -> 
         async with asyncio.timeout(60):
             assert equal(await ckpt.restore(), tree)
         assert len(waiting) == 20
+
+
+async def test_memory_is_prepared_where_saves_stage(sim: Simulator) -> None:
+    """Windows of an object store are no slots of local files."""
+    tree = state(6)
+    async with checkpointer(sim, save_options=SaveOptions()) as ckpt:
+        nbytes = await ckpt.prepare(tree)
+        pool = ckpt._core.runtime._window_pool
+        assert pool is not None
+        assert nbytes == pool.allocated_nbytes >= 6 * 7 * MIB
+        await ckpt.save(1, tree)
+        assert ckpt._core.runtime._window_pool is pool
+        assert pool.allocated_nbytes == nbytes
+
+
+async def test_no_more_of_a_run_is_in_flight_than_is_allowed(
+    sim: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = {"large": np.arange(10 * MIB)}
+    in_flight, peak = 0, 0
+    get = Requests.get
+
+    async def counted(self: Any, *args: Any) -> Any:
+        nonlocal in_flight, peak
+        in_flight += 1
+        peak = max(peak, in_flight)
+        try:
+            return await get(self, *args)
+        finally:
+            in_flight -= 1
+
+    async with checkpointer(
+        sim, save_options=SaveOptions(target_data_file_nbytes=96 * MIB)
+    ) as ckpt:
+        await ckpt.save(1, tree)
+        store = ckpt._core.store
+        (entry,) = [e for e in await ckpt._core.call(lambda: _data_files(store)).wait()]
+        buffer = np.empty(80 * MIB, np.uint8)
+        monkeypatch.setattr(Requests, "get", counted)
+        for ahead, expected in ((None, 5), (40 * MIB, 2), (1, 1)):
+            peak = 0
+
+            async def read(ahead: int | None = ahead) -> None:
+                await store.files("1").read_into(entry, 0, [buffer], ahead_nbytes=ahead)
+
+            await ckpt._core.call(read).wait()
+            assert peak == expected
+
+
+async def _data_files(store: Any) -> list[str]:
+    entries = await store.files("1").entries("default/d", max_entries=10)
+    return [f"default/d/{entry.name}" for entry in entries if entry.nbytes > 70 * MIB]

@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import asyncckpt
-from asyncckpt import RestoreOptions, SaveOptions
+from asyncckpt import LeafOptions, RestoreOptions, SaveOptions
 from asyncckpt.checkpointer import filling, layout
 from asyncckpt.options import KIB, MIB
 from asyncckpt.planning.restore import Part, ReadBatch
 from asyncckpt.planning.table import Table
 from asyncckpt.stages import runs
 from asyncckpt.stages.runs import Read, far, near, span
+from asyncckpt.stores.objects.files import ObjectFiles
 from asyncckpt.testing.objectstore import simulator
 
 GAP = 64 * KIB
@@ -112,7 +113,7 @@ async def test_leaves_of_any_mixture_of_sizes_are_restored(
     monkeypatch.setattr(runs, "RUN_NBYTES", 256 * KIB)
     monkeypatch.setattr(runs, "RUN_MIN_NBYTES", 64 * KIB)
     monkeypatch.setattr(runs, "ASIDE_NBYTES", 16 * KIB)
-    monkeypatch.setattr(runs, "READ_AHEAD_NBYTES", 1 * MIB)
+    monkeypatch.setattr(runs, "SPAN_NBYTES", 1 * MIB)
     save = SaveOptions(compression="zstd" if level else None)
     restore = RestoreOptions(concurrency=3)
     with simulator() as sim:
@@ -133,3 +134,34 @@ async def test_leaves_of_any_mixture_of_sizes_are_restored(
                     assert np.array_equal(found[name], values), (seed, name)
                     assert np.array_equal(into[name], values), (seed, name)
                 await ckpt.delete(seed)
+
+
+@pytest.mark.parametrize(("budget", "least", "most"), [(64 * MIB, 40, 64), (512 * MIB, 80, 128)])
+async def test_a_large_chunk_has_no_more_in_flight_than_the_budget_counts(
+    budget: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    read_into = ObjectFiles.read_into
+
+    async def seen(self: Any, path: str, offset: int, buffers: Any, **how: Any) -> None:
+        if sum(buffer.size for buffer in buffers) > 70 * MIB:
+            asked.append(how["ahead_nbytes"])
+        await read_into(self, path, offset, buffers, **how)
+
+    monkeypatch.setattr(ObjectFiles, "read_into", seen)
+    values = np.arange(80 * MIB // 8)
+    with simulator() as sim:
+        where, options = "s3://bucket/run", sim.s3_options(client="fsspec")
+        whole = SaveOptions(leaf_options=lambda *_: LeafOptions(chunk_shape=values.shape))
+        async with asyncckpt.Checkpointer(
+            where, save_options=whole, storage_options=options
+        ) as ckpt:
+            await ckpt.save(1, {"values": values})
+        small = SaveOptions(host_memory_nbytes=budget)
+        async with asyncckpt.Checkpointer(
+            where, save_options=small, storage_options=options
+        ) as ckpt:
+            found = await ckpt.restore(1)
+    assert np.array_equal(found["values"], values)
+    (ahead,) = asked
+    assert least * MIB <= ahead <= most * MIB

@@ -54,7 +54,10 @@ class RequestError(Exception):
         detail: what the server or the library said, without credentials; one line.
         status: HTTP status, or None.
         retry_after_s: seconds that the server asks to wait, or None.
+        left: of a deletion of several, the keys that may still be there; None for all of them.
     """
+
+    left: Sequence[str] | None = None
 
     def __init__(
         self,

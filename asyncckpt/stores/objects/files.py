@@ -107,6 +107,7 @@ class ObjectFiles:
         *,
         direct: bool = False,
         received: Callable[[], None] | None = None,
+        ahead_nbytes: int | None = None,
     ) -> None:
         """The buffers are filled, one after the other, from a run of the object at `offset`.
 
@@ -118,6 +119,7 @@ class ObjectFiles:
             buffers: what to fill.
             direct: of no meaning here.
             received: called when every range has come, before the last copies are made.
+            ahead_nbytes: what may be in flight at one time; at least one range is.
 
         Cancellation: ends the requests, waits for copies, then raises.
 
@@ -136,6 +138,9 @@ class ObjectFiles:
             await self._range(path, key, filling, *spans[0])
             return
         waiting = iter(spans)
+        streams = min(RANGES_AT_ONCE, len(spans))
+        if ahead_nbytes is not None:
+            streams = max(1, min(streams, ahead_nbytes // RANGE_NBYTES))
 
         async def stream() -> None:
             for start, stop in waiting:
@@ -143,7 +148,7 @@ class ObjectFiles:
 
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(RANGES_AT_ONCE, len(spans))):
+                for _ in range(streams):
                     group.create_task(stream())
         except BaseExceptionGroup as errors:
             raise leading_error(errors) from None

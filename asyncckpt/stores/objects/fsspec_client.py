@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from traceback import clear_frames
 from typing import Any, TypeVar
@@ -240,23 +240,35 @@ def _put_in_memory(filesystem: Any, path: str, body: bytes | bytearray, create: 
         filesystem.pipe_file(path, bytes(body))
 
 
-async def each(delete: Any, keys: Sequence[str]) -> None:
-    """The call has been made for each key, `DELETES` at a time; its first error is raised."""
-    free = asyncio.Semaphore(DELETES)
+async def each(delete: Callable[[str], Awaitable[None]], keys: Sequence[str]) -> None:
+    """The call has been made for each key, `DELETES` at a time.
 
-    async def one(key: str) -> None:
-        async with free:
-            await delete(key)
+    After an error no other begins; the first one is raised, with the keys that are `left`.
+    """
+    left = dict.fromkeys(keys)
+    waiting = iter(keys)
+    failed: list[RequestError] = []
+
+    async def stream() -> None:
+        for key in waiting:
+            try:
+                await delete(key)
+            except RequestError as error:
+                failed.append(error)
+            else:
+                del left[key]
+            if failed:
+                return
 
     try:
         async with asyncio.TaskGroup() as group:
-            for key in keys:
-                group.create_task(one(key))
-    except BaseExceptionGroup as errors:
-        failure = errors.exceptions[0]
-    else:
-        return
-    raise failure
+            for _ in range(min(DELETES, len(left))):
+                group.create_task(stream())
+        if failed:
+            failed[0].left = tuple(left)
+            raise failed[0]
+    finally:
+        failed.clear()  # a cycle of error and frame would stay until it is collected
 
 
 def as_bytes(body: Body) -> bytes | bytearray:

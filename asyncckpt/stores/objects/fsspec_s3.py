@@ -207,17 +207,23 @@ class S3Client(FsspecClient):
         """See `ObjectClient`; a thousand by one request, one by one where the store has no such."""
         for start in range(0, len(keys), PAGE_ENTRIES):
             page = keys[start : start + PAGE_ENTRIES]
-            if len(page) == 1:
-                await self._delete(page[0])
-                continue
             try:
-                await self._delete_together(page)
+                await self._delete_page(page)
             except RequestError as error:
-                if error.kind != "invalid":
-                    raise
-                await each(self._delete, page)
+                error.left = (*(error.left or page), *keys[start + PAGE_ENTRIES :])
+                raise
 
     # ------------------------------------------------------------------------------------ requests
+
+    async def _delete_page(self, page: Sequence[str]) -> None:
+        if len(page) == 1:
+            return await self._delete(page[0])
+        try:
+            await self._delete_together(page)
+        except RequestError as error:
+            if error.kind != "invalid":
+                raise
+            await each(self._delete, page)
 
     async def _delete_together(self, keys: Sequence[str]) -> None:
         objects = [{"Key": self._prefix + key} for key in keys]

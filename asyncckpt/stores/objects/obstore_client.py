@@ -154,6 +154,7 @@ class ObstoreClient:
             conditional_create=name != "HTTPStore",
             put_max_nbytes=_PUT_MAX_NBYTES.get(name, 5 * GIB),
         )
+        self._deletes_many = any(cls.__name__ == "S3Store" for cls in type(store).__mro__)
         self._api = obstore
         self._store: Any = store
         self._prefix = prefix.strip("/")
@@ -231,16 +232,18 @@ class ObstoreClient:
         """None of the objects is there; by one request for 1,000 of them where a server has it."""
         if not keys:
             return
-        paths = [self._path(key) for key in keys]
-        try:
-            await self._ask(lambda: self._api.delete_async(self._store, paths))
-        except RequestError as error:
-            if error.kind not in ("missing", "invalid"):
-                raise
-        else:
-            return
-        # Some stores end at the first object that is missing, others know no deletion of many.
-        await each(self._delete, paths)
+        if self._deletes_many and len(keys) > 1:
+            paths = [self._path(key) for key in keys]
+            try:
+                await self._ask(lambda: self._api.delete_async(self._store, paths))
+            except RequestError as error:
+                if error.kind not in ("missing", "invalid"):
+                    raise
+            else:
+                return
+        # Others end at the first object that is missing, or know no deletion of many and send one
+        # request each themselves, without telling which of them failed.
+        await each(self._delete, keys)
 
     async def begin_parts(self, key: str) -> str:
         """Always raises: see the class."""
@@ -319,7 +322,8 @@ class ObstoreClient:
         self._held = [held for held in self._held if held() is not None]
         return self._held
 
-    async def _delete(self, path: str) -> None:
+    async def _delete(self, key: str) -> None:
+        path = self._path(key)
         try:
             await self._ask(lambda: self._api.delete_async(self._store, path))
         except RequestError as error:

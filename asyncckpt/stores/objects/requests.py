@@ -266,10 +266,20 @@ class Requests:
 
     async def delete(self, keys: Sequence[str]) -> None:
         """None of the objects is there."""
-        if keys:
+        left = tuple(keys)
+
+        async def delete() -> None:
+            nonlocal left
+            try:
+                await self.client.delete(left)
+            except RequestError as error:
+                # What is gone is not deleted again: some stores count that as a change, too.
+                left = left if error.left is None else tuple(error.left)
+                raise
+
+        if left:
             await self._sender.asked(
-                lambda: self.client.delete(keys),
-                deadline_s=self.policy.timeout_s + len(keys) * self.policy.per_key_s,
+                delete, deadline_s=self.policy.timeout_s + len(left) * self.policy.per_key_s
             )
 
     async def begin_parts(self, key: str) -> str:
