@@ -15,6 +15,10 @@ GAIN = 1.08
 """A step up stays if the sum of all streams grows by this factor: half of the least step's size
 would be more, noise of one interval less."""
 
+LOOKS = 2
+"""Intervals without the gain, on average, before a step up is taken back: a tail in one of them, or
+a neighbour's burst, would otherwise bar it for a long time."""
+
 ROUNDS = 2
 """Transfers of every stream that make an interval: what is in flight at its ends weighs less."""
 
@@ -94,13 +98,15 @@ class Climb:
         nbytes_per_s: what they carried together at last; None before the first interval.
     """
 
-    __slots__ = ("_level", "_rates", "_rest", "_top", "nbytes_per_s")
+    __slots__ = ("_doubts", "_level", "_rates", "_rest", "_top", "_tried", "nbytes_per_s")
 
     def __init__(self, start: int, ceiling: int) -> None:
         self._top = _level(ceiling)
         self._level = min(_level(start), self._top)
         self._rates: dict[int, float] = {}
         self._rest = 0
+        self._tried = False
+        self._doubts = 0
         self.nbytes_per_s: float | None = None
 
     def __repr__(self) -> str:
@@ -137,13 +143,22 @@ class Climb:
         below = self._rates.get(level - 1)
         if self._rest:
             self._rest -= 1
-        elif before is None and below is not None and rate < GAIN * below:
-            self._level -= 1
-            self._rest = REST
-            self.nbytes_per_s = below
+        elif self._tried and below is not None and rate < GAIN * below:
+            self._doubts += 1
+            if self._doubts == LOOKS:
+                self._step(-1)
+                self._rest = REST
+                self.nbytes_per_s = below
         elif level < self._top:
             self._rates.pop(level + 1, None)
-            self._level += 1
+            self._step(1)
+        else:
+            self._tried = False
+
+    def _step(self, by: int) -> None:
+        self._level += by
+        self._tried = by > 0
+        self._doubts = 0
 
 
 def _level(streams: int) -> int:

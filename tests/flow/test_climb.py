@@ -36,9 +36,18 @@ def test_streams_grow_while_their_sum_does_and_stop_at_the_ceiling() -> None:
 def test_a_full_pipe_ends_the_climb_at_the_number_that_filled_it() -> None:
     climb = Climb(16, 64)
     seen = run(climb, 10, stream=80e6, pipe=1.0e9)
-    assert seen[:2] == [24, 16]
-    assert set(seen[2:]) == {16}
+    assert seen[:3] == [24, 24, 16]
+    assert set(seen[3:]) == {16}
     assert climb.settled
+
+
+def test_one_slow_interval_does_not_end_the_climb() -> None:
+    climb = Climb(16, 64)
+    climb.observe(Interval(16, 16 * 80e6))
+    climb.observe(Interval(24, 16 * 80e6))  # a tail, or somebody else's burst
+    assert climb.streams == 24
+    climb.observe(Interval(24, 24 * 80e6))
+    assert climb.streams == 32
 
 
 def test_it_does_not_creep_upward_while_the_pipe_stays_full() -> None:
