@@ -72,7 +72,9 @@ class LeafOptions:
     Attributes:
         chunk_nbytes: target size of a chunk in bytes.
         chunk_shape: exact chunk shape in elements; wins over `chunk_nbytes`.
-        dtype: zarr v3 dtype name to cast to before storing, for example ``"bfloat16"``.
+        dtype: zarr v3 dtype name to cast to before storing, for example ``"bfloat16"``. A value
+            that does not fit fails the save; floats may become infinities of a narrower float.
+            `bytes` and PRNG keys are not cast.
         compression: ``None`` as the save says, ``"zstd"``, or ``"none"``.
         compression_level: zstd level, 1 to 22.
     """
@@ -102,6 +104,9 @@ class LeafOptions:
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
     """How a checkpoint is saved.
+
+    `host_memory_nbytes`, `direct_io` and `exit_deadline_s` belong to a `Checkpointer`, which takes
+    them from its `save_options=`; in the `options=` of one of its saves they have no effect.
 
     Attributes:
         host_memory_nbytes: budget of staging memory in bytes, shared by all saves and restores of
@@ -192,8 +197,9 @@ class RestoreOptions:
 
     Attributes:
         concurrency: reads in flight, or ``"auto"``.
-        atomic: stage everything before the first target is touched, so that a failed
-            `restore_into` leaves its targets as they were (costs memory for the whole state).
+        atomic: stage everything before the first target is touched, so that a `restore_into` that
+            fails before it calls the first `load_state_dict` leaves its targets as they were
+            (costs memory for the whole state).
         broadcast: read once and exchange between processes (``"auto"``, True, False).
         deadline_s: seconds after which a restore is aborted; None waits without end.
         host_memory_nbytes: budget in bytes of the one-shot functions; others have their own.

@@ -106,8 +106,10 @@ class RestoreReport:
         total_s: seconds from the call to the return.
         changed: paths of immutable leaves of the target that differ from the checkpoint and could
             not be filled (`strict=False` only; an error otherwise).
-        missing: paths that the target has and the checkpoint lacks (`strict=False` only).
-        unexpected: paths that the checkpoint has and the target lacks (`strict=False` only).
+        missing: paths that the target has and the checkpoint lacks (`strict=False` only); an object
+            with a state dict by its own path, and the keys that a module's `load_state_dict` lacks.
+        unexpected: paths that the checkpoint has and the target lacks (`strict=False` only), and
+            the keys that a module's `load_state_dict` has no use for.
         unverified: paths whose bytes had no checksum to check (foreign checkpoints only).
         metadata: the user's metadata of the checkpoint.
         notes: anything a person should know; each is also a `RestoreWarning`.

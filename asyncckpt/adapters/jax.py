@@ -164,6 +164,7 @@ class JaxAdapter:
         if sharding is None:
             target.device = jax_memory.config("jax_default_device")
             return target
+        sharding = _with_devices(path, sharding)
         if _single_device(sharding) is None:
             target.sharding = sharding
             self._divide_target(target)
@@ -302,6 +303,35 @@ def _single_device(sharding: jax.sharding.Sharding) -> bool | None:
         return None
     (device,) = sharding.device_set
     return jax_memory.on_cpu(device)
+
+
+def _with_devices(path: str, sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """The sharding, over the devices of this thread's mesh where it names an abstract one.
+
+    Under `jax.set_mesh`, `jax.eval_shape` gives shardings over the mesh's abstract twin.
+
+    Raises:
+        UnsupportedLeafError: no such mesh is set here; names the path.
+    """
+    mesh = getattr(sharding, "mesh", None)
+    if not isinstance(mesh, jax.sharding.AbstractMesh):
+        return sharding
+    found = "no mesh is set in this thread"
+    get_mesh = getattr(jax.sharding, "get_mesh", None)
+    current = None if get_mesh is None else get_mesh()
+    if isinstance(current, jax.sharding.Mesh) and not current.empty:
+        if current.abstract_mesh == mesh:
+            named: Any = sharding
+            return jax.sharding.NamedSharding(current, named.spec, memory_kind=named.memory_kind)
+        found = f"the mesh that is set in this thread is {current}"
+    raise UnsupportedLeafError(
+        f"{path}: this sharding is over {mesh}, which has no devices, and {found}; "
+        "call restore under jax.set_mesh(mesh) with the mesh it was made for, or pass "
+        "jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, spec))",
+        path=path,
+        expected=str(mesh),
+        found=found,
+    )
 
 
 def _abstract_array(shape: tuple[int, ...], dtype: Any) -> Any:

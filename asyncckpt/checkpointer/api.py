@@ -237,7 +237,9 @@ class Checkpointer:
 
         Raises:
             MismatchError: an immutable leaf of a plain tree differs (with `strict`).
-            UsageError: two targets overlap in memory.
+            UsageError: two targets overlap in memory, or `include` selects a part of an object's
+                state dict.
+            RestoreError: an object refused its state dict.
             AsyncCheckpointError: `written` lists the targets whose contents are now undefined.
         """
         number = None if step is None else number_of(step)[1]

@@ -84,6 +84,8 @@ def checked_metrics(metrics: Mapping[str, float] | None) -> Mapping[str, float]:
     """The metrics, as floats by name."""
     if metrics is None:
         return {}
+    if not isinstance(metrics, Mapping):
+        raise UsageError(f"metrics={metrics!r:.80}: pass a dict of numbers", found=metrics)
     result = {}
     for name, value in metrics.items():
         try:
@@ -102,6 +104,12 @@ def checked_globs(include: str | Sequence[str] | None) -> Sequence[str] | None:
     globs = [include] if isinstance(include, str) else list(include)
     if not all(isinstance(glob, str) for glob in globs):
         raise UsageError(f"include={include!r}: pass a glob on paths, or several")
+    if not globs:
+        raise UsageError(
+            f"include={include!r} selects nothing; pass a glob on paths, or several, or None for "
+            "all leaves",
+            found=include,
+        )
     return globs
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from asyncckpt.adapters import AdapterSet
 from asyncckpt.adapters.scalars import bytes_as_array, unsupported
 from asyncckpt.errors import UnsupportedLeafError
-from asyncckpt.format.record import encode_scalar
+from asyncckpt.format.record import MAX_RANK, encode_scalar
 from asyncckpt.ports import ArrayAdapter, Source
 from asyncckpt.tree import Structure, flatten, where
 
@@ -97,6 +97,8 @@ def capture(tree: Any, adapters: AdapterSet) -> Capture:
                 raise unsupported(path, value)
             adapter = found
             source = adapter.source(path, value)
+        if len(source.spec.shape) > MAX_RANK:
+            raise _of_high_rank(path, source)
         number = len(sources)
         if source.identity is not None:
             first = seen.setdefault(source.identity, number)
@@ -110,3 +112,14 @@ def capture(tree: Any, adapters: AdapterSet) -> Capture:
         kinds.append(source.framework)
         values.append(None)
     return result
+
+
+def _of_high_rank(path: str, source: Source) -> UnsupportedLeafError:
+    rank = len(source.spec.shape)
+    return UnsupportedLeafError(
+        f"{where(path)}: this array has {rank} dimensions, a checkpoint's have at most {MAX_RANK}; "
+        "reshape it before saving",
+        path=path,
+        expected=MAX_RANK,
+        found=rank,
+    )

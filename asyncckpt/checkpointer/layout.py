@@ -152,6 +152,7 @@ def make_layout(taken: Capture, options: SaveOptions, budget_nbytes: int, sizes:
     Raises:
         UsageError: `leaf_options` returned something that does not fit its leaf, or the shards of
             a leaf do not fit `layout`; names the path.
+        …: `leaf_options` raised it; a note names the path.
     """
     names = array_names(taken.structure.parts())
     mirrors = tuple(leaf for leaf, value in taken.scalars.items() if scalar_as_array_fits(value))
@@ -231,9 +232,7 @@ def _leaf_layouts(
             # Whatever is asked for this path, the bytes are stored once.
             leaves.append(dataclasses.replace(leaves[first], name=name, tied_to=first))
             continue
-        own = None
-        if options.leaf_options is not None:
-            own = options.leaf_options(taken.paths[leaf], source.spec)
+        own = options_of_leaf(options, taken.paths[leaf], source.spec)
         if own is None:
             leaves.append(
                 LeafLayout(name, source.spec, chunk_nbytes, zstd_level=level, shards=source.shards)
@@ -243,6 +242,53 @@ def _leaf_layouts(
                 _with_options(taken.paths[leaf], source, name, own, options, budget_nbytes, sizes)
             )
     return leaves
+
+
+def options_of_leaf(options: SaveOptions, path: str, spec: ArraySpec) -> LeafOptions | None:
+    """What `leaf_options` says of a leaf.
+
+    Raises:
+        UsageError: it returned something else; names the path.
+        …: it raised; a note names the path.
+    """
+    if options.leaf_options is None:
+        return None
+    try:
+        own = options.leaf_options(path, spec)
+    except Exception as error:
+        error.add_note(f"raised by leaf_options for {where(path)} ({spec})")
+        raise
+    if own is not None and not isinstance(own, LeafOptions):
+        raise UsageError(
+            f"{where(path)}: leaf_options returned {own!r}; return a LeafOptions or None", path=path
+        )
+    return own
+
+
+def stored_spec(path: str, source: Source, own: LeafOptions) -> ArraySpec:
+    """The array in the dtype that its options ask for.
+
+    Raises:
+        UsageError: it is cast, but its bytes stand for something else than numbers; names the path.
+    """
+    spec = source.spec
+    if own.dtype is None or own.dtype == spec.dtype:
+        return spec
+    facts = source.extra or {}
+    kind = None
+    if "prng_impl" in facts:
+        kind = "a PRNG key"
+    elif facts.get("python") == "bytes":
+        kind = "a bytes object"
+    if kind is not None:
+        raise UsageError(
+            f"{where(path)}: this leaf is {kind}, which has no values to cast to {own.dtype}; "
+            f"return no dtype for this path in leaf_options (or leave {spec.dtype} out of --cast)",
+            path=path,
+            expected=spec.dtype,
+            found=own.dtype,
+        )
+    return ArraySpec(spec.shape, own.dtype)
 
 
 def _with_path(error: UsageError, names: Sequence[str], paths: Sequence[str]) -> UsageError:
@@ -282,15 +328,11 @@ def _with_options(
     budget_nbytes: int,
     sizes: Sizes,
 ) -> LeafLayout:
-    if not isinstance(own, LeafOptions):
-        raise UsageError(
-            f"{path}: leaf_options returned {own!r}; return a LeafOptions or None", path=path
-        )
     compression = own.compression or options.compression or "none"
     level = None
     if compression == "zstd":
         level = own.compression_level or options.compression_level
-    spec = source.spec if own.dtype is None else ArraySpec(source.spec.shape, own.dtype)
+    spec = stored_spec(path, source, own)
     if own.chunk_shape is not None and len(own.chunk_shape) != len(spec.shape):
         raise UsageError(
             f"{path}: LeafOptions(chunk_shape={own.chunk_shape}) has {len(own.chunk_shape)} "

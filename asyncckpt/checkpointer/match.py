@@ -87,7 +87,8 @@ class Matching:
 
     Attributes:
         assignments: what is restored.
-        missing: paths of the target that the checkpoint lacks.
+        missing: paths of the target that the checkpoint lacks; of an object with a state dict its
+            own.
         unexpected: paths of the checkpoint that the target lacks.
         additions: saved leaves below a stateful object that its present state dict lacks (the
             state of a fresh optimizer).
@@ -104,6 +105,7 @@ def match(
     paths: Sequence[str],
     wanted: Sequence[Wanted],
     *,
+    absent: Sequence[str],
     selected: set[int] | None,
     strict: bool,
     cast: bool,
@@ -116,6 +118,7 @@ def match(
         opened: the checkpoint.
         paths: path of every saved leaf.
         wanted: the target's leaves.
+        absent: paths of the target's objects with a state dict that the checkpoint has nothing for.
         selected: saved leaves chosen by `include`, or None for all.
         strict: missing and unexpected leaves are errors.
         cast: other dtypes are accepted.
@@ -159,9 +162,13 @@ def match(
             result.unexpected.append(path)
     if strict:
         faults += [_absent(path, "target", "checkpoint") for path in result.missing]
+        if chosen is None:
+            faults += [_without_state(path) for path in absent]
         faults += [_absent(path, "checkpoint", "target") for path in result.unexpected]
     if faults:
         raise _combined(opened.location, faults)
+    if chosen is None:
+        result.missing += absent
     return result
 
 
@@ -198,6 +205,15 @@ def _absent(path: str, having: str, lacking: str) -> TreeMismatchError:
         path=path,
         expected="a leaf" if wanted else "nothing",
         found="nothing" if wanted else "a leaf",
+    )
+
+
+def _without_state(path: str) -> TreeMismatchError:
+    return TreeMismatchError(
+        f"{path}: the target has an object with a state dict here, the checkpoint has nothing",
+        path=path,
+        expected="a state dict",
+        found="nothing",
     )
 
 

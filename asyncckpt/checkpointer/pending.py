@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from asyncckpt.checkpointer.saves import SaveState
+from asyncckpt.errors import UsageError
 from asyncckpt.flow.engine import Job, wait_quietly
 from asyncckpt.flow.threads import finished
 from asyncckpt.reports import Progress, SaveReport
@@ -167,6 +168,7 @@ class BlockingPendingSave(PendingSave):
 
         Raises:
             TimeoutError: it is not done after `timeout_s` seconds; it goes on.
+            UsageError: called from a callback, on the engine's own thread; it goes on.
             SaveError, StoreError, …: the save failed.
         """
         with self._listening():
@@ -181,10 +183,18 @@ class BlockingPendingSave(PendingSave):
         return self._job.result()
 
     def _await_staged(self) -> None:
-        """As `_wait_staged`, blocking; Ctrl-C aborts the save and waits for its clean-up."""
+        """As `_wait_staged`, blocking; Ctrl-C aborts the save and waits for its clean-up.
+
+        Raises:
+            UsageError: called from a callback, on the engine's own thread; nothing is saved.
+        """
         with self._listening():
             try:
+                self._job.refuse_own_thread()
                 wait_quietly(self._staged)
+            except UsageError:  # which has cancelled the save
+                self._seen = True
+                raise
             except KeyboardInterrupt:
                 self._seen = True
                 self._job.abort()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from asyncckpt.checkpointer.match import (
 )
 from asyncckpt.checkpointer.memory import wanted_nbytes
 from asyncckpt.checkpointer.runtime import Runtime
+from asyncckpt.checkpointer.stateful import below, lacking, refuse_parts
 from asyncckpt.checkpointer.values import Leaves
 from asyncckpt.errors import AsyncCheckpointError, UsageError
 from asyncckpt.flow.shield import leading_error
@@ -67,21 +68,25 @@ class RestoreOutcome:
     """Restored leaves.
 
     Attributes:
+        request: what was asked for.
         structure: containers of the checkpoint.
         form: its format, as `OpenCheckpoint.format`.
         values: by ordinal of the target's leaf, or of the saved leaf where there is no target.
         additions: by ordinal of the saved leaf, what state dicts get beyond their present leaves.
         selected: ordinals of the saved leaves that were asked for.
         saved: ordinal of the saved leaf by path.
+        written: paths of the targets whose own memory was written.
         report: what happened.
     """
 
+    request: RestoreRequest
     structure: Structure
     form: str
     values: dict[int, Any]
     additions: dict[int, Any]
     selected: set[int] | None
     saved: dict[str, int]
+    written: Sequence[str]
     report: RestoreReport
 
 
@@ -94,6 +99,7 @@ async def run_restore(
 
     Raises:
         CheckpointNotFoundError: there is no valid checkpoint.
+        UsageError: `include` matches nothing, or a part of an object's state; nothing was read.
         MismatchError: checkpoint and target do not fit; nothing was read.
         CorruptCheckpointError: names leaf, file and offset.
     """
@@ -102,7 +108,9 @@ async def run_restore(
     structure = opened.structure()
     paths = structure.paths()
     selected = select(opened.location, paths, request.include)
-    matching = _match(opened, paths, request, selected)
+    if selected is not None and request.include is not None:
+        refuse_parts(request.stateful, paths, selected, request.include, opened.location)
+    matching = _match(opened, structure, paths, request, selected)
     changed = _immutable_scalars(matching, request)
     into = request.mode == "into"
     leaves = Leaves(
@@ -146,7 +154,10 @@ async def run_restore(
     additions = {a.saved: a.result for a in matching.additions}
     values = {a.number: a.result for a in matching.assignments}
     saved = {path: leaf for leaf, path in enumerate(paths)}
-    return RestoreOutcome(structure, opened.format, values, additions, selected, saved, report)
+    written = [a.path for a in matching.assignments if leaves.writes(a)] if request.stateful else []
+    return RestoreOutcome(
+        request, structure, opened.format, values, additions, selected, saved, written, report
+    )
 
 
 def select(location: str, paths: Sequence[str], include: Sequence[str] | None) -> set[int] | None:
@@ -176,7 +187,7 @@ def _frameworks(
     What a state dict did not have yet comes as its object takes it, or else as it was saved: a
     PyTorch optimizer wants tensors, a data loader the NumPy array that it gave.
     """
-    expected = [(_below([root]), adapter) for root, adapter in request.stateful.items() if adapter]
+    expected = [(below([root]), adapter) for root, adapter in request.stateful.items() if adapter]
 
     def addition(assignment: Assignment) -> ArrayAdapter:
         for inside, adapter in expected:
@@ -189,6 +200,7 @@ def _frameworks(
 
 def _match(
     opened: OpenCheckpoint,
+    structure: Structure,
     paths: Sequence[str],
     request: RestoreRequest,
     selected: set[int] | None,
@@ -197,25 +209,24 @@ def _match(
         saved = match_saved(opened, paths, selected)
         check_framework(opened, saved, request.framework)
         return Matching(saved)
+    absent = lacking(
+        request.stateful,
+        structure,
+        paths,
+        [want.path for want in request.wanted],
+        keeps_empty=opened.record is not None,
+    )
     return match(
         opened,
         paths,
         request.wanted,
+        absent=absent,
         selected=selected,
         strict=request.strict,
         cast=request.cast,
-        free=_below(request.stateful),
-        loose=_below(root for root, adapter in request.stateful.items() if adapter is None),
+        free=below(request.stateful),
+        loose=below(root for root, adapter in request.stateful.items() if adapter is None),
     )
-
-
-def _below(roots: Iterable[str]) -> Callable[[str], bool]:
-    """Whether a path is one of these or lies below one."""
-    exactly = frozenset(roots)
-    prefixes = tuple(f"{root}/" for root in exactly)
-    if not exactly or "" in exactly:
-        return lambda _: bool(exactly)
-    return lambda path: path in exactly or path.startswith(prefixes)
 
 
 def _immutable_scalars(matching: Matching, request: RestoreRequest) -> list[str]:

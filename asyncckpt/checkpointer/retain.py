@@ -1,14 +1,17 @@
 """After each save of a run: the steps that its policy lets go are deleted."""
 
-# Rule 1: the save that called is durable already; whatever goes wrong here is a note in its report.
+# Rule 1: the save that called is durable already; whatever goes wrong here is a note in its report,
+#   and a policy that fails, or answers with anything but steps, deletes nothing.
 # Rule 2: a step is deleted only if its record is still the one that the decision was made on.
 # Rule 3: what has no record that this release reads is no step, and is left alone.
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
 
 from asyncckpt.errors import (
     AsyncCheckpointError,
@@ -45,6 +48,7 @@ class History:
     def __init__(self, policy: Retention, compute: Workers) -> None:
         self._policy = policy
         self._compute = compute
+        self._uses_metrics = uses_metrics(policy)
         self._seen: dict[int, Seen] = {}
         self._told: set[str] = set()
 
@@ -93,11 +97,12 @@ class History:
         steps = list(seen)
         metrics = {step: found.metrics for step, found in seen.items()}
         try:
-            kept = self._policy.keep(tuple(steps), metrics)
+            kept = _steps(self._policy.keep(tuple(steps), metrics))
             notes = concerns(self._policy, steps, metrics)
         except Exception as error:
-            logger.exception("the retention policy %r failed", self._policy)
-            return [], [f"no step was deleted, because {self._policy!r} failed: {error!r}"]
+            name = _name(self._policy)
+            logger.exception("the retention policy %s failed", name)
+            return [], [f"no step was deleted, because {name} failed: {error!r}"]
         return [step for step in steps if step not in kept and step != saved], notes
 
     async def _unchanged(self, store: Store, step: int) -> bool:
@@ -116,7 +121,7 @@ class History:
             if not is_record(data):
                 return None
             metrics: Mapping[str, float] = {}
-            if uses_metrics(self._policy):
+            if self._uses_metrics:
                 record = await self._compute.run(decode_record, data, location=files.location)
                 metrics = record.metrics
             return Seen(data[-RECORD_TAIL_NBYTES:], metrics)
@@ -124,3 +129,26 @@ class History:
             return None
         finally:
             await files.close()
+
+
+def _steps(answer: Any) -> set[int]:
+    """The steps that a policy named, in a container of any kind or one by one.
+
+    Raises:
+        TypeError: these are no steps (None, text, a mask), so that nobody knows what is to stay.
+    """
+    if not isinstance(answer, Iterable):
+        raise TypeError(f"keep() returned {answer!r:.80}, not the steps to keep")
+    steps = list(answer)
+    for step in steps:
+        if not isinstance(step, Integral) or isinstance(step, bool):
+            raise TypeError(f"keep() returned {step!r:.80} among the steps to keep")
+    return set(map(int, steps))
+
+
+def _name(policy: Retention) -> str:
+    """What the policy calls itself, if it can."""
+    try:
+        return repr(policy)
+    except Exception:
+        return type(policy).__name__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -114,8 +113,14 @@ class Root:
         try:
             if self._to_sweep and store and (not self.name or store.capabilities.proves_dead):
                 # Nobody opened this with a `with` block: one-shot saves, for example.
-                with contextlib.suppress(TimeoutError):
+                try:
                     async with asyncio.timeout(SWEEP_S):
                         await self.sweep()
+                except TimeoutError:
+                    logger.warning(
+                        "leftovers of dead saves were looked for and not found within %g s; the "
+                        "next Checkpointer looks again",
+                        SWEEP_S,
+                    )
         finally:
             await self._runtime.release()

@@ -185,6 +185,7 @@ class FilesWriter:
                 self._taken.sources[number],
                 self._taken.adapters[number],
                 self._dtypes[number],
+                path=self._taken.paths[self._taken.array_leaf[number]],
             )
             self._readers[number] = reader
         return reader

@@ -6,13 +6,14 @@ import uuid
 
 from asyncckpt.checkpointer.capture import Capture
 from asyncckpt.checkpointer.destination import Target, is_banded
+from asyncckpt.checkpointer.layout import options_of_leaf, stored_spec
 from asyncckpt.checkpointer.origin import Origin
 from asyncckpt.checkpointer.safetensors_out import FilesWriter
 from asyncckpt.checkpointer.safetensors_plan import FilesPlan, plan_files
 from asyncckpt.errors import AsyncCheckpointError, UsageError
 from asyncckpt.flow.shield import to_completion
-from asyncckpt.options import SLOT_NBYTES, LeafOptions
-from asyncckpt.ports import ExportingStore, Sizes
+from asyncckpt.options import SLOT_NBYTES
+from asyncckpt.ports import ExportingStore, Sizes, Source
 from asyncckpt.reports import ConvertReport, Progress
 from asyncckpt.spec import ArraySpec
 
@@ -97,12 +98,12 @@ def _plan(target: Target, origin: Origin, taken: Capture) -> FilesPlan:
     specs: list[ArraySpec] = []
     banded: list[bool] = []
     for number, leaf in enumerate(taken.array_leaf):
-        spec = taken.sources[number].spec
+        source = taken.sources[number]
         # Stores without writes at places of a file get it in order, however often chunks are read.
         scattered = target.store.capabilities.positional_writes
-        banded.append(scattered and is_banded(origin.reader, leaf, spec))
+        banded.append(scattered and is_banded(origin.reader, leaf, source.spec))
         first = taken.tied.get(number)
-        specs.append(specs[first] if first is not None else _stored(target, leaf, spec, taken))
+        specs.append(_stored(target, taken.paths[leaf], source) if first is None else specs[first])
     return plan_files(
         taken,
         specs,
@@ -114,15 +115,7 @@ def _plan(target: Target, origin: Origin, taken: Capture) -> FilesPlan:
     )
 
 
-def _stored(target: Target, leaf: int, spec: ArraySpec, taken: Capture) -> ArraySpec:
-    """The leaf in the dtype that the user's options ask for."""
-    own = target.options.leaf_options
-    chosen = None if own is None else own(taken.paths[leaf], spec)
-    if chosen is not None and not isinstance(chosen, LeafOptions):
-        raise UsageError(
-            f"{taken.paths[leaf]}: leaf_options returned {chosen!r}; return a LeafOptions or None",
-            path=taken.paths[leaf],
-        )
-    if chosen is None or chosen.dtype is None:
-        return spec
-    return ArraySpec(spec.shape, chosen.dtype)
+def _stored(target: Target, path: str, source: Source) -> ArraySpec:
+    """The array in the dtype that the user's options ask for."""
+    own = options_of_leaf(target.options, path, source.spec)
+    return source.spec if own is None else stored_spec(path, source, own)

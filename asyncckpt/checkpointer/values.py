@@ -85,6 +85,8 @@ class Leaves:
         assert want.adapter is not None
         target = want.target
         if self._into:
+            if target.boxes == ():
+                return want.leaf  # no element of it is held here: nothing to fill or to compare
             if target.buffers:
                 return _sharded(want.adapter).place_parts(target, self._filled(assignment, target))
             if target.buffer is not None:
@@ -151,6 +153,8 @@ class Leaves:
         if target.boxes is not None:
             assignment.parts = [assignment.values] * len(target.boxes)
         if self._into:
+            if target.boxes == ():
+                return want.leaf
             if target.buffers:
                 return _sharded(want.adapter).place_parts(target, self._filled(assignment, target))
             if target.buffer is not None:

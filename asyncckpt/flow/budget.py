@@ -9,9 +9,29 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from dataclasses import dataclass
 
-Limit = int | Callable[[], int] | None
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """What one user of a budget has of it, counted from the moment that it is granted.
+
+    Attributes:
+        in_use: slots of the budget.
+        standing: those of them that stand.
+    """
+
+    in_use: int = 0
+    standing: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    count: int
+    limit: int | None
+    share: Share | None
+    beside: int
+    granted: asyncio.Future[None]
 
 
 class ByteBudget:
@@ -30,7 +50,7 @@ class ByteBudget:
         self.in_use = 0
         self.peak = 0
         self.standing = 0
-        self._waiters: deque[tuple[int, Limit, asyncio.Future[None]]] = deque()
+        self._waiters: deque[_Waiter] = deque()
 
     def __repr__(self) -> str:
         return (
@@ -38,60 +58,80 @@ class ByteBudget:
             f"{len(self._waiters)} waiting)"
         )
 
-    def try_acquire(self, count: int = 1, *, limit: Limit = None) -> bool:
+    def try_acquire(
+        self,
+        count: int = 1,
+        *,
+        limit: int | None = None,
+        share: Share | None = None,
+        beside: int = 0,
+    ) -> bool:
         """Whether `count` slots were taken; not if anybody waits who can get his."""
-        if not self._fits(count, limit):
+        if not self._fits(count, limit, share):
             return False
-        if any(
-            not self._hopeless(first) for first, _, waiter in self._waiters if not waiter.done()
-        ):
+        if any(not self._hopeless(w.count) for w in self._waiters if not w.granted.done()):
             return False
-        self._take(count)
+        self._take(count, share, beside)
         return True
 
-    async def acquire(self, count: int = 1, *, limit: Limit = None) -> None:
+    async def acquire(
+        self,
+        count: int = 1,
+        *,
+        limit: int | None = None,
+        share: Share | None = None,
+        beside: int = 0,
+    ) -> None:
         """`count` slots belong to the caller, who waits in line for them.
 
         Args:
             count: slots; more than `capacity` takes all of it, so that a request as large as
                 the budget, or larger, is served alone instead of refused.
             limit: wait until this many slots, or fewer, would be in use, not counting those that
-                stand; a function is asked whenever something has changed.
+                stand; of the share, if there is one.
+            share: in which the slots are counted, too.
+            beside: so many of them are not.
 
         Cancellation: leaves the line; slots that were granted in the meantime go to the next.
         """
         count = min(count, self.capacity)
-        if self.try_acquire(count, limit=limit):
+        if self.try_acquire(count, limit=limit, share=share, beside=beside):
             return
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (count, limit, waiter)
-        self._waiters.append(entry)
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(count, limit, share, beside, granted)
+        self._waiters.append(waiter)
         try:
-            await waiter
+            await granted
         except asyncio.CancelledError:
-            if waiter.cancelled():
-                if entry in self._waiters:
-                    self._waiters.remove(entry)
+            if granted.cancelled():
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
                 self._grant()
             else:
+                if share is not None:
+                    share.in_use -= count - beside
                 self.release(count)
             raise
 
-    def release(self, count: int = 1) -> None:
-        """`count` slots are free again, and go to those who wait, in their order."""
+    def release(self, count: int = 1, *, share: Share | None = None) -> None:
+        """`count` slots (of this share) are free again, and go to those who wait, in order."""
         count = min(count, self.capacity)
         if count > self.in_use:
             raise RuntimeError(f"released {count} slots, only {self.in_use} are in use")
         self.in_use -= count
+        if share is not None:
+            share.in_use -= count
         self._grant()
 
-    def stand(self, count: int) -> None:
+    def stand(self, count: int, *, share: Share | None = None) -> None:
         """`count` more slots in use are kept for as long as those who wait with a limit may take.
 
         Negative: they are no longer. Without this, a limit that is reached by what somebody keeps
         would be waited for without end.
         """
         self.standing += count
+        if share is not None:
+            share.standing += count
         self._grant()
 
     @property
@@ -107,30 +147,31 @@ class ByteBudget:
         """
         return count > self.capacity - self.standing
 
-    def _fits(self, count: int, limit: Limit) -> bool:
-        bound = self.capacity
-        if limit is not None:
-            most = limit if isinstance(limit, int) else limit()
-            bound = min(bound, self.standing + max(most, count))
-        return self.in_use + count <= bound
+    def _fits(self, count: int, limit: int | None, share: Share | None) -> bool:
+        if self.in_use + count > self.capacity:
+            return False
+        user = self if share is None else share
+        return limit is None or user.in_use - user.standing + count <= max(limit, count)
 
-    def _take(self, count: int) -> None:
+    def _take(self, count: int, share: Share | None, beside: int) -> None:
         self.in_use += count
         self.peak = max(self.peak, self.in_use)
+        if share is not None:
+            share.in_use += count - beside
 
     def _grant(self) -> None:
-        passed: list[tuple[int, Limit, asyncio.Future[None]]] = []
+        passed: list[_Waiter] = []
         while self._waiters:
-            count, limit, waiter = self._waiters[0]
-            if waiter.done():
+            waiter = self._waiters[0]
+            if waiter.granted.done():
                 self._waiters.popleft()  # cancelled; its task has not run since
                 continue
-            if not self._fits(count, limit):
-                if not self._hopeless(count):
+            if not self._fits(waiter.count, waiter.limit, waiter.share):
+                if not self._hopeless(waiter.count):
                     break
                 passed.append(self._waiters.popleft())
                 continue
             self._waiters.popleft()
-            self._take(count)
-            waiter.set_result(None)
+            self._take(waiter.count, waiter.share, waiter.beside)
+            waiter.granted.set_result(None)
         self._waiters.extendleft(reversed(passed))

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncckpt.flow.budget import ByteBudget
+from asyncckpt.flow.budget import ByteBudget, Share
 from asyncckpt.flow.threads import ThreadAbandonedError, Workers
 from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.ports import Bytes, HostMemory
@@ -208,6 +208,7 @@ class SlotPool:
         self._memory = memory
         self._free: list[Slot] = []
         self._allocated = 0
+        self._share = Share()
         self._quarantined: set[Slot] = set()
         self._discarded = 0
         self._look: asyncio.TimerHandle | None = None
@@ -246,13 +247,14 @@ class SlotPool:
 
         Cancellation: nothing is held.
         """
-        limit = None if grow else self._limit
-        await self.budget.acquire(count * self.units + extra, limit=limit)
         count = min(count, self.capacity)
         extra = min(extra, self.budget.capacity - count * self.units)
+        limit = None if grow else max(self._allocated, self._pipeline_slots) * self.units
+        await self.budget.acquire(
+            count * self.units + extra, limit=limit, share=self._share, beside=extra
+        )
         slots: list[Slot] = []
-        if extra:
-            self.make_way(sparing=count)
+        self.make_way()
         try:
             while len(slots) < count:
                 if self._free:
@@ -263,7 +265,8 @@ class SlotPool:
                     await self._arrival()
         except BaseException:
             self._free.extend(slots)
-            self.budget.release(count * self.units + extra)
+            self.budget.release(count * self.units, share=self._share)
+            self.budget.release(extra)
             raise
         return slots
 
@@ -276,28 +279,37 @@ class SlotPool:
         await self.budget.acquire(units)
         self.make_way()
 
-    def make_way(self, *, sparing: int = 0) -> None:
-        """Idle slots of all pools are gone, as far as they and what is in use exceed the budget.
-
-        `sparing` of this pool's are about to be used, and are counted in the budget already.
-        """
+    def make_way(self) -> None:
+        """Idle slots of all pools are gone, as far as they and what is in use exceed the budget."""
         for pool in [*(p for p in self._siblings if p is not self), self]:
-            over = self._over(sparing)
+            over = self._over()
             if over > 0:
-                spared = sparing if pool is self else 0
-                pool.shrink(min(-(-over // pool.slot_nbytes), len(pool._free) - spared))
+                pool.shrink(min(-(-over // pool.slot_nbytes), pool._idle))
 
-    def _over(self, sparing: int = 0) -> int:
+    @property
+    def _idle(self) -> int:
+        """Slots, also those on their way, that nobody was granted."""
+        return max(0, self._allocated - self._share.in_use // self.units)
+
+    def _over(self) -> int:
         """Bytes by which what is in use and all idle slots exceed the budget."""
-        idle = sum(len(pool._free) * pool.slot_nbytes for pool in self._siblings)
-        idle -= min(sparing, len(self._free)) * self.slot_nbytes
+        idle = sum(pool._idle * pool.slot_nbytes for pool in self._siblings)
         return idle + (self.budget.in_use - self.budget.capacity) * SLOT_NBYTES
+
+    def stand(self, count: int) -> None:
+        """`count` more slots in use are kept, as `ByteBudget.stand` says; fewer, if negative."""
+        self.budget.stand(count * self.units, share=self._share)
 
     def take_ready(self, most: int) -> list[Slot]:
         """Up to `most` slots that are touched and free at once; none if anybody waits in line."""
         slots: list[Slot] = []
-        while len(slots) < most and self._free and self.budget.try_acquire(self.units):
+        while (
+            len(slots) < most
+            and self._free
+            and self.budget.try_acquire(self.units, share=self._share)
+        ):
             slots.append(self._free.pop())
+        self.make_way()  # what the client copies is in use now, too
         return slots
 
     def give(self, slots: Iterable[Slot], error: BaseException | None = None) -> None:
@@ -340,6 +352,7 @@ class SlotPool:
             self._discarded += 1
             self._allocated -= 1
             if not keep:
+                self._share.in_use -= self.units
                 self.budget.stand(self.units)
             owner = slot.forget()
             weakref.finalize(owner, collected).atexit = False
@@ -370,13 +383,18 @@ class SlotPool:
     async def replacement(self) -> Slot:
         """A slot in place of one that was discarded with `keep`. Cancellation: there is none."""
         self._allocated += 1
+        self.make_way()
         try:
             (buffer,) = await self._workers.run(self._allocate, 1)
         except BaseException:
             self._allocated -= 1
-            self.budget.release(self.units)
+            self.forgo()
             raise
         return Slot(self, buffer)
+
+    def forgo(self) -> None:
+        """Nobody asks for a replacement of a slot that was discarded with `keep`."""
+        self.budget.release(self.units, share=self._share)
 
     async def prepare(self, count: int) -> None:
         """At least `count` slots (or the whole budget) are allocated and touched."""
@@ -397,15 +415,9 @@ class SlotPool:
             self._memory.free(self._free.pop().buffer)
             self._allocated -= 1
 
-    def _limit(self) -> int:
-        """Units in use, by others too, up to which this pool touches no new memory."""
-        own = (self._allocated - len(self._free)) * self.units
-        most = max(self._allocated, self._pipeline_slots) * self.units
-        return max(0, self.budget.in_use - own) + most
-
     def _return(self, slot: Slot) -> None:
         self._free.append(slot)
-        self.budget.release(self.units)
+        self.budget.release(self.units, share=self._share)
         if self._closed:
             self.shrink(1)
 
@@ -415,6 +427,7 @@ class SlotPool:
             if self._over() + self.slot_nbytes > 0:
                 return  # what is in use leaves no room for slots that are not
             await self._add(1)
+            self.make_way()  # for what others were granted meanwhile
 
     def _make_room(self, nbytes: int) -> None:
         """Idle slots of other pools are gone, as far as the budget's memory is all allocated."""
@@ -455,11 +468,11 @@ class SlotPool:
         # Its unit of the budget stays taken: memory that somebody may still write to is in use.
         loop = asyncio.get_running_loop()
         self._quarantined.add(slot)
-        self.budget.stand(self.units)
+        self.stand(1)
 
         def ended() -> None:
             self._quarantined.discard(slot)
-            self.budget.stand(-self.units)
+            self.stand(-1)
             self._return(slot)
 
         def from_thread(_: Future[Any]) -> None:

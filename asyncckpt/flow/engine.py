@@ -7,7 +7,9 @@ facade share all logic: each hands a coroutine to the engine and waits for its e
 # Rule 1: a job's future resolves when its task has ended, never when it was merely cancelled.
 # Rule 2: waiting is cancelled by cancelling the job and waiting for its end, however often the
 #   waiter is cancelled meanwhile.
-# Rule 3: the engine's own work per chunk is microseconds; everything heavy runs in `Workers`.
+# Rule 3: whoever blocks on the engine's own thread, from a callback, would wait for itself: that is
+#   refused where the wait would begin.
+# Rule 4: the engine's own work per chunk is microseconds; everything heavy runs in `Workers`.
 
 from __future__ import annotations
 
@@ -28,6 +30,7 @@ from asyncckpt.errors import (
     ClosedError,
     EngineDiedError,
     SaveAbortedError,
+    UsageError,
 )
 from asyncckpt.flow.threads import Workers, finished
 
@@ -87,7 +90,11 @@ class Job(Generic[T]):
         """The job's result, for callers without a loop.
 
         Ctrl-C cancels the job and waits for its clean-up; a second Ctrl-C abandons it.
+
+        Raises:
+            UsageError: this is the engine's own thread; the job was cancelled.
         """
+        self.refuse_own_thread()
         try:
             wait_quietly(self.future)
         except KeyboardInterrupt:
@@ -96,13 +103,27 @@ class Job(Generic[T]):
         return self.future.result()
 
     def abort(self) -> None:
-        """The job was cancelled and has ended. Blocking; Ctrl-C abandons its clean-up."""
+        """The job was cancelled and has ended. Blocking; Ctrl-C abandons its clean-up.
+
+        Raises:
+            UsageError: this is the engine's own thread; the job was cancelled all the same.
+        """
         try:
             self.cancel()
             wait_quietly(self.future)
         except KeyboardInterrupt:
             self._engine.abandoned = True
             raise
+
+    def refuse_own_thread(self) -> None:
+        """This is not the engine's own thread, or the job has ended.
+
+        Raises:
+            UsageError: it is; the job, for which nobody can wait there, was cancelled.
+        """
+        if self._engine.runs_here and not self.done():
+            self.cancel()
+            raise _own_thread()
 
     def _cancel(self) -> None:
         self._cancelled = True
@@ -175,6 +196,15 @@ class Engine:
         """Whether it has been started and takes jobs."""
         return self._thread is not None and not (self._closed or self._died or self.forked)
 
+    @property
+    def runs_here(self) -> bool:
+        """Whether this is the engine's own thread, where callbacks are called."""
+        return getattr(_here, "engine", None) is self
+
+    def owes(self, future: Future[Any]) -> bool:
+        """Whether the future is that of one of its jobs, which has not ended."""
+        return any(job.future is future for job in tuple(self._jobs))
+
     def submit(self, function: Callable[[], Coroutine[Any, Any, T]]) -> Job[T]:
         """The coroutine that `function` returns runs on the engine's loop. From any thread.
 
@@ -242,9 +272,15 @@ class Engine:
         return self._ended
 
     def close(self) -> None:
-        """All threads have ended, unless somebody has abandoned them. Idempotent. Blocking."""
+        """All threads have ended, unless somebody has abandoned them. Idempotent. Blocking.
+
+        Raises:
+            UsageError: this is the engine's own thread; nothing was closed.
+        """
         if self.forked:
             return
+        if self.runs_here:
+            raise _own_thread()
         ended = self.begin_close()
         if not self.abandoned:
             ended.result()
@@ -288,6 +324,7 @@ class Engine:
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
+        _here.engine = self
         try:
             loop.run_forever()
         except BaseException:
@@ -354,9 +391,26 @@ def _warn(message: str) -> None:
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()
 _hook_registered = False
 
+_here = threading.local()
+"""Its `engine` is the one whose own thread this is."""
+
+
+def _own_thread() -> UsageError:
+    return UsageError(
+        "called on the library's own thread (by progress=, or by the policy of keep=): it would "
+        "wait for itself; leave it to a thread of your own"
+    )
+
 
 def wait_quietly(future: Future[Any], timeout_s: float | None = None) -> bool:
-    """Whether the future was done within `timeout_s` seconds; its outcome is not looked at."""
+    """Whether the future was done within `timeout_s` seconds; its outcome is not looked at.
+
+    Raises:
+        UsageError: it is that of a job of the engine whose own thread this is.
+    """
+    engine = getattr(_here, "engine", None)
+    if engine is not None and engine.owes(future):
+        raise _own_thread()
     end = None if timeout_s is None else time.monotonic() + timeout_s
     while not future.done():
         left_s = SIGNAL_CHECK_S if end is None else min(SIGNAL_CHECK_S, end - time.monotonic())

@@ -110,9 +110,10 @@ class Workers(Executor):
         return waiter.result()
 
     def abandon(self, future: Future[Any]) -> None:
-        """Nobody waits for this call any more: if it still runs, another thread takes its place."""
+        """Nobody waits for this call any more: while it runs, another thread takes its place."""
         if not future.done():
             self._replace_thread()
+            future.add_done_callback(self._retire_thread)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """No more work is accepted; queued work is done, and with `wait` the threads have ended.
@@ -145,7 +146,21 @@ class Workers(Executor):
                 self._abandoned += 1
                 self._start_thread()
 
+    def _retire_thread(self, _: Future[Any]) -> None:
+        # What was abandoned has come back: one thread is too many, whichever it is.
+        with self._lock:
+            if not self._closed:
+                self._count -= 1
+                self._abandoned -= 1
+                self._queue.put(None)
+
     def _serve(self) -> None:
+        self._work()
+        with self._lock:
+            if not self._closed:
+                self._threads.remove(threading.current_thread())
+
+    def _work(self) -> None:
         while (item := self._queue.get()) is not None:
             future, call = item
             del item

@@ -17,6 +17,7 @@ from asyncckpt.planning.overlap import BoxIndex
 from asyncckpt.planning.runs import boxes_of_run
 from asyncckpt.ports import ArrayAdapter, Bytes, Source
 from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
+from asyncckpt.stages.casting import check_values_fit, may_lose
 
 
 class ArrayReader:
@@ -24,17 +25,38 @@ class ArrayReader:
 
     A sharded array is read shard by shard: it is never assembled.
 
+    Args:
+        source: the array.
+        adapter: what fetches its values where they are in no view.
+        stored_dtype: the dtype that is read.
+        path: the leaf, for errors.
+
     Attributes:
         flats: per shard its bytes in C order, where they are one run in host memory and stored as
             they are, else None; an array without shards is one.
     """
 
-    __slots__ = ("_adapter", "_dtype", "_index", "_shards", "_source", "flats")
+    __slots__ = (
+        "_adapter",
+        "_dtype",
+        "_index",
+        "_may_lose",
+        "_path",
+        "_shards",
+        "_source",
+        "_stored",
+        "flats",
+    )
 
-    def __init__(self, source: Source, adapter: ArrayAdapter, stored_dtype: str) -> None:
+    def __init__(
+        self, source: Source, adapter: ArrayAdapter, stored_dtype: str, *, path: str
+    ) -> None:
         self._source = source
         self._adapter = adapter
+        self._path = path
+        self._stored = stored_dtype
         self._dtype = DTYPES[stored_dtype]
+        self._may_lose = may_lose(source.spec.dtype, stored_dtype)
         views: tuple[npt.NDArray[Any] | None, ...] = (source.view,)
         self._shards: list[tuple[Box, npt.NDArray[Any] | None]] | None = None
         self._index: BoxIndex | None = None
@@ -50,7 +72,11 @@ class ArrayReader:
         )
 
     def read(self, box: Box, out: npt.NDArray[Any]) -> None:
-        """`out` (of the box's shape, in the stored dtype) holds the values of `box`."""
+        """`out` (of the box's shape, in the stored dtype) holds the values of `box`.
+
+        Raises:
+            DtypeMismatchError: a value does not fit into the stored dtype; names the leaf.
+        """
         if self._shards is None:
             self._read(self._source.view, box.offset, box, out)
             return
@@ -80,6 +106,10 @@ class ArrayReader:
         else:
             values = np.empty(box.shape, DTYPES[self._source.spec.dtype])
             self._adapter.fetch(self._source, box, values)
+        if self._may_lose:
+            check_values_fit(self._path, values, self._source.spec.dtype, self._stored)
+            if np.iscomplexobj(values):
+                values = values.real
         with np.errstate(over="ignore", invalid="ignore"):
             np.copyto(out, values, casting="unsafe")
 

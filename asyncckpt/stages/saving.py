@@ -157,11 +157,7 @@ class DataStages:
         # Unbounded queues: what bounds them is the budget, whose slots their items hold.
         windows: asyncio.Queue[StagedWindow | None] = asyncio.Queue()
         chunks: asyncio.Queue[StagedChunk | None] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        held: asyncio.Future[None] = loop.create_future()
-        reserved: asyncio.Future[None] = loop.create_future()
-        sealed: asyncio.Future[None] = loop.create_future()
-        packed: asyncio.Future[None] = loop.create_future()
+        held, reserved, sealed, packed = (asyncio.Event() for _ in range(4))
         try:
             async with asyncio.TaskGroup() as group:
                 uploads = [
@@ -171,8 +167,8 @@ class DataStages:
                     ),
                 ]
                 inline = await self._stage(windows, chunks, held, reserved)
-                await sealed
-                await packed
+                await sealed.wait()
+                await packed.wait()
                 if not self._positional:
                     # Nothing else of it can be found before the record.
                     return await _latest(payload, index, uploads, moved)
@@ -234,14 +230,14 @@ class DataStages:
         self,
         windows: asyncio.Queue[StagedWindow | None],
         chunks: asyncio.Queue[StagedChunk | None],
-        copied: asyncio.Future[None],
-        reserved: asyncio.Future[None],
+        copied: asyncio.Event,
+        reserved: asyncio.Event,
     ) -> list[bytes]:
         start = time.perf_counter()
         plan = self._plan
         inline = await self._staging.inline()
         held = self._reference and await self._staging.hold_immutable()
-        copied.set_result(None)
+        copied.set()
         if held:
             self._staged()
         early: list[StagedWindow] = []
@@ -258,7 +254,7 @@ class DataStages:
         flush()
         windows.put_nowait(None)
         if plan.compressed:
-            await reserved
+            await reserved.wait()
             await self._staging.chunks(chunks.put_nowait)
         chunks.put_nowait(None)
         self.clock.add("stage", start)
@@ -282,7 +278,7 @@ class DataStages:
         windows: asyncio.Queue[StagedWindow | None],
         checksums: WindowChecksums,
         upload: WindowUpload,
-        sealed: asyncio.Future[None],
+        sealed: asyncio.Event,
     ) -> None:
         begun = time.perf_counter()
         filled: asyncio.Queue[Filled | None] = asyncio.Queue()
@@ -300,7 +296,7 @@ class DataStages:
                 )
                 # Nothing but the slot may refer to the buffer while it is sent.
                 del item, slot
-            sealed.set_result(None)
+            sealed.set()
             for _ in range(streams):
                 filled.put_nowait(None)
         if self._plan.windows:
@@ -318,31 +314,31 @@ class DataStages:
         target: ChunkAppender | ChunkPacker | None,
         filled: asyncio.Queue[Filled | None],
         upload: WindowUpload,
-        held: asyncio.Future[None],
-        reserved: asyncio.Future[None],
-        packed: asyncio.Future[None],
+        held: asyncio.Event,
+        reserved: asyncio.Event,
+        packed: asyncio.Event,
     ) -> None:
         if target is None:
-            packed.set_result(None)
+            packed.set()
             return
         if isinstance(target, ChunkAppender):
-            reserved.set_result(None)
+            reserved.set()
             await self._compress_into(target, chunks)
-            packed.set_result(None)
+            packed.set()
             return
         plan = self._plan
         rows = np.isin(plan.row_array, plan.compressed)
         files = -(-int(plan.row_payload[rows].sum()) // self._window_pool.slot_nbytes)
         streams = min(self._sizes.concurrency, max(1, files))
         try:
-            await held  # what is copied is kept, and what is kept counts
+            await held.wait()  # what is copied is kept, and what is kept counts
             await target.reserve(streams + 1, beside=self._staging.most_units)
-            reserved.set_result(None)
+            reserved.set()
             async with asyncio.TaskGroup() as group:
                 for _ in range(streams):
                     group.create_task(_stream(filled, upload, target.done))
                 await self._compress_into(target, chunks)
-                packed.set_result(None)
+                packed.set()
                 for _ in range(streams):
                     filled.put_nowait(None)
         finally:

@@ -209,14 +209,15 @@ class Staging:
                 mutable.append(leaf)
         nbytes = sum(self._sources[leaf].spec.nbytes for leaf in mutable)
         units = -(-nbytes // self._pool.slot_nbytes)
-        capacity = self._pool.budget.capacity
+        budget = self._pool.budget
         # What compressed chunks are packed into is kept all the while, too.
         packing = self._window_pool.units if plan.compressed else 0
-        if units > min(capacity // 2, capacity - self.most_units - packing):
+        room = budget.capacity - budget.standing - self.most_units - packing
+        if units > max(0, min(budget.capacity // 2, room)):
             return False
         if units:
             await self._pool.acquire(units)
-            self._pool.budget.stand(units)
+            budget.stand(units)
             self.held_units += units
             self._copy_units = units
             await self._compute.run(self._copy_mutable, mutable, nbytes)
@@ -389,6 +390,7 @@ class Staging:
                 self._sources[leaf],
                 self._adapters[leaf],
                 self._plan.arrays.of(array).spec.dtype,
+                path=self._paths[leaf],
             )
             self._readers[leaf] = reader
         return reader

@@ -222,7 +222,7 @@ class ChunkPacker:
         self._written = written
         self._ready: asyncio.Queue[Slot | None] = asyncio.Queue()
         self._reserved: set[Slot] = set()
-        self._units = 0
+        self._kept = 0
         self._slot: Slot | None = None
         self._file = -1
         self.file_nbytes: list[int] = []
@@ -237,21 +237,23 @@ class ChunkPacker:
         free = budget.capacity - budget.standing
         count = max(1, min(count, min(free // 2, free - beside) // self._pool.units))
         self._reserved.update(await self._pool.take(count))
-        self._units = count * self._pool.units
-        self._pool.budget.stand(self._units)
+        self._keep(count)
         for slot in self._reserved:
             self._ready.put_nowait(slot)
-        return self._units
+        return count * self._pool.units
 
     def release(self) -> None:
         """All slots have gone back, and the parts of the budget whose replacement nobody needed."""
-        self._pool.budget.stand(-self._units)
-        self._units = 0
+        self._keep(-self._kept)
         self._pool.give(self._reserved)
         self._reserved.clear()
         while not self._ready.empty():
             if self._ready.get_nowait() is None:
-                self._pool.budget.release(self._pool.units)
+                self._pool.forgo()
+
+    def _keep(self, count: int) -> None:
+        self._kept += count
+        self._pool.stand(count)
 
     def done(self, slot: Slot, error: BaseException | None, reusable: bool) -> None:
         """A slot that was emitted has been written."""
@@ -259,9 +261,11 @@ class ChunkPacker:
             self._ready.put_nowait(slot)
             return
         self._reserved.discard(slot)
-        self._pool.discard([slot], keep=error is None)
         if error is None:
             self._ready.put_nowait(None)
+        else:
+            self._keep(-1)  # what is discarded stands by itself
+        self._pool.discard([slot], keep=error is None)
 
     def place(self, nbytes: int) -> tuple[int, int]:
         """File index and offset of the next chunk; final at once."""

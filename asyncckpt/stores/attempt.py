@@ -32,7 +32,7 @@ from asyncckpt.stores.posix import (
     remove_tree,
     write_all,
 )
-from asyncckpt.stores.publish import IsValid, Publication
+from asyncckpt.stores.publish import IsValid, Publication, refuse_unrelated
 from asyncckpt.stores.waiting import side_by_side, to_the_end
 
 
@@ -87,9 +87,15 @@ class LocalAttempt:
     # ------------------------------------------------------------------------------------ begin
 
     def open(self) -> None:
-        """The attempt's directory is new, locked and has an owner file. Blocking."""
+        """The attempt's directory is new, locked and has an owner file. Blocking.
+
+        Raises:
+            CheckpointExistsError: something stands at its place that is not to be replaced.
+            StoreError: the directory cannot be made.
+        """
         context = self._context
         with reported("beginning a save", self.location):
+            self._check_place()
             make_directories(context.layout.root, self._directory_mode)
             self._path, fd = make_attempt_directory(
                 self._epoch,
@@ -104,6 +110,11 @@ class LocalAttempt:
                 self._directory_mode,
             )
         self._directory = Descriptor(fd)
+
+    def _check_place(self) -> None:
+        # `publish` looks again, under the lock: this is for those who would stage in vain.
+        if not self._overwrite:
+            refuse_unrelated(self.location)
 
     # ------------------------------------------------------------------------------------ files
 

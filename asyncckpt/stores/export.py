@@ -112,6 +112,9 @@ class FilesPublication(Publication):
 class LocalExport(LocalAttempt):
     """An attempt that ends in plain files. Made by `LocalStore.begin_export`."""
 
+    def _check_place(self) -> None:
+        """What may be replaced is what an export replaces: `publish_files` looks."""
+
     async def publish_files(self, path: str = "") -> None:
         """The file `path` of the attempt, or with ``""`` all of it, is at its name, durably.
 

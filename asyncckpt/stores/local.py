@@ -60,7 +60,8 @@ class LocalStore:
         workers: threads for every blocking call.
         direct_io: write past the page cache where it works (``"auto"``), insist on it, or never.
         is_valid: whether the content of a record file is a commit record. A directory that has
-            none is not a checkpoint: a save under its name moves it to `.asyncckpt/aside-…`.
+            none is not a checkpoint: saving a step in its place moves it to `.asyncckpt/aside-…`,
+            and saving under another name does so with `overwrite` only.
         machine: host and boot that owner files are compared with; None: this machine's.
 
     Raises:
@@ -129,6 +130,7 @@ class LocalStore:
 
         Raises:
             UsageError: the name is not one path part, or the save id was used before.
+            CheckpointExistsError: a directory stands there that is no checkpoint and no step.
             StoreError: the directory cannot be made.
         """
         if epoch < 0:

@@ -8,13 +8,16 @@ with `RENAME_EXCHANGE` so that there is no moment without a checkpoint.
 # Rule 1: what stood at the name leaves it only after it was inspected under the lock; others that
 #   replace or delete hold the lock too, and an ordinary publication never replaces.
 # Rule 2: an old checkpoint is removed only after the flush of the root has succeeded.
-# Rule 3: a directory that is no checkpoint may be a person's work: it is moved, never removed.
+# Rule 3: a directory that is no checkpoint may be a person's work: it is moved, never removed. At
+#   the place of a step it is a leftover of the run; elsewhere, where it may be a project, and
+#   wherever it is the root of a run, it is moved only for those who ask for it with `overwrite`.
 
 from __future__ import annotations
 
 import errno
 import logging
 import os
+import re
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ from typing import Literal
 from asyncckpt.errors import CheckpointExistsError, SaveError
 from asyncckpt.options import MAX_RECORD_NBYTES
 from asyncckpt.stores.failures import reported, store_error
-from asyncckpt.stores.layout import RECORD_FILE, Layout
+from asyncckpt.stores.layout import CONTROL, RECORD_FILE, Layout
 from asyncckpt.stores.locks import Machine, leads_to, remove_owner, root_lock, write_owner
 from asyncckpt.stores.posix import (
     UnsupportedCallError,
@@ -42,6 +45,53 @@ IsValid = Callable[[bytes], bool]
 """Whether the content of a record file is a commit record. Stores know no records."""
 
 Found = Literal["nothing", "ours", "checkpoint", "directory", "other"]
+
+_STEP = re.compile(r"0|[1-9][0-9]{0,18}")
+
+NAMED_ENTRIES = 3
+"""Entries of a directory that an error names: enough to tell whose it is."""
+
+
+def refuse_unrelated(target: str) -> None:
+    """Nothing stands at the place of a checkpoint that somebody would miss, other than one.
+
+    What is empty or has a record file, valid or not, may make way, and at the place of a step
+    everything but the root of a run. Blocking.
+
+    Raises:
+        CheckpointExistsError: a directory stands there that is not to be moved; says what is in it.
+        OSError: it cannot be looked at.
+    """
+    try:
+        with os.scandir(target) as entries:
+            names = sorted(entry.name for entry in entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if not names or RECORD_FILE in names:
+        return
+    steps = [
+        name
+        for name in names
+        if _STEP.fullmatch(name) and os.path.lexists(os.path.join(target, name, RECORD_FILE))
+    ]
+    if steps:
+        shown = sorted(steps, key=int)[-NAMED_ENTRIES:]
+        found = f"the root of a run (it has step {', '.join(shown)})"
+        advice = f"save a step of it with Checkpointer({target!r}), or choose another location"
+    elif not _STEP.fullmatch(os.path.basename(target)):
+        shown = [name for name in names if name != CONTROL][:NAMED_ENTRIES] or names
+        more = ", …" if len(names) > len(shown) else ""
+        found = f"a directory that is no checkpoint (it has {', '.join(shown)}{more})"
+        advice = f"choose another location, such as {target}/checkpoint, or move it away"
+    else:
+        return
+    raise CheckpointExistsError(
+        f"{target}: {found} stands here and was left as it is; {advice}. With overwrite=True it is "
+        f"moved to {CONTROL}/aside-… beside it",
+        location=target,
+        expected="nothing, or a checkpoint",
+        found=tuple(shown),
+    )
 
 
 def record_at(directory: str) -> bytes | None:
@@ -98,7 +148,8 @@ class Publication:
                 Unlike the record's bytes it cannot be mistaken for that of another attempt.
 
         Raises:
-            CheckpointExistsError: the name is taken by a checkpoint (without `overwrite`) or file.
+            CheckpointExistsError: the name is taken by a file, or without `overwrite` by a
+                checkpoint or somebody's directory.
             SaveError: the flush failed; `visible` says whether the rename could be taken back.
             StoreError: the rename failed; nothing is visible.
         """
@@ -150,6 +201,8 @@ class Publication:
                 if found == "checkpoint":
                     return self._replace()
                 if found == "directory":
+                    if not self.overwrite:
+                        refuse_unrelated(self.target)
                     self._move_aside()
                 try:
                     self._rename_free()

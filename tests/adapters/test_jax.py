@@ -15,6 +15,8 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental.layout import Format, Layout
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from asyncckpt import errors
 from asyncckpt.adapters import jax_memory
@@ -257,6 +259,38 @@ def test_named_shardings_of_one_device_are_kept() -> None:
     assert leaf._npy_value is None
     target = adapter.target("p", leaf, in_place=False)
     assert adapter.place(target, np.zeros(4, np.float32)).sharding == sharding
+
+
+def test_a_like_over_the_abstract_twin_of_the_mesh_that_is_set_goes_to_its_devices() -> None:
+    mesh = jax.make_mesh((1, 1), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    other = jax.make_mesh((1,), ("c",), axis_types=(AxisType.Explicit,))
+
+    def init(key: Any) -> dict[str, Any]:
+        return {"w": jax.reshard(jax.random.normal(key, (8, 4)), P("a", "b")), "key": key}
+
+    with jax.set_mesh(mesh):
+        like = jax.eval_shape(init, jax.random.key(0))
+        assert isinstance(like["w"].sharding.mesh, AbstractMesh)
+        target = adapter.target("net/w", like["w"], in_place=False)
+        restored = adapter.place(target, np.ones((8, 4), np.float32))
+        key = adapter.place(
+            adapter.target("net/key", like["key"], in_place=False), np.array([0, 7], np.uint32)
+        )
+    assert restored.sharding == NamedSharding(mesh, P("a", "b"))
+    assert (restored == 1).all()
+    assert (jax.random.key_data(key) == jax.random.key_data(jax.random.key(7))).all()
+    # Without the mesh nobody knows the devices.
+    with pytest.raises(
+        errors.UnsupportedLeafError,
+        match=r"^net/w: this sharding is over AbstractMesh\(.* no mesh is set .*jax\.set_mesh\(",
+    ) as caught:
+        adapter.target("net/w", like["w"], in_place=False)
+    assert caught.value.path == "net/w"
+    with (
+        jax.set_mesh(other),
+        pytest.raises(errors.UnsupportedLeafError, match=r"the mesh that is set .*'c': 1"),
+    ):
+        adapter.target("net/w", like["w"], in_place=False)
 
 
 def test_restored_arrays_adopt_large_memory() -> None:

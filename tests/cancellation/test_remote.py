@@ -164,8 +164,9 @@ class Remote:
             return len(asyncio.all_tasks())
 
         count = await self._core.call(tasks).wait()
+        # A thread whose call was cancelled is replaced by one of another number.
         names = [t.name for t in threading.enumerate() if t.name.startswith("asyncckpt")]
-        return count, sorted(names)
+        return count, sorted(name.rpartition("-")[0] for name in names)
 
 
 @contextlib.asynccontextmanager

@@ -109,6 +109,7 @@ class Number(float):
         (np.zeros(2, [("a", "f4")]), "one array per field"),
         (np.longdouble(1), "cast it to float64"),
         (np.datetime64(1, "s"), r"x\.astype\('int64'\)"),
+        (np.zeros((1,) * 33), "33 dimensions, a checkpoint's have at most 32; reshape it"),
     ],
 )
 async def test_an_unsupported_leaf_is_named_and_told_what_to_do(
@@ -141,6 +142,13 @@ async def test_a_tree_that_holds_itself_is_refused(tmp_path: Path) -> None:
     tree["a"]["b"] = tree
     with pytest.raises(UsageError, match="a/b"):
         await asyncckpt.save(tmp_path / "x", tree)
+
+
+async def test_an_array_of_the_highest_rank_is_saved(tmp_path: Path) -> None:
+    tree = {"w": np.arange(4.0).reshape((1,) * 30 + (2, 2))}
+    await asyncckpt.save(tmp_path / "x", tree)
+    restored = await asyncckpt.restore(tmp_path / "x")
+    assert restored["w"].shape == tree["w"].shape and (restored["w"] == tree["w"]).all()
 
 
 async def test_leaves_whose_names_would_collide_are_told_apart(tmp_path: Path) -> None:
@@ -198,6 +206,10 @@ async def test_metadata_and_metrics_are_taken_at_the_call_and_come_back(tmp_path
         assert info.metrics == {"loss": 2.0}
         with pytest.raises(UsageError, match=r"metrics\['loss'\]='low'"):
             await ckpt.save(2, TREE, metrics={"loss": "low"})  # type: ignore[dict-item]
+        for metrics in ([("loss", 1.0)], "loss", 0.5, {"loss"}):
+            with pytest.raises(UsageError, match=r"metrics=.*: pass a dict of numbers"):
+                await ckpt.save(2, TREE, metrics=metrics)  # type: ignore[arg-type]
+        assert await ckpt.steps() == [1]
 
 
 @pytest.mark.parametrize(

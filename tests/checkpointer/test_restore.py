@@ -276,6 +276,19 @@ async def test_include_takes_globs_on_paths(tmp_path: Path) -> None:
         await asyncckpt.restore(place, include=["params/a", "nothing*"])
 
 
+@pytest.mark.parametrize("include", [[], ()])
+async def test_an_include_of_nothing_is_refused(tmp_path: Path, include: Any) -> None:
+    place = await saved(tmp_path, {"w": np.ones(2)})
+    target = {"w": np.zeros(2)}
+    text = r"include=.. selects nothing; pass a glob on paths"
+    for like in (None, target):
+        with pytest.raises(UsageError, match=text):
+            await asyncckpt.restore(place, like=like, include=include)
+    with pytest.raises(UsageError, match=text):
+        await asyncckpt.restore_into(place, target, include=include)
+    assert not target["w"].any()
+
+
 async def test_include_reads_only_what_it_selects(tmp_path: Path) -> None:
     tree = {"large": np.zeros(2_000_000, np.uint8), "small": np.arange(3000.0)}
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:

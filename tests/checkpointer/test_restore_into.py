@@ -323,6 +323,37 @@ async def test_objects_are_given_their_state_dict(tmp_path: Path) -> None:
     assert fresh_loader.state["seen"].tolist() == [0, 1, 2]
 
 
+NO_SHARDS: list[Any] = []
+ALL_PADDING = [((8, 0), np.full((4, 6), 7.0))]
+
+
+@pytest.mark.parametrize("shards", [NO_SHARDS, ALL_PADDING], ids=["none", "all padding"])
+@pytest.mark.parametrize("atomic", [False, True])
+async def test_a_sharded_target_that_holds_no_element_is_left_alone(
+    tmp_path: Path, shards: Any, atomic: bool
+) -> None:
+    """As on a process that has no part of an array which others hold."""
+    values = np.arange(48.0).reshape(8, 6)
+    loader = Counter()
+    loader.state = {"position": 12, "seen": values}
+    place = await saved(tmp_path, {"w": values, "v": np.ones(3), "n": 3, "loader": loader})
+    empty = asyncckpt.ShardedArray((8, 6), "float64", shards, padded=True)
+    fresh = Counter()
+    fresh.state = {"position": 0, "seen": empty}
+    target = {
+        "w": empty,
+        "v": np.zeros(3),
+        "n": asyncckpt.ShardedArray((), "int64", []),
+        "loader": fresh,
+    }
+    options = asyncckpt.RestoreOptions(atomic=atomic)
+    report = await asyncckpt.restore_into(place, target, options=options)
+    assert report.changed == ()
+    assert target["v"].tolist() == [1, 1, 1]
+    assert fresh.state["position"] == 12 and fresh.state["seen"] is empty
+    assert (ALL_PADDING[0][1] == 7).all()
+
+
 async def test_an_object_that_refuses_its_state_is_named(tmp_path: Path) -> None:
     place = await saved(tmp_path, {"loader": Counter()})
     target = Counter()

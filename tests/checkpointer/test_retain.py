@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,99 @@ async def test_a_policy_that_fails_deletes_nothing_and_the_save_stands(
         )
         assert await ckpt.steps() == [1, 2]
     assert "the retention policy KeepLast(n=1) | Broken() failed" in caplog.text
+
+
+class Answers:
+    """A policy that answers as it was told to."""
+
+    def __init__(self, answer: Callable[[Sequence[int]], Any]) -> None:
+        self.answer = answer
+
+    def keep(self, steps: Sequence[int], metrics: Any) -> Any:
+        return self.answer(steps)
+
+    def __repr__(self) -> str:
+        return "Answers()"
+
+
+def even(steps: Sequence[int]) -> Iterator[int]:
+    yield from (step for step in steps if step % 2 == 0)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        even,
+        lambda steps: filter(lambda step: step % 2 == 0, steps),
+        lambda steps: list(even(steps)),
+        lambda steps: dict.fromkeys(even(steps), "kept"),
+        lambda steps: np.array(list(even(steps))),
+    ],
+    ids=["generator", "filter", "list", "dict", "array"],
+)
+async def test_what_a_policy_names_stays_in_whatever_it_names_it(
+    tmp_path: Path, answer: Any
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        for step in range(5):
+            await save(ckpt, step)
+    async with asyncckpt.Checkpointer(tmp_path, keep=Answers(answer)) as ckpt:
+        report = await save(ckpt, 5)
+        assert (report.deleted_steps, report.notes) == ((1, 3), ())
+        assert await ckpt.steps() == [0, 2, 4, 5]
+
+
+def failing(steps: Sequence[int]) -> Iterator[int]:
+    yield steps[0]
+    raise KeyError("loss")
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (lambda steps: None, "TypeError('keep() returned None, not the steps to keep')"),
+        (lambda steps: 1, "TypeError('keep() returned 1, not the steps to keep')"),
+        (lambda steps: "1", """TypeError("keep() returned '1' among the steps to keep")"""),
+        (
+            lambda steps: [step > 1 for step in steps],
+            "TypeError('keep() returned False among the steps to keep')",
+        ),
+        (
+            lambda steps: np.array(steps) > 1,
+            f"TypeError('keep() returned {np.False_!r} among the steps to keep')",
+        ),
+        (
+            lambda steps: {float(step) for step in steps[-1:]},
+            "TypeError('keep() returned 3.0 among the steps to keep')",
+        ),
+        (failing, "KeyError('loss')"),
+    ],
+    ids=["None", "number", "text", "mask", "array mask", "floats", "generator"],
+)
+async def test_a_policy_that_names_no_steps_deletes_nothing_and_the_save_stands(
+    tmp_path: Path, answer: Any, why: str
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            await save(ckpt, step)
+    async with asyncckpt.Checkpointer(tmp_path, keep=Answers(answer)) as ckpt:
+        report = await save(ckpt, 3)
+        assert report.notes == (f"no step was deleted, because Answers() failed: {why}",)
+        assert report.deleted_steps == ()
+        assert await ckpt.steps() == [1, 2, 3]
+
+
+async def test_a_policy_that_cannot_even_say_its_name_fails_no_save(tmp_path: Path) -> None:
+    class Nameless:
+        def keep(self, steps: Any, metrics: Any) -> set[int]:
+            raise ValueError("broken")
+
+        def __repr__(self) -> str:
+            raise RuntimeError("broken too")
+
+    async with asyncckpt.Checkpointer(tmp_path, keep=Nameless()) as ckpt:
+        report = await save(ckpt, 1)
+    assert report.notes == ("no step was deleted, because Nameless failed: ValueError('broken')",)
 
 
 async def test_a_root_that_cannot_be_listed_is_a_note_of_a_save_that_stands(tmp_path: Path) -> None:

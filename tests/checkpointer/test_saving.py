@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.errors import StagingError, UsageError
+from asyncckpt.errors import CheckpointExistsError, StagingError, UsageError
 from asyncckpt.options import KIB, MIB
 from asyncckpt.reports import Progress
 from asyncckpt.spec import ArraySpec
@@ -261,6 +261,27 @@ async def test_an_int_that_outgrows_64_bits_is_not_served_from_the_plan_cache(
             report = await ckpt.save(step, {"counter": counter, "w": np.zeros(3)})
             assert report.orbax == (-(2**63) <= counter < 2**63)
             assert (await ckpt.restore(step))["counter"] == counter
+
+
+async def test_a_one_shot_save_moves_no_directory_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path / "run") as ckpt:
+        await ckpt.save(3, tree())
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "train.py").write_text("print()")
+    monkeypatch.chdir(tmp_path / "project")
+    before = sorted(tmp_path.rglob("*"))
+    for location, text in (
+        (".", r"no checkpoint \(it has train.py\) stands here and was left as it is; choose"),
+        (tmp_path, r"no checkpoint \(it has project, run\) stands here"),
+        ("../run", r"the root of a run \(it has step 3\) stands here .*Checkpointer\('.*/run'\)"),
+    ):
+        with pytest.raises(CheckpointExistsError, match=text):
+            await asyncckpt.save(location, tree())
+        assert sorted(tmp_path.rglob("*")) == before
+    async with asyncckpt.Checkpointer(tmp_path / "run") as ckpt:
+        assert await ckpt.steps() == [3]
 
 
 async def test_a_tree_of_nothing_but_empty_arrays_is_saved(tmp_path: Path) -> None:

@@ -12,12 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import asyncckpt
 from asyncckpt import SaveOptions, blocking
 from asyncckpt.checkpointer import memory
+from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.flow.arena import Arena
 from asyncckpt.options import KIB
 from asyncckpt.spec import DTYPES
@@ -398,3 +399,23 @@ def test_chunks_that_go_straight_into_shards_arrive_where_they_belong(tmp_path: 
             for wanted in ("rows", "columns", "tiles", "rows, two replicas", "replicated"):
                 like = jax.ShapeDtypeStruct((2048, 2048), "float32", sharding=sharding(wanted))
                 check(ckpt.restore(step, like=like), like, expected)
+
+
+@on_eight_devices
+def test_eval_shape_under_a_set_mesh_is_restored_in_the_shardings_it_names(tmp_path: str) -> None:
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+
+    def init(key: Any) -> dict[str, Any]:
+        w = jax.random.normal(key, (16, 8))
+        return {"w": jax.reshard(w, P("a", "b")), "b": jax.reshard(w, P("b")), "all": w}
+
+    with jax.set_mesh(mesh):
+        state = jax.jit(init)(jax.random.key(0))
+        blocking.save(f"{tmp_path}/x", state)
+        like = jax.eval_shape(init, jax.random.key(0))
+        restored = blocking.restore(f"{tmp_path}/x", like=like)
+    for name, value in state.items():
+        assert isinstance(like[name].sharding.mesh, AbstractMesh)
+        check(restored[name], value, np.asarray(value))
+    with pytest.raises(UnsupportedLeafError, match=r"jax\.set_mesh\(mesh\) with the mesh it was"):
+        blocking.restore(f"{tmp_path}/x", like=like)

@@ -60,6 +60,58 @@ async def test_copies_of_mutable_leaves_may_outnumber_the_slots_in_use(
     np.testing.assert_array_equal(restored["mutable"], np.arange(3 << 20))
 
 
+@pytest.mark.parametrize(
+    ("place", "chunk_mib", "held"),
+    [
+        ("memory", None, True),
+        ("disk", 24, True),
+        ("disk", 30, False),  # four slots for the copies, four for the chunk, one to pack it into
+    ],
+)
+async def test_copies_leave_room_for_what_is_compressed(
+    tmp_path: Path, place: str, chunk_mib: int | None, held: bool
+) -> None:
+    """Copies, files that are packed and the next chunk are all kept at once, or nothing is held."""
+    root = f"memory://{tmp_path}" if place == "memory" else tmp_path
+    mutable = np.tile(np.arange(15 << 10, dtype=np.uint16), 1 << 10)
+    own = None if chunk_mib is None else asyncckpt.LeafOptions(chunk_shape=(chunk_mib << 19,))
+    options = asyncckpt.SaveOptions(
+        snapshot="reference",
+        host_memory_nbytes=BUDGET,
+        compression="zstd",
+        compression_level=1,
+        leaf_options=lambda path, _: own if path == "mutable" else None,
+    )
+    async with asyncio.timeout(30), asyncckpt.Checkpointer(root, save_options=options) as ckpt:
+        pending = await ckpt.start_save(1, {"mutable": mutable, "held": jnp.zeros(1000)})
+        mutable[:] = 7
+        report = await pending
+        assert report.referenced_nbytes == (4000 if held else 0)
+        restored = await ckpt.restore(1)
+        budget = ckpt._core.runtime.budget
+        assert (budget.in_use, budget.standing) == (0, 0)
+    np.testing.assert_array_equal(
+        restored["mutable"].reshape(1 << 10, -1), [np.arange(15 << 10)] * (1 << 10)
+    )
+    np.testing.assert_array_equal(restored["held"], np.zeros(1000))
+
+
+async def test_where_nothing_is_copied_a_chunk_may_take_the_whole_budget(tmp_path: Path) -> None:
+    held = jnp.zeros(BUDGET // 4, jnp.float32)
+    options = asyncckpt.SaveOptions(
+        snapshot="reference",
+        host_memory_nbytes=BUDGET,
+        compression="zstd",
+        compression_level=1,
+        leaf_options=lambda _, spec: asyncckpt.LeafOptions(chunk_shape=spec.shape),
+    )
+    async with asyncio.timeout(30), asyncckpt.Checkpointer(tmp_path, save_options=options) as ckpt:
+        report = await (await ckpt.start_save(1, {"held": held}))
+        assert report.referenced_nbytes == held.nbytes
+        assert (await ckpt.inspect(1))["held"].chunk_count == 1
+        assert (await ckpt.verify(1)).ok
+
+
 async def test_copy_is_the_default_and_refers_to_nothing(tmp_path: Path) -> None:
     report = await asyncckpt.save(tmp_path / "x", {"a": jnp.zeros(1 << 16)})
     assert report.referenced_nbytes == 0

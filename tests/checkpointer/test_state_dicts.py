@@ -1,16 +1,16 @@
-"""State dicts from a format that turns keys into text and leaves out empty containers."""
+"""What a checkpoint does not keep of a state dict: kinds of containers, keys, empty containers."""
 
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
-from asyncckpt.checkpointer.state_dicts import as_it_was
+from asyncckpt.checkpointer.state_dicts import as_it_was, in_kind
 from asyncckpt.format.dcp import nest
 
 
@@ -70,3 +70,68 @@ def test_torch_gives_the_same_state_dict_back() -> None:
     state = STATES["an optimizer"]
     flat, paths = flatten_state_dict(state)
     assert unflatten_state_dict(flat, paths) == through_dcp(state)
+
+
+def test_containers_are_of_the_kinds_that_the_present_state_dict_has() -> None:
+    factory = defaultdict[str, Any](list, a=[1])
+    present = {
+        "milestones": Counter({4: 1}),
+        "schedulers": [{"steps": Counter()}],
+        "seen": factory,
+        "order": OrderedDict(a=1),
+        "plain": {},
+    }
+    saved = {
+        "milestones": {4: 2, 8: 1},
+        "schedulers": [{"steps": {3: 1}}, {"steps": {5: 1}}],
+        "seen": {"b": [2]},
+        "order": {"b": 1, "a": 2},
+        "plain": {1: 2},
+        "new": {3: 4},
+    }
+    before = copy.deepcopy(present)
+    result = in_kind(saved, present)
+    assert result == saved and present == before
+    assert type(result["milestones"]) is type(result["schedulers"][0]["steps"]) is Counter
+    assert type(result["seen"]) is defaultdict and result["seen"]["more"] == []
+    assert type(result["order"]) is OrderedDict and list(result["order"]) == ["b", "a"]
+    # What has no counterpart stays plain.
+    assert type(result["schedulers"][1]["steps"]) is type(result["new"]) is dict
+
+
+def test_a_list_of_a_class_of_its_own_stays_one() -> None:
+    class Ring(list[int]):
+        limit = 0
+
+    present = Ring([1, 2])
+    present.limit = 5
+    result = in_kind({"ring": [7, 8, 9]}, {"ring": present})["ring"]
+    assert (type(result), result, result.limit, present) == (Ring, [7, 8, 9], 5, [1, 2])
+    assert in_kind([1, (2, 3)], [0, (5,)]) == [1, (2, 3)]
+
+
+def test_attributes_of_the_present_state_dict_are_kept() -> None:
+    present = torch.nn.BatchNorm1d(2).state_dict()
+    result = in_kind(dict.fromkeys(present, 5), present)
+    assert result._metadata == present._metadata == {"": {"version": 2}}  # type: ignore[attr-defined]
+    assert set(result.values()) == {5} and present["weight"].tolist() == [1, 1]
+
+
+def test_a_dict_whose_items_are_attributes_gives_no_present_value() -> None:
+    class Attributes(dict[str, Any]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.__dict__ = self
+
+    result = in_kind({"lr": 0.5}, Attributes(lr=1.0, other=2))
+    assert result == {"lr": 0.5} and vars(result).get("lr", 0.5) == 0.5
+
+
+def test_a_dict_that_cannot_be_made_is_a_plain_one() -> None:
+    class Frozen(dict[str, int]):
+        def __setitem__(self, key: str, value: int) -> None:
+            raise TypeError("frozen")
+
+    present = Frozen(a=1)
+    result = in_kind({"a": 2}, present)
+    assert (type(result), result, present) == (dict, {"a": 2}, {"a": 1})

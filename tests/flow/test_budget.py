@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncckpt.flow.budget import ByteBudget
+from asyncckpt.flow.budget import ByteBudget, Share
 
 
 async def settle() -> None:
@@ -100,6 +100,131 @@ async def test_a_limit_does_not_count_what_is_kept() -> None:
     assert not budget.in_use and not budget.standing
 
 
+async def standing_line(count: int) -> tuple[ByteBudget, asyncio.Task[None]]:
+    """A budget of eight slots, of which five stand, and a first in its line."""
+    budget = ByteBudget(8)
+    await budget.acquire(5)
+    budget.stand(5)
+    first = asyncio.create_task(budget.acquire(count))
+    await settle()
+    assert not first.done()
+    return budget, first
+
+
+async def test_who_cannot_be_served_while_others_keep_theirs_holds_up_nobody() -> None:
+    """What stands may belong to somebody who goes on when he gets a few more."""
+    budget, large = await standing_line(6)
+    assert budget.try_acquire(1)
+    await asyncio.wait_for(budget.acquire(2), 10)
+    behind = asyncio.create_task(budget.acquire(1))  # now there is a line behind the large one
+    await settle()
+    budget.release(2)
+    await settle()
+    assert behind.done() and not large.done()
+    budget.release(2)
+    await settle()
+    assert (large.done(), budget.in_use, budget.waiting) == (False, 5, 1)
+    budget.stand(-5)
+    budget.release(5)
+    await large
+    assert (budget.in_use, budget.waiting) == (6, 0)
+
+
+async def test_who_was_passed_over_has_kept_his_place() -> None:
+    budget, large = await standing_line(6)
+    await budget.acquire(3)
+    small = asyncio.create_task(budget.acquire(3))
+    await settle()
+    budget.stand(-5)  # from here on the large one is a first like any other
+    budget.release(5)
+    await settle()
+    assert (large.done(), small.done(), budget.in_use) == (False, False, 3)
+    assert not budget.try_acquire(1)
+    budget.release(3)
+    await settle()
+    assert (large.done(), small.done(), budget.in_use) == (True, False, 6)
+    budget.release(6)
+    await small
+    assert (budget.in_use, budget.waiting) == (3, 0)
+
+
+async def test_who_can_be_served_is_not_passed_over() -> None:
+    """Three beside the five that stand are as many as there can be: those behind wait."""
+    budget = ByteBudget(8)
+    await budget.acquire(6)
+    budget.stand(5)
+    first = asyncio.create_task(budget.acquire(3))
+    await settle()
+    behind = asyncio.create_task(budget.acquire(1))
+    await settle()
+    assert not budget.try_acquire(1)
+    assert (first.done(), behind.done()) == (False, False)
+    budget.release(1)
+    await settle()
+    assert (first.done(), behind.done(), budget.in_use) == (True, False, 8)
+    budget.release(3)
+    await behind
+
+
+@pytest.mark.parametrize("when", ["passed over", "its turn has come", "granted"])
+async def test_who_was_passed_over_may_be_cancelled(when: str) -> None:
+    budget, large = await standing_line(6)
+    await budget.acquire(3)
+    small = asyncio.create_task(budget.acquire(3))
+    await settle()
+    if when != "passed over":
+        budget.stand(-5)
+    if when == "granted":
+        budget.release(8)
+        assert budget.in_use == 6
+    large.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await large
+    if when == "granted":
+        await small
+        assert (budget.in_use, budget.waiting) == (3, 0)
+        return
+    assert (budget.in_use, budget.waiting) == (8, 1)
+    budget.release(3)
+    await small
+    assert (budget.in_use, budget.waiting) == (8, 0)
+
+
+async def test_a_share_has_a_limit_that_others_do_not_use_up() -> None:
+    budget, share = ByteBudget(12), Share()
+    await budget.acquire(6)  # somebody else
+    budget.stand(6)  # which makes no room for more in the share
+    await budget.acquire(2, limit=2, share=share)
+    assert (budget.in_use, share.in_use) == (8, 2)
+    waiting = [asyncio.create_task(budget.acquire(1, limit=2, share=share)) for _ in range(3)]
+    await settle()
+    budget.release(1, share=share)
+    await settle()
+    # One slot lets one of them through, though there are more in the budget.
+    assert [task.done() for task in waiting] == [True, False, False]
+    budget.stand(1, share=share)
+    await settle()
+    assert [task.done() for task in waiting] == [True, True, False]
+    waiting[2].cancel()
+    await asyncio.wait(waiting)
+    budget.stand(-1, share=share)
+    budget.release(3, share=share)
+    assert (share.in_use, share.standing, budget.in_use, budget.standing) == (0, 0, 6, 6)
+
+
+async def test_a_share_has_no_part_in_what_is_taken_beside_it() -> None:
+    budget, share = ByteBudget(4), Share()
+    await budget.acquire(3, share=share, beside=1)
+    assert (budget.in_use, share.in_use) == (3, 2)
+    task = asyncio.create_task(budget.acquire(3, share=share, beside=2))
+    await settle()
+    budget.release(2, share=share)
+    task.cancel()  # it was granted its slots and has not run since
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (budget.in_use, share.in_use) == (1, 0)
+
+
 async def test_releasing_more_than_is_in_use_is_an_error() -> None:
     budget = ByteBudget(2)
     await budget.acquire()
@@ -186,5 +311,59 @@ def test_whatever_is_cancelled_nothing_leaks_and_the_bound_holds(
         assert (budget.in_use, budget.waiting) == (0, 0)
         for task, (_, fate) in zip(tasks, wants, strict=True):
             assert task.cancelled() == (fate != "keep")
+
+    asyncio.run(run())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 6),
+            st.sampled_from(["use", "keep", "cancel"]),
+            st.none() | st.integers(1, 3),
+            st.booleans(),
+        ),
+        max_size=12,
+    )
+)
+def test_whatever_stands_everybody_is_served_in_the_end(
+    wants: list[tuple[int, str, int | None, bool]],
+) -> None:
+    async def run() -> None:
+        budget, share = ByteBudget(5), Share()
+        keeping = asyncio.Lock()  # as one save at a time keeps memory, and needs one more slot
+
+        async def use(count: int, fate: str, limit: int | None, shared: bool) -> None:
+            of = share if shared else None
+            if fate != "keep":
+                await budget.acquire(count, limit=limit, share=of)
+                try:
+                    await asyncio.sleep(0)
+                finally:
+                    budget.release(min(count, 5), share=of)
+                return
+            async with keeping:
+                kept = min(count, 4)
+                await budget.acquire(kept, share=of)
+                budget.stand(kept, share=of)
+                for _ in range(3):
+                    await budget.acquire(1, limit=limit, share=of)
+                    assert budget.in_use <= 5
+                    await asyncio.sleep(0)
+                    budget.release(1, share=of)
+                budget.stand(-kept, share=of)
+                budget.release(kept, share=of)
+
+        tasks = [asyncio.create_task(use(*want)) for want in wants]
+        await asyncio.sleep(0)
+        for task, (_, fate, _, _) in zip(tasks, wants, strict=True):
+            if fate == "cancel":
+                task.cancel()
+        async with asyncio.timeout(10):
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert not [error for error in ended if isinstance(error, Exception)]
+        assert (budget.in_use, budget.standing, budget.waiting) == (0, 0, 0)
+        assert (share.in_use, share.standing) == (0, 0)
 
     asyncio.run(run())

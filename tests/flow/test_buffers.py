@@ -135,6 +135,26 @@ async def test_without_grow_new_memory_is_bounded_by_the_pipeline(
     pool.give(held)
 
 
+@pytest.mark.parametrize("beside", [1, 3])
+async def test_one_slot_that_comes_back_lets_one_of_those_who_wait_through(
+    workers: Workers, beside: int
+) -> None:
+    """Whatever stands elsewhere: it makes no room for new memory of the pool."""
+    memory = CountingMemory()
+    pool = SlotPool(ByteBudget(10), workers, memory, slot_nbytes=SLOT, pipeline_slots=2)
+    await pool.acquire(beside)
+    pool.budget.stand(beside)
+    held = await pool.take(2, grow=False)
+    waiting = [asyncio.create_task(pool.take(1, grow=False)) for _ in range(4)]
+    for number in range(4):
+        await asyncio.sleep(0)
+        assert [task.done() for task in waiting] == [True] * number + [False] * (4 - number)
+        pool.give([held.pop()])
+        held += await waiting[number]
+    assert memory.allocated == 2
+    pool.give(held)
+
+
 async def test_prepare_stops_at_the_budget(workers: Workers, memory: CountingMemory) -> None:
     pool = pool_of(3, workers, memory)
     await pool.prepare(100)
@@ -388,6 +408,169 @@ async def test_pools_of_one_budget_hold_no_more_memory_than_it(workers: Workers)
         assert small.allocated_nbytes + large.allocated_nbytes <= 4 * SLOT_NBYTES
     large.close()
     assert large.allocated_nbytes == 0
+
+
+class Pools:
+    """Two pools of one budget, and what is in use elsewhere; together they stay within it."""
+
+    def __init__(
+        self, capacity: int, workers: Workers, *, units: int = 2, pipeline_slots: int = 2
+    ) -> None:
+        siblings: list[SlotPool] = []
+        self.budget = ByteBudget(capacity)
+        self.elsewhere = 0
+        self.memory = CountingMemory()
+        self.small, self.large = (
+            SlotPool(
+                self.budget,
+                workers,
+                self.memory,
+                slot_nbytes=slots * SLOT_NBYTES,
+                units=units,
+                pipeline_slots=pipeline_slots,
+                siblings=siblings,
+            )
+            for slots, units in ((1, 1), (2, units))
+        )
+
+    async def acquire(self, units: int) -> None:
+        await self.small.acquire(units)
+        self.elsewhere += units
+        self.check()
+
+    def release(self, units: int) -> None:
+        self.elsewhere -= units
+        self.budget.release(units)
+
+    async def use(self, pool: SlotPool, count: int, *, extra: int = 0, grow: bool = True) -> None:
+        slots = await pool.take(count, extra=extra, grow=grow)
+        self.elsewhere += extra
+        self.check()
+        pool.give(slots)
+        self.release(extra)
+        self.check()
+
+    def check(self) -> None:
+        held = self.small.allocated_nbytes + self.large.allocated_nbytes
+        assert held + self.elsewhere * SLOT_NBYTES <= self.budget.capacity * SLOT_NBYTES
+
+
+async def test_the_limit_of_a_pool_does_not_count_what_others_use(workers: Workers) -> None:
+    """A restore beside an upload does not wait until nearly all of it has been sent."""
+    pools = Pools(16, workers)
+    sent = await pools.large.take(5)
+    async with asyncio.timeout(10):
+        read = await pools.small.take(2, grow=False)
+        own = asyncio.create_task(pools.small.take(1, grow=False))
+        await asyncio.sleep(0)
+        assert not own.done()  # its own two are as many as it touches
+        pools.small.give([read.pop()])
+        read += await own
+    pools.large.give(sent)
+    pools.small.give(read)
+    assert pools.budget.in_use == 0
+
+
+async def test_idle_slots_and_memory_elsewhere_stay_within_the_budget(workers: Workers) -> None:
+    pools = Pools(8, workers)
+    await pools.use(pools.small, 8)
+    await pools.acquire(3)  # idle slots have made way
+    assert pools.small.allocated_nbytes == 5 * SLOT_NBYTES
+    await pools.use(pools.large, 1)  # also for slots of another pool
+    assert (pools.small._free != [], pools.large.allocated_nbytes) == (True, 2 * SLOT_NBYTES)
+    await pools.use(pools.small, 2, extra=2)
+    await pools.use(pools.large, 1, extra=3)
+    await pools.use(pools.small, 1, extra=4, grow=False)
+    pools.release(3)
+    await pools.use(pools.small, 4, extra=4)
+    await pools.acquire(8)
+    assert (pools.small.allocated_nbytes, pools.large.allocated_nbytes) == (0, 0)
+    pools.release(8)
+    assert pools.budget.in_use == 0
+
+
+async def test_what_a_client_copies_makes_idle_slots_go(workers: Workers) -> None:
+    """Its units count also for a slot that is ready and not waited for."""
+    pools = Pools(8, workers, units=4)
+    await pools.use(pools.large, 1)
+    await pools.use(pools.small, 6)
+    assert pools.small.allocated_nbytes == 6 * SLOT_NBYTES
+    (slot,) = pools.large.take_ready(1)
+    pools.elsewhere = 2  # the copy
+    pools.check()
+    assert pools.small.allocated_nbytes == 4 * SLOT_NBYTES
+    pools.large.give([slot])
+
+
+async def test_slots_are_prepared_only_where_nothing_else_is_in_use(workers: Workers) -> None:
+    pools = Pools(8, workers)
+    await pools.acquire(5)
+    await pools.small.prepare(8)
+    pools.check()
+    assert pools.small.allocated_nbytes == 3 * SLOT_NBYTES
+    await pools.large.prepare(4)
+    pools.check()
+    pools.release(5)
+
+
+async def test_memory_taken_while_slots_are_prepared_stays_within_the_budget(
+    workers: Workers,
+) -> None:
+    pools = Pools(4, workers)
+    pools.memory.gate = threading.Event()
+    preparing = asyncio.create_task(pools.small.prepare(4))
+    await asyncio.to_thread(pools.memory.entered.wait, 30)
+    await pools.small.budget.acquire(3)
+    pools.small.make_way()
+    pools.elsewhere = 3
+    pools.memory.gate.set()
+    await preparing
+    pools.check()
+    assert pools.small.allocated_nbytes == SLOT_NBYTES
+    pools.release(3)
+
+
+async def test_those_who_are_granted_slots_at_once_find_them_idle(workers: Workers) -> None:
+    """Making way for others frees nothing that somebody is about to use."""
+    pools = Pools(4, workers, pipeline_slots=4)
+    slots = await pools.small.take(4)
+    waiting = [asyncio.create_task(pools.small.take(1)) for _ in range(4)]
+    await asyncio.sleep(0)
+    pools.small.give(slots)
+    for task in waiting:
+        pools.small.give(await task)
+    assert (pools.memory.allocated, pools.memory.freed) == (4, 0)
+
+
+async def test_a_request_beyond_a_budget_that_slots_do_not_fill_gives_all_of_it_back(
+    workers: Workers,
+) -> None:
+    pool = SlotPool(ByteBudget(10), workers, CountingMemory(), slot_nbytes=SLOT, units=3)
+    pool.give(await pool.take(10))
+    assert pool.budget.in_use == 0
+
+
+async def test_slots_that_a_closed_pool_discarded_are_looked_for(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool is closed when windows get another size; its budget is the next one's."""
+    monkeypatch.setattr(buffers, "COLLECT_AFTER_S", 0.01)
+    closed = bytes_pool(1, workers)
+    (slot,) = await closed.take()
+    cycle: list[object] = [slot.body(SLOT)]
+    cycle.append(cycle)
+    closed.discard([slot])
+    del slot, cycle
+    closed.close()
+    after = SlotPool(closed.budget, workers, ByteArrayMemory(), slot_nbytes=SLOT)
+    gc.disable()
+    try:
+        async with asyncio.timeout(10):
+            (fresh,) = await after.take()
+    finally:
+        gc.enable()
+    assert closed.discarded == 0
+    after.give([fresh])
 
 
 async def test_a_slot_given_back_to_a_closed_pool_is_freed(workers: Workers) -> None:

@@ -7,13 +7,14 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError as FutureCancelledError
+from typing import Any
 
 import pytest
 
-from asyncckpt.errors import ClosedError, EngineDiedError
-from asyncckpt.flow.engine import Engine
+from asyncckpt.errors import ClosedError, EngineDiedError, UsageError
+from asyncckpt.flow.engine import Engine, Job, wait_quietly
 
 
 @pytest.fixture
@@ -226,6 +227,61 @@ async def test_the_engine_does_not_need_the_callers_loop(engine: Engine) -> None
 
     engine.submit(work)
     assert done.wait(30)  # this thread's loop stands still meanwhile
+
+
+WAITS: list[tuple[str, bool, Callable[[Engine, Job[Any]], Any]]] = [
+    # Those who own the job cancel it: nobody else waits for it.
+    ("result", True, lambda _, job: job.result()),
+    ("abort", True, lambda _, job: job.abort()),
+    ("refuse", True, lambda _, job: job.refuse_own_thread()),
+    ("wait", False, lambda _, job: wait_quietly(job.future)),
+    ("timeout", False, lambda _, job: wait_quietly(job.future, 30)),
+    ("close", False, lambda engine, _: engine.close()),
+]
+
+
+@pytest.mark.parametrize(
+    ("cancels", "wait"), [wait[1:] for wait in WAITS], ids=[name for name, *_ in WAITS]
+)
+def test_blocking_on_the_engines_own_thread_is_refused_instead_of_a_deadlock(
+    engine: Engine, cancels: bool, wait: Callable[[Engine, Job[Any]], Any]
+) -> None:
+    step = Step()
+    job = engine.submit(step)
+
+    async def call() -> None:
+        with pytest.raises(UsageError, match=r"library's own thread .* wait for itself"):
+            wait(engine, job)
+
+    try:
+        engine.submit(call).future.result(30)
+    except TimeoutError:
+        engine.abandoned = True  # or its fixture hangs, too
+        raise
+    assert step.reached.wait(30)
+    if cancels:
+        assert step.cancelled.wait(30)
+    assert not job.done()
+    step.go()
+    if cancels:
+        with pytest.raises(asyncio.CancelledError):
+            job.result()
+    else:
+        assert job.result().startswith("asyncckpt-test")
+    assert engine.submit(answer).result() == 42
+
+
+async def test_the_thread_of_one_engine_may_wait_for_another(engine: Engine) -> None:
+    other = Engine("asyncckpt-test-other")
+    ended = engine.submit(answer)
+    assert await ended.wait() == 42
+
+    async def call() -> list[Any]:
+        job = other.submit(answer)
+        return [wait_quietly(job.future), job.result(), ended.result(), wait_quietly(ended.future)]
+
+    assert await engine.submit(call).wait() == [True, 42, 42, True]
+    await other.aclose()
 
 
 async def test_a_finished_engine_leaves_no_reference_to_what_it_ran(engine: Engine) -> None:

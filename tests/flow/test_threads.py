@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -134,6 +135,65 @@ async def test_a_stuck_thread_is_abandoned_named_and_replaced(workers: Workers) 
     assert await other == 7
     held.go.set()
     assert await asyncio.wrap_future(caught.value.future) == 7
+
+
+async def test_what_was_stuck_is_named_without_the_values_that_it_holds(workers: Workers) -> None:
+    held = Held()
+    call = partial(partial(_wait_for, "zXsecretX0815"), held=held)
+    task = asyncio.create_task(workers.run(call))
+    await asyncio.to_thread(held.started.wait, 30)
+    task.cancel()
+    with pytest.raises(ThreadAbandonedError, match="stuck in _wait_for for") as caught:
+        await task
+    assert "zXsecret" not in str(caught.value)
+    held.go.set()
+    assert await asyncio.wrap_future(caught.value.future) == 7
+
+
+def _wait_for(secret: str, *, held: Held) -> int:
+    return held()
+
+
+async def test_a_call_that_nobody_waits_for_takes_no_thread_from_others() -> None:
+    workers = Workers(1, "asyncckpt-left")
+    held = Held()
+    left = workers.submit(held)
+    await asyncio.to_thread(held.started.wait, 30)
+    workers.abandon(left)
+    async with asyncio.timeout(30):
+        assert await workers.run(int, "3") == 3
+    ended = threading.Thread(target=workers.shutdown, daemon=True)
+    ended.start()
+    await asyncio.to_thread(ended.join, 30)
+    assert not ended.is_alive()
+    held.go.set()
+    assert await asyncio.wrap_future(left) == 7
+
+
+async def test_threads_are_no_more_once_calls_that_nobody_waited_for_have_ended() -> None:
+    workers = Workers(2, "asyncckpt-again")
+    for _ in range(5):
+        held = Held()
+        left = workers.submit(held)
+        await asyncio.to_thread(held.started.wait, 30)
+        workers.abandon(left)
+        held.go.set()
+        await asyncio.wrap_future(left)
+        workers.abandon(left)  # it has ended: nothing to replace
+    # Each of these takes a thread for itself: there are two, and no third.
+    line = threading.Barrier(2)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(2):
+            group.create_task(workers.run(line.wait, 30))
+    async with asyncio.timeout(30):
+        while workers.count != 2 or len(_alive("asyncckpt-again")) != 2:
+            await workers.run(int)
+    workers.shutdown()
+    assert _alive("asyncckpt-again") == []
+
+
+def _alive(name: str) -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(name)]
 
 
 async def test_an_idle_thread_holds_neither_arguments_nor_results(workers: Workers) -> None:

@@ -8,6 +8,7 @@ from asyncckpt.errors import CheckpointExistsError
 from asyncckpt.stores.objects.attempt import ObjectAttempt
 from asyncckpt.stores.objects.client import Body
 from asyncckpt.stores.objects.datafile import ObjectDataFile, Sending
+from asyncckpt.stores.objects.fixed import FixedContents
 from asyncckpt.stores.objects.layout import join
 from asyncckpt.stores.objects.publish import Publication
 
@@ -53,6 +54,18 @@ def fixed_names_first(patch: pytest.MonkeyPatch) -> None:
             await self._context.requests.replace(join(self._name, path), bytes(data))
 
     patch.setattr(ObjectAttempt, "put", put_at_once)
+
+
+def first_contents_stay(patch: pytest.MonkeyPatch) -> None:
+    """Of the contents that a save has kept of one name, the oldest become the file's."""
+    put = FixedContents.put
+
+    async def put_once(self: FixedContents, path: str, data: bytes) -> None:
+        before = dict(self.files)
+        await put(self, path, data)
+        self.files |= before
+
+    patch.setattr(FixedContents, "put", put_once)
 
 
 def errors_are_forgotten(patch: pytest.MonkeyPatch) -> None:

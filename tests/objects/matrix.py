@@ -15,6 +15,8 @@ from unittest import mock
 import asyncckpt
 from asyncckpt.errors import AsyncCheckpointError, CheckpointExistsError
 from asyncckpt.flow import buffers
+from asyncckpt.format.ocdbt.manifest import MANIFEST_NAME
+from asyncckpt.format.record import decode_record
 from asyncckpt.stores.objects.collect import collect
 from asyncckpt.stores.objects.layout import RECORD, owner
 from asyncckpt.stores.objects.store import ObjectStore
@@ -26,6 +28,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "500": {"status": 500},
     "503": {"status": 503},
     "429": {"status": 429},
+    "403": {"status": 403},
     "412": {"status": 412},
     "409": {"status": 409},
     "reset": {"reset": True},
@@ -39,6 +42,10 @@ FAULTS: dict[str, dict[str, Any]] = {
     "corrupt": {"flip": 37},
 }
 """What happens to a request. ``lost``: it takes effect and its answer does not come."""
+
+
+REFUSALS = ("403",)
+"""Faults after which nothing is tried again."""
 
 
 LET_GO_S = 5.0
@@ -55,8 +62,8 @@ class Point:
 
     @property
     def lasts(self) -> bool:
-        """Whether it happens to all tries of a request."""
-        return self.times >= HURRIED.patience.tries
+        """Whether it happens to all tries of a request, and to those that tidy up after it."""
+        return self.times >= (2 if self.name in REFUSALS else HURRIED.patience.tries)
 
     def fault(self) -> Fault:
         """As the simulator takes it."""
@@ -270,6 +277,7 @@ class Matrix:
                     self._wrong(point, f"step 1 is listed, and {report}")
                 if not same(await self._ckpt.restore(1), state(1)):
                     self._wrong(point, "step 1 is listed and restores to other values")
+                self._check_fixed(point)
             except AsyncCheckpointError as damage:
                 self._wrong(point, f"step 1 is listed, and {damage!r}")
         if error is not None and (self._sim.uploads or self._leftovers(listed=1 in steps)):
@@ -285,6 +293,18 @@ class Matrix:
         if not point.lasts or error is not None:
             for problem in self._leftovers(listed=1 in steps):
                 self._wrong(point, problem)
+
+    def _check_fixed(self, point: Point) -> None:
+        """The manifest, where it stands, is the record's: TensorStore reads what we read.
+
+        That the record's own leads to the index of the save was verified before.
+        """
+        below = f"{self._place.root}/1"
+        stored = self._sim.stored("bucket")
+        record = decode_record(self._sim.get("bucket", f"{below}/{RECORD}"), location=below)
+        manifest = f"{below}/{record.database}/{MANIFEST_NAME}"
+        if manifest in stored and self._sim.get("bucket", manifest) != record.manifest:
+            self._wrong(point, f"{manifest} is of another index than the record's")
 
     def _leftovers(self, *, listed: bool) -> list[str]:
         """What is wrong with the objects below step 1: all should belong to it, if it is listed."""

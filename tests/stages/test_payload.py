@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncckpt.adapters.numpy import NumpyAdapter
+from asyncckpt.errors import DtypeMismatchError
 from asyncckpt.ports import Source
 from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid, Shard
+from asyncckpt.stages import payload
 from asyncckpt.stages.payload import ArrayReader, gather
 
 SHAPE = (7, 6)
@@ -55,7 +57,7 @@ def sources(draw: st.DrawFn) -> Source:
 def test_any_box_is_read_from_the_shards_that_hold_it(source: Source, data: st.DataObject) -> None:
     stored = data.draw(st.sampled_from([source.spec.dtype, "complex128"]))
     adapter = Device()
-    reader = ArrayReader(source, adapter, stored)
+    reader = ArrayReader(source, adapter, stored, path="w")
     ends = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in SHAPE]
     box = Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
     out = np.full(box.shape, -1, DTYPES[stored])
@@ -71,7 +73,7 @@ def test_any_box_is_read_from_the_shards_that_hold_it(source: Source, data: st.D
 @given(sources())
 def test_shards_in_c_order_are_read_as_runs_of_bytes(source: Source) -> None:
     assert source.shards is not None
-    reader = ArrayReader(source, Device(), source.spec.dtype)
+    reader = ArrayReader(source, Device(), source.spec.dtype, path="w")
     for view, flat in zip(source.views, reader.flats, strict=True):
         assert (flat is not None) == (view is not None and view.flags.c_contiguous)
         if flat is not None:
@@ -79,7 +81,7 @@ def test_shards_in_c_order_are_read_as_runs_of_bytes(source: Source) -> None:
             assert flat.tobytes() == view.tobytes()
             assert not view.size or np.shares_memory(flat, view)
     other = "float32" if source.spec.dtype != "float32" else "bfloat16"
-    assert set(ArrayReader(source, Device(), other).flats) == {None}
+    assert set(ArrayReader(source, Device(), other, path="w").flats) == {None}
 
 
 @given(sources(), st.data())
@@ -90,7 +92,7 @@ def test_the_payload_of_a_piece_is_gathered_from_where_it_lies(
     offset = tuple(data.draw(st.integers(0, n - 1)) for n in SHAPE)
     shape = tuple(data.draw(st.integers(1, n - o)) for n, o in zip(SHAPE, offset, strict=True))
     grid = ChunkGrid(shape, tuple(data.draw(st.integers(1, n + 1)) for n in shape))
-    reader = ArrayReader(source, Device(), spec.dtype)
+    reader = ArrayReader(source, Device(), spec.dtype, path="w")
     piece = source.leaf[Box(offset, shape).slices()]
     for cell in grid.cells():
         box = grid.box(cell)
@@ -122,5 +124,54 @@ def test_an_array_of_rank_0_is_read(dtype: str) -> None:
         Source(spec, value, None, shards=(Shard(Box((), ())),), views=(None,)),
     ):
         out = np.zeros((), DTYPES[dtype])
-        ArrayReader(source, Device(), dtype).read(Box((), ()), out)
+        ArrayReader(source, Device(), dtype, path="w").read(Box((), ()), out)
         assert out == 2.5
+
+
+@pytest.mark.parametrize("kind", ["view", "device", "shards"])
+def test_a_value_that_a_cast_would_lose_is_refused_where_it_is_read(kind: str) -> None:
+    values = np.array([1, 2**40, 3], np.int64)
+    spec = ArraySpec((3,), "int64")
+    sources = {
+        "view": Source(spec, values, values),
+        "device": Source(spec, values, None),
+        "shards": Source(
+            spec,
+            values,
+            None,
+            shards=(Shard(Box((0,), (1,))), Shard(Box((1,), (2,)))),
+            views=(values[:1], values[1:]),
+        ),
+    }
+    reader = ArrayReader(sources[kind], Device(), "int32", path="net/w")
+    out = np.zeros(1, np.int32)
+    for offset in (0, 2):
+        reader.read(Box((offset,), (1,)), out)
+        assert out[0] == offset + 1
+    with pytest.raises(DtypeMismatchError, match=r"net/w: 1099511627776 does not fit into int32"):
+        reader.read(Box((1,), (1,)), out)
+
+
+def test_casts_that_lose_nothing_but_precision_look_at_no_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def look(*_: object) -> None:
+        raise AssertionError("a second pass over the data")
+
+    monkeypatch.setattr(payload, "check_values_fit", look)
+    for dtype, stored in (
+        ("float64", "float32"),
+        ("float32", "bfloat16"),
+        ("float32", "float16"),
+        ("int32", "int64"),
+        ("uint8", "int32"),
+        ("int64", "float32"),
+        ("bool", "int8"),
+        ("complex128", "complex64"),
+        ("float32", "complex64"),
+    ):
+        values = np.ones(4, DTYPES[dtype])
+        source = Source(ArraySpec((4,), dtype), values, values)
+        out = np.zeros(4, DTYPES[stored])
+        ArrayReader(source, Device(), stored, path="w").read(Box((0,), (4,)), out)
+        assert (out == 1).all()

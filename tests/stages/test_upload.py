@@ -96,3 +96,67 @@ async def test_slots_of_a_failed_write_give_their_part_of_the_budget_back(worker
     del slot
     packed.packer.release()
     assert await packed.at_rest()
+
+
+@pytest.mark.parametrize(
+    ("beside", "kept", "count"),
+    [
+        (0, 0, 8),  # half of the budget
+        (10, 0, 6),  # as many as leave room for the largest chunk
+        (16, 0, 1),  # which has to go without, where there is none
+        (3, 8, 4),  # half of what nobody keeps
+        (7, 8, 1),
+    ],
+)
+async def test_what_is_reserved_leaves_room_for_what_is_kept_and_for_the_next_chunk(
+    workers: Workers, beside: int, kept: int, count: int
+) -> None:
+    packed = Packed(workers)
+    budget = packed.pool.budget
+    await packed.pool.acquire(kept)
+    budget.stand(kept)
+    assert await packed.packer.reserve(9, beside=beside) == count
+    assert (budget.in_use, budget.standing) == (kept + count, kept + count)
+    packed.packer.release()
+    assert (budget.in_use, budget.standing) == (kept, kept)
+
+
+async def test_slots_of_a_failed_write_stand_once_until_their_memory_is_gone(
+    workers: Workers,
+) -> None:
+    packed = Packed(workers)
+    budget = packed.pool.budget
+    await packed.packer.reserve(2)
+    await packed.add(SLOT)
+    await packed.packer.finish()
+    slot = packed.sent.pop().slot
+    body = slot.body(SLOT)  # which a client goes on sending
+    packed.packer.done(slot, OSError("lost"), False)
+    assert (budget.in_use, budget.standing) == (2, 2)
+    packed.packer.release()
+    assert (budget.in_use, budget.standing) == (1, 1)
+    del body, slot
+    assert await packed.at_rest()
+    assert budget.standing == 0
+
+
+async def test_a_packer_whose_slots_were_discarded_leaves_the_pool_as_it_was(
+    workers: Workers,
+) -> None:
+    """Slots that were replaced, and slots that nobody has asked a replacement for."""
+    packed = Packed(workers)
+    await packed.packer.reserve(2)
+    for _ in range(3):
+        await packed.add(SLOT)
+        await packed.packer.finish()
+        slot = packed.sent.pop().slot
+        packed.packer.done(slot, None, False)
+        del slot
+    packed.packer.release()
+    assert await packed.at_rest()
+    slots = await packed.pool.take(16)
+    assert not packed.pool.budget.try_acquire()
+    packed.pool.give(slots)
+    assert packed.pool.allocated_nbytes == 16 * SLOT
+    share = packed.pool._share
+    assert (share.in_use, share.standing) == (0, 0)

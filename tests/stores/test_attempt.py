@@ -252,6 +252,82 @@ async def test_what_counts_as_a_checkpoint_is_asked(tmp_path: Path, workers: Wor
     await store.close()
 
 
+def a_project(place: Path) -> None:
+    (place / "src").mkdir(parents=True)
+    (place / "src" / "train.py").write_text("print()")
+
+
+def a_run(place: Path) -> None:
+    for step in ("5", "10"):
+        (place / step).mkdir(parents=True)
+        (place / step / "checkpoint.json").write_bytes(b"record 0")
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "text"),
+    [
+        (a_project, "final", r"a directory that is no checkpoint \(it has src\) stands here"),
+        (a_run, "final", r"the root of a run \(it has step 5, 10\) stands here .*Checkpointer\("),
+        (a_run, "1", r"the root of a run \(it has step 5, 10\) stands here"),
+    ],
+)
+@pytest.mark.parametrize("late", [False, True], ids=["before", "meanwhile"])
+@pytest.mark.parametrize("flags", [True, False], ids=["renameat2", "rename"])
+async def test_a_directory_that_is_no_leftover_of_the_run_is_refused_and_stays(
+    store: LocalStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[Path], None],
+    name: str,
+    text: str,
+    late: bool,
+    flags: bool,
+) -> None:
+    def unsupported(*_: Any) -> None:
+        raise posix.UnsupportedCallError("renameat2")
+
+    if not flags:
+        monkeypatch.setattr(publish, "rename_noreplace", unsupported)
+    root = tmp_path / "root"
+    place = root / name
+    if not late:
+        make(place)
+        inode = place.stat().st_ino
+        with pytest.raises(CheckpointExistsError, match=text) as caught:
+            await store.begin(name, "a")
+        assert not (root / ".asyncckpt").exists()  # nothing was begun
+    else:
+        attempt = await store.begin(name, "a")
+        await write_file(attempt, "default/d/data", pattern(PAGE))
+        make(place)
+        inode = place.stat().st_ino
+        with pytest.raises(CheckpointExistsError, match=text) as caught:
+            await attempt.publish(b"record")
+    assert caught.value.location == str(place)
+    await store.close()
+    assert place.stat().st_ino == inode
+    assert [path.name for path in root.iterdir() if path.name != ".asyncckpt"] == [name]
+    assert not [path for path in everything(root) if path.startswith(".asyncckpt")]
+    # Who asks for it gets it, and loses nothing.
+    await save(store, name, "b", overwrite=True)
+    await expect(store, name)
+    assert (root / ".asyncckpt" / f"aside-{name}-b").stat().st_ino == inode
+
+
+async def test_an_empty_directory_or_a_damaged_checkpoint_makes_way_for_a_one_shot_one(
+    tmp_path: Path, workers: Workers
+) -> None:
+    store = LocalStore(tmp_path, workers, is_valid=lambda record: record.startswith(b"record"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "checkpoint.json").write_bytes(b"torn")
+    for name in ("empty", "torn"):
+        await save(store, name, "a")
+        await expect(store, name)
+    assert (tmp_path / ".asyncckpt" / "aside-torn-a" / "checkpoint.json").read_bytes() == b"torn"
+    await store.close()
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 async def test_a_file_in_the_way_is_kept(
     store: LocalStore, tmp_path: Path, overwrite: bool

@@ -24,7 +24,7 @@ from asyncckpt.stores.objects.failures import store_error
 from asyncckpt.stores.objects.fixed import FixedContents
 from asyncckpt.stores.objects.layout import RECORD, join
 from asyncckpt.stores.objects.publish import Publication
-from asyncckpt.stores.objects.uploads import Sending, abort_pending
+from asyncckpt.stores.objects.uploads import Sending, abort_uploads
 
 log = logging.getLogger("asyncckpt.stores")
 
@@ -251,8 +251,4 @@ class ObjectAttempt:
             ) from error
 
     async def _abort_uploads(self) -> None:
-        try:
-            for upload in self._sending.uploads:
-                await upload.abort()
-        finally:
-            await abort_pending(self._context.requests, self._sending.sent_in_parts)
+        await abort_uploads(self._sending)

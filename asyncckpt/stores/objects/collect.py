@@ -4,8 +4,8 @@ What is removed is older than the caller says (a week at least) by the store's o
 
 - an object of a checkpoint's prefix whose name carries the save id of an attempt, where a valid
   record of another save stands, or none;
-- the fixed names that such an attempt kept the contents of, where no record stands: what is left
-  of a deletion that did not end;
+- the fixed names that such an attempt kept the contents of, where no record stands and they are
+  exactly these: what is left of a deletion that did not end;
 - an experiment (`.asyncckpt/probe-…`);
 - a multipart upload to a name that carries a save id.
 """
@@ -21,13 +21,14 @@ What is removed is older than the caller says (a week at least) by the store's o
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from asyncckpt.errors import CorruptCheckpointError, UsageError
 from asyncckpt.stores.objects.client import Listed, RequestError
 from asyncckpt.stores.objects.context import Context, read_record
 from asyncckpt.stores.objects.fixed import load_objects
 from asyncckpt.stores.objects.layout import CONTROL, fixed_owner, is_probe, join, owner, probe_key
+from asyncckpt.stores.objects.mend import equals
 
 log = logging.getLogger("asyncckpt.stores")
 
@@ -97,7 +98,8 @@ async def _checkpoint(
         dead = [key for key in some if owners[key] != living]
         if record is None:
             # Before what tells that they are ours.
-            names = sorted((await _fixed_names(context, name, dead)).intersection(old))
+            here = {entry.key for entry in listed}
+            names = sorted((await _fixed_names(context, name, dead, here)).intersection(old))
             if not dry_run:
                 await context.requests.delete(names)
             removed += names
@@ -107,8 +109,10 @@ async def _checkpoint(
     return removed
 
 
-async def _fixed_names(context: Context, name: str, keys: Sequence[str]) -> set[str]:
-    """Keys of the fixed names whose contents some of these objects keep."""
+async def _fixed_names(
+    context: Context, name: str, keys: Sequence[str], here: Collection[str]
+) -> set[str]:
+    """Keys of the fixed names, of those that stand, whose contents some of these objects keep."""
     saves: dict[str, list[str]] = {}
     for key in keys:
         path = key.removeprefix(f"{name}/")
@@ -117,9 +121,14 @@ async def _fixed_names(context: Context, name: str, keys: Sequence[str]) -> set[
     names: set[str] = set()
     for paths in saves.values():
         try:
-            names.update(join(name, path) for path in await load_objects(context, name, paths))
+            files = await load_objects(context, name, paths)
         except CorruptCheckpointError as error:
             log.warning("%s; files of the names that it kept stay behind", error)
+            continue
+        kept = {key: data for path, data in files.items() if (key := join(name, path)) in here}
+        # An attempt that never won kept them, too: where one of them is another's, all may be.
+        if all([await equals(context, key, data) for key, data in kept.items()]):
+            names.update(kept)
     return names
 
 

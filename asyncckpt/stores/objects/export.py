@@ -27,7 +27,7 @@ from asyncckpt.stores.objects.context import Context, owned
 from asyncckpt.stores.objects.datafile import CollectedFile, ObjectDataFile, PartsFile, open_file
 from asyncckpt.stores.objects.failures import reported, store_error
 from asyncckpt.stores.objects.layout import RECORD, join
-from asyncckpt.stores.objects.uploads import Sending, abort_pending
+from asyncckpt.stores.objects.uploads import Sending, abort_uploads
 
 ENTRIES_MAX = 100_000
 """Entries of a directory that a set may replace."""
@@ -234,11 +234,7 @@ class ObjectExport:
     async def _abort(self) -> None:
         try:
             async with asyncio.timeout(ABORT_S):
-                try:
-                    for upload in self._sending.uploads:
-                        await upload.abort()
-                finally:
-                    await abort_pending(self._requests, self._sending.sent_in_parts)
+                await abort_uploads(self._sending)
         except TimeoutError:
             raise StoreError(
                 f"{self.location}: aborting its uploads did not end within {ABORT_S:.0f} s; the "

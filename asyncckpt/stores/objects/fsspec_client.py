@@ -30,7 +30,7 @@ Entry = dict[str, Any]
 DELETES = 32
 """Deletions of one `delete` in flight where a request deletes one object."""
 
-UNCONDITIONAL: dict[Kind, Kind] = {"conflict": "unavailable", "exists": "invalid"}
+UNCONDITIONAL: dict[Kind, Kind] = {"conflict": "unavailable", "exists": "unavailable"}
 """What these mean where nothing was asked for: a server's other troubles."""
 
 _MEMORY = threading.Lock()
@@ -111,12 +111,14 @@ class FsspecClient:
 
     # ----------------------------------------------------------------------- for the subclasses too
 
-    async def _answer(self, call: Awaitable[T]) -> T:
+    async def _answer(self, call: Awaitable[T], *, conditional: bool = False) -> T:
         """The result of a call into the library; its errors become `RequestError`."""
         try:
             return await call
         except Exception as error:
             failure = request_error(error, self._hidden)
+            if not conditional:
+                failure.kind = UNCONDITIONAL.get(failure.kind, failure.kind)
             # Frames of the library hold the body, and s3fs keeps its error in one of them.
             clear_frames(error.__traceback__)
         # Not inside `except`: the error of the library is no context of ours.
@@ -124,15 +126,6 @@ class FsspecClient:
             raise failure
         finally:
             del failure  # a cycle of error and frame would hold the body until it is collected
-
-    async def _sent(self, call: Awaitable[T], *, create: bool) -> T:
-        """As `_answer`, of a request that stores something."""
-        try:
-            return await self._answer(call)
-        except RequestError as error:
-            if not create and error.kind in UNCONDITIONAL:
-                error.kind = UNCONDITIONAL[error.kind]
-            raise
 
     def _without(self, ability: str) -> RequestError:
         return RequestError("invalid", f"{self.traits.name} offers no {ability}")
@@ -229,7 +222,7 @@ class MemoryClient(FsspecClient):
         """See `ObjectClient`; decided under a lock of this process."""
         filesystem = await self._session.filesystem()
         put = functools.partial(_put_in_memory, filesystem, self._path(key), as_bytes(body), create)
-        await self._answer(self._session.in_thread(put))
+        await self._answer(self._session.in_thread(put), conditional=create)
 
 
 def _put_in_memory(filesystem: Any, path: str, body: bytes | bytearray, create: bool) -> None:

@@ -103,14 +103,14 @@ class GcsClient(FsspecClient):
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         """See `ObjectClient`; one request for every size, `create` by `ifGenerationMatch`."""
         condition = {"ifGenerationMatch": "0"} if create else {}
-        await self._sent(
+        await self._answer(
             self._json(
                 "POST",
                 f"upload/storage/v1/b/{quote(self._bucket, safe='')}/o",
                 {"uploadType": "media", "name": self._prefix + key, **condition},
                 body=body,
             ),
-            create=create,
+            conditional=create,
         )
 
     async def begin_parts(self, key: str) -> str:

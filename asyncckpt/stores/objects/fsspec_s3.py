@@ -139,9 +139,9 @@ class S3Client(FsspecClient):
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         """See `ObjectClient`; one request for every size, `create` by `If-None-Match`."""
         condition = {"IfNoneMatch": "*"} if create else {}
-        await self._sent(
+        await self._answer(
             self._request("put_object", Key=self._prefix + key, Body=_sent(body), **condition),
-            create=create,
+            conditional=create,
         )
 
     async def begin_parts(self, key: str) -> str:

@@ -94,10 +94,12 @@ class FilesystemSession:
                 if self._made is None:
                     self._made = self._workers.submit(self._make)
                 made = asyncio.wrap_future(self._made)
-                # asyncio would log, unabridged, an error that nobody waits for any more.
+                # asyncio would log, unabridged, an error that nobody waits for any more; so does
+                # its `shield` of later releases, whoever has seen it.
                 made.add_done_callback(_seen)
                 try:
-                    filesystem = await asyncio.shield(made)
+                    await asyncio.wait((made,))
+                    filesystem = made.result()
                 except Exception:
                     self._made = None
                     raise

@@ -166,12 +166,13 @@ async def _wrong(
     wrong = {path: data for path, data in files.items() if nbytes.get(path) != len(data)}
     if compare:
         for path, data in files.items():
-            if path not in wrong and not await _equals(context, join(name, path), data):
+            if path not in wrong and not await equals(context, join(name, path), data):
                 wrong[path] = data
     return wrong
 
 
-async def _equals(context: Context, key: str, data: bytes) -> bool:
+async def equals(context: Context, key: str, data: bytes) -> bool:
+    """Whether the object is exactly these bytes; `RequestError` where it could not be read."""
     try:
         return await context.requests.read(key, max_nbytes=len(data)) == data
     except RequestError as error:

@@ -190,6 +190,26 @@ class Upload:
             await self._requests.abort_parts(self.key, self._id)
 
 
+async def abort_uploads(sending: Sending) -> None:
+    """No upload of the attempt is open; one whose abort is refused keeps no other one open.
+
+    Raises:
+        RequestError: the first that could not be aborted, though it may be gone by now.
+    """
+    failed: list[RequestError] = []
+    try:
+        for upload in sending.uploads:
+            try:
+                await upload.abort()
+            except RequestError as error:
+                failed.append(error)
+        await abort_pending(sending.context.requests, sending.sent_in_parts)
+        if failed:
+            raise failed[0]
+    finally:
+        failed.clear()  # a cycle of error and frame would stay until it is collected
+
+
 async def abort_pending(requests: Requests, keys: Collection[str]) -> None:
     """No upload to one of these keys is open, also none whose id was lost with its answer.
 

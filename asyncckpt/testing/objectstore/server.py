@@ -287,7 +287,8 @@ class Port:
                 exchange.request, fault.status, fault.code, fault.message
             )
             if fault.retry_after_s is not None:
-                response.headers["Retry-After"] = f"{fault.retry_after_s:g}"
+                after = {"Retry-After": f"{fault.retry_after_s:g}"}
+                response.headers = response.headers | after  # which answers may share
             await self._answer(connection, exchange, response)
         elif fault.reset:
             connection.reset()

@@ -20,6 +20,7 @@ from s3fs import S3FileSystem
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.objects.client import ObjectClient, RequestError
 from asyncckpt.stores.objects.opening import open_client
+from asyncckpt.stores.objects.requests import HASTY, Requests
 from asyncckpt.testing.objectstore import Credentials as Known
 from asyncckpt.testing.objectstore import Fault, Gate, Simulator, simulator
 
@@ -120,7 +121,7 @@ async def test_one_call_is_one_request(given: Given, scheme: str, no_blocking: l
         ({"status": 429, "retry_after_s": 3}, ("throttled",)),
         ({"status": 500}, ("unavailable",)),
         ({"status": 403}, ("forbidden",)),
-        ({"status": 409}, ("conflict",)),
+        ({"status": 409}, ("unavailable",)),  # nothing was asked for that it could contradict
         ({"reset": True}, ("connection",)),
         ({"close": True}, ("connection",)),
         ({"close": True, "applied": True}, ("connection",)),
@@ -142,6 +143,26 @@ async def test_no_library_repeats_a_put(
         given.sim.faults.clear()
         await client.put("a", bytes(1_000_000))
         assert await client.size("a") == 1_000_000
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_a_conflict_is_tried_again_whatever_was_asked_for(given: Given, scheme: str) -> None:
+    """Of a conditional request it is a conflict; of another one it is a server's trouble."""
+    async with given.opened(scheme) as client:
+        requests = Requests(client, policy=HASTY)
+        for create, kind in ((False, "unavailable"), (True, "conflict")):
+            given.sim.faults[:] = [Fault(kind="put_object", number=1, status=409)]
+            with pytest.raises(RequestError) as caught:
+                await client.put(f"told-{create}", b"x", create=create)
+            assert caught.value.kind == kind
+            given.sim.faults[:] = [Fault(kind="put_object", number=1, times=2, status=409)]
+            if create:
+                assert await requests.create("a", b"x")
+            else:
+                await requests.replace("b", b"x")
+            assert given.sim.faults[0].happened == 2
+            given.sim.faults.clear()
+        assert {"run/a", "run/b"} <= set(given.sim.objects("bucket"))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

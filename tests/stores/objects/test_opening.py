@@ -10,6 +10,7 @@ import fsspec
 import pytest
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
+from obstore.store import GCSStore, MemoryStore, S3Store
 
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.threads import Workers
@@ -202,6 +203,93 @@ def test_a_client_object_is_used_as_it_is(workers: Workers) -> None:
     )
     with pytest.raises(UsageError, match="a client object has its options"):
         open_client("memory://run", storage_options={"client": memory, "key": "x"}, workers=workers)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run"])
+@pytest.mark.parametrize("given", ["s3fs", "gcsfs", "boto3", object(), 7])
+def test_a_client_that_is_none_is_refused_with_those_there_are(
+    workers: Workers, url: str, given: object
+) -> None:
+    with pytest.raises(UsageError, match="'auto', 'fsspec', 'obstore'") as caught:
+        open_client(url, storage_options={"client": given, "key": "s3cr3t"}, workers=workers)
+    assert url in str(caught.value) and type(given).__name__ in str(caught.value)
+    assert caught.value.found is type(given)
+    assert "s3cr3t" not in str(caught.value)
+    assert "0x" not in str(caught.value)
+
+
+def test_a_name_that_no_filesystem_has_an_option_for_is_refused(workers: Workers) -> None:
+    with pytest.raises(UsageError, match="'auto', 'fsspec', 'obstore'"):
+        open_client("memory://run", storage_options={"client": "s3fs"}, workers=workers)
+
+
+@pytest.mark.parametrize("options", [[("key", "s3cr3t")], "s3cr3t", 7])
+def test_options_that_are_no_mapping_are_refused(workers: Workers, options: Any) -> None:
+    with pytest.raises(UsageError, match="pass a dict of options") as caught:
+        open_client("s3://bucket/run", storage_options=options, workers=workers)
+    assert "s3cr3t" not in str(caught.value)
+    assert caught.value.found is type(options)
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "kind"),
+    [
+        ("s3://bucket/run", OPTIONS | {"client": None}, ObstoreClient),
+        ("gs://bucket/run", {"client": None, "token": "anon"}, GcsClient),
+        ("memory://run", {"client": None}, MemoryClient),
+        ("memory://run", {"client": "fsspec"}, MemoryClient),
+    ],
+)
+def test_no_client_is_as_if_nothing_was_said(
+    workers: Workers, url: str, options: dict[str, Any], kind: type
+) -> None:
+    assert type(open_client(url, storage_options=options, workers=workers)) is kind
+
+
+class Derived(S3Store):  # type: ignore[misc]
+    """A store that somebody has derived from one of obstore's: its bucket is not looked for."""
+
+
+KNOWN = {"access_key_id": "a", "secret_access_key": "s3cr3t", "region": "us-east-1"}
+
+
+@pytest.mark.parametrize(
+    ("url", "store"),
+    [
+        ("s3://bucket/run", S3Store("bucket", **KNOWN)),
+        ("s3a://bucket/run", S3Store("bucket", prefix="within", **KNOWN)),
+        ("gs://bucket/run", GCSStore("bucket", skip_signature=True)),
+        ("s3://bucket/run", Derived("bucket", **KNOWN)),
+        ("s3://bucket/run", MemoryStore()),
+        ("memory://run", MemoryStore()),
+    ],
+    ids=str,
+)
+def test_a_store_of_obstore_is_taken_where_its_url_leads(
+    workers: Workers, url: str, store: Any
+) -> None:
+    client = open_client(url, storage_options={"client": store}, workers=workers)
+    assert type(client) is ObstoreClient
+
+
+@pytest.mark.parametrize(
+    ("url", "store", "found"),
+    [
+        ("s3://bucket/run", S3Store("other", **KNOWN), "s3://other/run"),
+        ("s3://bucket/run", S3Store("other", prefix="in", **KNOWN), "s3://other/in/run"),
+        ("gs://bucket/run", S3Store("bucket", **KNOWN), "s3://bucket/run"),
+        ("gs://bucket/run", GCSStore("other", skip_signature=True), "gs://other/run"),
+        ("s3://bucket/run", GCSStore("bucket", skip_signature=True), "gs://bucket/run"),
+    ],
+    ids=str,
+)
+def test_a_store_of_obstore_that_leads_elsewhere_is_refused(
+    workers: Workers, url: str, store: Any, found: str
+) -> None:
+    with pytest.raises(UsageError, match=f"leads to {found}; pass the URL of") as caught:
+        open_client(url, storage_options={"client": store}, workers=workers)
+    assert url in str(caught.value) and "s3cr3t" not in str(caught.value)
+    assert (caught.value.expected, caught.value.found) == (url.removesuffix("/run"), found)
 
 
 def test_an_option_named_client_of_a_filesystem_reaches_it(workers: Workers) -> None:

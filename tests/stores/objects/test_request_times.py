@@ -56,6 +56,29 @@ async def test_after_a_try_that_ran_out_of_time_the_next_gets_twice_as_long(
     assert_at_rest(store, client)
 
 
+@pytest.mark.parametrize(("nbytes", "tries"), [(0, 3), (64 * MIB, 2)])
+async def test_a_silent_store_is_asked_for_as_long_as_it_was_said_and_no_longer(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int, tries: int
+) -> None:
+    """The time that tries get grows, and not the time in which they may begin."""
+    clock = Clock(monkeypatch)
+    policy = replace(RequestPolicy(), patience=replace(AT_ONCE.patience, tries=10, total_s=300.0))
+    store, client = requests(*[Hang()] * 10, policy=policy)
+    begun_s: list[float] = []
+    passed_s = 0.0
+    task = asyncio.create_task(store.replace("key", bytes(nbytes)))
+    while not task.done():
+        await clock.advance(1.0)
+        if len(client.requests) > len(begun_s):
+            begun_s.append(passed_s)
+        passed_s += 1.0
+    with pytest.raises(RequestError, match=f"tried {tries} times"):
+        await task
+    assert len(begun_s) == tries
+    assert begun_s[-1] <= max(300.0, 2.0 * policy.deadline_s(nbytes))
+    assert_at_rest(store, client)
+
+
 async def test_time_in_line_does_not_count_against_a_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

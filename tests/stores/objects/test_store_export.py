@@ -117,3 +117,25 @@ async def test_an_export_that_fails_or_is_aborted_leaves_nothing(sim: Simulator)
         await export.abort()
         with pytest.raises(UsageError, match="has ended"):
             await export.create("x", nbytes=1)
+
+
+@pytest.mark.parametrize("kind", ("s3fs", "gcsfs"))
+async def test_an_abort_that_is_refused_leaves_no_other_upload_open(
+    sim: Simulator, kind: str
+) -> None:
+    """Where uploads cannot be listed, that one stays; where they can, it is tried once more."""
+    data = pattern(2 * SLOT_NBYTES)
+    async with opened(kind, sim) as store:
+        export = await store.begin_export("set", identity("a"))
+        for name in ("1.safetensors", "2.safetensors", "3.safetensors"):
+            await write(export, name, data)
+        assert len(sim.uploads) == 3
+        first = next(upload.key for upload in sim.uploads)
+        sim.faults.append(Fault(kind="abort_upload", number=1, status=403))
+        with pytest.raises(StoreError, match="aborting uploads"):
+            await export.abort()
+        assert sim.faults[0].happened
+        left = [upload.key for upload in sim.uploads]
+        assert left == ([] if kind == "s3fs" else [first])
+        assert keys(sim) == set()
+        sim.clear()

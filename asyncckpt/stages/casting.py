@@ -1,0 +1,80 @@
+"""Casts to the dtype in which a leaf is stored: precision may go, values may not.
+
+A float that is too large for a narrower float becomes what floats become, an infinity or, in
+dtypes without one, a NaN. Whatever an integer dtype cannot hold is an error, and so is an integer
+beyond all floats of a dtype.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from asyncckpt.errors import DtypeMismatchError
+from asyncckpt.spec import DTYPES
+from asyncckpt.stages.place import numeric_class
+
+
+@lru_cache(maxsize=512)
+def may_lose(source: str, stored: str) -> bool:
+    """Whether a value of one dtype, precision apart, may be lost in a cast to the other."""
+    before, after = numeric_class(source), numeric_class(stored)
+    if source == stored or after in ("bool", "complex") or before == "bool":
+        return False
+    if before == "int":
+        bounds = np.array(_int_range(source), DTYPES[source])
+        return any(not _holds(stored, bound) for bound in bounds)
+    return before == "complex" or after == "int"
+
+
+def check_values_fit(path: str, values: npt.NDArray[Any], source: str, stored: str) -> None:
+    """No value is lost in a cast from `source` to `stored`; to be asked where `may_lose` says so.
+
+    Blocking: the values are looked at twice and never copied.
+
+    Raises:
+        DtypeMismatchError: a value would be lost; names the path and one such value.
+    """
+    if not values.size:
+        return
+    with np.errstate(invalid="ignore"):
+        if numeric_class(source) == "complex":
+            if values.imag.any():
+                raise _lost(path, "a value with an imaginary part", source, stored)
+            values = values.real
+        # Order is kept by every cast, and a NaN is both the least and the greatest value.
+        for bound in (values.min(), values.max()):
+            if not _holds(stored, bound):
+                raise _lost(path, repr(bound.item()), source, stored)
+
+
+def _holds(stored: str, value: np.generic) -> bool:
+    kind = numeric_class(stored)
+    if kind == "int":
+        low, high = _int_range(stored)
+        number = value.item()  # as a Python number, which compares exactly with any other
+        return bool(low <= number <= high if isinstance(number, int) else low <= number < high + 1)
+    if isinstance(value.item(), float):
+        return True
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(np.asarray(value).astype(DTYPES[stored]).astype(np.float64)))
+
+
+def _int_range(dtype: str) -> tuple[int, int]:
+    info: Any = ml_dtypes.iinfo(DTYPES[dtype])  # type: ignore[no-untyped-call]
+    return int(info.min), int(info.max)
+
+
+def _lost(path: str, value: str, source: str, stored: str) -> DtypeMismatchError:
+    return DtypeMismatchError(
+        f"{path}: {value} does not fit into {stored}, in which this leaf is to be stored; store it "
+        f"as {source}, or in a dtype that holds its values",
+        path=path,
+        stage="stage",
+        expected=stored,
+        found=source,
+    )

@@ -1,0 +1,323 @@
+"""Objects with a state dict as targets of `restore_into`: what they lack, refuse and are given."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+import asyncckpt
+from asyncckpt.checkpointer.stateful import lacking
+from asyncckpt.errors import RestoreError, RestoreWarning, TreeMismatchError, UsageError
+from asyncckpt.tree import flatten
+from tests.checkpointer.script import Script
+
+pytestmark = pytest.mark.usefixtures("no_blocking")
+
+
+class Loader:
+    """An object with a state dict, whose `load_state_dict` takes nothing else."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state: dict[str, Any] = state
+        self.loads = 0
+        self.refuse = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.refuse:
+            raise ValueError("not mine")
+        self.state = state
+        self.loads += 1
+
+
+class Net(torch.nn.Module):
+    """A body, and a head if it is asked for; all weights are `fill`."""
+
+    def __init__(self, fill: float, *, head: bool = True) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(3, 3)
+        if head:
+            self.head = torch.nn.Linear(3, 2)
+        with torch.no_grad():
+            for weights in self.parameters():
+                weights.fill_(fill)
+
+    def fills(self) -> set[float]:
+        return {value for weights in self.parameters() for value in weights.unique().tolist()}
+
+
+async def saved(tmp_path: Path, tree: Any) -> Path:
+    await asyncckpt.save(tmp_path / "x", tree)
+    return tmp_path / "x"
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=0.5)
+
+
+# ------------------------------------------------------------------- what the checkpoint lacks
+
+
+@pytest.mark.parametrize(
+    "other",
+    [lambda: adamw(Net(0)), lambda: torch.optim.SGD(Net(0).parameters(), lr=1.0), Loader],
+    ids=["adamw", "sgd", "without leaves"],
+)
+async def test_an_object_that_the_checkpoint_lacks_is_an_error_before_anything_is_read(
+    tmp_path: Path, other: Any
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(1, {"model": Net(1)})
+        script = Script(ckpt)
+        net = Net(7)
+        with pytest.raises(
+            TreeMismatchError, match="opt: the target has an object with a state dict here, the c"
+        ) as caught:
+            await ckpt.restore_into({"model": net, "opt": other()})
+        assert (caught.value.path, caught.value.stage) == ("opt", "plan")
+        assert (caught.value.expected, caught.value.found) == ("a state dict", "nothing")
+        assert "nothing was read" in str(caught.value) and "strict=False" in str(caught.value)
+        assert net.fills() == {7} and script.count("read_into") == 0
+
+
+async def test_not_strict_lists_an_object_that_the_checkpoint_lacks(tmp_path: Path) -> None:
+    place = await saved(tmp_path, {"model": Net(1, head=False), "n": np.ones(2)})
+    net, loader = Net(7, head=False), Loader(position=3)
+    target = {"model": net, "loader": loader, "extra": np.zeros(1), "n": np.zeros(2)}
+    report = await asyncckpt.restore_into(place, target, strict=False)
+    assert (report.missing, report.unexpected) == (("extra", "loader"), ())
+    assert net.fills() == {1} and (loader.state, loader.loads) == ({"position": 3}, 0)
+    renamed = Net(7, head=False)
+    report = await asyncckpt.restore_into(place, {"net": renamed}, strict=False)
+    assert report.missing == ("net",)
+    assert report.unexpected == ("model/body.weight", "model/body.bias", "n")
+    assert renamed.fills() == {7}
+
+
+async def test_include_leaves_out_objects_that_the_checkpoint_lacks(tmp_path: Path) -> None:
+    place = await saved(tmp_path, {"model": Net(1)})
+    net, loader = Net(7), Loader()
+    await asyncckpt.restore_into(place, {"model": net, "loader": loader}, include="model")
+    assert net.fills() == {1} and loader.loads == 0
+
+
+async def test_an_object_without_leaves_is_not_missing_where_the_format_drops_it(
+    tmp_path: Path,
+) -> None:
+    tensors = {"w": torch.ones(3)}
+    safetensors.torch.save_file(tensors, tmp_path / "x.safetensors")
+    target = {"w": torch.zeros(3), "loss": torch.nn.MSELoss()}
+    with pytest.warns(RestoreWarning, match="no checksum"):
+        await asyncckpt.restore_into(tmp_path / "x.safetensors", target)
+    assert target["w"].tolist() == [1, 1, 1]
+    with pytest.raises(TreeMismatchError, match="model: the target has an object"):
+        await asyncckpt.restore_into(tmp_path / "x.safetensors", {**target, "model": Net(0)})
+
+
+def test_what_an_object_is_given_may_be_a_leaf_or_a_container_of_any_kind() -> None:
+    flat = flatten({"a": 1, "b": {}, "c": [2], "d": Loader(x=1), "e": None})
+    roots = ["a", "b", "c", "d", "e", "f", "g"]
+
+    def absent(keeps_empty: bool) -> list[str]:
+        wanted = ["a", "f/x"]
+        return lacking(roots, flat.structure, flat.paths, wanted, keeps_empty=keeps_empty)
+
+    assert (absent(True), absent(False)) == (["f", "g"], ["f"])
+    assert lacking([""], flat.structure, flat.paths, [""], keeps_empty=True) == []
+
+
+# ------------------------------------------------------------------------ what they are given
+
+
+class Scaled(torch.nn.Module):
+    """Kept twice the weight in its version 1, and says so to `load_state_dict`."""
+
+    _version = 2
+
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.full((3,), fill))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, local: Any, *rest: Any) -> None:
+        if (local.get("version") or 1) < 2:
+            state[f"{prefix}w"] = state[f"{prefix}w"] * 0.5
+        super()._load_from_state_dict(state, prefix, local, *rest)
+
+
+async def test_a_modules_state_counts_as_of_its_present_version(tmp_path: Path) -> None:
+    place = await saved(tmp_path, {"m": torch.nn.Sequential(Scaled(1.0), Scaled(2.0))})
+    fresh = torch.nn.Sequential(Scaled(5.0), Scaled(5.0))
+    await asyncckpt.restore_into(place, {"m": fresh})
+    assert [weights.tolist() for weights in fresh.parameters()] == [[1, 1, 1], [2, 2, 2]]
+
+
+async def test_a_modules_state_from_safetensors_counts_as_of_no_version_as_it_does_there(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "x.safetensors"
+    safetensors.torch.save_file(Scaled(1.0).state_dict(), path)
+    fresh, theirs = Scaled(5.0), Scaled(5.0)
+    with pytest.warns(RestoreWarning, match="no checksum"):
+        await asyncckpt.restore_into(path, fresh)
+    safetensors.torch.load_model(theirs, path)
+    assert fresh.w.tolist() == theirs.w.tolist() == [0.5, 0.5, 0.5]
+
+
+def schedule() -> tuple[Any, Any]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    rates = torch.optim.lr_scheduler
+    warm, then = rates.LinearLR(optimizer, total_iters=3), rates.MultiStepLR(optimizer, [4, 8])
+    return optimizer, rates.SequentialLR(optimizer, [warm, then], [3])
+
+
+def next_rates(optimizer: Any, scheduler: Any, count: int) -> list[float]:
+    rates = []
+    for _ in range(count):
+        optimizer.step()
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+async def test_a_scheduler_that_counts_goes_on_where_the_saved_one_was(tmp_path: Path) -> None:
+    optimizer, scheduler = schedule()
+    next_rates(optimizer, scheduler, 1)
+    place = await saved(tmp_path, {"opt": optimizer, "rate": scheduler})
+    fresh_optimizer, fresh = schedule()
+    await asyncckpt.restore_into(place, {"opt": fresh_optimizer, "rate": fresh})
+    assert type(fresh._schedulers[1].milestones) is Counter
+    assert next_rates(fresh_optimizer, fresh, 12) == next_rates(optimizer, scheduler, 12)
+
+
+# ------------------------------------------------------------------------------ strict=False
+
+
+async def test_not_strict_is_passed_on_to_modules_and_their_answer_is_reported(
+    tmp_path: Path,
+) -> None:
+    small, large = tmp_path / "small", tmp_path / "large"
+    await asyncckpt.save(small, {"model": Net(1, head=False), "n": 1})
+    await asyncckpt.save(large, {"model": Net(1)})
+    net = Net(7)
+    report = await asyncckpt.restore_into(small, {"model": net}, strict=False)
+    assert report.missing == ("model/head.weight", "model/head.bias")
+    assert report.unexpected == ("n",)
+    assert net.fills() == {1, 7} and net.body.weight.unique().tolist() == [1]
+    net = Net(7, head=False)
+    report = await asyncckpt.restore_into(large, {"model": net}, strict=False)
+    assert (report.missing, report.unexpected) == ((), ("model/head.weight", "model/head.bias"))
+    assert net.fills() == {1}
+    with pytest.raises(RestoreError, match=r"(?s)model: Net.*refused.*Missing key.*head\.weight"):
+        await asyncckpt.restore_into(small, {"model": Net(7), "n": 1})
+
+
+class Asked(Loader):
+    """As modules have it: says what it was asked, and answers with keys."""
+
+    def load_state_dict(self, state: Any, strict: bool = True) -> Any:  # type: ignore[override]
+        self.asked = strict
+        return torch.nn.modules.module._IncompatibleKeys(["a/b"], ["", "c"])
+
+
+class Anything(Loader):
+    """Takes whatever it is given, and would be surprised by `strict`."""
+
+    def load_state_dict(self, state: Any, **rest: Any) -> Any:
+        self.asked = rest
+        return {"missing_keys": 1}
+
+
+async def test_strict_is_passed_only_where_it_is_taken_and_meant(tmp_path: Path) -> None:
+    place = await saved(tmp_path, {"l": Loader(a=1), "m": Loader(a=1), "n": Loader(a=1)})
+    target = {"l": Asked(a=2), "m": Anything(a=2), "n": Loader(a=2)}
+    report = await asyncckpt.restore_into(place, target, strict=False)
+    assert (target["l"].asked, target["m"].asked, target["n"].loads) == (False, {}, 1)  # type: ignore[attr-defined]
+    assert (report.missing, report.unexpected) == (("l/a%2Fb",), ("l/%", "l/c"))
+    report = await asyncckpt.restore_into(place, target)
+    assert target["l"].asked is True  # type: ignore[attr-defined]
+    assert report.missing == report.unexpected == ()
+    await asyncckpt.save(tmp_path / "root", Loader(a=1))
+    report = await asyncckpt.restore_into(tmp_path / "root", Asked(a=2), strict=False)
+    assert report.missing == ("a%2Fb",)
+
+
+# ----------------------------------------------------------------------------------- include=
+
+
+async def test_a_part_of_an_object_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(1, {"x": {"model": Net(1)}, "w": np.ones(2)})
+        script = Script(ckpt)
+        net, w = Net(7), np.zeros(2)
+        for strict in (True, False):
+            with pytest.raises(
+                UsageError,
+                match=r"x/model: include='x/\*/body\.\*' selects 2 of the 4 leaves that .*/1 holds",
+            ) as caught:
+                await ckpt.restore_into(
+                    {"x": {"model": net}, "w": w}, include=["w", "x/*/body.*"], strict=strict
+                )
+            assert caught.value.path == "x/model" and caught.value.written == ()
+            assert caught.value.found == ["x/*/body.*"]
+        assert net.fills() == {7} and not w.any() and script.count("read_into") == 0
+        # As the message says: its state dict in its place is a plain dict of arrays.
+        await ckpt.restore_into({"x": {"model": net.state_dict()}}, include="x/model/body.*")
+        assert net.body.weight.unique().tolist() == [1]
+        assert net.head.weight.unique().tolist() == [7]
+        # Several patterns that select all of it together are fine.
+        await ckpt.restore_into(
+            {"x": {"model": net}, "w": w}, include=["x/*/body.*", "x/model/head.*"]
+        )
+        assert net.fills() == {1} and not w.any()
+
+
+async def test_a_part_of_the_tree_itself_is_refused(tmp_path: Path) -> None:
+    place = await saved(tmp_path, Net(1))
+    with pytest.raises(UsageError, match=r"the tree itself: include='body\.\*' selects 2 of the 4"):
+        await asyncckpt.restore_into(place, Net(7), include="body.*")
+
+
+async def test_what_include_leaves_out_is_not_called(tmp_path: Path) -> None:
+    place = await saved(tmp_path, {"a": Loader(x=1), "b": Loader(x=1), "c": Loader()})
+    target = {"a": Loader(x=2), "b": Loader(x=2), "c": Loader()}
+    await asyncckpt.restore_into(place, target, include="a")
+    assert [loader.loads for loader in target.values()] == [1, 0, 0]
+    # An object without leaves is included by its own path.
+    await asyncckpt.restore_into(place, target, include="*")
+    assert [loader.loads for loader in target.values()] == [2, 1, 1]
+
+
+# ------------------------------------------------------------------------- what they refuse
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+async def test_an_object_that_refuses_its_state_leaves_written_what_is_listed(
+    tmp_path: Path, atomic: bool
+) -> None:
+    place = await saved(
+        tmp_path,
+        {"a": Loader(w=np.ones(2)), "b": Loader(n=1), "c": Loader(w=np.ones(2), n=1), "w": [1.5]},
+    )
+    first, refusing, last = Loader(w=np.zeros(2)), Loader(n=0), Loader(w=np.zeros(2), n=0)
+    refusing.refuse = True
+    w = np.zeros(())
+    arrays = first.state["w"], last.state["w"]
+    with pytest.raises(RestoreError, match=r"b: Loader\.load_state_dict refused") as caught:
+        await asyncckpt.restore_into(
+            place,
+            {"a": first, "b": refusing, "c": last, "w": [w]},
+            options=asyncckpt.RestoreOptions(atomic=atomic),
+        )
+    # Arrays in place, and the objects up to the one that refused; the last has its scalars still.
+    assert set(caught.value.written) == {"a/w", "c/w", "w/0", "a", "b"}
+    assert all(array.tolist() == [1, 1] for array in arrays) and w == 1.5
+    assert (first.loads, last.loads, last.state["n"]) == (1, 0, 0)
+    assert "5 targets have been written" in caught.value.__notes__[-1]

@@ -1,0 +1,147 @@
+"""`verify` of files that are damaged all over: every leaf is named, and looked for once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncckpt
+from asyncckpt.checkpointer import reading
+from asyncckpt.tree import Structure
+
+LEAVES = 60
+
+
+def state() -> dict[str, Any]:
+    shared = np.arange(3000.0)
+    tree: dict[str, Any] = {f"k{i:02}": np.full(1000, i, np.float64) for i in range(LEAVES)}
+    return tree | {
+        "tied": {"a": shared, "b": shared},
+        "pieces": np.ones(3000),
+    }
+
+
+OPTIONS = asyncckpt.SaveOptions(
+    leaf_options=lambda path, _: (
+        asyncckpt.LeafOptions(chunk_shape=(1000,)) if path == "pieces" else None
+    )
+)
+
+
+PATHS = {*(f"k{i:02}" for i in range(LEAVES)), "tied/a", "tied/b", "pieces"}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """How often the paths of all leaves were made, and the leaves of chunks were looked for."""
+    made: Counter[str] = Counter()
+    for owner, name in ((Structure, "paths"), (reading._Verify, "_leaves_of")):
+        function = getattr(owner, name)
+
+        def counted(*args: Any, name: str = name, function: Any = function) -> Any:
+            made[name] += 1
+            return function(*args)
+
+        monkeypatch.setattr(owner, name, counted)
+    yield made
+
+
+def data_file(root: Path) -> Path:
+    files = [path for path in root.glob("1/default/d/*") if not path.name.endswith("-index")]
+    assert len(files) == 1
+    return files[0]
+
+
+def damage(path: Path, every: int | None = None) -> None:
+    """A byte of the file is changed, or one in so many bytes."""
+    data = np.frombuffer(path.read_bytes(), np.uint8).copy()
+    data[100 :: every or data.size] ^= 255
+    path.write_bytes(data.tobytes())
+
+
+async def test_the_paths_of_all_leaves_are_made_once_for_many_damaged_chunks(
+    tmp_path: Path, calls: Counter[str]
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path, save_options=OPTIONS) as ckpt:
+        await ckpt.save(1, state())
+        calls.clear()
+        assert (await ckpt.verify(1)).ok
+        whole = calls["paths"]
+        damage(data_file(tmp_path))
+        calls.clear()
+        report = await ckpt.verify(1)
+        assert len(report.damages) == 1
+        once = calls["paths"]
+        damage(data_file(tmp_path), every=512)
+        calls.clear()
+        report = await ckpt.verify(1)
+    assert {damage.leaf for damage in report.damages} == PATHS
+    # Three chunks of one leaf, and one of two tied leaves, which is damage of both.
+    assert len(report.damages) == len(PATHS) + 2
+    assert calls["paths"] == once <= whole + 1
+
+
+async def test_every_damage_names_its_leaf_and_place(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path, save_options=OPTIONS) as ckpt:
+        await ckpt.save(1, state())
+        path = data_file(tmp_path)
+        damage(path, every=512)
+        report = await ckpt.verify(1)
+    assert {damage.file for damage in report.damages} == {
+        path.relative_to(tmp_path / "1").as_posix()
+    }
+    assert {damage.reason for damage in report.damages} == {"the chunk's CRC-32C differs"}
+    places: dict[int, set[str]] = {}
+    for found in report.damages:
+        assert found.leaf is not None and found.offset is not None
+        places.setdefault(found.offset, set()).add(found.leaf)
+    assert {"tied/a", "tied/b"} in places.values()
+    assert list(places.values()).count({"pieces"}) == 3
+    assert len(places) == LEAVES + 4
+    data = path.read_bytes()
+    for offset, leaves in places.items():
+        for leaf in leaves & {f"k{i:02}" for i in range(LEAVES)}:
+            stored = np.frombuffer(data, np.float64, 1000, offset)
+            assert (stored == float(leaf[1:])).sum() > 500
+
+
+async def test_leaves_behind_more_damages_than_are_told_are_not_looked_for(
+    tmp_path: Path, calls: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "DAMAGES_MAX", 5)
+    async with asyncckpt.Checkpointer(tmp_path, save_options=OPTIONS) as ckpt:
+        await ckpt.save(1, state())
+        damage(data_file(tmp_path), every=512)
+        calls.clear()
+        report = await ckpt.verify(1)
+    assert len(report.damages) == 5 and not report.ok
+    assert calls["_leaves_of"] <= 6
+
+
+async def test_all_leaves_of_a_lost_file_are_named_once(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path, save_options=OPTIONS) as ckpt:
+        await ckpt.save(1, state())
+        data_file(tmp_path).unlink()
+        report = await ckpt.verify(1)
+    assert sorted(str(damage.leaf) for damage in report.damages) == sorted(PATHS)
+
+
+async def test_chunks_of_a_tree_that_cannot_be_read_belong_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path, save_options=OPTIONS) as ckpt:
+        await ckpt.save(1, state())
+        damage(data_file(tmp_path), every=512)
+
+        def malformed(tree: object) -> Structure:
+            raise ValueError("no tree")
+
+        monkeypatch.setattr(Structure, "from_json", malformed)
+        report = await ckpt.verify(1)
+    assert not report.ok
+    assert {found.leaf for found in report.damages} == {None}

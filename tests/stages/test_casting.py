@@ -1,0 +1,105 @@
+"""Casts before storing: what they may lose and what they refuse."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncckpt.errors import DtypeMismatchError
+from asyncckpt.spec import DTYPES
+from asyncckpt.stages.casting import check_values_fit, may_lose
+from asyncckpt.stages.place import cast_values, numeric_class
+
+NUMBERS = [
+    *(0.0, -0.0, 1.5, -128.5, 127.5, 255.5, 1e9, -1e19, 1e300),
+    *(float("nan"), float("inf"), -float("inf")),
+]
+
+
+@st.composite
+def casts(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], str, str]:
+    """Values near the ends of both dtypes, the dtype they have, and the one to cast to."""
+    source, stored = draw(st.sampled_from(sorted(DTYPES))), draw(st.sampled_from(sorted(DTYPES)))
+    if numeric_class(source) == "int":
+        bits = [draw(st.integers(0, 64)) for _ in range(draw(st.integers(0, 4)))]
+        numbers = [sign * (2**n + by) for n in bits for sign in (1, -1) for by in (-1, 0)]
+        low, high = (int(cast_end(source, end)) for end in (min, max))
+        values = np.array([n for n in numbers if low <= n <= high], dtype=object)
+    else:
+        values = np.array(draw(st.lists(st.sampled_from(NUMBERS), max_size=4)), np.float64)
+        if numeric_class(source) == "complex" and draw(st.booleans()):
+            values = values + 1j
+    with np.errstate(all="ignore"):
+        return values.astype(DTYPES[source]), source, stored
+
+
+def cast_end(dtype: str, end: Any) -> int:
+    if dtype == "int4":
+        return int(end(-8, 7))
+    info = np.iinfo(DTYPES[dtype])
+    return int(end(info.min, info.max))
+
+
+@given(casts())
+def test_a_save_refuses_what_a_restore_refuses_but_for_infinities_of_floats(
+    cast: tuple[np.ndarray[Any, Any], str, str],
+) -> None:
+    values, source, stored = cast
+    refused = False
+    if may_lose(source, stored):
+        try:
+            check_values_fit("w", values, source, stored)
+        except DtypeMismatchError as error:
+            assert (error.path, error.stage) == ("w", "stage")
+            assert (error.expected, error.found) == (stored, source)
+            refused = True
+    try:
+        cast_values("w", values, stored)
+    except DtypeMismatchError:
+        narrowing = {numeric_class(source), numeric_class(stored)} <= {"float", "complex"}
+        if narrowing and not (values.imag != 0).any():
+            assert not refused
+        elif not (narrowing and numeric_class(stored) == "complex"):
+            assert refused
+    else:
+        assert not refused
+
+
+@pytest.mark.parametrize(
+    ("value", "source", "stored", "text"),
+    [
+        (2**40, "int64", "int32", "1099511627776 does not fit into int32"),
+        (-1, "int8", "uint64", "-1 does not fit into uint64"),
+        (2**63, "uint64", "int64", "9223372036854775808 does not fit into int64"),
+        (8, "int8", "int4", "8 does not fit into int4"),
+        (1e300, "float64", "uint8", r"1e\+300 does not fit into uint8"),
+        (2.0**63, "float64", "int64", r"9.2\S+e\+18 does not fit into int64"),
+        (float("nan"), "bfloat16", "int32", "nan does not fit into int32"),
+        (float("-inf"), "float16", "int64", "-inf does not fit into int64"),
+        (70_000, "int32", "float16", "70000 does not fit into float16"),
+        (1 + 2j, "complex64", "float32", "an imaginary part does not fit into float32"),
+    ],
+)
+def test_a_lost_value_is_told(value: Any, source: str, stored: str, text: str) -> None:
+    assert may_lose(source, stored)
+    values = np.ones((3, 4), DTYPES[source])
+    check_values_fit("a/b", values, source, stored)
+    values[1, 2] = value
+    with pytest.raises(DtypeMismatchError, match=rf"^a/b: .*{text}.* store it as {source}, or"):
+        check_values_fit("a/b", values, source, stored)
+
+
+def test_values_are_looked_at_in_place() -> None:
+    values = np.ones((1 << 20, 2), np.float32)[:, 0]
+    check_values_fit("w", values, "float32", "int8")
+    tracemalloc.start()
+    try:
+        check_values_fit("w", values, "float32", "int8")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 16
+    finally:
+        tracemalloc.stop()

@@ -1,0 +1,209 @@
+"""A save that ends, is overtaken or is answered by nobody while its record is on its way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+
+import pytest
+
+from asyncckpt.errors import CheckpointExistsError, SaveError
+from asyncckpt.flow.threads import Workers
+from asyncckpt.stores.objects import publish
+from asyncckpt.stores.objects.context import READS_MAX, Context, read_record
+from asyncckpt.stores.objects.policy import RequestPolicy
+from asyncckpt.testing.conformance import expect, fill, identity, save
+from asyncckpt.testing.objectstore import Fault, Gate, Simulator
+from tests.stores.objects.scripted import AT_ONCE, requests
+from tests.stores.objects.stores import KINDS, RECORD_PUT, ROOT, UNRACED, names, of, opened, whole
+
+# --------------------------------------------------------------------------------- ended too early
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_ends_while_its_record_is_on_its_way_keeps_what_the_record_refers_to(
+    sim: Simulator, kind: str, overwrite: bool
+) -> None:
+    """As at the end of a process, which cancels also what is shielded; the request arrives."""
+    async with opened(kind, sim) as store:
+        await save(store, "0", "known")
+        attempt = await store.begin("1", identity("a"), overwrite=overwrite)
+        record = await fill(attempt, identity("a"), 7)
+        gate = Gate()
+        sim.faults.append(Fault(**RECORD_PUT, gate=gate, hang=True))
+        publishing = asyncio.create_task(attempt._conclude(record))
+        await gate.reached.wait()
+        publishing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await publishing
+        await attempt.abort()  # whoever began it does so
+        gate.release()
+        sim.faults.clear()
+        sim.put("bucket", f"{ROOT}/1/checkpoint.json", record)
+    async with opened(kind, sim) as later:
+        await expect(later, "1", 7)
+        await later.sweep()
+        await whole(sim, later, "1", 7)
+
+
+async def test_what_was_refused_leaves_nothing_though_it_would_have_been_kept(
+    sim: Simulator,
+) -> None:
+    async with opened("obstore", sim) as store:
+        await save(store, "1", "winner", 1)
+        with pytest.raises(CheckpointExistsError):
+            await save(store, "1", "loser", 2)
+        assert not of(sim, "loser")
+        await whole(sim, store, "1", 1)
+
+
+async def test_what_replaces_what_came_in_between_is_whole(sim: Simulator) -> None:
+    """Nothing stands there when it looks, and another's record when it creates its own."""
+    async with opened("obstore", sim) as store, opened("obstore", sim) as other:
+        gate = Gate()
+        sim.faults.append(Fault(**RECORD_PUT, gate=gate))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(save(store, "1", "a", 2, overwrite=True))
+            await gate.reached.wait()
+            await save(other, "1", "faster", 1)
+            gate.release()
+        await whole(sim, store, "1", 2)
+        assert not of(sim, "faster")
+
+
+# ------------------------------------------------------------------------------------ an old answer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_record_that_was_replaced_is_not_brought_back_by_another_try(
+    sim: Simulator, kind: str
+) -> None:
+    """Its first try has landed, and its answer was lost; another save replaces it meanwhile."""
+    async with opened(kind, sim) as first, opened(kind, sim) as second:
+        await save(first, "1", "old", 1)
+        await save(second, "0", "known")
+        attempt = await first.begin("1", identity("a"), overwrite=True)
+        record = await fill(attempt, identity("a"), 2)
+        gate = Gate()
+        at_record = "*/1/checkpoint.json"
+        sim.faults += [
+            Fault(kind="put_object", key=at_record, reset=True, applied=True),
+            Fault(key=at_record, number=3, gate=gate),  # after a look and the first try
+        ]
+        publishing = asyncio.create_task(attempt.publish(record))
+        await gate.reached.wait()
+        await save(second, "1", "b", 3, overwrite=True)
+        gate.release()
+        with pytest.raises(SaveError, match="another one stands there so far") as caught:
+            await publishing
+        assert not caught.value.visible
+        await whole(sim, second, "1", 3)
+        assert not of(sim, "a")  # to which the record of the first one would refer
+
+
+async def test_a_record_whose_answers_were_lost_is_seen_to_stand(sim: Simulator) -> None:
+    """Without another try where the first one has landed."""
+    async with opened("obstore", sim) as store:
+        await save(store, "1", "old", 1)
+        sim.reset()
+        sim.faults.append(Fault(**RECORD_PUT, number=1, reset=True, applied=True))
+        await save(store, "1", "a", 2, overwrite=True)
+        puts = [r for r in sim.requests if r.kind == "put_object" and r.key.endswith(".json")]
+        assert len(puts) == 1
+        await whole(sim, store, "1", 2)
+
+
+# -------------------------------------------------------------------------------- after the record
+
+PATIENT = RequestPolicy()
+"""A request gets a minute, and is tried for five."""
+
+
+async def test_fixed_names_that_are_never_answered_hold_no_save_up(
+    sim: Simulator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(publish, "AFTER_S", 0.1)
+    async with opened("obstore", sim, policy=PATIENT) as store:
+        await save(store, "0", "known")
+        sim.faults.append(Fault(kind="put_object", key="*/1/default/small", number=0, hang=True))
+        with caplog.at_level(logging.WARNING, "asyncckpt"):
+            async with asyncio.timeout(20):
+                await save(store, "1", "a", 1)
+        assert "1: the checkpoint is committed, but files for other programs" in caplog.text
+        assert "not within 0.1 s" in caplog.text
+        await expect(store, "1", 1)
+        assert "1/default/small" not in names(sim)
+        sim.faults.clear()
+    async with opened("obstore", sim) as later:
+        await later.sweep()
+        await whole(sim, later, "1", 1)
+
+
+async def test_tidying_up_that_is_never_answered_holds_no_save_up(
+    sim: Simulator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened("obstore", sim, policy=PATIENT) as store:
+        await save(store, "1", "old", 1)
+        monkeypatch.setattr(publish, "AFTER_S", 0.1)
+        sim.faults.append(Fault(kind=("delete_object", "delete_objects"), number=0, hang=True))
+        with caplog.at_level(logging.WARNING, "asyncckpt"):
+            async with asyncio.timeout(20):
+                await save(store, "1", "a", 2, overwrite=True)
+        assert "committed; tidying up after it did not end within 0.1 s" in caplog.text
+        sim.faults.clear()
+        await whole(sim, store, "1", 2)
+
+
+# ---------------------------------------------------------------------------------- records in two
+
+
+def uniform(data: bytes) -> str | None:
+    """The save id in a record that consists of one letter; None for anything else."""
+    return data[:1].decode() if len(set(data)) == 1 else None
+
+
+async def test_a_long_record_that_is_replaced_between_its_reads_is_read_again() -> None:
+    workers = Workers(1, "asyncckpt-test")
+    policy = replace(AT_ONCE, first_read_nbytes=8)
+    gate = asyncio.Event()
+    store, client = requests(None, gate, policy=policy)
+    client.objects["1/checkpoint.json"] = b"a" * 20
+    reading = asyncio.create_task(read_record(Context(store, workers, uniform), "1"))
+    while len(client.requests) < 2:
+        await asyncio.sleep(0)
+    client.objects["1/checkpoint.json"] = b"b" * 21
+    gate.set()
+    found = await reading
+    assert found is not None
+    assert (found.data, found.save_id) == (b"b" * 21, "b")
+    assert len(client.requests) == 4
+    workers.shutdown()
+
+
+async def test_a_reader_of_a_long_record_that_is_replaced_sees_the_new_one(sim: Simulator) -> None:
+    policy = replace(UNRACED, first_read_nbytes=16)
+    async with opened("obstore", sim, policy=policy) as store, opened("obstore", sim) as other:
+        await save(other, "1", "old", 1)
+        gate = Gate()
+        sim.faults.append(Fault(kind="get_object", key="*/1/checkpoint.json", number=2, gate=gate))
+        reading = asyncio.create_task(expect(store, "1", 11))
+        await gate.reached.wait()
+        await save(other, "1", "new", 11, overwrite=True)
+        gate.release()
+        await reading
+
+
+@pytest.mark.parametrize(("nbytes", "reads"), [(7, 1), (9, 2 * READS_MAX)])
+async def test_a_damaged_record_is_read_again_only_if_it_takes_several_requests(
+    nbytes: int, reads: int
+) -> None:
+    workers = Workers(1, "asyncckpt-test")
+    store, client = requests(policy=replace(AT_ONCE, first_read_nbytes=8))
+    client.objects["1/checkpoint.json"] = damaged = b"x" * (nbytes - 1) + b"y"
+    found = await read_record(Context(store, workers, uniform), "1")
+    assert found is not None
+    assert (found.data, found.save_id) == (damaged, None)
+    assert len(client.requests) == reads
+    workers.shutdown()
