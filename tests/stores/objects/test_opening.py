@@ -263,7 +263,7 @@ KNOWN = {"access_key_id": "a", "secret_access_key": "s3cr3t", "region": "us-east
         ("s3://bucket/run", MemoryStore()),
         ("memory://run", MemoryStore()),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_a_store_of_obstore_is_taken_where_its_url_leads(
     workers: Workers, url: str, store: Any
@@ -281,7 +281,7 @@ def test_a_store_of_obstore_is_taken_where_its_url_leads(
         ("gs://bucket/run", GCSStore("other", skip_signature=True), "gs://other/run"),
         ("s3://bucket/run", GCSStore("bucket", skip_signature=True), "gs://bucket/run"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_a_store_of_obstore_that_leads_elsewhere_is_refused(
     workers: Workers, url: str, store: Any, found: str
