@@ -104,7 +104,9 @@ async def test_a_cancelled_wait_returns_after_the_jobs_clean_up(engine: Engine, 
     await asyncio.to_thread(step.reached.wait, 30)
     for _ in range(times):
         task.cancel()
-        await engine.submit(answer).wait()  # the engine has seen the cancellation
+        for _ in range(3):
+            await asyncio.sleep(0)  # the task has passed it on
+        await engine.submit(answer).wait()  # and the engine has seen it
         assert not task.done()
     step.go()
     with pytest.raises(asyncio.CancelledError):
