@@ -209,20 +209,15 @@ class Requests:
         Args:
             key: of the object.
             body: what it will be.
-            again: asked before every try but the first; where it says no, the last error is raised.
+            again: asked before every try but the first; where it says no, `exists` is raised.
         """
         put = partial(self.client.put, key, body)
         failed: Tried = []
-        last: list[RequestError] = []
 
         async def send(this: Try) -> None:
-            if last and again is not None and not await again():
-                raise RequestError("invalid", last[-1].detail, status=last[-1].status)
-            try:
-                await self._sender.transfer(this, "put", len(body), put)
-            except RequestError as error:
-                last[:] = [error]
-                raise
+            if failed and again is not None and not await again():
+                raise RequestError("exists", "something else stands there since the last try")
+            await self._sender.transfer(this, "put", len(body), put)
 
         await self._sender.tried(send, nbytes=len(body), failed=failed)
 
