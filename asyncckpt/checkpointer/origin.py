@@ -9,8 +9,8 @@ from typing import Any
 
 from asyncckpt.checkpointer.reader import LeafReader
 from asyncckpt.checkpointer.runtime import Runtime
-from asyncckpt.checkpointer.steps import STEP
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
+from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import default_budget_nbytes
 from asyncckpt.ports import Store
 from asyncckpt.stages.elsewhere import open_any
@@ -78,7 +78,7 @@ async def open_origin(
         await store.close()
         raise
     step = None if opened.record is None else opened.record.step
-    if step is None and STEP.fullmatch(name):
+    if step is None and STEP_NAME.fullmatch(name):
         step = int(name)
     return Origin(opened, reader, step, store)
 
@@ -112,7 +112,7 @@ async def _newest(
         CheckpointNotFoundError: there is none; `error`, if given. The store is closed.
     """
     try:
-        names = [name for name in await store.names() if STEP.fullmatch(name)]
+        names = [name for name in await store.names() if STEP_NAME.fullmatch(name)]
         for name in sorted(names, key=int, reverse=True):
             files = store.files(name)
             try:

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import re
 from collections.abc import Mapping
 
 from asyncckpt.checkpointer.retain import History
@@ -20,12 +19,10 @@ from asyncckpt.errors import (
     CorruptCheckpointError,
 )
 from asyncckpt.flow.shield import leading_error
+from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import MAX_RECORD_NBYTES
 from asyncckpt.reports import SaveReport
 from asyncckpt.stages.opened import RECORD
-
-STEP = re.compile(r"0|[1-9][0-9]{0,18}")
-"""Names that are steps; all others are ignored, and never deleted."""
 
 logger = logging.getLogger("asyncckpt")
 
@@ -67,7 +64,9 @@ class Steps:
         return None
 
     async def _candidates(self) -> list[int]:
-        return sorted(int(name) for name in await self._root.store.names() if STEP.fullmatch(name))
+        return sorted(
+            int(name) for name in await self._root.store.names() if STEP_NAME.fullmatch(name)
+        )
 
     async def delete(self, name: str) -> None:
         """The checkpoint is gone; what has no record is none, and is left alone.

@@ -19,8 +19,8 @@ from asyncckpt.checkpointer.saves import (
     packing_nbytes,
     sizes_for,
 )
-from asyncckpt.checkpointer.steps import STEP
 from asyncckpt.errors import UnsupportedLeafError
+from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import INLINE_NBYTES, LeafOptions, SaveOptions
 from asyncckpt.planning.pack import TRAILER_NBYTES
 from asyncckpt.planning.tiles import chunk_shape_for
@@ -48,7 +48,7 @@ async def write_checkpoint(target: Target, origin: Origin, taken: Capture) -> Co
     layouts = LayoutCache()
     if target.destination.orbax:
         await _check_orbax(target, origin, taken, options, layouts)
-    step = int(target.name) if STEP.fullmatch(target.name) else None
+    step = int(target.name) if STEP_NAME.fullmatch(target.name) else None
     save = Save(
         target.runtime,
         target.store,

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ import asyncckpt.blocking as blocking
 from asyncckpt.checkpointer.runtime import Runtime
 from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError, UsageError
 from asyncckpt.flow.shield import leading_error
+from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import MIN_BUDGET_NBYTES
 from asyncckpt.ports import Store
 from asyncckpt.reports import CheckpointInfo, Progress, VerifyReport
@@ -31,8 +31,6 @@ LOOKED_AT_ONCE = 16
 """Steps of a run that are inspected at the same time: each takes two round trips to a bucket."""
 
 T = TypeVar("T")
-
-_STEP = re.compile(r"0|[1-9][0-9]{0,18}")
 
 
 @contextlib.contextmanager
@@ -61,7 +59,7 @@ def step_of(location: str) -> tuple[str, int] | None:
     """Root and step of a location that ends in a step's number; None for others."""
     root, separator, name = full_name(location).rpartition("/")
     # What follows `//` in a URL is a bucket or host.
-    if not separator or root.endswith(":/") or not _STEP.fullmatch(name):
+    if not separator or root.endswith(":/") or not STEP_NAME.fullmatch(name):
         return None
     return root or "/", int(name)
 
@@ -158,7 +156,7 @@ def candidates(root: str, options: Options) -> list[int]:
         names = os.listdir(root.removeprefix("file://"))
     except OSError:
         return []
-    steps = sorted(int(name) for name in names if _STEP.fullmatch(name))
+    steps = sorted(int(name) for name in names if STEP_NAME.fullmatch(name))
     ours = [step for step in steps if has_record(child(root, step), options)]
     return ours or steps
 
@@ -234,7 +232,7 @@ async def _has_record(store: Store, name: str) -> bool:
 
 
 async def _candidates(store: Store) -> list[int]:
-    steps = sorted(int(name) for name in await store.names() if _STEP.fullmatch(name))
+    steps = sorted(int(name) for name in await store.names() if STEP_NAME.fullmatch(name))
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_has_record(store, str(step))) for step in steps]

@@ -41,6 +41,7 @@ __all__ = [
     "RECORD_NAME",
     "RECORD_VERSION",
     "SCALAR_KINDS",
+    "STEP_NAME",
     "ArrayTable",
     "CommitRecord",
     "FileEntry",
@@ -57,6 +58,9 @@ __all__ = [
 ]
 
 RECORD_NAME = "checkpoint.json"
+
+STEP_NAME = re.compile(r"0|[1-9][0-9]{0,18}")
+"""Names that are steps of a run; all others are ignored, and never deleted."""
 _FORMAT = "asyncckpt"
 _WHAT = "the commit record"
 _TAIL_NBYTES = 12  # "xxxxxxxx"} and a line feed

@@ -17,13 +17,13 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from asyncckpt.errors import CheckpointExistsError, SaveError
+from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import MAX_RECORD_NBYTES
 from asyncckpt.stores.failures import reported, store_error
 from asyncckpt.stores.layout import CONTROL, RECORD_FILE, Layout
@@ -46,7 +46,6 @@ IsValid = Callable[[bytes], bool]
 
 Found = Literal["nothing", "ours", "checkpoint", "directory", "other"]
 
-_STEP = re.compile(r"0|[1-9][0-9]{0,18}")
 
 NAMED_ENTRIES = 3
 """Entries of a directory that an error names: enough to tell whose it is."""
@@ -72,13 +71,13 @@ def refuse_unrelated(target: str) -> None:
     steps = [
         name
         for name in names
-        if _STEP.fullmatch(name) and os.path.lexists(os.path.join(target, name, RECORD_FILE))
+        if STEP_NAME.fullmatch(name) and os.path.lexists(os.path.join(target, name, RECORD_FILE))
     ]
     if steps:
         shown = sorted(steps, key=int)[-NAMED_ENTRIES:]
         found = f"the root of a run (it has step {', '.join(shown)})"
         advice = f"save a step of it with Checkpointer({target!r}), or choose another location"
-    elif not _STEP.fullmatch(os.path.basename(target)):
+    elif not STEP_NAME.fullmatch(os.path.basename(target)):
         shown = [name for name in names if name != CONTROL][:NAMED_ENTRIES] or names
         more = ", …" if len(names) > len(shown) else ""
         found = f"a directory that is no checkpoint (it has {', '.join(shown)}{more})"

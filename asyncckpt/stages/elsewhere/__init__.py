@@ -10,12 +10,12 @@ Each module here makes an `OpenCheckpoint` of one family of formats; parsing is 
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
 from asyncckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
+from asyncckpt.format.record import STEP_NAME
 from asyncckpt.ports import CheckpointFiles, Entry
 from asyncckpt.stages.elsewhere.ours import is_our_leftover, without_record
 from asyncckpt.stages.opened import OpenCheckpoint, open_checkpoint
@@ -36,8 +36,6 @@ _ZARR_NAMES = frozenset((".zarray", "zarr.json"))
 
 _LIKE_OURS = frozenset((None, "orbax", "ocdbt"))
 """What our own files are taken for where there is no record, and whenever some of them are gone."""
-
-_STEP = re.compile(r"0|[1-9][0-9]{0,18}")
 
 
 async def open_any(files: CheckpointFiles) -> OpenCheckpoint:
@@ -77,7 +75,7 @@ async def _format_of(files: CheckpointFiles, entries: Sequence[Entry]) -> str | 
         return "ocdbt"
     if any(name.startswith("ocdbt.process_") for name in directories):
         return "orbax"
-    items = sorted(name for name in directories if not _STEP.fullmatch(name))
+    items = sorted(name for name in directories if not STEP_NAME.fullmatch(name))
     for name in items[:PROBED_ITEMS]:
         # Items of an Orbax step have any name, and so have its parameters without OCDBT.
         below = await files.entries(name, max_entries=MAX_ENTRIES)
@@ -108,7 +106,7 @@ def _nothing(location: str, entries: Sequence[Entry]) -> CheckpointNotFoundError
             "only, which are not followed; name the directory or file that they lead to",
             location=location,
         )
-    steps = sorted(int(e.name) for e in entries if e.is_directory and _STEP.fullmatch(e.name))
+    steps = sorted(int(e.name) for e in entries if e.is_directory and STEP_NAME.fullmatch(e.name))
     if steps:
         return CheckpointNotFoundError(
             f"{location}: this is no checkpoint, but it has the directories of steps, of which "

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from asyncckpt.errors import (
 from asyncckpt.flow.beside import Beside
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.flow.threads import Workers
+from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES, KIB, PAGE_NBYTES, SLOT_NBYTES
 from asyncckpt.planning.sizes import (
     PUT_THRESHOLD_NBYTES,
@@ -69,8 +69,6 @@ READS = 16
 
 CHOICES_MAX = 16
 """States whose sizes are remembered: one `Checkpointer` saves one, or a few."""
-
-_STEP = re.compile(r"0|[1-9][0-9]{0,18}")
 
 
 class ObjectStore:
@@ -275,7 +273,7 @@ class ObjectStore:
         self._settling.append(Beside(work))
 
     def _use(self, name: str) -> None:
-        if not _STEP.fullmatch(name):
+        if not STEP_NAME.fullmatch(name):
             self._used[name] = None
             self._used.move_to_end(name)
             while len(self._used) > MENDED_NAMES:
@@ -330,7 +328,7 @@ class ObjectStore:
         Raises:
             StoreError: the bucket cannot be listed.
         """
-        steps = sorted((n for n in await self.names() if _STEP.fullmatch(n)), key=int)
+        steps = sorted((n for n in await self.names() if STEP_NAME.fullmatch(n)), key=int)
         async with asyncio.TaskGroup() as group:
             for name in [*steps[-MENDED_STEPS:], *self._used]:
                 group.create_task(mend_quietly(self._context, name))
