@@ -106,9 +106,10 @@ async def test_a_measurement_that_is_cancelled_removes_what_it_wrote(
 
 
 CHILD = """
-import json, sys
+import json, signal, sys
 from asyncckpt import blocking
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where this runs in the background
 try:
     blocking.tune("s3://bucket/run", storage_options=json.loads(sys.argv[1]))
 except KeyboardInterrupt:

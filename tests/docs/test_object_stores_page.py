@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-import boto3
 import numpy as np
 import pytest
 
@@ -19,6 +18,7 @@ from asyncckpt.checkpointer.collecting import COLLECT_MIN_S
 from asyncckpt.stores.objects.client import Kind
 from asyncckpt.stores.objects.opening import CLIENTS, EXTRAS
 from asyncckpt.testing.objectstore import Simulator, simulator
+from tests.moto_s3 import moto_server, s3_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "object-stores.md").read_text()
 STEPS = 5
@@ -168,30 +168,13 @@ def test_clients_extras_and_ages_are_those_of_the_code() -> None:
     assert COLLECT_MIN_S == 7 * 86400 and "7 days is the default and the least" in PAGE
 
 
-def test_the_lifecycle_rule_for_s3_is_one_that_s3_takes(moto_endpoint: str) -> None:
+def test_the_lifecycle_rule_for_s3_is_one_that_s3_takes() -> None:
     blocks = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)]
     amazon, google = blocks
-    client = boto3.client(
-        "s3",
-        endpoint_url=moto_endpoint,
-        aws_access_key_id="key",
-        aws_secret_access_key="secret",
-        region_name="us-east-1",
-    )
-    client.create_bucket(Bucket="bucket")
-    client.put_bucket_lifecycle_configuration(Bucket="bucket", LifecycleConfiguration=amazon)
-    (rule,) = client.get_bucket_lifecycle_configuration(Bucket="bucket")["Rules"]
+    with moto_server("bucket") as url:
+        client = s3_of(url)
+        client.put_bucket_lifecycle_configuration(Bucket="bucket", LifecycleConfiguration=amazon)
+        (rule,) = client.get_bucket_lifecycle_configuration(Bucket="bucket")["Rules"]
     assert rule["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 7}
     (rule,) = google["rule"]
     assert rule == {"action": {"type": "AbortIncompleteMultipartUpload"}, "condition": {"age": 7}}
-
-
-@pytest.fixture
-def moto_endpoint() -> Iterator[str]:
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()

@@ -6,12 +6,10 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
-import boto3
 import pytest
 from aiobotocore.httpchecksum import AioAwsChunkedWrapper
 from aiobotocore.session import AioSession
 from botocore.httpchecksum import Crc32Checksum
-from moto.server import ThreadedMotoServer
 
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.objects.client import ObjectClient
@@ -19,8 +17,7 @@ from asyncckpt.stores.objects.fsspec_bodies import SentBody
 from asyncckpt.stores.objects.opening import open_client
 from asyncckpt.testing.object_client import ClientConformance
 from asyncckpt.testing.objectstore import Simulator, simulator
-
-KEY, SECRET = "AKIAEXAMPLEEXAMPLE00", "secret/of+the/test"
+from tests.moto_s3 import KEY, SECRET, moto_server
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +28,8 @@ def session() -> AioSession:
 
 @pytest.fixture(scope="module")
 def moto() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    url = f"http://{host}:{port}"
-    boto3.client(
-        "s3",
-        endpoint_url=url,
-        aws_access_key_id=KEY,
-        aws_secret_access_key=SECRET,
-        region_name="us-east-1",
-    ).create_bucket(Bucket="bucket")
-    yield url
-    server.stop()
+    with moto_server("bucket") as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

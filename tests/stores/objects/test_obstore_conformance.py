@@ -6,14 +6,13 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 from obstore.store import LocalStore, MemoryStore
 
 from asyncckpt.stores.objects.obstore_client import ObstoreClient, obstore_client, obstore_from
 from asyncckpt.testing.object_client import ClientConformance
 from asyncckpt.testing.objectstore import Simulator, simulator
+from tests.moto_s3 import KEY, SECRET, moto_server
 
 
 @asynccontextmanager
@@ -26,24 +25,13 @@ async def closing(client: ObstoreClient | None) -> AsyncIterator[ObstoreClient]:
 @pytest.fixture(scope="module")
 def moto() -> Iterator[dict[str, Any]]:
     """Options that lead to a server of moto with one bucket."""
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    endpoint = f"http://{host}:{port}"
-    boto3.client(
-        "s3",
-        endpoint_url=endpoint,
-        aws_access_key_id="key",
-        aws_secret_access_key="secret",
-        region_name="us-east-1",
-    ).create_bucket(Bucket="bucket")
-    yield {
-        "key": "key",
-        "secret": "secret",
-        "endpoint_url": endpoint,
-        "client_kwargs": {"region_name": "us-east-1"},
-    }
-    server.stop()
+    with moto_server("bucket") as endpoint:
+        yield {
+            "key": KEY,
+            "secret": SECRET,
+            "endpoint_url": endpoint,
+            "client_kwargs": {"region_name": "us-east-1"},
+        }
 
 
 class TestObstoreOnMoto(ClientConformance):

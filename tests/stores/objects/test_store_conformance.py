@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from asyncckpt.ports import Store
 from asyncckpt.testing.conformance import StoreConformance
 from asyncckpt.testing.objectstore import Simulator, simulator
+from tests.moto_s3 import moto_server
 from tests.stores.objects.stores import opened, opened_at
 
 
@@ -24,19 +23,8 @@ def sim() -> Iterator[Simulator]:
 
 @pytest.fixture(scope="module")
 def moto() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    url = f"http://{host}:{port}"
-    boto3.client(
-        "s3",
-        endpoint_url=url,
-        aws_access_key_id="key",
-        aws_secret_access_key="secret",
-        region_name="us-east-1",
-    ).create_bucket(Bucket="bucket")
-    yield url
-    server.stop()
+    with moto_server("bucket") as url:
+        yield url
 
 
 class OnSimulator(StoreConformance):

@@ -7,7 +7,6 @@ the keys of a quiet deletion.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,9 +14,9 @@ import boto3
 import pytest
 from botocore.config import Config
 from botocore.exceptions import ClientError
-from moto.server import ThreadedMotoServer
 
 from asyncckpt.testing.objectstore import Simulator, simulator
+from tests.moto_s3 import moto_server
 
 MIB = 1024**2
 BUCKET = "bkt"
@@ -27,12 +26,8 @@ KEYS = ("d/1", "d/2", "d/e/3", "d-x", "dz/4", "é/ü & <x>", "sp ace/+%")
 
 @pytest.fixture(scope="module")
 def moto() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    with moto_server() as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
