@@ -105,27 +105,31 @@ class ReadAccess:
 
     async def _read(self, verb: Verb, step: int | None, read: Read[T]) -> T:
         if self._root.name:
-            return await self._read_one(verb, self._root.name, None, read)
+            name = self._root.name
+            return await self._read_one(verb, name, None, self._root.store.files(name), read)
         if step is not None:
-            return await self._read_one(verb, str(step), step, read)
-        newest = await self._steps.latest()
+            files = self._root.store.files(str(step))
+            return await self._read_one(verb, str(step), step, files, read)
+        newest = await self._steps.newest()
         again = True
         while newest is not None:
+            tried, files = newest
             try:
-                return await self._read_one(verb, str(newest), newest, read)
+                return await self._read_one(verb, str(tried), tried, files, read)
             except CheckpointNotFoundError:
                 # Deleted while it was being read: the next one is as good as newest. Or replaced:
                 # then it is there, and is tried once more.
-                tried, newest = newest, await self._steps.latest(below=newest + again)
-                again = newest != tried
+                newest = await self._steps.newest(below=tried + again)
+                again = newest is not None and newest[0] != tried
         raise CheckpointNotFoundError(
             f"{self._root.url}: there is no checkpoint to {verb}; latest_step() tells beforehand",
             location=self._root.url,
         )
 
-    async def _read_one(self, verb: Verb, name: str, step: int | None, read: Read[T]) -> T:
+    async def _read_one(
+        self, verb: Verb, name: str, step: int | None, files: CheckpointFiles, read: Read[T]
+    ) -> T:
         with self._counted(name):
-            files = self._root.store.files(name)
             try:
                 return await read(files, step)
             except CorruptCheckpointError as error:

@@ -49,7 +49,7 @@ from asyncckpt.format.record import (
     encode_record,
 )
 from asyncckpt.options import MAX_RECORD_NBYTES, SLOT_NBYTES, SaveOptions
-from asyncckpt.ports import Attempt, Sizes, Store
+from asyncckpt.ports import Attempt, CheckpointFiles, Sizes, Store
 from asyncckpt.reports import Progress, SaveReport
 from asyncckpt.stages.commit import MANIFEST, Index, encode_index, file_rows, put_all, put_index
 from asyncckpt.stages.opened import RECORD, is_record
@@ -107,11 +107,18 @@ async def exists(store: Store, name: str) -> bool:
     """Whether a valid checkpoint stands at the name."""
     files = store.files(name)
     try:
-        return is_record(await files.read(RECORD, max_nbytes=MAX_RECORD_NBYTES))
-    except (CheckpointNotFoundError, CorruptCheckpointError):
-        return False
+        return await record_of(files) is not None
     finally:
         await files.close()
+
+
+async def record_of(files: CheckpointFiles) -> bytes | None:
+    """The commit record of a valid checkpoint, None if there is none."""
+    try:
+        data = await files.read(RECORD, max_nbytes=MAX_RECORD_NBYTES)
+    except (CheckpointNotFoundError, CorruptCheckpointError):
+        return None
+    return data if is_record(data) else None
 
 
 class Save:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from asyncckpt.checkpointer.retain import History
 from asyncckpt.checkpointer.root import Root
-from asyncckpt.checkpointer.saves import exists
+from asyncckpt.checkpointer.saves import exists, record_of
 from asyncckpt.errors import (
     AsyncCheckpointError,
     CheckpointNotFoundError,
@@ -21,10 +21,42 @@ from asyncckpt.errors import (
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import MAX_RECORD_NBYTES
+from asyncckpt.ports import CheckpointFiles
 from asyncckpt.reports import SaveReport
 from asyncckpt.stages.opened import RECORD
 
 logger = logging.getLogger("asyncckpt")
+
+
+class PeekedFiles:
+    """Files of a checkpoint whose record was read, to see whether it is one.
+
+    Attributes:
+        location: as of the files.
+        capabilities: likewise.
+    """
+
+    def __init__(self, files: CheckpointFiles, record: bytes) -> None:
+        self.location = files.location
+        self.capabilities = files.capabilities
+        self.read_into = files.read_into
+        self.entries = files.entries
+        self.reads = files.reads
+        self.changed = files.changed
+        self.close = files.close
+        self._files = files
+        self._record: bytes | None = record
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._files!r})"
+
+    async def read(self, path: str, *, max_nbytes: int) -> bytes:
+        """As `CheckpointFiles.read`; the record as it was found, when first asked for."""
+        record = self._record
+        if path != RECORD or record is None:
+            return await self._files.read(path, max_nbytes=max_nbytes)
+        self._record = None
+        return record
 
 
 class Steps:
@@ -56,11 +88,32 @@ class Steps:
             raise leading_error(errors) from None
         return sorted(found)
 
-    async def latest(self, below: int | None = None) -> int | None:
-        """The highest step with a valid commit record, below `below` if given."""
+    async def latest(self) -> int | None:
+        """The highest step with a valid commit record."""
+        newest = await self.newest()
+        if newest is None:
+            return None
+        step, files = newest
+        await files.close()
+        return step
+
+    async def newest(self, below: int | None = None) -> tuple[int, CheckpointFiles] | None:
+        """The highest step with a valid commit record, below `below` if given, and its files.
+
+        The record is not read a second time by who asks these files for it; who has got them
+        closes them.
+        """
         for step in reversed(await self._candidates()):
-            if (below is None or step < below) and await exists(self._root.store, str(step)):
-                return step
+            if below is None or step < below:
+                files = self._root.store.files(str(step))
+                try:
+                    record = await record_of(files)
+                    if record is not None:
+                        return step, PeekedFiles(files, record)
+                except BaseException:
+                    await files.close()
+                    raise
+                await files.close()
         return None
 
     async def _candidates(self) -> list[int]:

@@ -20,10 +20,8 @@ RUN_NBYTES = 16 << 20
 between threads costs as much as reading a megabyte, a request as much as reading three."""
 
 RUN_MIN_NBYTES = 8 << 20
-"""Where a restore far away is too short to keep all streams busy, calls are this small instead."""
-
-TURNS = 2
-"""Reads that every stream should have at least: whoever has one alone waits for the slowest."""
+"""Towards the end of what is read far away, calls are this small instead: a stream then carries
+two thirds of what it could, and none is waited for alone."""
 
 SLACK = 8
 """A call is longer than that by an eighth at most: a cut is made where a chunk ends, and nothing
@@ -58,13 +56,17 @@ def far(
 ) -> Sequence[Read]:
     """Reads of an object store, where the place in a file costs nothing: the longest first.
 
-    What is short then fills the gaps at the end, where one long request would keep all others
-    waiting. With less than `TURNS` long reads for each of `streams`, they are shorter.
+    A read is no longer than what each of `streams` would have to do if all that is left were
+    divided evenly. What is short stands at the end, where one long request would keep the caller
+    waiting for it alone (guided self-scheduling, Polychronopoulos and Kuck 1987).
     """
     runs = list(_runs(batches, begins, gap_nbytes))
-    share = sum(span(run.batches) for run in runs) // (TURNS * streams)
-    nbytes = min(max(share, RUN_MIN_NBYTES), RUN_NBYTES)
-    reads = [read for run in runs for read in _evenly(run, nbytes)]
+    left = sum(span(run.batches) for run in runs)
+    reads: list[Read] = []
+    for run in runs:
+        nbytes = min(max(left // streams, RUN_MIN_NBYTES), RUN_NBYTES)
+        reads += _evenly(run, nbytes)
+        left -= span(run.batches)
     return sorted(reads, key=lambda read: span(read.batches), reverse=True)
 
 

@@ -104,7 +104,7 @@ async def test_the_index_follows_a_file_to_its_new_name_before_the_last_one_is_s
         assert (await ckpt.verify()).ok
 
 
-@pytest.mark.parametrize(("streams", "least", "most"), [(1, 7, 18), (2, 7, 9)])
+@pytest.mark.parametrize(("streams", "least", "most"), [(1, 7, 18), (4, 7, 9)])
 async def test_what_is_read_is_cut_evenly_and_the_longest_is_read_first(
     sim: Simulator, streams: int, least: int, most: int
 ) -> None:

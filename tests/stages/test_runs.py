@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -82,15 +83,22 @@ def test_far_away_the_longest_is_read_first(
     assert spans == sorted(spans, reverse=True)
 
 
-@pytest.mark.parametrize(
-    ("streams", "count", "most"), [(1, 16, 16 * MIB), (8, 16, 16 * MIB), (12, 22, 12 * MIB)]
-)
-def test_reads_are_shorter_where_streams_would_be_idle(streams: int, count: int, most: int) -> None:
-    made = batches([(MIB, 0)] * 256, 64)
-    reads = far(made, needs_no_slot, GAP, streams)
-    assert len(reads) >= count
-    assert max(span(read.batches) for read in reads) <= most
-    assert min(span(read.batches) for read in reads) >= 8 * MIB
+@pytest.mark.parametrize("streams", (1, 8, 12, 32))
+@pytest.mark.parametrize("per_file", (16, 32, 64))
+@pytest.mark.parametrize("count", (64, 256, 530, 1060))
+def test_all_streams_have_something_to_read_to_the_end(
+    count: int, per_file: int, streams: int
+) -> None:
+    """66 files of 16 MiB are no two turns of 32 streams and a third for two of them alone."""
+    reads = far(batches([(MIB, 0)] * count, per_file), needs_no_slot, GAP, streams)
+    free = [0] * streams
+    for read in reads:
+        heapq.heapreplace(free, free[0] + span(read.batches))
+    assert max(free) - min(free) <= 9 * MIB
+    assert len(reads) <= count // 8
+    spans = [span(read.batches) for read in reads]
+    assert spans[0] >= min(15 * MIB, count * MIB // streams)
+    assert min(spans) >= min(5, count % per_file or 5) * MIB
 
 
 def mixed(rng: np.random.Generator) -> dict[str, np.ndarray[Any, Any]]:
