@@ -21,12 +21,15 @@ from benchmarks import machine
 from benchmarks.peers import versions
 from benchmarks.remote import report, targets
 from benchmarks.remote.forms import FORMS, MIB
-from benchmarks.remote.results import SCENARIOS, Results
+from benchmarks.remote.results import RESTORE, SAVE, SCENARIOS, Results
 from benchmarks.remote.suite import CASTS, Suite
 
 COPIES_ON_DISK = 3
 COPIES_IN_MEMORY = 24
 """At one time: staged in every process, restored, and of every process in the service."""
+
+COPIES_OF_ONE = 18
+"""Where only saves or only restores are measured, which 24 GiB then are enough for at 1 GiB."""
 
 SPARE_NBYTES = 2048 * MIB
 WORKLOADS = ("W1", "W3", "W4")
@@ -44,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         form = dataclasses.replace(form, samples=options.samples)
     if options.peers is not None:
         form = dataclasses.replace(form, peers=tuple(options.peers))
+    alone = options.scenario in ([SAVE], [RESTORE])
+    copies = COPIES_OF_ONE if alone else COPIES_IN_MEMORY
     start = time.monotonic()
     with (
         _terminated_by_exception(),
@@ -53,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         refused = machine.refusal(
             directory,
             COPIES_ON_DISK * form.nbytes + form.large_nbytes,
-            max(COPIES_IN_MEMORY * form.nbytes, 3 * form.large_nbytes) + SPARE_NBYTES,
+            max(copies * form.nbytes, 3 * form.large_nbytes) + SPARE_NBYTES,
         )
         if refused:
             print(refused, file=sys.stderr)
