@@ -19,7 +19,8 @@ from asyncckpt.errors import AsyncCheckpointError, MismatchError
 from asyncckpt.options import ALIGNED_CHUNK_NBYTES, RestoreOptions
 from asyncckpt.planning.restore import Request, WholeArrays, plan_restore
 from asyncckpt.reports import Progress, nbytes_text
-from asyncckpt.stages.fetch import Destination, Fetch, ReadTables
+from asyncckpt.stages.decode import Destination, ReadTables
+from asyncckpt.stages.fetch import Fetch
 from asyncckpt.stages.opened import Extents, OpenCheckpoint, extents_of, refuse_implied
 
 PLACE_LEAVES = 512

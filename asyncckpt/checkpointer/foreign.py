@@ -15,7 +15,8 @@ from asyncckpt.flow.shield import leading_error
 from asyncckpt.options import ALIGNED_CHUNK_NBYTES
 from asyncckpt.planning.restore import WholeArrays, plan_restore
 from asyncckpt.reports import Damage, Progress, VerifyReport
-from asyncckpt.stages.fetch import Destination, Fetch, ReadTables
+from asyncckpt.stages.decode import Destination, ReadTables
+from asyncckpt.stages.fetch import Fetch
 from asyncckpt.stages.opened import Extents, OpenCheckpoint, extents_of
 
 

@@ -11,8 +11,7 @@ from asyncckpt.checkpointer.match import Assignment
 from asyncckpt.flow.arena import Arena
 from asyncckpt.planning.overlap import BoxIndex
 from asyncckpt.spec import DTYPES, ArraySpec, Box
-from asyncckpt.stages.decode import flat_target
-from asyncckpt.stages.fetch import Destination
+from asyncckpt.stages.decode import Destination, flat_target
 from asyncckpt.stages.opened import OpenCheckpoint
 
 Memory = npt.NDArray[Any]

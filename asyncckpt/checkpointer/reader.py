@@ -27,8 +27,8 @@ from asyncckpt.planning.restore import Request, cells_overlapping, intersection,
 from asyncckpt.planning.table import Column
 from asyncckpt.planning.tiles import Part
 from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
-from asyncckpt.stages.decode import flat_target
-from asyncckpt.stages.fetch import Destination, Fetch, ReadTables
+from asyncckpt.stages.decode import Destination, ReadTables, flat_target
+from asyncckpt.stages.fetch import Fetch
 from asyncckpt.stages.opened import Extents, OpenCheckpoint
 
 Values = npt.NDArray[Any]

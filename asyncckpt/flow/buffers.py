@@ -14,7 +14,7 @@ import gc
 import mmap
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -171,6 +171,18 @@ def _owner(buffer: Bytes) -> object:
     while isinstance(owner, np.ndarray) and owner.base is not None:
         owner = owner.base
     return owner.obj if isinstance(owner, memoryview) else owner
+
+
+def spans(slots: Iterable[Slot], start: int, nbytes: int) -> Iterator[Bytes]:
+    """The memory of `nbytes` bytes from byte `start` of consecutive slots on, slot by slot."""
+    for slot in slots:
+        if nbytes == 0:
+            return
+        part = slot.buffer[start : start + nbytes]
+        start = max(0, start - slot.buffer.nbytes)
+        nbytes -= len(part)
+        if len(part):
+            yield part
 
 
 class SlotPool:

@@ -27,16 +27,18 @@ from asyncckpt.planning.save import SavePlan
 from asyncckpt.ports import ArrayAdapter, Attempt, Sizes, Source
 from asyncckpt.stages.serialize import (
     TRAILER_NBYTES,
+    Compressed,
     Compressor,
     StoredChunks,
     WindowChecksums,
     trailed,
 )
-from asyncckpt.stages.stage import StagedChunk, StagedWindow, Staging
+from asyncckpt.stages.stage import StagedChunks, StagedWindow, Staging
 from asyncckpt.stages.upload import (
     ChunkAppender,
     ChunkPacker,
     Filled,
+    Placed,
     WindowUpload,
     data_file_path,
 )
@@ -156,7 +158,7 @@ class DataStages:
 
         # Unbounded queues: what bounds them is the budget, whose slots their items hold.
         windows: asyncio.Queue[StagedWindow | None] = asyncio.Queue()
-        chunks: asyncio.Queue[StagedChunk | None] = asyncio.Queue()
+        chunks: asyncio.Queue[StagedChunks | None] = asyncio.Queue()
         held, reserved, sealed, packed = (asyncio.Event() for _ in range(4))
         try:
             async with asyncio.TaskGroup() as group:
@@ -229,7 +231,7 @@ class DataStages:
     async def _stage(
         self,
         windows: asyncio.Queue[StagedWindow | None],
-        chunks: asyncio.Queue[StagedChunk | None],
+        chunks: asyncio.Queue[StagedChunks | None],
         copied: asyncio.Event,
         reserved: asyncio.Event,
     ) -> list[bytes]:
@@ -310,7 +312,7 @@ class DataStages:
 
     async def _compress(
         self,
-        chunks: asyncio.Queue[StagedChunk | None],
+        chunks: asyncio.Queue[StagedChunks | None],
         target: ChunkAppender | ChunkPacker | None,
         filled: asyncio.Queue[Filled | None],
         upload: WindowUpload,
@@ -347,30 +349,35 @@ class DataStages:
     async def _compress_into(
         self,
         target: ChunkAppender | ChunkPacker,
-        chunks: asyncio.Queue[StagedChunk | None],
+        chunks: asyncio.Queue[StagedChunks | None],
     ) -> None:
         compressor = Compressor()
-        running: list[tuple[StagedChunk, asyncio.Task[tuple[list[bytes], int, int]]]] = []
+        running: list[tuple[StagedChunks, asyncio.Task[list[Compressed]]]] = []
 
         async def oldest() -> None:
-            chunk, task = running.pop(0)
-            blocks, nbytes, crc = await task
-            self._staging.give(chunk.slots)
-            file, offset = target.place(nbytes)
-            row = chunk.row
-            self._chunks.file[row] = file
-            self._chunks.offset[row] = offset
-            self._chunks.nbytes[row] = nbytes
-            self._chunks.crc[row] = crc
-            await target.write(file, offset, blocks, crc, chunk.nbytes)
-            self._staging.give((), chunk.units)
+            chunks, task = running.pop(0)
+            made = await task
+            self._staging.give(chunks.slots)
+            placed: list[Placed] = []
+            for row, raw_nbytes, stored in zip(chunks.rows, chunks.nbytes, made, strict=True):
+                file, offset = target.place(stored.nbytes)
+                self._chunks.file[row] = file
+                self._chunks.offset[row] = offset
+                self._chunks.nbytes[row] = stored.nbytes
+                self._chunks.crc[row] = stored.crc
+                placed.append(Placed(file, offset, stored, raw_nbytes))
+            await target.write(placed)
+            self._staging.give((), chunks.units)
 
         async with asyncio.TaskGroup() as group:
             while (item := await chunks.get()) is not None:
-                level = self._plan.arrays.of(self._plan.row_array[item.row]).zstd_level
-                assert level is not None
                 call = self._staging.use(
-                    item.slots, compressor.compress, item.slots, item.nbytes, level
+                    item.slots,
+                    compressor.compress,
+                    item.slots,
+                    item.starts,
+                    item.nbytes,
+                    [self._level(row) for row in item.rows],
                 )
                 running.append((item, group.create_task(call)))
                 # The queue may be empty because the budget is taken: then the oldest must drain.
@@ -379,6 +386,11 @@ class DataStages:
             while running:
                 await oldest()
         await target.finish()
+
+    def _level(self, row: int) -> int:
+        level = self._plan.arrays.of(self._plan.row_array[row]).zstd_level
+        assert level is not None
+        return level
 
 
 async def _latest(

@@ -11,13 +11,15 @@ A stored chunk is its encoded payload followed by the payload's CRC-32C, little 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from asyncckpt.flow.buffers import Slot
+from asyncckpt.flow.buffers import Slot, spans
 from asyncckpt.format.crc import combine, crc32c
 from asyncckpt.planning.save import Window
 from asyncckpt.ports import Bytes
@@ -88,14 +90,40 @@ class _Contexts(threading.local):
         self.by_level: dict[int, zstandard.ZstdCompressor] = {}
 
 
+class Compressed(NamedTuple):
+    """A stored chunk that was compressed.
+
+    Attributes:
+        blocks: its bytes, the trailer last.
+        nbytes: length of all of them.
+        crc: CRC-32C of what is before the trailer.
+    """
+
+    blocks: list[bytes]
+    nbytes: int
+    crc: int
+
+
 class Compressor:
     """zstd compression of staged chunks; one per save, used from several threads."""
 
     def __init__(self) -> None:
         self._contexts = _Contexts()
 
-    def compress(self, slots: list[Slot], nbytes: int, level: int) -> tuple[list[bytes], int, int]:
-        """Blocks of the stored chunk with its trailer, their size, the payload's CRC. Blocking."""
+    def compress(
+        self,
+        slots: Sequence[Slot],
+        starts: Sequence[int],
+        nbytes: Sequence[int],
+        levels: Sequence[int],
+    ) -> list[Compressed]:
+        """The chunks that lie in these slots, compressed. Blocking."""
+        return [
+            self._compress(spans(slots, start, length), length, level)
+            for start, length, level in zip(starts, nbytes, levels, strict=True)
+        ]
+
+    def _compress(self, parts: Iterable[Bytes], nbytes: int, level: int) -> Compressed:
         contexts = self._contexts.by_level
         context = contexts.get(level)
         if context is None:
@@ -103,16 +131,11 @@ class Compressor:
             context = zstandard.ZstdCompressor(level=level, write_content_size=True)
             contexts[level] = context
         stream = context.compressobj(size=nbytes)
-        blocks: list[bytes] = []
-        left = nbytes
-        for slot in slots:
-            part = min(left, slot.buffer.nbytes)
-            blocks.append(stream.compress(memoryview(slot.buffer)[:part]))
-            left -= part
+        blocks = [stream.compress(memoryview(part)) for part in parts]
         blocks.append(stream.flush())
         blocks = [block for block in blocks if block]
         crc = 0
         for block in blocks:
             crc = crc32c(block, crc)
         blocks.append(crc.to_bytes(TRAILER_NBYTES, "little"))
-        return blocks, sum(map(len, blocks)), crc
+        return Compressed(blocks, sum(map(len, blocks)), crc)

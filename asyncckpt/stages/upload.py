@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +19,7 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.format.crc import combine, crc32c
 from asyncckpt.options import PAGE_NBYTES
 from asyncckpt.ports import Attempt, DataFile
-from asyncckpt.stages.serialize import TRAILER_NBYTES
+from asyncckpt.stages.serialize import TRAILER_NBYTES, Compressed
 
 
 def data_file_path(save_id: str, index: int) -> str:
@@ -124,6 +126,22 @@ class WindowUpload:
         return opened.file
 
 
+class Placed(NamedTuple):
+    """A compressed chunk, and where it goes.
+
+    Attributes:
+        file: number of the file.
+        offset: where it begins in it.
+        stored: its bytes.
+        raw_nbytes: length of what was compressed.
+    """
+
+    file: int
+    offset: int
+    stored: Compressed
+    raw_nbytes: int
+
+
 class ChunkAppender:
     """Appends compressed chunks to data files in plan order, sealing each at its target size."""
 
@@ -154,22 +172,26 @@ class ChunkAppender:
         self.file_nbytes[-1] += nbytes
         return self._first + len(self.file_nbytes) - 1, offset
 
-    async def write(
-        self, file: int, offset: int, blocks: Sequence[bytes], crc: int, raw_nbytes: int
-    ) -> None:
-        """The chunk's blocks (its trailer last) are in their file; `crc` is that of its payload."""
-        if offset == 0:
-            await self.finish(file - 1)
-            self._file = await self._attempt.create(
-                self._path(file), nbytes=min(self._target, raw_nbytes)
-            )
-        assert self._file is not None
-        for block in blocks:
-            await self._file.write(offset, np.frombuffer(block, np.uint8))
-            offset += len(block)
-        index = file - self._first
-        self.file_crcs[index] = _with_chunk(self.file_crcs[index], blocks, crc)
-        self._written(raw_nbytes + TRAILER_NBYTES)
+    async def write(self, placed: Sequence[Placed]) -> None:
+        """The chunks, which follow each other, are in their files."""
+        for file, run in _by_file(placed):
+            offset = run[0].offset
+            raw_nbytes = sum(chunk.raw_nbytes for chunk in run)
+            if offset == 0:
+                await self.finish(file - 1)
+                self._file = await self._attempt.create(
+                    self._path(file), nbytes=min(self._target, raw_nbytes)
+                )
+            assert self._file is not None
+            blocks = _blocks(run)
+            if len(run) > 1:
+                blocks = [b"".join(blocks)]  # small ones: a write costs more than a copy
+            for block in blocks:
+                await self._file.write(offset, np.frombuffer(block, np.uint8))
+                offset += len(block)
+            index = file - self._first
+            self.file_crcs[index] = _with_chunks(self.file_crcs[index], run)
+            self._written(raw_nbytes + len(run) * TRAILER_NBYTES)
 
     async def finish(self, file: int | None = None) -> None:
         """The open file, if any, is sealed."""
@@ -277,30 +299,30 @@ class ChunkPacker:
         files[-1] += nbytes
         return self._first + len(files) - 1, offset
 
-    async def write(
-        self, file: int, offset: int, blocks: Sequence[bytes], crc: int, raw_nbytes: int
-    ) -> None:
-        """The chunk's blocks (its trailer last) are in slots; `crc` is that of its payload."""
-        index = file - self._first
-        if offset == 0:
-            await self.finish()
-            self._file = file
-        nbytes = sum(map(len, blocks))
-        size = self._pool.slot_nbytes
-        if offset + nbytes > size:
-            self._announce(file, self._path(file), nbytes, -(-nbytes // size))
-        parts = list(blocks)
-        while parts:
-            if self._slot is None:
-                self._slot = await self._next()
-            start = offset % size
-            parts, end = await self._compute.run(_fill, self._slot, start, parts)
-            offset += end - start
-            if end == size and self.file_nbytes[index] > size:
-                self._emit(Filled(file, offset - end, end, self._slot))
-                self._slot = None
-        self.file_crcs[index] = _with_chunk(self.file_crcs[index], blocks, crc)
-        self._written(raw_nbytes + TRAILER_NBYTES)
+    async def write(self, placed: Sequence[Placed]) -> None:
+        """The chunks, which follow each other, are in slots."""
+        for file, run in _by_file(placed):
+            index = file - self._first
+            offset = run[0].offset
+            if offset == 0:
+                await self.finish()
+                self._file = file
+            nbytes = sum(chunk.stored.nbytes for chunk in run)
+            size = self._pool.slot_nbytes
+            if offset + nbytes > size:
+                self._announce(file, self._path(file), nbytes, -(-nbytes // size))
+            parts = _blocks(run)
+            while parts:
+                if self._slot is None:
+                    self._slot = await self._next()
+                start = offset % size
+                parts, end = await self._compute.run(_fill, self._slot, start, parts)
+                offset += end - start
+                if end == size and self.file_nbytes[index] > size:
+                    self._emit(Filled(file, offset - end, end, self._slot))
+                    self._slot = None
+            self.file_crcs[index] = _with_chunks(self.file_crcs[index], run)
+            self._written(sum(chunk.raw_nbytes + TRAILER_NBYTES for chunk in run))
 
     async def _next(self) -> Slot:
         slot = await self._ready.get()
@@ -334,7 +356,18 @@ def _fill(slot: Slot, start: int, blocks: list[bytes]) -> tuple[list[bytes], int
     return [], start
 
 
-def _with_chunk(file_crc: int, blocks: Sequence[bytes], crc: int) -> int:
-    """The CRC of a file to which these blocks were appended; `crc` covers all but the last."""
-    payload_nbytes = sum(map(len, blocks)) - TRAILER_NBYTES
-    return crc32c(blocks[-1], combine(file_crc, crc, payload_nbytes))
+def _by_file(placed: Iterable[Placed]) -> Iterator[tuple[int, list[Placed]]]:
+    for file, run in itertools.groupby(placed, key=lambda chunk: chunk.file):
+        yield file, list(run)
+
+
+def _blocks(run: Iterable[Placed]) -> list[bytes]:
+    return [block for chunk in run for block in chunk.stored.blocks]
+
+
+def _with_chunks(file_crc: int, run: Iterable[Placed]) -> int:
+    """The CRC of a file to which these chunks were appended."""
+    for _, _, stored, _ in run:
+        file_crc = combine(file_crc, stored.crc, stored.nbytes - TRAILER_NBYTES)
+        file_crc = crc32c(stored.blocks[-1], file_crc)
+    return file_crc

@@ -14,7 +14,7 @@ import pytest
 import asyncckpt
 from asyncckpt.flow.threads import ThreadAbandonedError
 from asyncckpt.stages import saving
-from asyncckpt.stages.fetch import Fetch
+from asyncckpt.stages.decode import Decode
 from asyncckpt.stages.serialize import WindowChecksums
 from asyncckpt.stages.stage import Staging
 from asyncckpt.stores.datafile import LocalDataFile
@@ -51,7 +51,7 @@ def stuck() -> Iterator[Stuck]:
 
 PLACES = {
     "copying": (Staging, "_copy_windows", "_copy_windows"),
-    "copying a chunk": (Staging, "_copy_chunk", "_copy_chunk"),
+    "copying a chunk": (Staging, "_copy_chunks", "_copy_chunks"),
     "checksums": (WindowChecksums, "seal", "seal"),
     "compressing": (saving.Compressor, "compress", "compress"),
     "writing": (LocalDataFile, "_write", "_write"),
@@ -96,7 +96,7 @@ async def test_a_restore_with_a_stuck_thread_ends_and_spares_its_memory(
     async with asyncckpt.Checkpointer(tmp_path, save_options=options()) as ckpt:
         core = small_slots(ckpt, monkeypatch)
         await ckpt.save(0, {"small": {str(i): np.arange(400.0) + i for i in range(9)}})
-        monkeypatch.setattr(Fetch, "_small", stuck.wrap(Fetch._small))
+        monkeypatch.setattr(Decode, "small", stuck.wrap(Decode.small))
         core.runtime.engine.compute._abandon_s = ABANDON_S
         task = asyncio.create_task(ckpt.restore(0))
         await asyncio.to_thread(stuck.reached.wait, 60)

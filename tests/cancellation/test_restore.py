@@ -14,7 +14,9 @@ import pytest
 import asyncckpt
 from asyncckpt.checkpointer import filling
 from asyncckpt.options import KIB
-from asyncckpt.stages import fetch, runs
+from asyncckpt.stages import runs
+from asyncckpt.stages.decode import Decode
+from asyncckpt.stages.fetch import Fetch
 from tests.cancellation.points import (
     Points,
     Quiet,
@@ -87,7 +89,7 @@ class Restores:
         return fired
 
 
-WAYS = ("_direct", "_small", "_large", "_large_encoded")
+WAYS = ((Fetch, "_direct"), (Decode, "small"), (Fetch, "_large"), (Fetch, "_large_encoded"))
 """The ways from a file to a target."""
 
 
@@ -102,8 +104,8 @@ def ways_taken(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
         return call
 
-    for name in WAYS:
-        monkeypatch.setattr(fetch.Fetch, name, seen(name, getattr(fetch.Fetch, name)))
+    for stage, name in WAYS:
+        monkeypatch.setattr(stage, name, seen(name, getattr(stage, name)))
     return taken
 
 
@@ -129,7 +131,7 @@ async def restoring(root: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
             target = targets()
             await ckpt.restore_into(target)
             assert_equal(target, state(1))
-            assert taken == set(WAYS)
+            assert taken == {name for _, name in WAYS}
 
 
 async def every_await(made: Restores, *gaps: int, in_place: bool, stride: int = 1) -> int:

@@ -13,7 +13,7 @@ import pytest
 import asyncckpt
 from asyncckpt import RestoreOptions, SaveOptions
 from asyncckpt.options import MIB
-from asyncckpt.stages import fetch
+from asyncckpt.stages.decode import Decode
 from asyncckpt.stores.objects.files import ObjectFiles
 from asyncckpt.stores.objects.requests import Requests
 from asyncckpt.testing.objectstore import Fault, Gate, Signal, Simulator, simulator
@@ -155,13 +155,13 @@ async def test_the_next_read_begins_before_the_last_one_is_checked(
     sim: Simulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second = threading.Event()
-    check = fetch.Fetch._check_direct
+    check = Decode.direct
 
     def checked_late(self: Any, *args: Any) -> None:
         assert second.wait(30)
         check(self, *args)
 
-    monkeypatch.setattr(fetch.Fetch, "_check_direct", checked_late)
+    monkeypatch.setattr(Decode, "direct", checked_late)
     tree = state()
     async with checkpointer(sim, restore_options=RestoreOptions(concurrency=1)) as ckpt:
         await ckpt.save(1, tree)

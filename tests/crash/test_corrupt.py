@@ -24,7 +24,7 @@ from asyncckpt.errors import (
 from asyncckpt.format import record as record_format
 from asyncckpt.format.chunks import ChunkIndex, decode_chunk_index
 from asyncckpt.format.record import decode_record
-from asyncckpt.stages import fetch, opened
+from asyncckpt.stages import decode, opened
 from tests.crash.scenarios import same
 
 RECORD = "checkpoint.json"
@@ -450,8 +450,8 @@ def unnoticed(patient: Patient, path: str, stride: int) -> list[str]:
 def test_a_restore_that_checks_nothing_is_noticed(
     patient: Patient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "trailer_matches", lambda *_: True)
-    monkeypatch.setattr(fetch.Fetch, "_expect", lambda *_: None)
+    monkeypatch.setattr(decode, "trailer_matches", lambda *_: True)
+    monkeypatch.setattr(decode.Decode, "expect", lambda *_: None)
     assert any("without a word" in text for text in unnoticed(patient, patient.data, 512))
 
 
@@ -464,8 +464,8 @@ def test_a_restore_that_trusts_the_checksums_behind_the_chunks_is_noticed(
         if int.from_bytes(trailer.tobytes(), "little") != crc:
             raise CorruptCheckpointError(str(patient.step))
 
-    monkeypatch.setattr(fetch, "trailer_matches", lambda *_: True)
-    monkeypatch.setattr(fetch.Fetch, "_expect", against_trailer)
+    monkeypatch.setattr(decode, "trailer_matches", lambda *_: True)
+    monkeypatch.setattr(decode.Decode, "expect", against_trailer)
     wrong = []
     for what, files in exchange(patient):
         with patient.damaged(files):

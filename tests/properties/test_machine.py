@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from asyncckpt import KeepLast
-from asyncckpt.stages import fetch
-from asyncckpt.stages.fetch import Fetch
+from asyncckpt.stages import decode
+from asyncckpt.stages.decode import Decode
 from asyncckpt.stores.local import LocalStore
 from tests.properties.machine import CheckpointMachine
 from tests.properties.roots import visited
@@ -114,7 +114,7 @@ def keep_one_less(self: KeepLast, steps: Sequence[int], metrics: Any) -> set[int
         ([(LocalStore, "sweep", sweep_nothing)], "_leftovers"),
         ([(KeepLast, "keep", keep_one_less)], "deleted_steps"),
         (
-            [(Fetch, "_expect", lambda *_: None), (fetch, "trailer_matches", lambda *_: True)],
+            [(Decode, "expect", lambda *_: None), (decode, "trailer_matches", lambda *_: True)],
             "not what was saved",
         ),
     ],

@@ -10,7 +10,8 @@ import pytest
 from asyncckpt.flow.budget import ByteBudget
 from asyncckpt.flow.buffers import ByteArrayMemory, SlotPool
 from asyncckpt.flow.threads import Workers
-from asyncckpt.stages.upload import ChunkPacker, Filled
+from asyncckpt.stages.serialize import Compressed
+from asyncckpt.stages.upload import ChunkPacker, Filled, Placed
 
 SLOT = 64 << 10
 
@@ -45,7 +46,7 @@ class Packed:
     async def add(self, nbytes: int) -> None:
         blocks = [b"x" * (nbytes - 4), b"crc!"]
         file, offset = self.packer.place(nbytes)
-        await self.packer.write(file, offset, blocks, 0, nbytes)
+        await self.packer.write([Placed(file, offset, Compressed(blocks, nbytes, 0), nbytes)])
 
     async def at_rest(self) -> bool:
         async with asyncio.timeout(30):
