@@ -22,8 +22,7 @@ class RequestPolicy:
         list_timeout_s: seconds that a listing gets, which is one request for every 1,000 keys.
         patience: tries and waits between them. Ten tries that end at once take half a minute,
             which bridges what S3 needs to split a partition under load.
-        streams: uploads in flight to begin with: 16 fill most links.
-        read_streams: the same of reads, which are shorter, and over before many can be tried.
+        streams: transfers in flight each way to begin with: 16 fill most links.
         max_streams: transfers in flight each way, at most.
         ceiling: requests in flight in all: what the connection pools of the clients hold.
         hedge_quantile: a transfer is slow when it takes longer than this share of all …
@@ -46,7 +45,6 @@ class RequestPolicy:
     list_timeout_s: float = 300.0
     patience: Patience = field(default_factory=Patience)
     streams: int = 16
-    read_streams: int = 32
     max_streams: int = 64
     ceiling: int = 64
     hedge_quantile: float = 0.95

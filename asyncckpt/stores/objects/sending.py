@@ -81,10 +81,7 @@ class Sender:
         self._url = url
         self._policy = policy
         self._rng = rng
-        self._lanes: dict[Direction, _Lane] = {
-            "put": _Lane(policy.streams, policy.max_streams),
-            "get": _Lane(policy.read_streams, policy.max_streams),
-        }
+        self._lanes: dict[Direction, _Lane] = {"put": _Lane(policy), "get": _Lane(policy)}
 
     def climb(self, direction: Direction) -> Climb:
         """How many transfers this way are worth while."""
@@ -273,11 +270,12 @@ class Sender:
 class _Lane:
     """The transfers in one direction: how many there may be, and what they carry together."""
 
-    __slots__ = ("_meter", "climb", "fixed", "gate")
+    __slots__ = ("_meter", "_policy", "climb", "fixed", "gate")
 
-    def __init__(self, streams: int, most: int) -> None:
+    def __init__(self, policy: RequestPolicy) -> None:
+        self._policy = policy
         self._meter = Meter()
-        self.climb = Climb(streams, most)
+        self.climb = Climb(policy.streams, policy.max_streams)
         self.fixed: int | None = None
         self.gate = Limiter(self.climb.streams)
 
