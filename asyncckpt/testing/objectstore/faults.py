@@ -135,7 +135,7 @@ class Fault:
         truncate: the answer announces all of its body; the connection is closed after this many
             bytes of it.
         stall: after this many bytes of its body nothing more of the answer comes, until the client
-            closes the connection.
+            closes the connection; shorter ones are whole.
         name: for the log.
         met: how many requests counted so far.
         happened: to how many of them it happened.

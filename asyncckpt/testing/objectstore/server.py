@@ -277,7 +277,9 @@ class Port:
         )
         logged.answered_nbytes = sent
         if any(fault.stall is not None for fault in exchange.faults):
-            await connection.wait_closed()
+            # An answer that was whole before leaves a connection that its client uses again.
+            if sent < response.nbytes:
+                await connection.wait_closed()
         elif stops:
             connection.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 from collections.abc import Iterator
 from typing import Any
@@ -181,6 +182,18 @@ async def test_an_answer_stalls_in_its_middle(sim: Simulator) -> None:
         await asyncio.wait_for(reader.read(1), 0.05)
     writer.close()
     await writer.wait_closed()
+
+
+def test_an_answer_without_so_many_bytes_does_not_stall(sim: Simulator) -> None:
+    """Its connection is used again, and would leave the next request without an answer."""
+    put(sim, "a")
+    sim.faults.append(Fault(kind="delete_object", stall=20))
+    with contextlib.closing(http.client.HTTPConnection(sim.s3_endpoint[7:], timeout=30)) as client:
+        for method, path, status in (("DELETE", "/bucket/a", 204), ("GET", "/bucket/a", 404)):
+            client.request(method, path)
+            answer = client.getresponse()
+            answer.read()
+            assert answer.status == status
 
 
 @pytest.mark.parametrize("offset", [0, 150_000, -1])
