@@ -155,11 +155,13 @@ class Requests:
         failed: Tried = []
         keys: Keys = []
         refused: Keys = []
+        held, nbytes = [body], len(body)
+        del body
 
         async def put(_: int) -> str:
             keys.append(key := name(len(keys)))
             try:
-                await self.client.put(key, body)
+                await self.client.put(key, held[0])
             except RequestError as error:
                 # A request that was refused for its rate was not carried out.
                 if error.kind == "throttled":
@@ -170,10 +172,13 @@ class Requests:
         async def send(this: Try) -> str:
             if self.traits.put_copies:
                 # The copies of a second request are in nobody's budget.
-                return await self._sender.transfer(this, "put", len(body), partial(put, 0))
-            return await self._sender.raced(this, "put", len(body), put)
+                return await self._sender.transfer(this, "put", nbytes, partial(put, 0))
+            return await self._sender.raced(this, "put", nbytes, put)
 
-        key = await self._sender.tried(send, nbytes=len(body), failed=failed)
+        try:
+            key = await self._sender.tried(send, nbytes=nbytes, failed=failed)
+        finally:
+            held.clear()  # an error keeps these functions, also when its frames were cleared
         landed = tuple(other for other in keys if other != key and other not in refused)
         raced = len(keys) > len(failed) + 1
         return Sent(key, not raced and not any(this.abandoned for this in failed), landed)
@@ -289,12 +294,20 @@ class Requests:
     ) -> tuple[str, bool]:
         """Part `number` is stored; returns its tag, and whether nobody sends the body any more."""
         failed: Tried = []
-        put = partial(self.client.put_part, key, upload, number, offset, body)
-        tag = await self._sender.tried(
-            lambda this: self._sender.transfer(this, "put", len(body), put),
-            nbytes=len(body),
-            failed=failed,
-        )
+        held, nbytes = [body], len(body)
+        del body
+
+        async def put() -> str:
+            return await self.client.put_part(key, upload, number, offset, held[0])
+
+        try:
+            tag = await self._sender.tried(
+                lambda this: self._sender.transfer(this, "put", nbytes, put),
+                nbytes=nbytes,
+                failed=failed,
+            )
+        finally:
+            held.clear()  # as in `put`
         return tag, not any(this.abandoned for this in failed)
 
     async def complete_parts(self, key: str, upload: str, tags: Sequence[str]) -> None:

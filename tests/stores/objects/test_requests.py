@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncckpt.flow.buffers import UploadBytes
+from asyncckpt.flow.shield import forget_frames
 from asyncckpt.options import KIB, MIB
 from asyncckpt.stores.objects.client import Kind, RequestError
 from asyncckpt.stores.objects.policy import HASTY
@@ -55,6 +59,23 @@ async def test_a_body_that_may_still_be_on_its_way_is_not_reusable(step: Step) -
     sent = await store.put(name, b"body")
     assert sent == Sent(name(1), False, (name(0),))
     assert_at_rest(store, client)
+
+
+@pytest.mark.parametrize("part", [False, True])
+async def test_an_error_that_is_kept_keeps_no_body(part: bool) -> None:
+    store, client = requests(Fails("forbidden"))
+    owner = UploadBytes(b"body")
+    gone = weakref.ref(owner)
+    with pytest.raises(RequestError) as caught:
+        if part:
+            await store.put_part("key", "upload", 0, 0, owner)
+        else:
+            await store.put(name, owner)
+    forget_frames(caught.value)
+    client.requests.clear()
+    del owner
+    gc.collect()
+    assert gone() is None, gc.get_referrers(gone())
 
 
 # ------------------------------------------------------------------------------- conditional create
