@@ -28,10 +28,19 @@ import os, signal, sys, threading
 from pathlib import Path
 import numpy as np
 from asyncckpt import blocking
+from asyncckpt.flow.engine import Job
 from asyncckpt.stores.datafile import LocalDataFile
 
 def tell(text):  # in one piece, from any thread
     os.write(1, text.encode() + b"\\n")
+
+cancel = Job._cancel
+once = threading.Lock()
+def cancelled(self):
+    cancel(self)
+    if once.acquire(blocking=False):
+        tell("cancelling")  # from here on the save cannot be committed any more
+Job._cancel = cancelled
 
 real = LocalDataFile._write
 first = threading.Lock()
@@ -235,8 +244,10 @@ ckpt.close()
     if waits_only:
         # Waiting for a result is no save of its own: Ctrl-C stops the waiting.
         assert line(child) == "interrupted"
+        assert line(child) == "cancelling"
         say(child)
     else:
+        assert line(child) == "cancelling"
         say(child)
         assert line(child) == "interrupted"
     status, out, err = children.finish(child)
@@ -251,12 +262,6 @@ def test_a_second_ctrl_c_abandons_the_clean_up(tmp_path: Path, block: bool) -> N
     child = children.start(
         HELD_WRITE
         + f"""
-from asyncckpt.flow.engine import Job
-cancel = Job._cancel
-def cancelled(self):
-    cancel(self)
-    tell("cancelled")
-Job._cancel = cancelled
 try:
     {body if block else "blocking.Checkpointer(root).save(1, tree)"}
 except KeyboardInterrupt:
@@ -268,7 +273,7 @@ except KeyboardInterrupt:
     assert line(child) == "writing"
     child.send_signal(signal.SIGINT)
     assert line(child) == "signal"
-    assert line(child) == "cancelled"  # the clean-up is being waited for
+    assert line(child) == "cancelling"  # the clean-up is being waited for
     child.send_signal(signal.SIGINT)
     assert line(child) == "signal"
     begun = time.monotonic()
@@ -298,6 +303,7 @@ except KeyboardInterrupt:
     assert {line(child), line(child)} == {"writing", "leaving"}
     child.send_signal(signal.SIGINT)
     assert line(child) == "signal"
+    assert line(child) == "cancelling"
     say(child)
     assert line(child) == "interrupted"
     assert children.finish(child)[0] == 0
@@ -334,6 +340,7 @@ except KeyboardInterrupt:
     assert line(child) == "writing"
     child.send_signal(signal.SIGINT)
     assert line(child) == "signal"
+    assert line(child) == "cancelling"
     say(child)
     assert children.finish(child)[:2] == (0, "cancelled [0]\ninterrupted\n")
     assert [path.name for path in tmp_path.iterdir()] == ["0"]

@@ -454,8 +454,10 @@ def test_changed_bytes_of_a_head_raise_our_errors_or_give_a_tensor(data: st.Data
     try:
         found, _ = archive(bytes(raw)).tensor(Allowance(MIB))
         layout_of(found, (2, 3), "float32")
-    except (CorruptCheckpointError, UnsupportedFormatError, ShortHeadError, ValueError):
+    except (CorruptCheckpointError, UnsupportedFormatError, ShortHeadError):
         pass
+    except (ValueError, NotImplementedError):
+        pass  # documented by `layout_of`: another tensor, or one that shares or skips bytes
 
 
 def rezipped(change: Callable[[str, bytes], bytes], method: int = zipfile.ZIP_STORED) -> bytes:
