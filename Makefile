@@ -21,6 +21,7 @@ test: $(VENV)/.installed-dev  ## run the tests, in three processes
 
 test-long: $(VENV)/.installed-dev  ## run the long tests: the whole first bar of RELIABILITY
 	$(PY) -m pytest -m long -s --timeout=7200 -o faulthandler_timeout=7100
+	$(PY) -m pytest -n 3 --dist loadfile --hypothesis-profile=explore tests/format tests/planning tests/flow
 
 fuzz: $(VENV)/.installed-dev  ## feed mutated inputs to decoders: make fuzz COUNT=1000000 TARGETS="record node"
 	$(PY) -m tests.fuzz --inputs $(or $(COUNT),100000) $(TARGETS)

@@ -23,7 +23,10 @@ for name in [name for name in os.environ if name.startswith(("AWS_ACCESS", "AWS_
         del os.environ[name]
 
 # A busy machine is no failure: examples have no deadline, the whole run has one.
-hypothesis.settings.register_profile("asyncckpt", deadline=None)
+# The same examples everywhere, so that who breaks something is who sees it; `make test-long` and
+# `make fuzz` look for new ones.
+hypothesis.settings.register_profile("asyncckpt", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("asyncckpt")
 
 # The crash tests are built on Linux's LD_PRELOAD and /proc.
