@@ -1,6 +1,6 @@
 """Decode: stored chunks to elements of a target, checked before anybody sees them.
 
-Everything here runs in worker threads.
+What touches the bytes of chunks runs in worker threads.
 """
 
 # Rule 1: a checksum that fails ends the restore; values are handed over only after all have passed.
