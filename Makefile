@@ -19,9 +19,9 @@ demo: $(VENV)/.installed-demo  ## train, be killed, resume, compare bit by bit
 test: $(VENV)/.installed-dev  ## run the tests, in three processes
 	$(PY) -m pytest -n 3 --dist loadfile
 
-test-long: $(VENV)/.installed-dev  ## run the long tests: the whole first bar of RELIABILITY
+test-long: $(VENV)/.installed-dev  ## run the long tests, and all others with new examples
 	$(PY) -m pytest -m long -s --timeout=7200 -o faulthandler_timeout=7100
-	$(PY) -m pytest -n 3 --dist loadfile --hypothesis-profile=explore tests/format tests/planning tests/flow
+	$(PY) -m pytest -n 3 --dist loadfile --hypothesis-profile=explore
 
 fuzz: $(VENV)/.installed-dev  ## feed mutated inputs to decoders: make fuzz COUNT=1000000 TARGETS="record node"
 	$(PY) -m tests.fuzz --inputs $(or $(COUNT),100000) $(TARGETS)

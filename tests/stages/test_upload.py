@@ -48,6 +48,15 @@ class Packed:
         file, offset = self.packer.place(nbytes)
         await self.packer.write([Placed(file, offset, Compressed(blocks, nbytes, 0), nbytes)])
 
+    async def send_for_good(self, count: int) -> None:
+        """So many full slots were sent, none of which can be used again."""
+        for _ in range(count):
+            await self.add(SLOT)
+            await self.packer.finish()
+            slot = self.sent.pop().slot
+            self.packer.done(slot, None, False)
+            del slot
+
     async def at_rest(self) -> bool:
         async with asyncio.timeout(30):
             while self.pool.discarded:
@@ -77,12 +86,7 @@ async def test_slots_that_are_not_used_again_give_their_part_of_the_budget_back(
     """Whether a later chunk has needed another slot in their place, or none has."""
     packed = Packed(workers)
     await packed.packer.reserve(1)
-    for _ in range(1 + further):
-        await packed.add(SLOT)
-        await packed.packer.finish()
-        slot = packed.sent.pop().slot
-        packed.packer.done(slot, None, False)
-        del slot
+    await packed.send_for_good(1 + further)
     packed.packer.release()
     assert await packed.at_rest()
 
@@ -147,12 +151,7 @@ async def test_a_packer_whose_slots_were_discarded_leaves_the_pool_as_it_was(
     """Slots that were replaced, and slots that nobody has asked a replacement for."""
     packed = Packed(workers)
     await packed.packer.reserve(2)
-    for _ in range(3):
-        await packed.add(SLOT)
-        await packed.packer.finish()
-        slot = packed.sent.pop().slot
-        packed.packer.done(slot, None, False)
-        del slot
+    await packed.send_for_good(3)
     packed.packer.release()
     assert await packed.at_rest()
     slots = await packed.pool.take(16)
