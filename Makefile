@@ -26,11 +26,13 @@ test-long: $(VENV)/.installed-dev  ## run the long tests, and all others with ne
 fuzz: $(VENV)/.installed-dev  ## feed mutated inputs to decoders: make fuzz COUNT=1000000 TARGETS="record node"
 	$(PY) -m tests.fuzz --inputs $(or $(COUNT),100000) $(TARGETS)
 
-check: $(VENV)/.installed-dev  ## lint, format, types, layers
+check: $(VENV)/.installed-dev  ## lint, format, types, layers, rooms, docstrings
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+	$(PY) -m benchmarks.code layout --check
+	$(PY) -m benchmarks.code docstrings --check
 
 bench: $(VENV)/.installed-bench  ## run the short form of the benchmarks
 	$(PY) -m benchmarks

@@ -9,25 +9,27 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from asyncckpt.version import VERSION as __version__
 
 logging.getLogger("asyncckpt").addHandler(logging.NullHandler())
 
 _EXPORTS = {
     "ShardedArray": "adapters.sharded_array",
     "Checkpointer": "checkpointer",
-    "PendingSave": "checkpointer",
-    "collect_garbage": "checkpointer",
-    "convert": "checkpointer",
-    "diff": "checkpointer",
-    "export": "checkpointer",
+    "PendingSave": "session.pending",
+    "collect_garbage": "session.gc",
+    "convert": "convert.api",
+    "diff": "convert.api",
+    "export": "convert.api",
     "inspect": "checkpointer",
     "restore": "checkpointer",
     "restore_into": "checkpointer",
     "save": "checkpointer",
-    "tune": "checkpointer.tuning",
+    "tune": "tune.measure",
     "verify": "checkpointer",
     "AsyncCheckpointError": "errors",
     "CheckpointExistsError": "errors",
@@ -38,6 +40,7 @@ _EXPORTS = {
     "DtypeMismatchError": "errors",
     "EngineDiedError": "errors",
     "MismatchError": "errors",
+    "ResourceError": "errors",
     "RestoreError": "errors",
     "RestoreWarning": "errors",
     "SaveAbortedError": "errors",
@@ -52,8 +55,8 @@ _EXPORTS = {
     "LeafOptions": "options",
     "RestoreOptions": "options",
     "SaveOptions": "options",
-    "TunePoint": "planning.tuning",
-    "TuneReport": "planning.tuning",
+    "TunePoint": "tune.recommend",
+    "TuneReport": "tune.recommend",
     "CheckpointInfo": "reports",
     "ConvertReport": "reports",
     "Damage": "reports",
@@ -78,17 +81,14 @@ if TYPE_CHECKING:
     import asyncckpt.blocking as blocking
     from asyncckpt.adapters.sharded_array import ShardedArray as ShardedArray
     from asyncckpt.checkpointer import Checkpointer as Checkpointer
-    from asyncckpt.checkpointer import PendingSave as PendingSave
-    from asyncckpt.checkpointer import collect_garbage as collect_garbage
-    from asyncckpt.checkpointer import convert as convert
-    from asyncckpt.checkpointer import diff as diff
-    from asyncckpt.checkpointer import export as export
     from asyncckpt.checkpointer import inspect as inspect
     from asyncckpt.checkpointer import restore as restore
     from asyncckpt.checkpointer import restore_into as restore_into
     from asyncckpt.checkpointer import save as save
     from asyncckpt.checkpointer import verify as verify
-    from asyncckpt.checkpointer.tuning import tune as tune
+    from asyncckpt.convert.api import convert as convert
+    from asyncckpt.convert.api import diff as diff
+    from asyncckpt.convert.api import export as export
     from asyncckpt.errors import AsyncCheckpointError as AsyncCheckpointError
     from asyncckpt.errors import CheckpointExistsError as CheckpointExistsError
     from asyncckpt.errors import CheckpointNotFoundError as CheckpointNotFoundError
@@ -98,6 +98,7 @@ if TYPE_CHECKING:
     from asyncckpt.errors import DtypeMismatchError as DtypeMismatchError
     from asyncckpt.errors import EngineDiedError as EngineDiedError
     from asyncckpt.errors import MismatchError as MismatchError
+    from asyncckpt.errors import ResourceError as ResourceError
     from asyncckpt.errors import RestoreError as RestoreError
     from asyncckpt.errors import RestoreWarning as RestoreWarning
     from asyncckpt.errors import SaveAbortedError as SaveAbortedError
@@ -112,8 +113,6 @@ if TYPE_CHECKING:
     from asyncckpt.options import LeafOptions as LeafOptions
     from asyncckpt.options import RestoreOptions as RestoreOptions
     from asyncckpt.options import SaveOptions as SaveOptions
-    from asyncckpt.planning.tuning import TunePoint as TunePoint
-    from asyncckpt.planning.tuning import TuneReport as TuneReport
     from asyncckpt.reports import CheckpointInfo as CheckpointInfo
     from asyncckpt.reports import ConvertReport as ConvertReport
     from asyncckpt.reports import Damage as Damage
@@ -129,7 +128,12 @@ if TYPE_CHECKING:
     from asyncckpt.retention import KeepEvery as KeepEvery
     from asyncckpt.retention import KeepLast as KeepLast
     from asyncckpt.retention import Retention as Retention
+    from asyncckpt.session.gc import collect_garbage as collect_garbage
+    from asyncckpt.session.pending import PendingSave as PendingSave
     from asyncckpt.spec import ArraySpec as ArraySpec
+    from asyncckpt.tune.measure import tune as tune
+    from asyncckpt.tune.recommend import TunePoint as TunePoint
+    from asyncckpt.tune.recommend import TuneReport as TuneReport
 
 
 def __getattr__(name: str) -> Any:
@@ -140,6 +144,22 @@ def __getattr__(name: str) -> Any:
         globals()[name] = value
         return value
     raise AttributeError(f"module 'asyncckpt' has no attribute {name!r}")
+
+
+class _Package(ModuleType):
+    """Keep public functions apart from folders of the same name.
+
+    Importing `asyncckpt.save.pipeline` makes the import system set the attribute `save` of this
+    package to the folder. That assignment is dropped, so that `asyncckpt.save` is the function
+    whatever has been imported before; `from asyncckpt.save.pipeline import ...` works as usual.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _EXPORTS and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

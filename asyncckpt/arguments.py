@@ -1,33 +1,160 @@
-"""What callers pass, checked in their thread before anything is begun."""
+"""The arguments of the public functions: declared once, checked before anything is begun."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypedDict,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from asyncckpt.errors import UsageError
-from asyncckpt.options import step_number
-from asyncckpt.reports import Progress
+from asyncckpt.options import RestoreOptions, SaveOptions, step_number
+from asyncckpt.reports import Progress, RestoreReport
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+Location = str | os.PathLike[str]
+"""Path or URL of a checkpoint, a run, a file."""
+
+Leaves = Literal["numpy", "jax", "torch"]
+
+ProgressCallback = Callable[[Progress], None]
 
 MAX_METADATA_NBYTES = 16 << 20
 """User metadata travels in the record, which every listing reads."""
 
 logger = logging.getLogger("asyncckpt")
 
+# ----------------------------------------------------------- arguments that several functions share
+
+# Each is declared once, here; the second item of `Annotated` is its default, which is None for the
+# others. `documented` shows them one by one in signatures, `completed` fills the defaults in.
+
+
+class LocationArguments(TypedDict, total=False):
+    """What the one-shot functions need to know about a location."""
+
+    storage_options: Mapping[str, Any] | None
+    coordinator: Annotated[object, "auto"]
+
+
+class SaveArguments(TypedDict, total=False):
+    """What every save takes."""
+
+    metadata: Mapping[str, Any] | None
+    overwrite: Annotated[bool, False]
+    options: SaveOptions | None
+    progress: ProgressCallback | None
+
+
+class StepSaveArguments(SaveArguments, total=False):
+    """What saves of steps take."""
+
+    metrics: Mapping[str, float] | None
+
+
+class LocationSaveArguments(SaveArguments, LocationArguments, total=False):
+    """What one-shot saves take."""
+
+
+class RestoreIntoArguments(TypedDict, total=False):
+    """What every restore takes."""
+
+    include: str | Sequence[str] | None
+    strict: Annotated[bool, True]
+    cast: Annotated[bool, False]
+    options: RestoreOptions | None
+    progress: ProgressCallback | None
+
+
+class RestoreArguments(RestoreIntoArguments, total=False):
+    """What restores that return a tree take."""
+
+    leaves: Annotated[Leaves, "numpy"]
+    on_report: Callable[[RestoreReport], object] | None
+
+
+class LocationRestoreArguments(RestoreArguments, LocationArguments, total=False):
+    """What one-shot restores that return a tree take."""
+
+
+class LocationRestoreIntoArguments(RestoreIntoArguments, LocationArguments, total=False):
+    """What one-shot restores into a tree take."""
+
+
+class ConvertArguments(TypedDict, total=False):
+    """What `convert` and `export` take."""
+
+    metadata: Mapping[str, Any] | None
+    overwrite: Annotated[bool, False]
+    options: SaveOptions | None
+    storage_options: Mapping[str, Any] | None
+    progress: ProgressCallback | None
+
+
+@functools.cache
+def _declared(arguments: type) -> Mapping[str, inspect.Parameter]:
+    parameters = {}
+    for name, hint in get_type_hints(arguments, include_extras=True).items():
+        annotated = get_origin(hint) is Annotated
+        parameters[name] = inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=hint.__metadata__[0] if annotated else None,
+            annotation=hint.__origin__ if annotated else hint,
+        )
+    return parameters
+
+
+def documented(function: F) -> F:
+    """Show the arguments behind `**arguments: Unpack[...]` one by one in the signature."""
+    shared = get_args(get_type_hints(function)["arguments"])[0]
+    signature = inspect.signature(function, eval_str=True)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    expanded = signature.replace(parameters=[*own, *_declared(shared).values()])
+    function.__signature__ = expanded  # type: ignore[attr-defined]
+    return function
+
+
+def completed(shared: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with the defaults of those that were not given.
+
+    Raises:
+        TypeError: there is no argument of this name.
+    """
+    declared = _declared(shared)
+    for name in given:
+        if name not in declared:
+            raise TypeError(
+                f"unexpected keyword argument {name!r}; the optional ones are {', '.join(declared)}"
+            )
+    return {name: given.get(name, parameter.default) for name, parameter in declared.items()}
+
+
+# ------------------------------------------------------------------------------------------ checks
+
 
 def number_of(step: object) -> tuple[str, int]:
-    """Name and number of a step."""
+    """Return name and number of a step."""
     number = step_number(step)
     return str(number), number
 
 
 def typed(name: str, value: Any, kind: type[T], default: T | None = None) -> T:
-    """The value, which is of that kind; for None the default, or one made without arguments."""
+    """Return the value, which is of that kind; for None the default, or `kind()`."""
     if value is None:
         return kind() if default is None else default
     if not isinstance(value, kind):
@@ -36,13 +163,13 @@ def typed(name: str, value: Any, kind: type[T], default: T | None = None) -> T:
 
 
 def check_keep(keep: object) -> None:
-    """This is a retention policy, or None."""
+    """Check that this is a retention policy, or None."""
     if keep is not None and not callable(getattr(keep, "keep", None)):
         raise UsageError(f"keep={keep!r}: pass a retention policy such as KeepLast(3)")
 
 
 def check_coordinator(coordinator: object) -> None:
-    """The process saves alone, and is not one of a job of several."""
+    """Check that this process saves alone, and is not one of a job of several."""
     if coordinator == "single":
         return
     if coordinator != "auto":
@@ -50,7 +177,7 @@ def check_coordinator(coordinator: object) -> None:
             f"coordinator={coordinator!r}: this release saves from one process; pass "
             '"auto" or "single"'
         )
-    # A job of several processes that each wrote the whole state to one root would be a race.
+    # Several processes that each write the whole state to one root would race.
     size = os.environ.get("WORLD_SIZE", "1")  # noqa: TID251 - set by torchrun, not a knob of ours
     if size.isdigit() and int(size) > 1:
         raise UsageError(
@@ -60,13 +187,14 @@ def check_coordinator(coordinator: object) -> None:
 
 
 def checked_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """A copy of the metadata as JSON makes it."""
+    """Return a copy of the metadata that has been through JSON."""
     if metadata is None:
         return {}
     if not isinstance(metadata, Mapping):
         raise UsageError(f"metadata={metadata!r:.80}: pass a dict of JSON values", found=metadata)
     try:
-        text = json.dumps(dict(metadata), allow_nan=False)
+        # Strings that UTF-8 cannot hold (lone surrogates) would fail when the record is written.
+        text = json.dumps(dict(metadata), allow_nan=False, ensure_ascii=False).encode()
         copy: Mapping[str, Any] = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(
@@ -81,7 +209,7 @@ def checked_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def checked_metrics(metrics: Mapping[str, float] | None) -> Mapping[str, float]:
-    """The metrics, as floats by name."""
+    """Return the metrics as floats by name."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
@@ -91,17 +219,21 @@ def checked_metrics(metrics: Mapping[str, float] | None) -> Mapping[str, float]:
         try:
             if not isinstance(name, str):
                 raise TypeError("its name is no string")
-            result[name] = float(value)
-        except (TypeError, ValueError, OverflowError) as error:
+            name.encode()
+            # `item` is how arrays and tensors that require gradients become numbers quietly.
+            item = getattr(value, "item", None)
+            result[name] = float(item() if callable(item) else value)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise UsageError(f"metrics[{name!r}]={value!r:.80}: {error}; pass numbers") from None
     return result
 
 
 def checked_globs(include: str | Sequence[str] | None) -> Sequence[str] | None:
-    """The globs of `include`, a single one too; None for all."""
+    """Return the globs of `include` as a list; None for all leaves."""
     if include is None:
         return None
-    globs = [include] if isinstance(include, str) else list(include)
+    several = isinstance(include, Iterable) and not isinstance(include, str)
+    globs: list[Any] = list(include) if several else [include]
     if not all(isinstance(glob, str) for glob in globs):
         raise UsageError(f"include={include!r}: pass a glob on paths, or several")
     if not globs:
@@ -113,24 +245,56 @@ def checked_globs(include: str | Sequence[str] | None) -> Sequence[str] | None:
     return globs
 
 
-def guarded(
-    progress: Callable[[Progress], None] | None,
-) -> Callable[[Progress], None] | None:
-    """The callback, which cannot break a save: after its first error, logged, it is left alone."""
-    if progress is None:
-        return None
-    if not callable(progress):
-        raise UsageError(f"progress={progress!r}: pass a function of one Progress")
-    broken = False
+def checked_location(name: str, location: object) -> Location:
+    """Return the path or URL of a file or checkpoint."""
+    if not isinstance(location, (str, os.PathLike)):
+        raise UsageError(
+            f"{name}={location!r:.80}: pass a path (str or os.PathLike) or a URL", found=location
+        )
+    return location
 
-    def guarded(state: Progress) -> None:
-        nonlocal broken
-        if broken:
+
+def checked_callback(name: str, callback: object, argument: str) -> None:
+    """Check that the callback can be called, or is None."""
+    if callback is not None and not callable(callback):
+        raise UsageError(f"{name}={callback!r}: pass a function of one {argument}", found=callback)
+
+
+class ProgressGuard:
+    """A user's progress callback, which cannot break the work that it watches.
+
+    After its first error, which is logged, it is not called again.
+
+    Attributes:
+        error: what it raised.
+    """
+
+    def __init__(self, progress: ProgressCallback) -> None:
+        self._progress = progress
+        self.error: Exception | None = None
+
+    def __call__(self, state: Progress) -> None:
+        """Call the callback, unless it has failed before."""
+        if self.error is not None:
             return
         try:
-            progress(state)
-        except Exception:
-            broken = True
+            self._progress(state)
+        except Exception as error:
+            self.error = error
             logger.exception("the progress callback failed and is not called again")
 
-    return guarded
+
+def guarded(progress: ProgressCallback | None) -> ProgressCallback | None:
+    """Return the callback as a `ProgressGuard`."""
+    checked_callback("progress", progress, "Progress")
+    return None if progress is None else ProgressGuard(progress)
+
+
+def progress_notes(progress: ProgressCallback | None) -> tuple[str, ...]:
+    """Return the notes of a report on a callback that came out of `guarded`."""
+    if not isinstance(progress, ProgressGuard) or progress.error is None:
+        return ()
+    error = progress.error
+    return (
+        f"the progress callback raised {type(error).__name__}: {error}; it was not called again",
+    )

@@ -3,40 +3,118 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
-from asyncckpt.checkpointer.arguments import number_of
-from asyncckpt.checkpointer.core import Core
-from asyncckpt.checkpointer.finish import finish_into, finish_tree
-from asyncckpt.checkpointer.pending import PendingSave
-from asyncckpt.checkpointer.prepare import tree_nbytes
+from asyncckpt.arguments import (
+    Location,
+    LocationRestoreArguments,
+    LocationRestoreIntoArguments,
+    LocationSaveArguments,
+    ProgressCallback,
+    RestoreArguments,
+    RestoreIntoArguments,
+    StepSaveArguments,
+    checked_callback,
+    completed,
+    documented,
+    number_of,
+)
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.options import RestoreOptions, SaveOptions
-from asyncckpt.reports import (
-    CheckpointInfo,
-    Progress,
-    RestoreReport,
-    SaveReport,
-    VerifyReport,
-)
+from asyncckpt.reports import CheckpointInfo, RestoreReport, SaveReport, VerifyReport
+from asyncckpt.restore.rebuild import finish_into, finish_tree
 from asyncckpt.retention import Retention
+from asyncckpt.save.snapshot import tree_nbytes
+from asyncckpt.session.pending import PendingSave
+from asyncckpt.session.session import Session
 
-ProgressCallback = Callable[[Progress], None]
-Leaves = Literal["numpy", "jax", "torch"]
+T = TypeVar("T")
 
 
-class Checkpointer:
+class OpenRun:
+    """What the `Checkpointer`s of both facades have in common."""
+
+    _pending: type[PendingSave] = PendingSave
+
+    def __init__(
+        self,
+        root: Location,
+        *,
+        keep: Retention | None = None,
+        save_options: SaveOptions | None = None,
+        restore_options: RestoreOptions | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        coordinator: object = "auto",
+    ) -> None:
+        self._session = Session(
+            root,
+            keep=keep,
+            save_options=save_options,
+            restore_options=restore_options,
+            storage_options=storage_options,
+            coordinator=coordinator,
+        )
+
+    def __repr__(self) -> str:
+        return f"Checkpointer{self._session!r}"
+
+    async def _enter(self) -> None:
+        try:
+            await self._session.call(self._session.root.sweep).wait()
+        except BaseException:
+            # The block is not entered, so its end will not close.
+            await uninterrupted(self._session.aclose())
+            raise
+
+    async def _leave(self, error: BaseException | None) -> None:
+        try:
+            await self._close()
+        except Exception as failure:
+            if error is None:
+                raise
+            # The body's exception is what the caller must see; the save's is context.
+            error.add_note(f"a save failed, too: {type(failure).__name__}: {failure}")
+
+    async def _close(self) -> None:
+        core = self._session
+        if core.runtime.engine.forked:
+            return
+        with core.saves.heard():
+            try:
+                await core.idle()
+            except (asyncio.CancelledError, KeyboardInterrupt):
+                for pending in core.saves.pending():
+                    await uninterrupted(pending._aborted())
+                raise
+            finally:
+                await uninterrupted(core.aclose())
+
+    def _begin_save(
+        self, step: int, tree: Any, arguments: StepSaveArguments, *, stall_first: bool
+    ) -> Any:
+        name, number = number_of(step)
+        return self._session.start_save(
+            self._pending,
+            name,
+            number,
+            tree,
+            stall_first=stall_first,
+            **completed(StepSaveArguments, arguments),
+        )
+
+
+class Checkpointer(OpenRun):
     """The checkpoints of one training run, by step, below one root.
 
-    May be used from several event loops and threads. Leaving an `async with` block waits for saves
-    in flight and raises what failed; without the block, `close` does.
+    May be used from several event loops and threads. Leaving an `async with` block (`with`, in
+    `asyncckpt.blocking`) waits for saves in flight and raises the error of one that failed;
+    without a block, `close` does.
 
     Args:
-        root: directory of the run; it need not exist.
-        keep: which steps stay after each save: `KeepLast(n)`, `KeepEvery(k)`,
+        root: directory or URL of the run; it need not exist.
+        keep: which steps are kept after each save: `KeepLast(n)`, `KeepEvery(k)`,
             `KeepBest(n, metric)`, several of them with ``|``, or any `Retention`; None: all.
         save_options: defaults of every save, and the byte budget.
         restore_options: defaults of every restore.
@@ -47,35 +125,8 @@ class Checkpointer:
         UsageError: an argument is wrong.
     """
 
-    def __init__(
-        self,
-        root: str | os.PathLike[str],
-        *,
-        keep: Retention | None = None,
-        save_options: SaveOptions | None = None,
-        restore_options: RestoreOptions | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        coordinator: object = "auto",
-    ) -> None:
-        self._core = Core(
-            root,
-            keep=keep,
-            save_options=save_options,
-            restore_options=restore_options,
-            storage_options=storage_options,
-            coordinator=coordinator,
-        )
-
-    def __repr__(self) -> str:
-        return f"Checkpointer{self._core!r}"
-
     async def __aenter__(self) -> Self:
-        try:
-            await self._core.call(self._core.open).wait()
-        except BaseException:
-            # Without __aenter__ there is no __aexit__.
-            await uninterrupted(self._core.aclose())
-            raise
+        await self._enter()
         return self
 
     async def __aexit__(
@@ -84,26 +135,13 @@ class Checkpointer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        try:
-            await self.close()
-        except Exception as failure:
-            if error is None:
-                raise
-            # The body's exception is what the caller must see; the save's is context.
-            error.add_note(f"a save failed, too: {type(failure).__name__}: {failure}")
+        await self._leave(error)
 
+    @documented
     async def save(
-        self,
-        step: int,
-        tree: Any,
-        *,
-        metadata: Mapping[str, Any] | None = None,
-        metrics: Mapping[str, float] | None = None,
-        overwrite: bool = False,
-        options: SaveOptions | None = None,
-        progress: ProgressCallback | None = None,
+        self, step: int, tree: Any, **arguments: Unpack[StepSaveArguments]
     ) -> SaveReport:
-        """The tree is committed as `step` and durable.
+        """Save a tree as `step`; on return the checkpoint is committed and durable.
 
         Until this returns, the leaves must not be mutated.
 
@@ -111,10 +149,10 @@ class Checkpointer:
             step: a non-negative integer.
             tree: nested containers of arrays and scalars.
             metadata: JSON values kept in the record.
-            metrics: numbers by name, for retention and listings.
             overwrite: replace a checkpoint of this step atomically.
             options: instead of the `Checkpointer`'s.
             progress: called on the engine's thread with a `Progress` as the save goes.
+            metrics: numbers by name, for retention and listings.
 
         Cancellation: aborts the save, waits for its clean-up, then raises; a save whose
         publication had begun is committed nevertheless.
@@ -122,81 +160,54 @@ class Checkpointer:
         Raises:
             CheckpointExistsError: the step exists; nothing was written.
             UnsupportedLeafError: names the path of a leaf that cannot be saved.
-            SaveError, StoreError: names leaf, stage or file; nothing is left of the attempt.
+            SaveError, StoreError: names leaf, stage or file; no file of the attempt remains.
         """
-        name, number = number_of(step)
-        pending: PendingSave = self._core.begin_save(
-            PendingSave,
-            name,
-            number,
-            tree,
-            metadata=metadata,
-            metrics=metrics,
-            overwrite=overwrite,
-            options=options,
-            progress=progress,
-            stall_first=False,
-        )
+        pending: PendingSave = self._begin_save(step, tree, arguments, stall_first=False)
         return await pending._wait_owned()
 
+    @documented
     async def start_save(
-        self,
-        step: int,
-        tree: Any,
-        *,
-        metadata: Mapping[str, Any] | None = None,
-        metrics: Mapping[str, float] | None = None,
-        overwrite: bool = False,
-        options: SaveOptions | None = None,
-        progress: ProgressCallback | None = None,
+        self, step: int, tree: Any, **arguments: Unpack[StepSaveArguments]
     ) -> PendingSave:
-        """Every leaf was copied and may be mutated, donated or freed; the save goes on.
+        """Copy every leaf, and save the copies in the background.
 
-        Arguments and errors: as `save`. What fails later is raised by awaiting the result, or
-        else once by the next save, `wait`, `close` or the end of the block.
+        On return the leaves may be mutated, donated or freed. Arguments and errors: as `save`. An
+        error that occurs later is raised by awaiting the result, or else once by the next save,
+        `wait`, `close` or the end of the block.
 
         Cancellation: aborts the save, waits for its clean-up, then raises.
         """
-        name, number = number_of(step)
-        pending: PendingSave = self._core.begin_save(
-            PendingSave,
-            name,
-            number,
-            tree,
-            metadata=metadata,
-            metrics=metrics,
-            overwrite=overwrite,
-            options=options,
-            progress=progress,
-            stall_first=True,
-        )
+        pending: PendingSave = self._begin_save(step, tree, arguments, stall_first=True)
         await pending._wait_staged()
         return pending
 
+    @overload
     async def restore(
-        self,
-        step: int | None = None,
-        *,
-        like: Any = None,
-        leaves: Leaves = "numpy",
-        include: str | Sequence[str] | None = None,
-        strict: bool = True,
-        cast: bool = False,
-        options: RestoreOptions | None = None,
-        progress: ProgressCallback | None = None,
+        self, step: int | None = None, *, like: T, **arguments: Unpack[RestoreArguments]
+    ) -> T: ...
+
+    @overload
+    async def restore(
+        self, step: int | None = None, *, like: None = None, **arguments: Unpack[RestoreArguments]
+    ) -> Any: ...
+
+    @documented
+    async def restore(
+        self, step: int | None = None, *, like: Any = None, **arguments: Unpack[RestoreArguments]
     ) -> Any:
-        """The tree of a step, of the newest one with None.
+        """Return the tree of a step.
 
         Args:
             step: the step; None for the newest valid one.
             like: a tree whose types, dtypes and containers the result has; arrays, abstract
                 arrays (`jax.ShapeDtypeStruct`, meta tensors) or scalars.
-            leaves: without `like`: ``"numpy"``, ``"jax"`` or ``"torch"`` arrays.
             include: globs on paths; other leaves are left out (with `like`: kept as they are).
             strict: leaves that only one side has are errors.
             cast: convert dtypes; values out of range stay errors.
             options: instead of the `Checkpointer`'s.
             progress: called on the engine's thread with a `Progress`.
+            leaves: without `like`: ``"numpy"``, ``"jax"`` or ``"torch"`` arrays.
+            on_report: called in the caller's thread with the `RestoreReport` before this returns.
 
         Cancellation: waits until no thread writes to host memory any more, then raises.
 
@@ -206,32 +217,17 @@ class Checkpointer:
             CorruptCheckpointError: names leaf, file and offset; nothing is returned.
         """
         number = None if step is None else number_of(step)[1]
-        mode: Literal["saved", "like"] = "saved" if like is None else "like"
-        request, flat, adapters = self._core.restore_request(
-            mode,
-            like,
-            leaves=leaves,
-            include=include,
-            strict=strict,
-            cast=cast,
-            options=options,
-            progress=progress,
-        )
-        outcome = await self._core.call(lambda: self._core.restore(number, request)).wait()
-        return finish_tree(outcome, flat, adapters)
+        return await _tree(self._session, number, like, **completed(RestoreArguments, arguments))
 
+    @documented
     async def restore_into(
         self,
         target: Any,
         *,
         step: int | None = None,
-        include: str | Sequence[str] | None = None,
-        strict: bool = True,
-        cast: bool = False,
-        options: RestoreOptions | None = None,
-        progress: ProgressCallback | None = None,
+        **arguments: Unpack[RestoreIntoArguments],
     ) -> RestoreReport:
-        """Mutable arrays of `target` hold the checkpoint's values, and objects its state dicts.
+        """Restore a step into the arrays of `target`, and into its objects with a state dict.
 
         Arguments, cancellation and errors: as `restore`; in addition:
 
@@ -243,244 +239,179 @@ class Checkpointer:
             AsyncCheckpointError: `written` lists the targets whose contents are now undefined.
         """
         number = None if step is None else number_of(step)[1]
-        request, flat, adapters = self._core.restore_request(
-            "into",
-            target,
-            leaves="numpy",
-            include=include,
-            strict=strict,
-            cast=cast,
-            options=options,
-            progress=progress,
+        return await _into(
+            self._session, number, target, **completed(RestoreIntoArguments, arguments)
         )
-        outcome = await self._core.call(lambda: self._core.restore(number, request)).wait()
-        assert flat is not None
-        return finish_into(outcome, flat, adapters)
 
     async def prepare(self, tree: Any) -> int:
-        """Staging memory for this tree (or as much as the budget has) is allocated and touched.
+        """Allocate and touch staging memory for this tree, or as much as the budget has.
 
-        Returns its bytes. The first save then stalls no longer than the following ones.
+        The first save then stalls no longer than the following ones.
+
+        Returns:
+            Bytes of staging memory.
         """
         nbytes = tree_nbytes(tree)
-        return await self._core.call(lambda: self._core.prepare(nbytes)).wait()
+        return await self._session.call(lambda: self._session.prepare(nbytes)).wait()
 
     async def steps(self) -> list[int]:
-        """All steps with a valid commit record, ascending."""
-        return await self._core.call(self._core.steps).wait()
+        """Return all steps with a valid commit record, ascending."""
+        return await self._session.call(self._session.steps.found).wait()
 
     async def latest_step(self) -> int | None:
-        """The highest step with a valid commit record, or None."""
-        return await self._core.call(self._core.latest_step).wait()
+        """Return the highest step with a valid commit record, or None."""
+        return await self._session.call(self._session.steps.latest).wait()
 
     async def inspect(self, step: int | None = None) -> CheckpointInfo:
-        """What a step holds (the newest with None), from its metadata alone."""
+        """Describe a step (None: the newest) from its metadata alone."""
         number = None if step is None else number_of(step)[1]
-        return await self._core.call(lambda: self._core.inspect(number)).wait()
+        return await self._session.call(lambda: self._session.reads.inspect(number)).wait()
 
     async def verify(
         self, step: int | None = None, *, progress: ProgressCallback | None = None
     ) -> VerifyReport:
-        """Every byte of a step (the newest with None) was read and checked."""
+        """Read and check every byte of a step (None: the newest)."""
         number = None if step is None else number_of(step)[1]
-        return await self._core.call(lambda: self._core.verify(number, progress)).wait()
+        return await self._session.call(lambda: self._session.reads.verify(number, progress)).wait()
 
     async def delete(self, step: int) -> None:
-        """The step is gone: first its visibility, durably, then its bytes.
+        """Delete a step: first its visibility, durably, then its bytes.
 
         Raises:
-            CheckpointNotFoundError: there was none.
+            CheckpointNotFoundError: there is no such step.
         """
         name, _ = number_of(step)
-        await self._core.call(lambda: self._core.delete(name)).wait()
+        await self._session.call(lambda: self._session.steps.delete(name)).wait()
 
     async def delete_after(self, step: int) -> list[int]:
-        """All steps above `step` are gone, highest first; returns them (an abandoned branch).
+        """Delete all steps above `step`, highest first, and return them (an abandoned branch).
 
-        Saves in flight are waited for, and go too where they are above.
+        Saves in flight are waited for, and their steps deleted too where they are above.
         """
         _, number = number_of(step)
-        return await self._core.call(lambda: self._core.delete_after(number)).wait()
+        return await self._session.call(lambda: self._session.delete_after(number)).wait()
 
     async def wait(self) -> None:
-        """No save is in flight.
+        """Wait until no save is in flight.
 
         Cancellation: stops the waiting; the saves go on.
 
         Raises:
-            …: the failure of a save that nobody has heard of, once.
+            …: the error of a save that has not been raised anywhere else, once.
         """
-        await self._idle()
-        self._core.raise_unseen()
+        await self._session.idle()
+        self._session.saves.raise_unseen()
 
     async def close(self) -> None:
-        """Saves in flight have ended and all threads too. Idempotent.
+        """Wait for saves in flight and end all threads. Idempotent.
 
         Cancellation: aborts the saves in flight, waits for their clean-up, closes, then raises.
 
         Raises:
-            …: the failure of a save that nobody has heard of, once; or the store's, which could
-                not be closed.
+            …: the error of a save that has not been raised anywhere else, once; or the store's,
+                which could not be closed.
         """
-        core = self._core
-        if core.forked():
-            return
-        with core.heard():
-            try:
-                await self._idle()
-            except asyncio.CancelledError:
-                for pending in core.in_flight():
-                    pending.cancel()
-                    await uninterrupted(pending._settled())
-                raise
-            finally:
-                await uninterrupted(core.aclose())
-
-    async def _idle(self) -> None:
-        """As `wait`; how the saves ended is not looked at."""
-        for pending in self._core.in_flight():
-            waiter = asyncio.wrap_future(pending._job.future)
-            try:
-                await asyncio.wait((waiter,))
-            except asyncio.CancelledError:
-                waiter.cancel()
-                raise
-            waiter.exception()
+        await self._close()
 
 
+@documented
 async def save(
-    location: str | os.PathLike[str],
-    tree: Any,
-    *,
-    metadata: Mapping[str, Any] | None = None,
-    overwrite: bool = False,
-    options: SaveOptions | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    progress: ProgressCallback | None = None,
-    coordinator: object = "auto",
+    location: Location, tree: Any, **arguments: Unpack[LocationSaveArguments]
 ) -> SaveReport:
-    """The tree is committed at `location` and durable. Arguments, errors: `Checkpointer.save`."""
-    core = Core(
-        location,
-        one_shot=True,
-        save_options=options,
-        storage_options=storage_options,
-        coordinator=coordinator,
-    )
-    try:
-        pending: PendingSave = core.begin_save(
-            PendingSave,
-            core.name,
-            None,
-            tree,
-            metadata=metadata,
-            metrics=None,
-            overwrite=overwrite,
-            options=options,
-            progress=progress,
-            stall_first=False,
+    """Save a tree at `location`; on return the checkpoint is committed and durable.
+
+    Arguments, cancellation and errors: as `Checkpointer` and `Checkpointer.save`.
+    """
+    given = completed(LocationSaveArguments, arguments)
+    async with _opened(location, given, save_options=given["options"]) as core:
+        pending: PendingSave = core.start_save(
+            PendingSave, core.root.name, None, tree, metrics=None, stall_first=False, **given
         )
         return await pending._wait_owned()
-    finally:
-        await uninterrupted(core.aclose())
 
 
+@overload
 async def restore(
-    location: str | os.PathLike[str],
-    *,
-    like: Any = None,
-    leaves: Leaves = "numpy",
-    include: str | Sequence[str] | None = None,
-    strict: bool = True,
-    cast: bool = False,
-    options: RestoreOptions | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    progress: ProgressCallback | None = None,
-    coordinator: object = "auto",
+    location: Location, *, like: T, **arguments: Unpack[LocationRestoreArguments]
+) -> T: ...
+
+
+@overload
+async def restore(
+    location: Location, *, like: None = None, **arguments: Unpack[LocationRestoreArguments]
+) -> Any: ...
+
+
+@documented
+async def restore(
+    location: Location, *, like: Any = None, **arguments: Unpack[LocationRestoreArguments]
 ) -> Any:
-    """The tree saved at `location`. Arguments, errors: `Checkpointer.restore`."""
-    core = Core(
-        location,
-        one_shot=True,
-        restore_options=options,
-        storage_options=storage_options,
-        coordinator=coordinator,
-    )
-    try:
-        request, flat, adapters = core.restore_request(
-            "saved" if like is None else "like",
-            like,
-            leaves=leaves,
-            include=include,
-            strict=strict,
-            cast=cast,
-            options=options,
-            progress=progress,
-        )
-        outcome = await core.call(lambda: core.restore(None, request)).wait()
-        return finish_tree(outcome, flat, adapters)
-    finally:
-        await uninterrupted(core.aclose())
+    """Return the tree saved at `location`.
+
+    Arguments, cancellation and errors: as `Checkpointer` and `Checkpointer.restore`.
+    """
+    given = completed(LocationRestoreArguments, arguments)
+    async with _opened(location, given, restore_options=given["options"]) as core:
+        return await _tree(core, None, like, **given)
 
 
+@documented
 async def restore_into(
-    location: str | os.PathLike[str],
-    target: Any,
-    *,
-    include: str | Sequence[str] | None = None,
-    strict: bool = True,
-    cast: bool = False,
-    options: RestoreOptions | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    progress: ProgressCallback | None = None,
-    coordinator: object = "auto",
+    location: Location, target: Any, **arguments: Unpack[LocationRestoreIntoArguments]
 ) -> RestoreReport:
-    """`target` holds what was saved at `location`. Errors: `Checkpointer.restore_into`."""
-    core = Core(
-        location,
-        one_shot=True,
-        restore_options=options,
-        storage_options=storage_options,
-        coordinator=coordinator,
-    )
-    try:
-        request, flat, adapters = core.restore_request(
-            "into",
-            target,
-            leaves="numpy",
-            include=include,
-            strict=strict,
-            cast=cast,
-            options=options,
-            progress=progress,
-        )
-        outcome = await core.call(lambda: core.restore(None, request)).wait()
-        assert flat is not None
-        return finish_into(outcome, flat, adapters)
-    finally:
-        await uninterrupted(core.aclose())
+    """Restore the checkpoint at `location` into the arrays and objects of `target`.
+
+    Arguments, cancellation and errors: as `Checkpointer` and `Checkpointer.restore_into`.
+    """
+    given = completed(LocationRestoreIntoArguments, arguments)
+    async with _opened(location, given, restore_options=given["options"]) as core:
+        return await _into(core, None, target, **given)
 
 
 async def inspect(
-    location: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+    location: Location, *, storage_options: Mapping[str, Any] | None = None
 ) -> CheckpointInfo:
-    """What the checkpoint at `location` holds, from its metadata alone."""
-    core = Core(location, one_shot=True, storage_options=storage_options, coordinator="single")
-    try:
-        return await core.call(lambda: core.inspect(None)).wait()
-    finally:
-        await uninterrupted(core.aclose())
+    """Describe the checkpoint at `location` from its metadata alone."""
+    async with _opened(location, {"storage_options": storage_options}) as core:
+        return await core.call(lambda: core.reads.inspect(None)).wait()
 
 
 async def verify(
-    location: str | os.PathLike[str],
+    location: Location,
     *,
     storage_options: Mapping[str, Any] | None = None,
     progress: ProgressCallback | None = None,
 ) -> VerifyReport:
-    """Every byte of the checkpoint at `location` was read and checked."""
-    core = Core(location, one_shot=True, storage_options=storage_options, coordinator="single")
-    try:
-        return await core.call(lambda: core.verify(None, progress)).wait()
-    finally:
-        await uninterrupted(core.aclose())
+    """Read and check every byte of the checkpoint at `location`."""
+    async with _opened(location, {"storage_options": storage_options}) as core:
+        return await core.call(lambda: core.reads.verify(None, progress)).wait()
+
+
+def _opened(location: Location, arguments: dict[str, Any], **options: Any) -> Session:
+    """Open what holds one checkpoint; takes the arguments that concern its location."""
+    return Session(
+        location,
+        one_shot=True,
+        storage_options=arguments.pop("storage_options"),
+        coordinator=arguments.pop("coordinator", "single"),
+        **options,
+    )
+
+
+async def _tree(core: Session, step: int | None, like: Any, **arguments: Any) -> Any:
+    on_report = arguments.pop("on_report")
+    checked_callback("on_report", on_report, "RestoreReport")
+    mode: Literal["saved", "like"] = "saved" if like is None else "like"
+    request, flat, adapters = core.restore_request(mode, like, **arguments)
+    outcome = await core.call(lambda: core.reads.restore(step, request)).wait()
+    tree = finish_tree(outcome, flat, adapters)
+    if on_report is not None:
+        on_report(outcome.report)
+    return tree
+
+
+async def _into(core: Session, step: int | None, target: Any, **arguments: Any) -> RestoreReport:
+    request, flat, adapters = core.restore_request("into", target, leaves="numpy", **arguments)
+    outcome = await core.call(lambda: core.reads.restore(step, request)).wait()
+    assert flat is not None
+    return finish_into(outcome, flat, adapters)

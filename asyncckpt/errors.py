@@ -20,6 +20,7 @@
     │   ├── SaveAbortedError        the save was cancelled by `PendingSave.cancel()`
     │   └── DeadlineExceededError   the save or restore ran past its deadline
     ├── RestoreError                an object refused its restored state
+    ├── ResourceError               memory or threads of this process ran out
     └── EngineDiedError             the engine's thread ended unexpectedly
 
 Each carries, where known, the leaf's `path`, the pipeline `stage`, the `location` of the
@@ -79,7 +80,7 @@ class CheckpointNotFoundError(AsyncCheckpointError):
 
 
 class CheckpointExistsError(AsyncCheckpointError):
-    """A checkpoint stands at the location already and `overwrite` was not given."""
+    """A checkpoint already exists at the location and `overwrite` was not given."""
 
 
 class _DamagedFileError(AsyncCheckpointError):
@@ -202,6 +203,10 @@ class DeadlineExceededError(SaveError):
 
 class RestoreError(AsyncCheckpointError):
     """A restore failed after its targets were filled: an object refused its new state."""
+
+
+class ResourceError(AsyncCheckpointError):
+    """Memory or threads ran out, or the interpreter is exiting; no checkpoint was changed."""
 
 
 class EngineDiedError(AsyncCheckpointError):

@@ -61,6 +61,15 @@ MIN_BUDGET_NBYTES = 64 * MIB
 MAX_DEFAULT_BUDGET_NBYTES = 8 * GIB
 """Staging more than this ahead of the disk buys nothing on the machines measured."""
 
+ABANDON_S = 30.0
+"""How long a cancelled await, and any clean-up, waits for a thread stuck in a system call (a mount
+that does not answer). A thread that is merely slow goes on by itself: removing 100 GB takes this
+long on ext4."""
+
+CLEANUP_S = 60.0
+"""How long work that must not be cut short, such as a publication, goes on after its caller was
+cancelled: two waits for threads. Then it is cancelled too, which ends within `ABANDON_S`."""
+
 STEP_MAX = 10**19 - 1
 """Steps are names of at most 19 digits."""
 
@@ -106,7 +115,7 @@ class SaveOptions:
     """How a checkpoint is saved.
 
     `host_memory_nbytes`, `direct_io` and `exit_deadline_s` belong to a `Checkpointer`, which takes
-    them from its `save_options=`; in the `options=` of one of its saves they have no effect.
+    them from its `save_options=`; another value in the `options=` of a save is a `UsageError`.
 
     Attributes:
         host_memory_nbytes: budget of staging memory in bytes, shared by all saves and restores of
@@ -225,12 +234,12 @@ class RestoreOptions:
 
 
 def default_budget_nbytes() -> int:
-    """A quarter of the memory that the process may use (cgroup or machine), at most 8 GiB."""
+    """Return a quarter of the memory that the process may use, at most 8 GiB."""
     return max(MIN_BUDGET_NBYTES, min(MAX_DEFAULT_BUDGET_NBYTES, memory_limit_nbytes() // 4))
 
 
 def memory_limit_nbytes() -> int:
-    """Bytes of memory this process may use: the cgroup's limit, or the machine's memory."""
+    """Return the bytes of memory this process may use: the cgroup's limit, or the machine's."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
@@ -243,7 +252,7 @@ def memory_limit_nbytes() -> int:
 
 
 def step_number(step: object) -> int:
-    """The step as an int.
+    """Return the step as an int.
 
     Raises:
         UsageError: it is not a non-negative integer of at most 19 digits.

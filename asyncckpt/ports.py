@@ -1,17 +1,17 @@
 """The four seams of the library: stores, array adapters, coordinators and host memory.
 
-A protocol here says what the pipeline relies on and nothing else. Implementations are in
+A protocol here declares what the pipeline relies on, and nothing else. Implementations are in
 `stores/`, `adapters/` and `coordinators/`; `asyncckpt.testing` holds the conformance suite that
 every `Store` must pass.
 """
 
 # Rule 1: stores see opaque bytes and relative paths; they know no arrays, chunks or records.
 # Rule 2: adapters see arrays and host buffers; they know no files.
-# Rule 3: whoever gets a buffer may use it until the awaited call has returned or raised, not after.
+# Rule 3: a callee may use a buffer until the awaited call has returned or raised, not after.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -36,6 +36,7 @@ __all__ = [
     "ExportingStore",
     "HostMemory",
     "NodeAdapter",
+    "Removal",
     "ScatteredFile",
     "ShardedAdapter",
     "Sizes",
@@ -49,17 +50,20 @@ __all__ = [
 Bytes = npt.NDArray[np.uint8]
 """A contiguous one-dimensional buffer of bytes."""
 
+Removal = Callable[[], Coroutine[Any, Any, None]]
+"""Removes the bytes of a checkpoint that is listed no more; to be called once."""
+
 
 # --------------------------------------------------------------------------------------- stores
 
 
 @dataclass(frozen=True, slots=True)
 class StoreCapabilities:
-    """What a store can do and what it asks for.
+    """Abilities and requirements of a store.
 
     Attributes:
         buffer: what `DataFile.write` takes: `aligned` (address, offset and length multiples of
-            `alignment_nbytes` are written fastest; others work), `bytes` (only `bytes`), `any`.
+            `alignment_nbytes` are written fastest; others work), or `any`.
         alignment_nbytes: alignment that makes writes direct; 1 where it does not matter.
         client_copies: copies of a buffer that the client makes while sending it.
         positional_writes: parts of a data file may be written in any order and concurrently, of
@@ -68,12 +72,12 @@ class StoreCapabilities:
         read_copies: copies of what is read that the client makes on its way into the buffers.
         read_gap_nbytes: unwanted bytes that a read takes along instead of ending, because another
             read would cost as much time.
-        reads: reads in flight where nobody says how many.
+        reads: reads in flight by default.
         proves_dead: leftovers of dead attempts can be told from living ones, so that `sweep`
             removes them.
     """
 
-    buffer: Literal["aligned", "bytes", "any"]
+    buffer: Literal["aligned", "any"]
     alignment_nbytes: int = 1
     client_copies: int = 0
     positional_writes: bool = True
@@ -98,6 +102,7 @@ class Sizes:
         chunk_limit_nbytes: larger chunks cannot be stored; None for no limit.
         even_streams: data files may be made smaller, down to half, so that so many writes of
             whole files end at the same time; None where that is not worth while.
+        notes: options that were asked for and could not be met, for the report.
     """
 
     data_file_nbytes: int
@@ -106,6 +111,7 @@ class Sizes:
     chunk_nbytes: int | None = None
     chunk_limit_nbytes: int | None = None
     even_streams: int | None = None
+    notes: tuple[str, ...] = ()
 
 
 class DataFile(Protocol):
@@ -119,14 +125,14 @@ class DataFile(Protocol):
     path: str
 
     async def write(self, offset: int, data: Bytes | bytearray) -> bool:
-        """All of `data` is written at `offset` (not yet durable).
+        """Write all of `data` at `offset` (not yet durable).
 
         Returns:
-            Whether nobody reads `data` any more. False where a request for it was given up and
-            sent again: then its memory must not be used again as long as anybody holds it.
+            Whether the memory of `data` may be reused at once. False where a request was abandoned
+            and sent again: then it must not be reused while any view of it is alive.
 
         Cancellation: raises when the store no longer reads `data`; where `capabilities.buffer` is
-        not ``"aligned"``, its memory must not be used again as long as anybody holds it.
+        not ``"aligned"``, its memory must not be reused while any view of it is alive.
 
         Raises:
             StoreError: names the file and offset; the attempt cannot be continued.
@@ -134,7 +140,7 @@ class DataFile(Protocol):
         ...
 
     async def seal(self, nbytes: int) -> None:
-        """The file is exactly `nbytes` long, durable and closed."""
+        """Make the file exactly `nbytes` long and durable, and close it."""
         ...
 
 
@@ -147,7 +153,7 @@ class Attempt(Protocol):
     location: str
 
     async def create(self, path: str, *, nbytes: int, window_nbytes: int | None = None) -> DataFile:
-        """A new data file is open for writing; `nbytes` is its expected size.
+        """Open a new data file for writing; `nbytes` is its expected size.
 
         Args:
             path: relative path.
@@ -159,12 +165,27 @@ class Attempt(Protocol):
         """
         ...
 
-    async def put(self, path: str, data: bytes | memoryview) -> None:
-        """A small file with this content exists and is durable; `path` may have directories."""
+    async def put(self, path: str, data: bytes | memoryview, *, in_record: bool = False) -> None:
+        """Make a small file with this content durable; `path` may have directories.
+
+        Args:
+            path: relative path.
+            data: the content.
+            in_record: the record will contain `data` too, so that a store that writes the file
+                after the record need not keep it elsewhere until then.
+        """
+        ...
+
+    def source(self, path: str) -> str | None:
+        """Return where `put` stores the content of `path` before the record is written.
+
+        None where that is `path` itself. Otherwise the file gets its name after the record, which
+        must list it (`CommitRecord.fixed`).
+        """
         ...
 
     async def publish(self, record: bytes) -> None:
-        """The checkpoint is visible and durable, with `record` as its commit record, written last.
+        """Make the checkpoint visible and durable; `record`, its commit record, is written last.
 
         Cancellation: shielded; the outcome is awaited.
 
@@ -177,7 +198,7 @@ class Attempt(Protocol):
         ...
 
     async def abort(self) -> None:
-        """Nothing of the attempt is left. Never raises for things that are gone already."""
+        """Remove everything of the attempt; ignore files that are gone already."""
         ...
 
 
@@ -185,7 +206,7 @@ class ScatteredFile(DataFile, Protocol):
     """A data file of a store with `capabilities.positional_writes`."""
 
     async def write_runs(self, offsets: Sequence[int], runs: Sequence[Bytes]) -> None:
-        """Each of many short runs is written at its own offset (not yet durable).
+        """Write each of many short runs at its own offset (not yet durable).
 
         Every `write` to the same pages must have returned. Cancellation, errors: as `write`.
         """
@@ -202,22 +223,22 @@ class Export(Protocol):
     location: str
 
     async def create(self, path: str, *, nbytes: int, window_nbytes: int | None = None) -> DataFile:
-        """As `Attempt.create`."""
+        """Open a new data file; see `Attempt.create`."""
         ...
 
     async def put(self, path: str, data: bytes | memoryview) -> None:
-        """As `Attempt.put`."""
+        """Write a small file; see `Attempt.put`."""
         ...
 
     async def publish_files(self, path: str = "") -> None:
-        """The file `path` of the attempt, or with ``""`` all of it, is at its name, durably.
+        """Publish the file `path` of the attempt, or with ``""`` all of it, durably.
 
         If it fails, nothing of the attempt is left. Cancellation, errors: as `Attempt.publish`.
         """
         ...
 
     async def abort(self) -> None:
-        """As `Attempt.abort`."""
+        """Remove everything of the attempt; see `Attempt.abort`."""
         ...
 
 
@@ -236,7 +257,7 @@ class CheckpointFiles(Protocol):
     capabilities: StoreCapabilities
 
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
-        """The whole content of a small file.
+        """Return the whole content of a small file.
 
         Raises:
             CheckpointNotFoundError: the file does not exist.
@@ -255,7 +276,7 @@ class CheckpointFiles(Protocol):
         received: Callable[[], None] | None = None,
         ahead_nbytes: int | None = None,
     ) -> None:
-        """The buffers are filled, one after the other, from a run of the file at `offset`.
+        """Fill the buffers, one after the other, from a run of the file at `offset`.
 
         Args:
             path: relative path of the file.
@@ -268,7 +289,7 @@ class CheckpointFiles(Protocol):
             ahead_nbytes: what a store whose reads are copied may have in flight at one time, about;
                 None: as much as it likes.
 
-        Cancellation: waits until nobody writes to the buffers, then raises.
+        Cancellation: waits until nothing writes to the buffers, then raises.
 
         Raises:
             CheckpointNotFoundError: the file does not exist.
@@ -278,7 +299,7 @@ class CheckpointFiles(Protocol):
         ...
 
     async def entries(self, path: str = "", *, max_entries: int) -> list[Entry]:
-        """What stands in a directory of the checkpoint, one level, by name.
+        """List a directory of the checkpoint, one level, by name.
 
         Where `path` is a regular file, it is the one entry, with the name ``""``; `read` and
         `read_into` take the path ``""`` for a checkpoint that is itself one file.
@@ -294,11 +315,11 @@ class CheckpointFiles(Protocol):
         ...
 
     def reads(self, wanted: int | None) -> int:
-        """How many reads to have in flight from now on; `wanted` is what somebody asks for."""
+        """Return how many reads to have in flight from now on; `wanted` is the caller's number."""
         ...
 
     async def changed(self) -> Literal["deleted", "replaced"] | None:
-        """What has become of the checkpoint that was read here; None while it stands.
+        """Return what happened to the checkpoint that was read here; None if it is still there.
 
         Raises:
             StoreError: it could not be found out.
@@ -306,7 +327,7 @@ class CheckpointFiles(Protocol):
         ...
 
     async def close(self) -> None:
-        """File descriptors are closed. Idempotent."""
+        """Close file descriptors. Idempotent."""
         ...
 
 
@@ -329,14 +350,14 @@ class Store(Protocol):
         data_file_nbytes: int | None = None,
         concurrency: int | None = None,
     ) -> Sizes:
-        """How a save of a state of `nbytes` would best go here, within a budget of memory.
+        """Return the best sizes for saving a state of `nbytes`, within a budget of memory.
 
         Args:
             nbytes: what is to be saved.
             budget_nbytes: staging memory, the copies that the client makes included.
             chunk_nbytes: target size of its chunks.
-            data_file_nbytes: size of data files that somebody asks for.
-            concurrency: writes in flight that somebody asks for.
+            data_file_nbytes: size of data files that the caller asks for.
+            concurrency: writes in flight that the caller asks for.
         """
         ...
 
@@ -349,7 +370,7 @@ class Store(Protocol):
         overwrite: bool = False,
         private: bool = False,
     ) -> Attempt:
-        """An attempt to publish `name` is open; its files are where no other attempt writes.
+        """Open an attempt to publish `name`, where no other attempt writes.
 
         Args:
             name: one path part.
@@ -362,7 +383,7 @@ class Store(Protocol):
         ...
 
     async def names(self) -> list[str]:
-        """Names of all entries that may be checkpoints, valid or not, in no order.
+        """Return the names of all entries that may be checkpoints, valid or not, in no order.
 
         They may be names that attempts have begun to write.
         """
@@ -373,7 +394,17 @@ class Store(Protocol):
         ...
 
     async def delete(self, name: str) -> None:
-        """The checkpoint is gone: first its visibility, durably, then its bytes.
+        """Delete the checkpoint: first its name, durably, then its bytes.
+
+        Raises:
+            CheckpointNotFoundError: there was none.
+        """
+        ...
+
+    async def unlist(self, name: str) -> Removal:
+        """Make the checkpoint invisible, durably; the result removes its bytes.
+
+        `delete` does both. Bytes that are never removed, because the process ends, are a leftover.
 
         Raises:
             CheckpointNotFoundError: there was none.
@@ -381,14 +412,14 @@ class Store(Protocol):
         ...
 
     async def sweep(self) -> Sequence[str]:
-        """Leftovers that can be proven dead are removed, and what a winner left unfinished is done.
+        """Remove leftovers that are proven dead, and finish the work of interrupted commits.
 
-        Returns the names of what was removed.
+        Returns the names of the removed leftovers.
         """
         ...
 
     async def collect(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:
-        """Leftovers of attempts that are older are removed, whoever made them; returns their names.
+        """Remove leftovers of older attempts, of any process; return their names.
 
         Args:
             older_than_s: seconds since anything was written in it.
@@ -397,7 +428,7 @@ class Store(Protocol):
         ...
 
     async def close(self) -> None:
-        """Connections and descriptors are closed. Idempotent."""
+        """Close connections and descriptors. Idempotent."""
         ...
 
 
@@ -408,7 +439,7 @@ class ExportingStore(Protocol):
     async def begin_export(
         self, name: str, save_id: str, *, overwrite: bool = False, private: bool = False
     ) -> Export:
-        """As `Store.begin`, for files of another format.
+        """Open an attempt for files of another format; see `Store.begin`.
 
         A file whose path is `name` will be that name itself, as the only one of the attempt.
         """
@@ -429,9 +460,9 @@ class Source:
             with any strides; None when they must be fetched (device memory, lazy conjugates).
         identity: leaves with equal identity share all bytes and are stored once; None for never.
         framework: `numpy`, `jax` or `torch`; what `leaves=` calls it.
-        extra: facts to keep beside the bytes (PRNG implementation, requires_grad, …), JSON.
+        extra: facts to keep with the bytes (PRNG implementation, requires_grad, …), JSON.
         shards: the distinct boxes that this process can read, each once however many replicas
-            of it there are; None stands for one that covers the array.
+            of it there are; None means one that covers the array.
         views: per shard its values in host memory, as `view`, or None where they must be fetched;
             empty without `shards`.
         stream: whatever the adapter captured in the caller's thread to read the leaf later.
@@ -457,8 +488,8 @@ class Target:
         leaf: the caller's `like` leaf or the array to fill.
         buffer: host memory to fill in place, in the NumPy dtype of `spec.dtype`, any strides;
             None when the pipeline allocates and `place` makes the leaf.
-        boxes: the distinct parts of the array that are wanted, which may leave gaps; None stands
-            for all of it. `place_parts` takes the values of such a target, one array per box.
+        boxes: the distinct parts of the array that are wanted, which may leave gaps; None means
+            all of it. `place_parts` takes the values of such a target, one array per box.
         buffers: per box host memory to fill in place, as `buffer`; empty when the pipeline
             allocates.
         identity: targets with equal identity are the same memory; None when unknown or immutable.
@@ -494,11 +525,11 @@ class ArrayAdapter(Protocol):
     name: str
 
     def owns(self, kind: type) -> bool:
-        """Whether leaves of this type (arrays, and abstract arrays for `like`) are handled here."""
+        """Return whether leaves of this type (arrays, or abstract ones for `like`) are its own."""
         ...
 
     def source(self, path: str, leaf: Any) -> Source:
-        """The leaf is open for saving.
+        """Open the leaf for saving.
 
         Raises:
             UnsupportedLeafError: names the path, what is unsupported, and a cast that is not.
@@ -506,11 +537,11 @@ class ArrayAdapter(Protocol):
         ...
 
     def fetch(self, source: Source, box: Box, out: npt.NDArray[Any]) -> None:
-        """`out` (of the box's shape, in the spec's dtype) holds the values of `box`. Blocking."""
+        """Copy the values of `box` to `out`, of the box's shape and the spec's dtype. Blocking."""
         ...
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
-        """What must be restored for this leaf; with `in_place`, into its memory if it is mutable.
+        """Describe what to restore for this leaf; with `in_place`, into its memory if mutable.
 
         Raises:
             UnsupportedLeafError: names the path.
@@ -519,18 +550,18 @@ class ArrayAdapter(Protocol):
         ...
 
     def place(self, target: Target, values: npt.NDArray[Any]) -> Any:
-        """The finished leaf for `target`; dtype and shape are checked to be as asked. Blocking.
+        """Return the finished leaf for `target`, with dtype and shape checked. Blocking.
 
         `values` belongs to the leaf from here on and never returns to a pool.
         """
         ...
 
     def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
-        """Why `leaf` cannot hold this zarr dtype as it is, naming the path; None where it can."""
+        """Return why `leaf` cannot hold this zarr dtype as it is, naming the path, or None."""
         ...
 
     def leaf(self, path: str, values: npt.NDArray[Any], extra: Mapping[str, Any]) -> Any:
-        """The leaf for restoring without `like` (`leaves=` this framework), on the default device.
+        """Return the leaf for `leaves=` this framework, on the default device.
 
         Raises:
             DtypeMismatchError: the framework cannot hold the dtype as it is; names the path.
@@ -543,7 +574,7 @@ class ShardedAdapter(ArrayAdapter, Protocol):
     """An adapter whose targets may have `boxes`."""
 
     def place_parts(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
-        """The finished leaf for a target with `boxes`, from the values of each box. Blocking.
+        """Return the finished leaf for a target with `boxes`, from the values of each. Blocking.
 
         As `place` otherwise.
         """
@@ -554,11 +585,11 @@ class NodeAdapter(Protocol):
     """Containers that a framework has registered (`jax.tree_util` nodes such as optax states)."""
 
     def flatten(self, node: Any) -> tuple[Sequence[str | int], Sequence[Any]] | None:
-        """Keys and children of a registered node, or None when the type is not registered."""
+        """Return keys and children of a registered node, or None for a type that is not."""
         ...
 
     def unflatten(self, node: Any, children: Sequence[Any]) -> Any:
-        """A node like `node` with these children."""
+        """Return a node like `node` with these children."""
         ...
 
 
@@ -567,11 +598,11 @@ class Stateful(Protocol):
     """An object that is saved as its state dict (modules, optimizers, schedulers, data loaders)."""
 
     def state_dict(self) -> Any:
-        """The state as a tree."""
+        """Return the state as a tree."""
         ...
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """The state is that of `state_dict`."""
+        """Set the state to that of `state_dict`."""
         ...
 
 
@@ -584,11 +615,11 @@ class HostMemory(Protocol):
     name: str
 
     def allocate(self, nbytes: int) -> Bytes:
-        """A page-aligned buffer, every page of it touched. Blocking; runs in a worker thread."""
+        """Return a page-aligned buffer with every page touched. Blocking; for a worker thread."""
         ...
 
     def free(self, buffer: Bytes) -> None:
-        """The buffer's memory is returned; nobody holds a view of it."""
+        """Free the buffer's memory, of which no view is alive."""
         ...
 
 
@@ -599,9 +630,9 @@ class Coordinator(Protocol):
     process_count: int
 
     async def put(self, key: str, value: bytes, *, once: bool = False) -> bytes:
-        """The value of `key`; with `once`, the value of whoever set it first."""
+        """Set `key` and return its value; with `once`, the value that was set first."""
         ...
 
     async def get(self, key: str, *, deadline_s: float) -> bytes:
-        """The value of `key`, waiting for it in slices short enough to be cancelled."""
+        """Return the value of `key`, waiting for it in slices short enough to be cancelled."""
         ...

@@ -1,4 +1,4 @@
-"""Which steps a run keeps. Policies are pure: they see steps and metrics, and name what stays.
+"""Retention policies: pure functions of steps and metrics that name the steps to keep.
 
 keep = KeepLast(3) | KeepEvery(1000) | KeepBest(2, "loss")
 """
@@ -24,12 +24,18 @@ class Retention(Protocol):
     """
 
     def keep(self, steps: Sequence[int], metrics: Metrics) -> set[int]:
-        """The steps to keep, out of `steps` in ascending order."""
+        """Return the steps to keep.
+
+        Args:
+            steps: all steps, the newest last. They ascend; where a run has gone back to an earlier
+                step, those that it has saved come after the higher ones of the branch it left.
+            metrics: the numbers given to `save`.
+        """
         ...
 
 
 class _Policy(ABC):
-    """Policies joined by ``|`` keep what any of them keeps; either side may be anybody's."""
+    """Policies joined by ``|`` keep what any of them keeps; either side may be a user's own."""
 
     __slots__ = ()
 
@@ -45,7 +51,7 @@ class _Policy(ABC):
 
 @dataclass(frozen=True, slots=True)
 class KeepLast(_Policy):
-    """Keep the `n` highest steps."""
+    """Keep the `n` newest steps: the highest, and before them those of the present run."""
 
     uses_metrics: ClassVar[bool] = False
 
@@ -57,8 +63,8 @@ class KeepLast(_Policy):
             raise UsageError(f"KeepLast({self.n!r}): pass the number of steps to keep, at least 1")
 
     def keep(self, steps: Sequence[int], metrics: Metrics) -> set[int]:
-        """The `n` highest of the steps."""
-        return set(sorted(steps)[-self.n :])
+        """Return the last `n` of the steps."""
+        return set(steps[-self.n :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,7 @@ class KeepEvery(_Policy):
             )
 
     def keep(self, steps: Sequence[int], metrics: Metrics) -> set[int]:
-        """The multiples of `k` among the steps."""
+        """Return the multiples of `k` among the steps."""
         return {step for step in steps if step % self.k == 0}
 
 
@@ -122,14 +128,15 @@ class KeepBest(_Policy):
             )
 
     def keep(self, steps: Sequence[int], metrics: Metrics) -> set[int]:
-        """The `n` best of the steps; all of them if none has a value."""
+        """Return the `n` best of the steps; all of them if none has a value."""
         values = self.values(steps, metrics)
         sign = 1.0 if self.mode == "min" else -1.0
-        ranked = sorted(values, key=lambda step: (sign * values[step], -step))
+        # A stable sort, from the newest step: of equal values the newer one comes first.
+        ranked = sorted(reversed(values), key=lambda step: sign * values[step])
         return set(ranked[: self.n] or steps)
 
     def values(self, steps: Sequence[int], metrics: Metrics) -> dict[int, float]:
-        """The metric of the steps that have a number for it."""
+        """Return the metric of the steps that have a number for it."""
         found = {step: metrics.get(step, {}).get(self.metric, math.nan) for step in steps}
         return {step: value for step, value in found.items() if not math.isnan(value)}
 
@@ -149,17 +156,17 @@ class KeepAny(_Policy):
         return any(map(uses_metrics, self.policies))
 
     def keep(self, steps: Sequence[int], metrics: Metrics) -> set[int]:
-        """The union of what the policies keep."""
+        """Return the union of what the policies keep."""
         return set[int]().union(*(policy.keep(steps, metrics) for policy in self.policies))
 
 
 def uses_metrics(policy: Retention) -> bool:
-    """Whether a policy looks at metrics; one that does not say might."""
+    """Return whether a policy looks at metrics; one that does not say might."""
     return bool(getattr(policy, "uses_metrics", True))
 
 
 def concerns(policy: Retention, steps: Sequence[int], metrics: Metrics) -> list[str]:
-    """What a person should know about the policy's decision on these steps."""
+    """Return what a person should know about the policy's decision on these steps."""
     if isinstance(policy, KeepAny):
         return [text for part in policy.policies for text in concerns(part, steps, metrics)]
     if not isinstance(policy, KeepBest) or policy.values(steps, metrics):

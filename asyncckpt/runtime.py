@@ -1,4 +1,4 @@
-"""What one `Checkpointer` (or one one-shot call) owns: engine, budget, staging memory, adapters."""
+"""Resources of one `Checkpointer` or one-shot call: engine, budget, staging memory, stores."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.budget import ByteBudget
-from asyncckpt.flow.buffers import AnonymousMemory, ByteArrayMemory, SlotPool
+from asyncckpt.flow.buffers import AnonymousMemory, SlotPool
 from asyncckpt.flow.engine import Engine
+from asyncckpt.format.record import is_record, outline_of, save_id_of
 from asyncckpt.options import LOCAL_CONCURRENCY, SLOT_NBYTES, default_budget_nbytes
 from asyncckpt.ports import CheckpointFiles, HostMemory, Sizes, Store, StoreCapabilities
-from asyncckpt.stages.opened import is_record, save_id_of
-from asyncckpt.stores.layout import check_name
-from asyncckpt.stores.local import LocalStore, open_local
-from asyncckpt.stores.objects.urls import is_url, split_url
+from asyncckpt.stores.local.store import LocalStore, open_local
+from asyncckpt.stores.objects.clients.urls import is_url, split_url, without_scheme
+from asyncckpt.stores.paths import check_name
 
 _LOST_SLASH = re.compile(
     r"(s3|s3a|s3n|gs|gcs|az|abfs|abfss|adl|https?|memory):/(?!/)", re.IGNORECASE
 )
-"""What is left of a URL that was taken for a path."""
+"""A URL that was passed through a path, which collapses its slashes."""
 
 SPARE_WINDOWS = 2
-"""Windows that are copied and checksummed while as many as there are streams are being sent."""
+"""Windows that are copied and checksummed while every stream sends one."""
 
 
 class Runtime:
@@ -55,25 +55,24 @@ class Runtime:
         return self.budget.capacity * SLOT_NBYTES
 
     def concurrency(self, wanted: Any) -> int:
-        """Operations in flight for an option that is a number or ``"auto"``."""
+        """Return the operations in flight for an option that is a number or ``"auto"``."""
         return LOCAL_CONCURRENCY if wanted == "auto" else int(wanted)
 
     def window_pool(self, capabilities: StoreCapabilities, sizes: Sizes) -> SlotPool:
-        """Where the windows of a save are staged: in what the store's client will send."""
+        """Return the pool in which the windows of a save are staged."""
         if capabilities.positional_writes:
             return self.pool
-        # What the client copies is as much a part of the budget as what it copies from.
+        # The client's copies are part of the budget, like the windows themselves.
         held = sizes.window_nbytes * (1 + capabilities.client_copies)
         units = min(-(-held // SLOT_NBYTES), self.budget.capacity)
         pool = self._window_pool
         if pool is None or (pool.slot_nbytes, pool.units) != (sizes.window_nbytes, units):
             if pool is not None:
                 pool.close()
-            only_bytes = capabilities.buffer == "bytes"
             pool = self._window_pool = SlotPool(
                 self.budget,
                 self.engine.compute,
-                ByteArrayMemory() if only_bytes else _host_memory(),
+                _host_memory(),
                 slot_nbytes=sizes.window_nbytes,
                 units=units,
                 pipeline_slots=sizes.concurrency + SPARE_WINDOWS,
@@ -82,7 +81,7 @@ class Runtime:
         return pool
 
     def store(self, root: Any, *, direct_io: Any, storage_options: Any) -> Store:
-        """The store of a root: a directory, a URL, or itself."""
+        """Return the store of a root: of a directory, of a URL, or a store object itself."""
         _check_location(root, storage_options)
         if _is_store(root):
             store: Store = root
@@ -96,7 +95,7 @@ class Runtime:
         return store
 
     def one(self, location: Any, *, direct_io: Any, storage_options: Any) -> tuple[Store, str]:
-        """The store and the name in it of one checkpoint; a pair of both is taken as it is."""
+        """Return store and name of one checkpoint; a pair of both is returned as it is."""
         if isinstance(location, tuple) and len(location) == 2 and _is_store(location[0]):
             store, name = location
             _check_location(store, storage_options)
@@ -110,21 +109,22 @@ class Runtime:
         return self.store(root, direct_io=direct_io, storage_options=storage_options), name
 
     def _objects(self, root: str, storage_options: Any) -> Store:
-        # Not before they are needed: who saves to local disk imports nothing of this.
-        from asyncckpt.stores.objects.opening import open_client
-        from asyncckpt.stores.objects.requests import Requests
+        # Imported when needed: a save to local disk needs none of this.
+        from asyncckpt.stores.objects.clients.opening import open_client
+        from asyncckpt.stores.objects.requests.requests import Requests
         from asyncckpt.stores.objects.store import ObjectStore
 
         client = open_client(root, storage_options=storage_options, workers=self.engine.io)
         return ObjectStore(
             Requests(client),
             save_id_of=save_id_of,
+            outline_of=outline_of,
             workers=self.engine.compute,
             google=root.lower().startswith(("gs://", "gcs://")),
         )
 
     async def release(self) -> None:
-        """Stores are closed and staging memory is returned. Runs on the engine.
+        """Close stores and free staging memory. Runs on the engine.
 
         Raises:
             …: a store could not be closed; everything else was released.
@@ -138,29 +138,21 @@ class Runtime:
                 pool.close()
 
     async def aclose(self) -> None:
-        """As `release`, and all threads have ended. Idempotent."""
+        """Release what is owned and end all threads. Idempotent."""
         try:
-            if self.engine.usable:
+            if self.engine.usable and not self.engine.abandoned:
                 await self.engine.submit(self.release).wait()
         finally:
             await self.engine.aclose()
 
-    def close(self) -> None:
-        """As `aclose`, blocking."""
-        try:
-            if self.engine.usable and not self.engine.abandoned:
-                self.engine.submit(self.release).result()
-        finally:
-            self.engine.close()
-
 
 def reads_in_flight(files: CheckpointFiles, wanted: Any) -> int:
-    """Reads in flight for an option that is a number or ``"auto"``."""
+    """Return the reads in flight for an option that is a number or ``"auto"``."""
     return files.reads(None if wanted == "auto" else int(wanted))
 
 
 def _host_memory() -> HostMemory:
-    """Page-locked memory where this process uses CUDA already, plain memory elsewhere."""
+    """Return page-locked memory where this process uses CUDA already, plain memory elsewhere."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         memory: HostMemory = importlib.import_module("asyncckpt.adapters.torch").PinnedMemory()
@@ -174,7 +166,7 @@ def _is_store(location: object) -> bool:
 
 def _local(location: Any) -> str | os.PathLike[str]:
     path: str | os.PathLike[str] = location
-    return path.removeprefix("file://") if isinstance(path, str) else path
+    return without_scheme(path) if isinstance(path, str) else path
 
 
 def _check_location(location: object, storage_options: object) -> None:

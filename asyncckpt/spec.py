@@ -1,4 +1,4 @@
-"""The vocabulary of the planner: boxes, dtypes, chunk grids, shards and extents.
+"""Vocabulary of the planner: boxes, dtypes, chunk grids, shards and extents.
 
 Everything here is an immutable value without I/O. Shapes, offsets and lengths count elements
 unless their name ends in `nbytes`.
@@ -60,7 +60,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """The box that covers all of an array of this shape."""
+        """Return the box that covers all of an array of this shape."""
         return cls((0,) * len(shape), shape)
 
     @property
@@ -74,17 +74,17 @@ class Box:
         return math.prod(self.shape)
 
     def slices(self) -> tuple[slice, ...]:
-        """Index expression that selects this box from an array."""
+        """Return the index expression that selects this box from an array."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """The part common to both boxes, or None when they share no element."""
+        """Return the part common to both boxes, None when they share no element."""
         offset = tuple(map(max, self.offset, other.offset))
         shape = tuple(min(a, b) - o for a, b, o in zip(self.stop, other.stop, offset, strict=True))
         return None if any(n <= 0 for n in shape) else Box(offset, shape)
 
     def relative_to(self, origin: tuple[int, ...]) -> Box:
-        """The same box in coordinates whose zero is `origin`."""
+        """Return the same box in coordinates whose zero is `origin`."""
         return Box(tuple(o - p for o, p in zip(self.offset, origin, strict=True)), self.shape)
 
 
@@ -116,7 +116,7 @@ class ArraySpec:
 
 @functools.lru_cache(maxsize=4096)
 def array_spec(shape: tuple[int, ...], dtype: str) -> ArraySpec:
-    """The spec of an array; equal ones are one object, which makes comparing schemas cheap."""
+    """Return the spec of an array; equal ones are one object, so comparing schemas is cheap."""
     return ArraySpec(shape, dtype)
 
 
@@ -146,11 +146,11 @@ class ChunkGrid:
         return math.prod(self.chunk_shape)
 
     def cells(self) -> Iterator[tuple[int, ...]]:
-        """Grid coordinates of every chunk in C order."""
+        """Yield the grid coordinates of every chunk in C order."""
         return np.ndindex(*self.counts)
 
     def box(self, cell: tuple[int, ...]) -> Box:
-        """The part of the array that chunk `cell` holds, clipped to the array."""
+        """Return the part of the array that chunk `cell` holds, clipped to the array."""
         offset = tuple(i * c for i, c in zip(cell, self.chunk_shape, strict=True))
         return Box(
             offset,
@@ -175,3 +175,18 @@ class Extent:
     file: int
     offset: int
     nbytes: int
+
+
+def numeric_class(dtype: str) -> str:
+    """Return `bool`, `int`, `float` or `complex` for a dtype or Python type, else its name."""
+    for prefix, kind in (
+        ("bool", "bool"),
+        ("uint", "int"),
+        ("int", "int"),
+        ("bfloat", "float"),
+        ("float", "float"),
+        ("complex", "complex"),
+    ):
+        if dtype.startswith(prefix):
+            return kind
+    return dtype

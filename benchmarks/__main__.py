@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import machine, report, reshard, results, targets, workloads
-from benchmarks.floors import Floors
+from benchmarks import machine, report, results, workloads
+from benchmarks.local import reshard, scenarios, targets
+from benchmarks.local.floors import Floors
+from benchmarks.local.suite import Suite
 from benchmarks.measure import Protocol
 from benchmarks.peers import full_peers
 from benchmarks.subject import Subject
-from benchmarks.suite import Suite
 
 Runs = Mapping[str, Callable[[Suite], None]]
 Peers = Mapping[str, Callable[[Path], Subject]]
@@ -44,7 +45,7 @@ BUFFER_NBYTES = 256 * MIB
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0; 1 when a scenario failed; 2 when the suite cannot run here.
+    """Run, and return the exit status: 1 when a scenario failed, 2 when it cannot run here.
 
     A missed target is no failure: speed is no test, the table says PASS or MISS.
     """
@@ -134,7 +135,7 @@ def _workloads(size: int, *, full: bool) -> dict[str, Callable[[Suite], None]]:
     if full:
         made["W2"] = functools.partial(workloads.llama, size, stacked=True)
     runs: dict[str, Callable[[Suite], None]] = {
-        name: functools.partial(Suite.run, make=make) for name, make in made.items()
+        name: functools.partial(scenarios.run, make=make) for name, make in made.items()
     }
     if importlib.util.find_spec("jax"):
         nbytes = size if full else size // SHORT_RESHARDED

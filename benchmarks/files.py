@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def files_under(path: Path) -> list[Path]:
-    """The file itself, or every file below the directory."""
+    """Return the file itself, or every file below the directory."""
     if path.is_file():
         return [path]
     return sorted(file for file in path.rglob("*") if file.is_file())
@@ -46,7 +46,7 @@ def chill(path: Path) -> None:
 
 
 def settle(directory: Path) -> None:
-    """What was deleted below the directory is deleted on disk, too, and no longer on its way there.
+    """Wait until what was deleted below the directory is deleted on disk too.
 
     Everything measured ends with an fsync, so that only deletions are left to wait for. A sync of
     the whole system would wait for everybody else's data as well. A directory that was never made

@@ -1,4 +1,4 @@
-"""How a figure is taken: paired floor probes, repeated samples, CPU seconds and peak memory.
+"""Sampling protocol: paired floor probes, repeated samples, CPU seconds and peak memory.
 
 The floor (the best that plain system calls do with as many bytes) is probed right before and right
 after every sample. Where the two probes differ by more than the tolerance the machine was not
@@ -67,7 +67,7 @@ def _nothing() -> None:
 
 @dataclass(slots=True)
 class Case:
-    """What is measured: `run` is timed by itself, everything around it is not.
+    """One measured case: `run` is timed by itself, everything around it is not.
 
     Attributes:
         name: unique within its rounds.
@@ -93,7 +93,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """How often samples are taken and repeated.
+    """Number of samples and of their repetitions.
 
     Attributes:
         samples: samples per case; medians need at least five to mean something.
@@ -111,7 +111,7 @@ class Protocol:
     clock: Callable[[], float] = time.monotonic
 
     def may_repeat(self, repeats: int, started_s: float) -> bool:
-        """Whether one more attempt is allowed after `repeats` that were thrown away."""
+        """Return whether one more attempt is allowed after `repeats` that were thrown away."""
         return repeats < self.max_repeats and (
             self.repeats_for_s is None or self.clock() - started_s < self.repeats_for_s
         )
@@ -123,7 +123,7 @@ def rounds(
     rng: random.Random,
     on_error: Callable[[Case, Exception], None] | None = None,
 ) -> dict[str, list[Sample]]:
-    """Samples of every case: one unmeasured run each, then rounds in which the order is shuffled.
+    """Sample every case: one unmeasured run each, then rounds in a shuffled order.
 
     Cases that ask for a single sample have no unmeasured run. The i-th samples of all cases belong
     to the same round, so that their ratios are of about the same minute.
@@ -300,5 +300,5 @@ def _status_nbytes(key: str) -> int | None:
 
 
 def median(values: Sequence[float]) -> float:
-    """The median; NaN of nothing."""
+    """Return the median; NaN of nothing."""
     return statistics.median(values) if values else float("nan")

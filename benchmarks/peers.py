@@ -204,7 +204,7 @@ class TorchDcp(Subject):
         return {path: _tensor(leaf) for path, leaf in leaves(tree)}
 
     def close(self) -> None:
-        """The stager's threads are gone."""
+        """End the stager's threads."""
         if self._stager is not None:
             self._stager.close()
             self._stager = None

@@ -13,7 +13,7 @@ from benchmarks.results import Results
 
 
 def write(results: Results, directory: Path, *, plots: bool = True) -> list[Path]:
-    """JSON, table and (where matplotlib is installed) plots are in `directory`; returns them."""
+    """Write JSON, table and, where matplotlib is installed, plots; return their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     data = directory / f"{results.form}.json"
     data.write_text(json_text(results))
@@ -28,7 +28,7 @@ def write(results: Results, directory: Path, *, plots: bool = True) -> list[Path
 
 
 def json_text(results: Results) -> str:
-    """JSON with one sample per line: small, and a change shows in a diff."""
+    """Return JSON with one sample per line: small, and a change shows in a diff."""
     value = results.as_json()
     measurements = value.pop("measurements")
     head = json.dumps(value, indent=1, ensure_ascii=False)[:-2]
@@ -43,7 +43,7 @@ def json_text(results: Results) -> str:
 
 
 def markdown(results: Results, picture: str | None = None) -> str:
-    """The tables, targets first."""
+    """Return the tables, targets first."""
     parts = [f"# Benchmarks, {results.form} form\n", _facts(results.facts)]
     if results.errors:
         parts.append("## Failed\n\n" + "\n".join(f"- {error}" for error in results.errors) + "\n")
@@ -65,7 +65,9 @@ them back slowly. *Extra memory* is the peak of resident memory above what was r
 pool that asyncckpt keeps for saves included. CPU seconds are those of the process; the kernel's
 write-back of buffered files is not in them. *Read from disk* is the share of the bytes that came
 from the device: about 100 % is cold, 0 % is warm. Every restore was compared with its source,
-outside the timed part; of conversions, the first of each kind.
+outside the timed part; of conversions, the first of each kind. *Until wait() returns* counts from
+the call of `save()` and includes the work that goes on in the background. *Save with retention*
+saves while one older step exists, which `KeepLast(1)` deletes.
 
 *Per small leaf* is the slope from the smallest to the largest W4; *power* is the exponent with
 which the time grows, fitted over all of them (1 is proportional). Planning is timed by itself: no

@@ -1,4 +1,4 @@
-"""What a run found, as values: measurements, verdicts, and the JSON they become."""
+"""Results of a run: measurements, verdicts, and their JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ SAVE, WARM, COLD = "save", "restore, warm", "restore, cold"
 STALL, LAG, FIRST = "stall", "loop lag", "first save after prepare"
 PLAN, RESHARD = "planning", "restore, resharded"
 FOREIGN, CONVERT = "restore of what others saved", "conversion"
-SCENARIOS = (SAVE, WARM, COLD, STALL, LAG, FIRST, PLAN, RESHARD, FOREIGN, CONVERT)
+RETENTION = "save with retention"
+SCENARIOS = (SAVE, WARM, COLD, STALL, LAG, FIRST, RETENTION, PLAN, RESHARD, FOREIGN, CONVERT)
+KEPT_LAST, KEPT_ALL = "KeepLast(1)", "no retention"
 IN_PLACE, OWN = "in place", "own memory"
 OURS, SAFETENSORS, ORBAX = "asyncckpt", "safetensors", "Orbax"
 
@@ -29,7 +31,7 @@ class Measurement:
         scenario: what was done.
         subject: who did it.
         column: `durable` or `as shipped`; `in place` or `own memory`; the kind of loop; what was
-            planned; between which shardings.
+            planned; between which shardings; the retention.
         nbytes: bytes of arrays.
         leaf_count: leaves, or whatever else a plan is about.
         floor: name of the floor that was probed; empty where none applies.
@@ -63,11 +65,11 @@ class Measurement:
         return (max(times) - min(times)) / median(times)
 
     def noisy(self, tolerance: float) -> int:
-        """How many samples kept floor probes that differ by more than the tolerance."""
+        """Count samples whose floor probes differ by more than the tolerance."""
         return sum(sample.floor_spread > tolerance for sample in self.samples)
 
     def value(self, name: str) -> float:
-        """Median of one of the further figures."""
+        """Return the median of one of the further figures."""
         return median([sample.values[name] for sample in self.samples if name in sample.values])
 
 
@@ -84,7 +86,7 @@ class Verdict:
 
 @dataclass(slots=True)
 class Results:
-    """Everything one run found."""
+    """Everything that one run found."""
 
     form: str
     facts: dict[str, Any] = field(default_factory=dict)
@@ -94,7 +96,7 @@ class Results:
     errors: list[str] = field(default_factory=list)
 
     def find(self, workload: str, scenario: str, subject: str, column: str) -> Measurement | None:
-        """The measurement, or None when it was not taken."""
+        """Return the measurement, or None when it was not taken."""
         for found in self.measurements:
             key = (found.workload, found.scenario, found.subject, found.column)
             if key == (workload, scenario, subject, column):
@@ -102,7 +104,7 @@ class Results:
         return None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; figures with six significant digits."""
+        """Return plain values; figures with six significant digits."""
         return {
             "form": self.form,
             "facts": self.facts,
@@ -117,7 +119,7 @@ class Results:
 
 
 def by_size(results: Results, scenario: str, subject: str, column: str) -> list[Measurement]:
-    """What was measured on W4, the fewest leaves first."""
+    """Return what was measured on W4, the fewest leaves first."""
     found = [
         m
         for m in results.measurements
@@ -128,7 +130,7 @@ def by_size(results: Results, scenario: str, subject: str, column: str) -> list[
 
 
 def slope_s(results: Results, scenario: str, subject: str, column: str) -> float | None:
-    """Seconds per leaf more: from the smallest to the largest W4; None with fewer than two."""
+    """Return seconds per additional leaf, from the smallest to the largest W4, or None."""
     found = by_size(results, scenario, subject, column)
     if len(found) < 2:
         return None
@@ -137,7 +139,7 @@ def slope_s(results: Results, scenario: str, subject: str, column: str) -> float
 
 
 def exponent(results: Results, scenario: str, subject: str, column: str) -> float | None:
-    """With which power of the leaves the time grows, fitted over all W4; None with fewer than two.
+    """Fit the power of the leaves with which the time grows, over all W4; None with fewer than two.
 
     1 is proportional. What does not depend on the leaves lowers it.
     """
@@ -150,7 +152,7 @@ def exponent(results: Results, scenario: str, subject: str, column: str) -> floa
 
 
 def speedup(ours: Measurement, peer: Measurement | None) -> float | None:
-    """How many times as long the peer takes; the median over the rounds; None without a peer.
+    """Return how many times as long the peer takes, the median over the rounds, or None.
 
     Round by round, so that a disk or memory that changes its speed changes both.
     """

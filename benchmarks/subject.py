@@ -1,4 +1,4 @@
-"""What is measured, behind one small interface: somebody who saves and restores workloads."""
+"""Interface of the subjects that save and restore workloads."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Reader(ABC):
 
     @abstractmethod
     def restore(self, saved: Saved, workload: Workload) -> Restored:
-        """What was saved, in memory that the package allocates; every page was touched."""
+        """Restore a save in memory that the package allocates, and touch every page."""
 
     def restore_into(self, saved: Saved, targets: Tree) -> Restored:
-        """What was saved, in the arrays of `targets`."""
+        """Restore a save into the arrays of `targets`."""
         raise NotImplementedError(f"{self.name} cannot restore into given arrays")
 
 
@@ -57,17 +57,17 @@ class Subject(Reader):
 
     @abstractmethod
     def save(self, workload: Workload) -> Saved:
-        """The workload is saved under a new name."""
+        """Save the workload under a new name."""
 
     def discard(self, saved: Saved) -> None:
-        """The checkpoint is gone."""
+        """Delete the checkpoint."""
         if saved.path.is_dir():
             shutil.rmtree(saved.path)
         else:
             saved.path.unlink()
 
     def close(self) -> None:
-        """Threads and loops of the subject are gone."""
+        """End the subject's threads and loops."""
         return None
 
     def _new_path(self) -> Path:

@@ -15,6 +15,7 @@ from benchmarks.results import (
     OURS,
     PLAN,
     RESHARD,
+    RETENTION,
     SAVE,
     STALL,
     WARM,
@@ -30,9 +31,9 @@ TOLERANCE = 0.10
 
 
 def all_of(results: Results) -> list[str]:
-    """Every table but that of the targets."""
+    """Return every table but that of the targets."""
     return [
-        *(_transfers(results, scenario) for scenario in (SAVE, WARM, COLD)),
+        *(_transfers(results, scenario) for scenario in (SAVE, RETENTION, WARM, COLD)),
         _small_leaves(results),
         _planning(results),
         _resharding(results),
@@ -43,7 +44,7 @@ def all_of(results: Results) -> list[str]:
 
 
 def targets(results: Results) -> str:
-    """The targets, and whether they were met."""
+    """Return the table of targets, and whether they were met."""
     rows = [(v.workload, v.metric, v.target, v.measured, v.status) for v in results.verdicts]
     return _table("Targets", "workload|metric|target|measured|", rows)
 
@@ -62,6 +63,9 @@ def _transfers(results: Results, scenario: str) -> str:
     if scenario in (WARM, COLD):
         columns += "|read from disk"
         rows = [(*row, _disk_share(m)) for row, m in zip(rows, found, strict=True)]
+    elif scenario in (SAVE, RETENTION):
+        columns += "|until wait() returns"
+        rows = [(*row, seconds(m.value("waited_s"))) for row, m in zip(rows, found, strict=True)]
     elif scenario in (FOREIGN, CONVERT):
         columns += "|the other takes"
         rows = [(*row, _faster(results, m)) for row, m in zip(rows, found, strict=True)]
@@ -93,7 +97,7 @@ def _disk_share(found: Measurement) -> str:
 
 
 def _faster(results: Results, found: Measurement) -> str:
-    """How many times as long somebody else takes for the same."""
+    """Return how many times as long a peer takes for the same."""
     if found.subject != OURS:
         return ""
     key = (found.workload, found.scenario, found.column)
@@ -234,7 +238,7 @@ def _table(title: str, columns: str, rows: Iterable[Sequence[str]]) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time for people; empty for NaN."""
+    """Format a time for people; empty for NaN."""
     if math.isnan(value):
         return ""
     if abs(value) >= 1:

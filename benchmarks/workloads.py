@@ -1,4 +1,4 @@
-"""What is saved and restored: trees of arrays with random mantissas, never zeros.
+"""Workloads: trees of arrays with random mantissas, never zeros.
 
 Zeros and repeated values would flatter whoever compresses or deduplicates, and a constant
 exponent would flatter compression too. All numbers are finite and of ordinary size, so that a
@@ -23,7 +23,7 @@ LARGE_NBYTES = 16 << 20
 """Below, floors drown in noise."""
 
 SMALL_LEAVES = "W4"
-"""How the ids of the workloads begin that are about leaves and not about bytes."""
+"""Prefix of the ids of workloads that measure leaves, not bytes."""
 
 COMPARE_NBYTES = 8 << 20
 """Arrays are compared piece by piece, so that comparing takes no memory worth mentioning."""
@@ -75,7 +75,7 @@ def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def map_leaves(function: Any, tree: Tree) -> Tree:
-    """The same tree with `function(leaf)` in place of every leaf."""
+    """Return the same tree with `function(leaf)` in place of every leaf."""
     return {
         key: map_leaves(function, value) if isinstance(value, dict) else function(value)
         for key, value in tree.items()

@@ -1,11 +1,11 @@
-"""Trains, is killed in the middle of a save, resumes, and compares with a run that was not.
+"""Demo: a training run, killed in the middle of a save, resumes and equals an uninterrupted one.
 
     make demo        or        python examples/demo.py [--root DIR] [--quick]
 
-Three processes run train_jax.py. The first is left alone. The second is stopped (SIGSTOP) while it
-saves a checkpoint, and killed (SIGKILL) if that checkpoint is not published yet. The third goes on
-where the second's newest checkpoint is. Every loss, the parameters and the optimizer state must
-equal the first run's bit by bit. Exit status: 0 if so, 1 if anything differs.
+Three processes run train_jax.py. The first is not disturbed. The second is stopped (SIGSTOP) while
+it saves a checkpoint, and killed (SIGKILL) if that checkpoint is not published yet. The third
+resumes from the newest checkpoint of the second. Every loss, the parameters and the optimizer state
+must equal those of the first run bit by bit. Exit status: 0 if they do, 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from asyncckpt import blocking
 
 HERE = Path(__file__).resolve().parent
 DEFAULT_ROOT = HERE / "runs" / "demo"
-PATIENCE_S = 300.0
-"""A training process that takes longer is ended: the machine is too slow, or something hangs."""
+TIMEOUT_S = 300.0
+"""Limit for one training process: beyond it, the machine is too slow or something hangs."""
 POLL_S = 0.0005
 KEPT = 3
 """Checkpoints that train_jax.py keeps."""
@@ -39,7 +39,7 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is trained: the wider the network, the longer a save can be caught at work."""
+    """Size of the training run: the wider the network, the longer a save takes."""
 
     hidden: int
     steps: int
@@ -57,14 +57,14 @@ QUICK = Scale(hidden=768, steps=24, save_every=3)
 
 
 class DemoError(Exception):
-    """The demo could not be carried out, or what it shows is not so."""
+    """The demo could not be carried out, or its runs differ."""
 
 
 # ------------------------------------------------------------------------------- training runs
 
 
 class Run:
-    """One process of train_jax.py; leaving the block ends it, whatever state it is in."""
+    """One process of train_jax.py; leaving the block kills it if it still runs."""
 
     def __init__(self, name: str, folder: Path, root: Path, log: Path, scale: Scale) -> None:
         self.name = name
@@ -84,23 +84,23 @@ class Run:
             self.process.wait()
 
     def finish(self) -> None:
-        """The process has ended well."""
+        """Wait until the process has ended with status 0."""
         try:
-            status = self.process.wait(PATIENCE_S)
+            status = self.process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise DemoError(f"the {self.name} run takes more than {PATIENCE_S:.0f} s") from None
+            raise DemoError(f"the {self.name} run takes more than {TIMEOUT_S:.0f} s") from None
         if status:
             raise self.failure()
 
     def failure(self) -> DemoError:
-        """The error for a run that ended by itself and should not have."""
+        """Return the error of a run that ended unexpectedly."""
         return DemoError(
             f"the {self.name} run ended with status {self.process.returncode}; its output:\n"
             + self.output.read_text()
         )
 
     def stop(self) -> bool:
-        """Every thread of the process stands still; False if it has ended instead."""
+        """Stop every thread of the process; return False if it has ended instead."""
         os.kill(self.process.pid, signal.SIGSTOP)
         _, status = os.waitpid(self.process.pid, os.WUNTRACED)
         if os.WIFSTOPPED(status):
@@ -110,34 +110,35 @@ class Run:
 
 
 def attempt_of(root: Path, step: int) -> Path | None:
-    """The directory in which this step is being saved, once it has a data file, or None."""
+    """Return the directory of the attempt to save this step, once it has a data file, or None."""
     found = (root / ".asyncckpt").glob(f"epoch-*/{step}-*/default/d/*")
     return next((path.parents[2] for path in found), None)
 
 
 def stop_in_a_save(run: Run, root: Path, steps: Sequence[int]) -> tuple[int, Path, int]:
-    """The process stands still with one of these steps begun and not published.
+    """Stop the process when the save of one of these steps has begun and is not published.
 
-    Returns the step, its attempt's directory, and how many saves were too quick before.
+    Returns:
+        The step, the directory of its attempt, and the number of saves that were too quick before.
 
     Raises:
-        DemoError: all of them were.
+        DemoError: all of them were too quick.
     """
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     for missed, step in enumerate(steps):
         attempt = None
         while attempt is None and not (root / str(step)).exists():
             if run.process.poll() is not None:
                 raise run.failure()
             if time.monotonic() > deadline:
-                raise DemoError(f"step {step} was not saved within {PATIENCE_S:.0f} s")
+                raise DemoError(f"step {step} was not saved within {TIMEOUT_S:.0f} s")
             time.sleep(POLL_S)
             attempt = attempt_of(root, step)
         if attempt is None:
             continue  # published between two looks
         if not run.stop():
             raise run.failure()
-        # Nothing moves any more, so that what is seen now is what the kill leaves.
+        # Nothing changes any more: the files seen now are those that the kill leaves.
         if not (root / str(step)).exists() and attempt.exists():
             return step, attempt, missed
         run.process.send_signal(signal.SIGCONT)
@@ -151,12 +152,12 @@ def stop_in_a_save(run: Run, root: Path, steps: Sequence[int]) -> tuple[int, Pat
 
 
 def read_log(path: Path) -> list[Line]:
-    """The lines of a run's log; a killed process may have left the last one unfinished."""
+    """Return the lines of a run's log; a killed process may have left the last one unfinished."""
     return [json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")]
 
 
 def compare_logs(reference: Sequence[Line], other: Sequence[Line]) -> list[str]:
-    """How the runs of `other` differ from the uninterrupted one; empty if in nothing.
+    """Return the differences between the runs of `other` and the uninterrupted one.
 
     A step that was computed twice, by the killed process and by the resumed one, counts twice.
     """
@@ -172,7 +173,7 @@ def compare_logs(reference: Sequence[Line], other: Sequence[Line]) -> list[str]:
         differences.append(f"steps without a loss: {', '.join(map(str, missing))}")
     ends = [[line for line in log if "end" in line] for log in (reference, other)]
     if not expected or not all(ends):
-        differences.append("a run did not come to its end")
+        differences.append("a run did not reach its end")
         return differences
     for key in ("end", "parameters", "optimizer"):
         wanted, got = (end[-1][key] for end in ends)
@@ -182,7 +183,7 @@ def compare_logs(reference: Sequence[Line], other: Sequence[Line]) -> list[str]:
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Paths and leaves of a restored tree."""
+    """Yield paths and leaves of a restored tree."""
     if isinstance(tree, (dict, list, tuple)):
         items = tree.items() if isinstance(tree, dict) else enumerate(tree)
         for key, child in items:
@@ -192,7 +193,7 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def compare_trees(reference: Any, other: Any) -> list[str]:
-    """Paths whose dtype, shape or bits differ."""
+    """Return the paths whose dtype, shape or bits differ."""
 
     def bits(leaf: Any) -> Any:
         return (leaf.dtype, leaf.shape, leaf.tobytes()) if hasattr(leaf, "tobytes") else leaf
@@ -209,7 +210,7 @@ def compare_trees(reference: Any, other: Any) -> list[str]:
 
 
 def require_equal(differences: Sequence[str]) -> None:
-    """There are no differences.
+    """Check that there are no differences.
 
     Raises:
         DemoError: lists them.
@@ -218,33 +219,33 @@ def require_equal(differences: Sequence[str]) -> None:
         raise DemoError("the runs differ:\n" + "\n".join(differences))
 
 
-# ------------------------------------------------------------------------------------ the story
+# ------------------------------------------------------------------------------------- the demo
 
 
 def command_line(*arguments: str) -> tuple[int, str]:
-    """Exit status and output of `asyncckpt …`."""
+    """Return exit status and output of `asyncckpt …`."""
     command = [sys.executable, "-m", "asyncckpt", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return done.returncode, done.stdout.rstrip()
 
 
 def indent(text: str) -> str:
-    """The text as a block of its own."""
+    """Return the text, indented."""
     return "\n".join(f"     {line}".rstrip() for line in text.splitlines())
 
 
 def say(text: str = "") -> None:
-    """The text is on the terminal."""
+    """Print the text at once."""
     print(text, flush=True)
 
 
 def published(root: Path) -> list[int]:
-    """The steps whose directories are in place."""
+    """Return the published steps."""
     return sorted(int(path.name) for path in root.iterdir() if path.name.isdecimal())
 
 
 def leftovers(root: Path) -> list[str]:
-    """Files of attempts, with their sizes on disk."""
+    """Return the files of attempts, with their sizes on disk."""
     found = sorted(path for path in (root / ".asyncckpt").rglob("*") if path.is_file())
     return [
         f"{path.relative_to(root)}  {path.stat().st_blocks * 512 / 1e6:.1f} MB on disk"
@@ -254,12 +255,12 @@ def leftovers(root: Path) -> list[str]:
 
 
 def stall(log: Sequence[Line]) -> str:
-    """What saving cost the training loop."""
+    """Describe how long saving blocked the training loop."""
     blocked = [line["blocked_s"] * 1e3 for line in log if "save" in line]
     (end,) = (line for line in log if "end" in line)
     share = end["blocked_s"] / end["busy_s"]
     return (
-        f"{len(blocked)} saves held up training for {statistics.median(blocked):.1f} ms each "
+        f"{len(blocked)} saves blocked training for {statistics.median(blocked):.1f} ms each "
         f"(median; {max(blocked):.1f} ms at most),\n"
         f"{share:.1%} of its {end['busy_s']:.1f} s. A step took {end['step_s'] * 1e3:.1f} ms, and "
         f"{end['step_while_saving_s'] * 1e3:.1f} ms while a save was under way."
@@ -267,10 +268,10 @@ def stall(log: Sequence[Line]) -> str:
 
 
 def demonstrate(folder: Path, scale: Scale) -> None:
-    """Everything is as promised.
+    """Run the three processes and compare them.
 
     Raises:
-        DemoError: it is not; says what.
+        DemoError: names what differs.
     """
     whole, broken = folder / "uninterrupted", folder / "interrupted"
     whole_log, broken_log = folder / "uninterrupted.jsonl", folder / "interrupted.jsonl"
@@ -289,13 +290,13 @@ def demonstrate(folder: Path, scale: Scale) -> None:
         run.process.kill()
         run.process.wait()
     if missed:
-        say(indent(f"{missed} saves were finished too soon to be caught, so it was continued."))
-    say(indent(f"Stopped while it saved step {step}, which was not published, and killed."))
+        say(indent(f"{missed} saves finished too quickly, so the run was continued."))
+    say(indent(f"Stopped while saving step {step}, which was not published, and killed."))
     status, listing = command_line("ls", str(broken))
     if status:
         raise DemoError(f"asyncckpt ls ended with status {status}:\n{listing}")
     say(indent(f"\n$ asyncckpt ls {os.path.relpath(broken)}\n{listing}\n"))
-    say(indent("Left of the save that was killed:"))
+    say(indent("Leftovers of the killed save:"))
     say(indent("\n".join(leftovers(broken)) or "nothing but its directory"))
     before = [save for save in scale.saves if save < step]
     if published(broken) != before[-KEPT:]:
@@ -306,12 +307,12 @@ def demonstrate(folder: Path, scale: Scale) -> None:
         run.finish()
     log = read_log(broken_log)
     start = [line["start"] for line in log if "start" in line][-1]
-    say(indent(f"It went on from step {start - 1} and came to the end, step {scale.steps - 1}."))
+    say(indent(f"It resumed from step {start - 1} and reached the end, step {scale.steps - 1}."))
     if start - 1 != before[-1]:
         raise DemoError(f"it resumed from step {start - 1}; the newest was {before[-1]}")
     if attempt.exists() or leftovers(broken):
         raise DemoError(f"leftovers of the killed save were not removed: {leftovers(broken)}")
-    say(indent("What the killed save had left was removed."))
+    say(indent("The leftovers of the killed save were removed."))
     for kept in published(broken):
         status, output = command_line("verify", str(broken / str(kept)))
         if status:
@@ -334,12 +335,12 @@ def demonstrate(folder: Path, scale: Scale) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The demo was shown; returns its exit status."""
+    """Run the demo and return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--root",
         type=Path,
-        help="where checkpoints and logs go and stay: a new or empty directory (default: "
+        help="where checkpoints and logs are written: a new or empty directory (default: "
         f"{os.path.relpath(DEFAULT_ROOT)}, emptied first)",
     )
     parser.add_argument("--quick", action="store_true", help="a smaller network and fewer steps")

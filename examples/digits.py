@@ -1,6 +1,6 @@
-"""What both training scripts share: the data, the batches, and the log of a run.
+"""Data, batches and log of both training scripts.
 
-A batch depends on nothing but seed and step, so that a resumed run sees the same batches.
+A batch depends only on seed and step, so a resumed run sees the same batches.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from sklearn.datasets import load_digits
 
 BATCH = 64
 HELD_OUT = 297
-"""Of the 1797 digits, these many are not trained on but tell the accuracy at the end."""
+"""Digits of the 1797 that are not trained on, but used to measure the accuracy."""
 
 
 class Digits(NamedTuple):
-    """Images of 8 × 8 pixels from 0 to 1 as float32 (n, 64), and the digits they show."""
+    """Images of 8 × 8 pixels from 0 to 1 as float32 (n, 64), and their digits."""
 
     images: npt.NDArray[np.float32]
     labels: npt.NDArray[np.int32]
 
     def batch(self, seed: int, step: int) -> Digits:
-        """The batch of a step, whatever happened before it."""
+        """Return the batch of a step."""
         rows = np.random.default_rng([seed, step]).integers(len(self.labels), size=BATCH)
         return Digits(self.images[rows], self.labels[rows])
 
 
 def load() -> tuple[Digits, Digits]:
-    """The digits to train on and those held out; they come with scikit-learn, in random order."""
+    """Return the digits to train on and those held out; they come with scikit-learn, shuffled."""
     bunch = load_digits()
     images = (bunch.data / 16).astype(np.float32)
     labels = bunch.target.astype(np.int32)
@@ -45,7 +45,7 @@ def load() -> tuple[Digits, Digits]:
 
 
 def arguments(description: str, *, hidden: int) -> argparse.Namespace:
-    """The command line of a training script."""
+    """Parse the command line of a training script."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--root", type=Path, required=True, help="directory of the checkpoints")
     parser.add_argument("--steps", type=int, default=200, help="steps in all, earlier runs' too")
@@ -60,12 +60,12 @@ def arguments(description: str, *, hidden: int) -> argparse.Namespace:
 
 
 def bits(loss: Any) -> str:
-    """The 32 bits of a loss in hex: two losses are equal if and only if these are."""
+    """Return the 32 bits of a loss in hex: two losses are equal if and only if these are."""
     return f"{int(np.float32(loss).view(np.uint32)):08x}"
 
 
 def sha256(tree: Any) -> str:
-    """SHA-256 over keys, dtypes, shapes and bytes of nested dicts and sequences of arrays."""
+    """Return SHA-256 of keys, dtypes, shapes and bytes of nested dicts and sequences of arrays."""
     digest = hashlib.sha256()
 
     def add(path: str, node: Any) -> None:
@@ -86,9 +86,9 @@ def sha256(tree: Any) -> str:
 
 
 class RunLog:
-    """Prints how a run goes, and appends one JSON object per line to a file for programs.
+    """Log of a run: text for people, and one JSON object per line in a file.
 
-    A line is with the operating system before the next step begins, so a killed run loses none.
+    Each line is written before the next step begins, so a killed run loses none.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -113,7 +113,7 @@ class RunLog:
             self._file.write(json.dumps(values) + "\n")
 
     def start(self, start: int, root: Path) -> None:
-        """Where the run begins is known."""
+        """Log the first step of the run."""
         if start:
             print(f"resuming from step {start - 1} in {root}", flush=True)
         else:
@@ -121,32 +121,32 @@ class RunLog:
         self._line(start=start)
 
     def step(self, step: int, loss: Any, step_s: float, *, saving: bool) -> None:
-        """A step was done in `step_s` seconds, while a save was under way or not."""
+        """Log a step that took `step_s` seconds, with or without a save in flight."""
         self._step_s[saving].append(step_s)
         self._line(step=step, loss=bits(loss))
 
     def save(self, step: int, loss: Any, blocked_s: float) -> None:
-        """A save was started and held up training for `blocked_s` seconds."""
+        """Log a save that blocked training for `blocked_s` seconds."""
         self._blocked_s.append(blocked_s)
         print(
-            f"step {step:4}  loss {float(loss):.4f}  save started, training was held up for "
+            f"step {step:4}  loss {float(loss):.4f}  save started, training was blocked for "
             f"{blocked_s * 1e3:.1f} ms",
             flush=True,
         )
         self._line(save=step, blocked_s=blocked_s)
 
     def end(self, step: int, accuracy: float, parameters: Any, optimizer: Any) -> None:
-        """The run is over; `step` is the last one, the trees are its state."""
+        """Log the end of the run, its last step and state."""
         blocked_s, steps = sum(self._blocked_s), self._step_s
         busy_s = blocked_s + sum(map(sum, steps.values()))
         medians = {saving: float(np.median(s)) if s else 0.0 for saving, s in steps.items()}
         if busy_s:
             print(
-                f"{len(self._blocked_s)} saves held up training for {blocked_s * 1e3:.1f} ms in "
+                f"{len(self._blocked_s)} saves blocked training for {blocked_s * 1e3:.1f} ms in "
                 f"all, {blocked_s / busy_s:.1%} of {busy_s:.1f} s"
             )
         sums = {"parameters": sha256(parameters), "optimizer": sha256(optimizer)}
-        print(f"accuracy {accuracy:.1%} on {HELD_OUT} digits that were not trained on")
+        print(f"accuracy {accuracy:.1%} on {HELD_OUT} held-out digits")
         for name, value in sums.items():
             print(f"{name:10}  sha256 {value}")
         self._line(

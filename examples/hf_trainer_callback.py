@@ -1,10 +1,10 @@
-"""The Trainer of transformers saves in the background with asyncckpt, and resumes bit by bit.
+"""Background saves, and exact resumption, for the Trainer of transformers.
 
     python examples/hf_trainer_callback.py --root /tmp/hf --steps 40
 
-Interrupt it and run it again: it goes on from the newest checkpoint. `SavesInBackground` and
-`BackgroundTrainer` are what a program of your own needs; every option of `TrainingArguments` about
-when to save (`save_strategy`, `save_steps`) keeps its meaning. Needs `pip install transformers
+Interrupt it and run it again: it resumes from the newest checkpoint. Copy `SavesInBackground` and
+`BackgroundTrainer` into your own program; the options of `TrainingArguments` about when to save
+(`save_strategy`, `save_steps`) keep their meaning. Needs `pip install transformers
 accelerate`.
 """
 
@@ -27,16 +27,16 @@ from asyncckpt import blocking
 
 
 class SavesInBackground(TrainerCallback):
-    """Whenever the Trainer would save, the whole run is copied, and written while it goes on."""
+    """Copies the whole run when the Trainer would save, and writes it while training continues."""
 
     def __init__(self, ckpt: blocking.Checkpointer) -> None:
         self._ckpt = ckpt
         self._random: dict[str, Any] | None = None
 
     def folder(self, output_dir: Path) -> str | None:
-        """What `Trainer.train(resume_from_checkpoint=...)` takes; None if nothing was saved yet.
+        """Return the argument of `Trainer.train(resume_from_checkpoint=...)`; None at first.
 
-        The Trainer reads its own state from there: the step, and with it the place in the data.
+        The Trainer reads its own state from this folder: the step, and so its position in the data.
         """
         step = self._ckpt.latest_step()
         if step is None:
@@ -73,17 +73,17 @@ class SavesInBackground(TrainerCallback):
 
 
 class BackgroundTrainer(Trainer):
-    """A Trainer that writes and reads no checkpoints of its own: its callback does."""
+    """A Trainer that leaves saving and restoring to its callback."""
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """The callback saves, in `on_save`, which comes next."""
+        """Do nothing: the callback saves in `on_save`, which is called next."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """The callback restores, in `on_train_begin`, when there is an optimizer, too."""
+        """Do nothing: the callback restores in `on_train_begin`, when the optimizer exists."""
 
 
 def train(root: Path, steps: int, callbacks: Sequence[TrainerCallback] = ()) -> Trainer:
-    """The run has reached its last step, and its checkpoints are durable."""
+    """Train to the last step; on return all checkpoints are durable."""
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0

@@ -1,10 +1,10 @@
-"""Lightning saves in the background with asyncckpt, and resumes bit by bit.
+"""Background saves, and exact resumption, for Lightning.
 
     python examples/lightning_callback.py --root /tmp/lightning --steps 40
 
-Interrupt it and run it again: it goes on from the newest checkpoint. `BackgroundCheckpointIO`,
-`StepCheckpoint` and `RandomStates` are what a program of your own needs; Lightning decides what is
-in a checkpoint and when to save. Needs `pip install lightning torchdata`.
+Interrupt it and run it again: it resumes from the newest checkpoint. Copy `BackgroundCheckpointIO`,
+`StepCheckpoint` and `RandomStates` into your own program; Lightning decides what is in a checkpoint
+and when to save. Needs `pip install lightning torchdata`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from asyncckpt import blocking
 
 
 class BackgroundCheckpointIO(CheckpointIO):
-    """Checkpoints are copied when Lightning saves, and written while training goes on."""
+    """Copies checkpoints when Lightning saves, and writes them while training continues."""
 
     def __init__(self, ckpt: blocking.Checkpointer) -> None:
         self._ckpt = ckpt
@@ -41,12 +41,12 @@ class BackgroundCheckpointIO(CheckpointIO):
         return self._ckpt.restore(int(Path(path).name), leaves="torch")
 
     def remove_checkpoint(self, path: Any) -> None:
-        self._ckpt.wait()  # what replaces it must be durable before it goes
+        self._ckpt.wait()  # its successor must be durable first
         self._ckpt.delete(int(Path(path).name))
 
 
 class StepCheckpoint(ModelCheckpoint):
-    """Names each checkpoint by its step alone, and leaves deleting old ones to asyncckpt."""
+    """Names each checkpoint by its step, and leaves retention to asyncckpt."""
 
     FILE_EXTENSION = ""
 
@@ -56,7 +56,7 @@ class StepCheckpoint(ModelCheckpoint):
 
 
 class RandomStates(Callback):
-    """The generators of torch, NumPy and Python, which Lightning does not save."""
+    """The random states of torch, NumPy and Python, which Lightning does not save."""
 
     _restored: dict[str, Any] | None = None
 
@@ -99,11 +99,11 @@ class Classifier(pl.LightningModule):
 
 
 def train(root: Path, steps: int, callbacks: Sequence[Callback] = ()) -> Classifier:
-    """The run has reached its last step, and its checkpoints are durable."""
+    """Train to the last step; on return all checkpoints are durable."""
     torch.manual_seed(0)
     model, x = Classifier(), torch.randn(24, 4)
     data = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
-    # Their states are in the checkpoint: a run stopped within an epoch goes on within it.
+    # Their states are in the checkpoint: a run stopped within an epoch resumes within it.
     order = RandomSampler(data, generator=torch.Generator().manual_seed(0))
     loader = StatefulDataLoader(data, 4, sampler=order)
     with blocking.Checkpointer(root, keep=asyncckpt.KeepLast(2)) as ckpt:

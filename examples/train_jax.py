@@ -1,9 +1,9 @@
-"""Trains a small network in JAX, saving in the background and resuming from the newest checkpoint.
+"""Training of a small network in JAX that saves in the background and resumes.
 
     python examples/train_jax.py --root /tmp/digits
 
-Run it again with more --steps and it goes on where it was, also after it was killed: losses,
-parameters and optimizer state are those of a run that was never interrupted, bit by bit.
+Run it again with more --steps and it resumes, even after it was killed: losses,
+parameters and optimizer state equal those of an uninterrupted run, bit by bit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Layers = list[dict[str, jax.Array]]
 
 
 class State(NamedTuple):
-    """All that a run needs in order to go on."""
+    """Everything that a run needs to resume."""
 
     layers: Layers
     optimizer: optax.OptState
@@ -39,7 +39,7 @@ class State(NamedTuple):
 
 
 def initial(seed: int, hidden: int) -> State:
-    """The state before the first step."""
+    """Return the state before the first step."""
     rng = np.random.default_rng(seed)
     layers: Layers = []
     for fan_in, fan_out in [(64, hidden), (hidden, hidden), (hidden, 10)]:
@@ -49,7 +49,7 @@ def initial(seed: int, hidden: int) -> State:
 
 
 def forward(layers: Layers, images: jax.Array, dropout: jax.Array | None) -> jax.Array:
-    """Logits; with a key, a tenth of the hidden units drops out."""
+    """Return logits; with a key, a tenth of the hidden units is dropped."""
     x = images
     for number, layer in enumerate(layers):
         x = x @ layer["w"] + layer["b"]
@@ -61,11 +61,11 @@ def forward(layers: Layers, images: jax.Array, dropout: jax.Array | None) -> jax
     return x
 
 
-# The buffers of the old state are donated: XLA writes the new one over them. That is safe as soon
-# as `start_save` has returned, because everything was copied by then.
+# The buffers of the old state are donated: XLA reuses them for the new one. That is safe once
+# `start_save` has returned, because everything was copied by then.
 @partial(jax.jit, donate_argnums=0, compiler_options=REPEATABLE)
 def train_step(state: State, images: jax.Array, labels: jax.Array) -> tuple[State, jax.Array]:
-    """The state after one step, and the loss before it."""
+    """Return the state after one step, and the loss before it."""
     dropout, used = jax.random.split(state.dropout)
 
     def loss_of(layers: Layers) -> jax.Array:
@@ -79,12 +79,12 @@ def train_step(state: State, images: jax.Array, labels: jax.Array) -> tuple[Stat
 
 @jax.jit
 def accuracy(layers: Layers, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """The share of digits that the network names."""
+    """Return the share of digits that the network recognizes."""
     return jnp.mean(jnp.argmax(forward(layers, images, None), axis=1) == labels)
 
 
 async def train(options: argparse.Namespace, log: digits.RunLog) -> None:
-    """The run has reached its last step, and its checkpoints are durable."""
+    """Train to the last step; on return all checkpoints are durable."""
     data, held_out = digits.load()
     state = initial(options.seed, options.hidden)
     async with asyncckpt.Checkpointer(options.root, keep=asyncckpt.KeepLast(3)) as ckpt:

@@ -1,9 +1,9 @@
-"""Trains a small convolutional network in PyTorch, saving in the background, and resumes it.
+"""Training of a small network in PyTorch that saves in the background and resumes.
 
     python examples/train_torch.py --root /tmp/digits
 
-Run it again with more --steps and it goes on where it was, also after it was killed: losses,
-parameters, optimizer and scheduler are those of a run that was never interrupted, bit by bit.
+Run it again with more --steps and it resumes, even after it was killed: losses,
+parameters, optimizer and scheduler equal those of an uninterrupted run, bit by bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncckpt import blocking
 
 
 def network(hidden: int) -> nn.Sequential:
-    """A fresh network for images of 8 × 8 pixels; its BatchNorm has buffers beside parameters."""
+    """Return a fresh network for images of 8 × 8 pixels, with parameters and BatchNorm buffers."""
     return nn.Sequential(
         nn.Unflatten(1, (1, 8, 8)),
         nn.Conv2d(1, 32, kernel_size=3, padding=1),
@@ -37,7 +37,7 @@ def network(hidden: int) -> nn.Sequential:
 
 
 def accuracy(model: nn.Module, held_out: digits.Digits) -> float:
-    """The share of held-out digits that the network names."""
+    """Return the share of held-out digits that the network recognizes."""
     model.eval()
     with torch.no_grad():
         found = model(torch.from_numpy(held_out.images)).argmax(1)
@@ -45,7 +45,7 @@ def accuracy(model: nn.Module, held_out: digits.Digits) -> float:
 
 
 def train(options: argparse.Namespace, log: digits.RunLog) -> None:
-    """The run has reached its last step, and its checkpoints are durable."""
+    """Train to the last step; on return all checkpoints are durable."""
     # One thread computes every sum in one order, so that a run can be repeated bit by bit.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -61,7 +61,7 @@ def train(options: argparse.Namespace, log: digits.RunLog) -> None:
             ckpt.restore_into(state)
         start = 0 if latest is None else latest + 1
         log.start(start, options.root)
-        # Weights and two moments of each: a fresh optimizer has no moments to count yet.
+        # Weights and two moments of each, which a fresh optimizer does not have yet.
         ckpt.prepare({str(copy): dict(model.named_parameters()) for copy in range(3)})
         pending: blocking.PendingSave | None = None
         for step in range(start, options.steps):
@@ -78,7 +78,7 @@ def train(options: argparse.Namespace, log: digits.RunLog) -> None:
             log.step(step, loss.item(), ended - began, saving=saving)
             if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
                 began = time.perf_counter()
-                # The next steps write over these tensors, which is safe: they were copied.
+                # The next steps overwrite these tensors, which is safe: they were copied.
                 pending = ckpt.start_save(step, state, metadata={"loss": loss.item()})
                 log.save(step, loss.item(), time.perf_counter() - began)
     last = max(start, options.steps) - 1

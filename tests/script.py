@@ -9,42 +9,42 @@ from typing import Any
 
 import asyncckpt
 from asyncckpt import blocking
-from asyncckpt.checkpointer.core import Core
+from asyncckpt.session.session import Session
 from asyncckpt.testing.faults import Fault, FaultStore, Gate
 
 
 class Held:
     """One operation that waits until a test lets it go."""
 
-    def __init__(self, core: Core, gate: Gate) -> None:
-        self._core = core
+    def __init__(self, core: Session, gate: Gate) -> None:
+        self._session = core
         self._gate = gate
 
     async def reached(self) -> None:
         """The operation has been asked for."""
-        await self._core.call(self._gate.reached.wait).wait()
+        await self._session.call(self._gate.reached.wait).wait()
 
     def reached_blocking(self) -> None:
-        self._core.call(self._gate.reached.wait).result()
+        self._session.call(self._gate.reached.wait).result()
 
     def go(self) -> None:
         """The operation goes on. From any thread."""
-        self._core.runtime.engine.post(self._gate.release.set)
+        self._session.runtime.engine.post(self._gate.release.set)
 
 
 class Script:
     """What happens at the operations of a checkpointer's store."""
 
     def __init__(self, ckpt: asyncckpt.Checkpointer | blocking.Checkpointer) -> None:
-        self._core = ckpt._core
-        self.store = FaultStore(self._core.store)
-        self._core.store = self.store
+        self._session = ckpt._session
+        self.store = FaultStore(self._session.root.store)
+        self._session.root.store = self.store
 
     def hold(self, kind: str, nth: int = 1) -> Held:
         """The nth operation of this kind from now on waits."""
         gate = Gate()
         self.store.script.append(Fault(kind, self.store.counts[kind] + nth, gate=gate))
-        return Held(self._core, gate)
+        return Held(self._session, gate)
 
     def fail(self, kind: str, error: BaseException, nth: int = 1) -> None:
         """The nth operation of this kind from now on raises."""

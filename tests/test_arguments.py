@@ -14,7 +14,7 @@ import pytest
 import asyncckpt
 from asyncckpt.errors import UnsupportedLeafError, UsageError
 from asyncckpt.options import GIB, KIB, MIB
-from tests.checkpointer.script import Script
+from tests.script import Script
 
 TREE = {"w": np.arange(10.0)}
 
@@ -279,6 +279,53 @@ async def test_arguments_of_the_wrong_kind_are_refused(tmp_path: Path) -> None:
             await ckpt.restore(leaves="arrow")  # type: ignore[arg-type]
 
 
+async def test_a_tensor_or_array_becomes_a_metric_without_a_warning(tmp_path: Path) -> None:
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    loss = (torch.ones(1, requires_grad=True) * 2.5).sum()
+    metrics = {"torch": loss, "numpy": np.array([0.5]), "jax": jax.numpy.float32(1.5), "int": 3}
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(1, TREE, metrics=metrics)
+        found = (await ckpt.inspect()).metrics
+        assert found == {"torch": 2.5, "numpy": 0.5, "jax": 1.5, "int": 3.0}
+        with pytest.raises(UsageError, match=r"metrics\['loss'\]=.*; pass numbers"):
+            await ckpt.save(2, TREE, metrics={"loss": torch.ones(2)})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"metadata": {"name": "\ud800"}},
+        {"metadata": {"\udcff": 1}},
+        {"metadata": {"deep": [{"x": ["a", "\ud800"]}]}},
+        {"metrics": {"\ud800": 1.0}},
+    ],
+)
+async def test_a_lone_surrogate_in_metadata_is_an_error_at_the_call(
+    tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        script = Script(ckpt)
+        with pytest.raises(UsageError, match="surrogates not allowed"):
+            await ckpt.start_save(1, TREE, **arguments)
+        assert script.kinds == []
+
+
+@pytest.mark.parametrize("odd", [5, 1.5, True, object(), {1: 2}, [[]], lambda: 1])
+async def test_odd_values_are_usage_errors(tmp_path: Path, odd: Any) -> None:
+    place = tmp_path / "x"
+    await asyncckpt.save(place, TREE)
+    for call in (
+        lambda: asyncckpt.restore(place, include=odd),
+        lambda: asyncckpt.restore(place, leaves=odd),
+        lambda: asyncckpt.restore_into(place, TREE, include=odd),
+        lambda: asyncckpt.convert(place, odd),
+        lambda: asyncckpt.export(place, odd),
+        lambda: asyncckpt.tune("memory://x", host_memory_nbytes=odd, max_nbytes=1),
+    ):
+        with pytest.raises(UsageError):
+            await call()
+
+
 async def test_a_job_of_several_processes_is_told_to_save_from_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,5 +343,5 @@ async def test_wrong_arguments_touch_neither_engine_nor_store(tmp_path: Path) ->
     with pytest.raises(UsageError):
         await ckpt.save(1, {"x": object()})
     assert script.kinds == []
-    assert not ckpt._core.runtime.engine.usable
+    assert not ckpt._session.runtime.engine.usable
     await ckpt.close()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -16,9 +18,9 @@ import pytest
 
 import asyncckpt
 from asyncckpt import blocking
-from asyncckpt.errors import CheckpointExistsError, SaveAbortedError, StoreError
+from asyncckpt.errors import CheckpointExistsError, SaveAbortedError, StoreError, UsageError
 from tests import children
-from tests.checkpointer.script import Script, in_thread
+from tests.script import Script, in_thread
 from tests.watch import nothing_left_behind
 
 TREE: dict[str, Any] = {"w": np.arange(50_000.0), "step": 1}
@@ -29,7 +31,8 @@ from pathlib import Path
 import numpy as np
 from asyncckpt import blocking
 from asyncckpt.flow.engine import Job
-from asyncckpt.stores.datafile import LocalDataFile
+from asyncckpt.flow.driver import run_blocking
+from asyncckpt.stores.local.datafile import LocalDataFile
 
 def tell(text):  # in one piece, from any thread
     os.write(1, text.encode() + b"\\n")
@@ -73,25 +76,94 @@ def say(child: subprocess.Popen[str]) -> None:
     child.stdin.flush()
 
 
+FUNCTIONS = [name for name in blocking.__all__ if name not in ("Checkpointer", "PendingSave")]
+COROUTINE = "CoroutineType[Any, Any, "
+
+METHODS = [name for name in vars(asyncckpt.Checkpointer) if not name.startswith("_")]
+
+
+def twins() -> list[tuple[str, Any, Any]]:
+    """Every name of the facade with what it is in the blocking one and in the async one."""
+    both = [(name, getattr(blocking, name), getattr(asyncckpt, name)) for name in FUNCTIONS]
+    kinds = blocking.Checkpointer, asyncckpt.Checkpointer
+    return both + [
+        (f"Checkpointer.{name}", *(getattr(kind, name) for kind in kinds)) for name in METHODS
+    ]
+
+
 @pytest.mark.parametrize(
-    "name", ["Checkpointer", "save", "restore", "restore_into", "inspect", "verify"]
+    ("own", "other"), [pytest.param(own, other, id=name) for name, own, other in twins()]
 )
-def test_names_and_arguments_are_those_of_the_async_facade(name: str) -> None:
-    own, other = getattr(blocking, name), getattr(asyncckpt, name)
-    assert name in blocking.__all__
+def test_signatures_and_docstrings_are_those_of_the_async_facade(own: Any, other: Any) -> None:
+    assert inspect.iscoroutinefunction(other) and not inspect.iscoroutinefunction(own)
+    signature = inspect.signature(own)
+    assert signature == inspect.signature(other)
+    kinds = {p.kind for p in signature.parameters.values()}
+    assert inspect.Parameter.VAR_KEYWORD not in kinds  # `help` shows every argument
+    assert inspect.getdoc(own) == inspect.getdoc(other) and inspect.getdoc(own)
+    assert own.__module__ == "asyncckpt.blocking" and own.__name__ == other.__name__
 
-    def parameters(function: Any) -> list[tuple[str, Any, Any]]:
-        return [
-            (p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()
-        ]
 
-    assert parameters(own) == parameters(other)
-    if name != "Checkpointer":
-        return
-    public = {n for n, _ in inspect.getmembers(other, callable) if not n.startswith("_")}
-    assert public == {n for n, _ in inspect.getmembers(own, callable) if not n.startswith("_")}
-    for method in public:
-        assert parameters(getattr(own, method)) == parameters(getattr(other, method)), method
+def test_the_blocking_facade_lacks_no_name() -> None:
+    coroutines = {
+        name for name in asyncckpt.__all__ if inspect.iscoroutinefunction(getattr(asyncckpt, name))
+    }
+    assert coroutines == set(FUNCTIONS)
+    assert {name for name in dir(blocking.Checkpointer) if not name.startswith("_")} == set(METHODS)
+    kinds = blocking.Checkpointer, asyncckpt.Checkpointer
+    assert inspect.signature(kinds[0]) == inspect.signature(kinds[1])
+    assert issubclass(blocking.PendingSave, asyncckpt.PendingSave)
+
+
+def awaited(shown: str) -> str:
+    """A shown type with the result of each coroutine in its place."""
+    begin = shown.find(COROUTINE)
+    if begin < 0:
+        return shown
+    end, depth = begin + len(COROUTINE), 1
+    while depth:
+        depth += {"[": 1, "]": -1}.get(shown[end], 0)
+        end += 1
+    result = shown[begin + len(COROUTINE) : end - 1]
+    if " | " in result:
+        result = f"({result})"  # as pyright shows the result of a callable
+    return shown[:begin] + result + awaited(shown[end:])
+
+
+def test_type_checkers_see_the_signatures_of_the_async_facade(tmp_path: Path) -> None:
+    twin = [(f"blocking.{name}", f"asyncckpt.{name}") for name in FUNCTIONS]
+    twin += [(f"run.{name}", f"other.{name}") for name in METHODS]
+    calls = {
+        "run.restore(like={'a': 1})": "dict[str, int]",
+        "run.restore(leaves='jax')": "Any",
+        "blocking.restore('x', like=[1.0], strict=False)": "list[float]",
+        "run.start_save(1, {}).result()": "SaveReport",
+    }
+    shown = [name for pair in twin for name in pair] + list(calls)
+    lines = [
+        "import asyncckpt",
+        "from asyncckpt import blocking",
+        "run, other = blocking.Checkpointer('x'), asyncckpt.Checkpointer('x')",
+        *(f"reveal_type({name})" for name in shown),
+        "run.save(1, {}, overwirte=True)",
+    ]
+    (tmp_path / "revealed.py").write_text("\n".join(lines))
+    package = Path(__file__).parents[1]
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(package)]}))
+    command = [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    found = json.loads(done.stdout)["generalDiagnostics"]
+    errors = [line["message"] for line in found if line["severity"] == "error"]
+    assert errors == ['No parameter named "overwirte"']
+    texts = [line["message"].partition('" is "')[2][:-1] for line in found]
+    types = dict(zip(shown, filter(None, texts), strict=True))
+    for own, async_ in twin:
+        expected = awaited(types[async_])
+        assert expected != types[async_]  # it is a coroutine, and this compares more than nothing
+        if own == "run.start_save":
+            expected = expected.replace("-> PendingSave", "-> BlockingPendingSave")
+        assert types[own] == expected
+    assert {call: types[call] for call in calls} == calls
 
 
 def test_a_run_from_an_ordinary_loop(tmp_path: Path) -> None:
@@ -127,6 +199,38 @@ def test_one_shot_functions(tmp_path: Path) -> None:
     assert blocking.restore_into(place, {"w": np.zeros(50_000), "step": 1}).leaf_count == 2
     assert blocking.inspect(place)["w"].shape == (50_000,)
     assert blocking.verify(place).ok
+
+
+def test_restore_hands_its_report_to_a_callback(tmp_path: Path) -> None:
+    reports: list[asyncckpt.RestoreReport] = []
+    blocking.save(tmp_path / "x", TREE, metadata={"lr": 0.1})
+    assert blocking.restore(tmp_path / "x", on_report=reports.append)["step"] == 1
+    with blocking.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(3, TREE)
+        ckpt.restore(like=TREE, on_report=reports.append)
+        with pytest.raises(UsageError, match="on_report=5: pass a function of one RestoreReport"):
+            ckpt.restore(on_report=5)  # type: ignore[arg-type]
+    assert [(report.step, report.leaf_count) for report in reports] == [(None, 2), (3, 2)]
+    assert reports[0].metadata == {"lr": 0.1}
+
+
+def test_a_misspelt_keyword_is_refused_before_anything_happens(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"'overwirte'; the optional ones are metadata, overwrite"):
+        blocking.save(tmp_path / "x", TREE, overwirte=True)  # type: ignore[call-arg]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_warning_names_the_line_of_the_call(tmp_path: Path) -> None:
+    blocking.save(tmp_path / "x", TREE)
+    blocking.convert(tmp_path / "x", tmp_path / "x.safetensors")
+
+    async def awaiting() -> None:
+        await asyncckpt.restore(tmp_path / "x.safetensors")
+
+    with pytest.warns(asyncckpt.RestoreWarning) as caught:
+        blocking.restore(tmp_path / "x.safetensors")
+        asyncio.run(awaiting())
+    assert len(caught) >= 2 and {Path(warning.filename) for warning in caught} == {Path(__file__)}
 
 
 def test_leaving_the_block_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -224,10 +328,10 @@ try:
 except KeyboardInterrupt:
     tell("interrupted")
 if {waits_only}:
-    (pending,) = ckpt._core.in_flight()
+    (pending,) = ckpt._session.saves.pending()
     pending.cancel()
-    ckpt._core.wait_blocking()
-    ckpt._core.unseen_error()
+    run_blocking(ckpt._session.idle())
+    ckpt._session.saves.unseen_error()
 print(*ckpt.steps(), flush=True)
 print(*sorted(p.name for p in root.rglob("*") if not p.is_dir() and "0" not in p.parts))
 LocalDataFile._write = real

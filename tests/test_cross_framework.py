@@ -257,7 +257,9 @@ def test_a_leaf_that_stands_twice_is_stored_once_and_shares_memory_again(
     restored = blocking.restore(tmp_path / "x", leaves=target)
     assert content(restored["embedding"]) == content(restored["head"])
     assert content(restored["head"]) == (target, *content(leaf)[1:])
-    assert address(restored["embedding"]) == address(restored["head"])
+    # A JAX array is immutable: as two mutable arrays, its copies must not change each other.
+    together = source != "jax" or target == "jax"
+    assert (address(restored["embedding"]) == address(restored["head"])) is together
 
 
 def test_keys_are_their_data_elsewhere_and_no_arrays_become_keys(tmp_path: Path) -> None:

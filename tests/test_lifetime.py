@@ -15,14 +15,15 @@ import pytest
 
 import asyncckpt
 from asyncckpt import blocking
-from asyncckpt.checkpointer.runtime import Runtime
 from asyncckpt.errors import ClosedError, EngineDiedError, UsageError
+from asyncckpt.flow.driver import run_blocking
 from asyncckpt.flow.threads import Workers
-from asyncckpt.stages.opened import is_record
-from asyncckpt.stores.local import LocalStore
+from asyncckpt.format.record import is_record
+from asyncckpt.runtime import Runtime
+from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.testing.faults import Fault, FaultStore, Gate
 from tests import children
-from tests.checkpointer.script import Script, in_thread
+from tests.script import Script, in_thread
 from tests.watch import nothing_left_behind
 
 TREE = {"w": np.arange(50_000.0), "step": 1}
@@ -32,7 +33,7 @@ import os, sys, threading, time
 import numpy as np
 import asyncckpt
 from asyncckpt import blocking
-from asyncckpt.stores.datafile import LocalDataFile
+from asyncckpt.stores.local.datafile import LocalDataFile
 
 begun = threading.Event()
 real = LocalDataFile._write
@@ -204,7 +205,7 @@ async def test_the_death_of_the_engine_fails_what_is_outstanding(
         raise SystemExit("on purpose")
 
     with caplog.at_level(logging.CRITICAL, "asyncckpt"):
-        ckpt._core.runtime.engine.post(die)
+        ckpt._session.runtime.engine.post(die)
         with pytest.raises(EngineDiedError, match="Create a new Checkpointer"):
             await pending
         with pytest.raises(EngineDiedError):
@@ -283,6 +284,38 @@ def test_a_process_that_ends_without_close_finishes_its_saves_and_warns(tmp_path
     assert "the process ends without close(); waiting up to 60 s for 1 save(s) in flight" in err
     for step in ("1", "2"):
         assert blocking.verify(tmp_path / step).ok
+
+
+@pytest.mark.parametrize("how", ["one-shot", "blocking", "async"])
+def test_a_first_use_while_the_interpreter_exits_is_an_error_and_no_hang(
+    tmp_path: Path, how: str
+) -> None:
+    out = children.output(
+        """
+        import asyncio, atexit, sys
+        import numpy as np
+        import asyncckpt
+        from asyncckpt import blocking
+        ckpt = blocking.Checkpointer(sys.argv[1])
+        later = asyncckpt.Checkpointer(sys.argv[1])
+        def save():
+            state = {"w": np.arange(10.0)}
+            try:
+                if sys.argv[2] == "one-shot":
+                    blocking.save(sys.argv[1] + "/x", state)
+                elif sys.argv[2] == "blocking":
+                    ckpt.save(1, state)
+                else:
+                    asyncio.run(later.save(1, state))
+            except asyncckpt.ResourceError as error:
+                print(error)
+        atexit.register(save)
+        """,
+        tmp_path,
+        how,
+    )
+    assert "a thread could not be started" in out
+    assert "save before the interpreter exits" in out
 
 
 def test_an_event_loop_that_ends_without_close_finishes_its_saves_too(tmp_path: Path) -> None:
@@ -388,7 +421,7 @@ async def test_a_sweep_that_fails_in_any_way_is_logged_and_everything_released(
     foreign.fails("sweep")
     ckpt = asyncckpt.Checkpointer(foreign.store)
     assert (await ckpt.save(1, TREE)).step == 1
-    runtime = ckpt._core.runtime
+    runtime = ckpt._session.runtime
     assert runtime.pool.allocated_nbytes
     await ckpt.close()
     assert foreign.store.counts["sweep"] == foreign.store.counts["close"] == 1
@@ -416,10 +449,10 @@ def test_a_sweep_that_fails_is_logged_without_async_too(
 async def test_a_sweep_that_is_cancelled_releases_everything(foreign: Foreign) -> None:
     ckpt = asyncckpt.Checkpointer(foreign.store)
     await ckpt.save(1, TREE)
-    core = ckpt._core
+    core = ckpt._session
     gate = Gate()
     foreign.store.script.append(Fault("sweep", gate=gate))
-    releasing = core.runtime.engine.submit(core._root.release)
+    releasing = core.runtime.engine.submit(core._release)
     await core.call(gate.reached.wait).wait()
     releasing.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -448,7 +481,7 @@ async def test_a_store_that_cannot_be_closed_keeps_no_memory_and_no_other_store_
 ) -> None:
     ckpt = asyncckpt.Checkpointer(foreign.store)
     await ckpt.save(1, TREE)
-    runtime = ckpt._core.runtime
+    runtime = ckpt._session.runtime
     assert runtime.pool.allocated_nbytes
     others = [FaultStore(foreign.store.inner) for _ in range(2)]
     runtime._stores[:] = [others[0], foreign.store, others[1]]
@@ -468,8 +501,9 @@ async def test_a_runtime_whose_store_cannot_be_closed_leaves_no_thread(
     runtime.store(foreign.store, direct_io="auto", storage_options=None)
     await runtime.engine.submit(foreign.store.names).wait()
     assert "asyncckpt-test" in engine_threads()
+    closing = runtime.aclose()
     with pytest.raises(RuntimeError, match="no close"):
-        await (in_thread(runtime.close) if blocked else runtime.aclose())
+        await (in_thread(lambda: run_blocking(closing)) if blocked else closing)
     assert engine_threads() == []
 
 
@@ -488,7 +522,7 @@ async def test_a_restore_goes_on_while_the_callers_loop_is_blocked(tmp_path: Pat
         await ckpt.save(1, TREE)
         target = {"w": np.zeros(50_000), "step": 1}
         done = threading.Event()
-        request, _, _ = ckpt._core.restore_request(
+        request, _, _ = ckpt._session.restore_request(
             "into",
             target,
             leaves="numpy",
@@ -498,7 +532,7 @@ async def test_a_restore_goes_on_while_the_callers_loop_is_blocked(tmp_path: Pat
             options=None,
             progress=None,
         )
-        job = ckpt._core.call(lambda: ckpt._core.restore(1, request))
+        job = ckpt._session.call(lambda: ckpt._session.reads.restore(1, request))
         job.future.add_done_callback(lambda _: done.set())
         assert done.wait(30)  # this thread's loop stands still meanwhile
         await job.wait()
@@ -519,7 +553,7 @@ def test_logging_is_silent_by_default() -> None:
 
 
 def test_windows_is_refused_clearly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncckpt.checkpointer import runtime
+    from asyncckpt import runtime
 
     class Windows:
         name = "nt"

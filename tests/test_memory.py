@@ -104,7 +104,7 @@ with blocking.Checkpointer(root + "/run", save_options=options) as ckpt:
         if step in (19, 39, 59):
             ckpt.wait()
             gc.collect()
-            pooled = ckpt._core.runtime.pool.allocated_nbytes  # kept on purpose, and bounded
+            pooled = ckpt._session.runtime.pool.allocated_nbytes  # kept on purpose, and bounded
             found.append([rss() - pooled, len(gc.get_objects()), len(os.listdir("/dev/fd")),
                           threading.active_count()])
 print(json.dumps(found))

@@ -18,7 +18,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.options import MIB
-from tests.checkpointer.script import Script, in_thread
+from tests.script import Script, in_thread
 
 RNG_SEED = 7
 

@@ -18,6 +18,7 @@ KINDS = ("promises", "features", "bad_input", "traps")
 EXCUSES = frozenset({"skip", "skipif", "xfail", "importorskip"})
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+SUITES = ("asyncckpt.testing", "tests.stores.objects.clients.laws")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +34,10 @@ def attribute_names(node: ast.AST) -> frozenset[str]:
 
 
 def laws_of(tree: ast.Module) -> dict[str, list[ast.stmt]]:
-    """The bodies of classes of `asyncckpt.testing` that the file imports: suites of laws."""
+    """Return the bodies of the suites of laws that the file imports, by class."""
     bodies: dict[str, list[ast.stmt]] = {}
     for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("asyncckpt.testing"):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(SUITES):
             source = REPOSITORY / f"{(node.module or '').replace('.', '/')}.py"
             names = {alias.name for alias in node.names}
             for inner in ast.parse(source.read_text()).body if source.is_file() else []:

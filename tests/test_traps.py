@@ -13,8 +13,8 @@ import torch
 import asyncckpt
 from asyncckpt import blocking
 from asyncckpt.adapters.numpy import NumpyAdapter
-from asyncckpt.stores import datafile
-from tests.checkpointer.script import Script
+from asyncckpt.stores.local import datafile
+from tests.script import Script
 
 
 class _Disk(OSError):

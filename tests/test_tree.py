@@ -69,8 +69,8 @@ keys = (
             "-1",
             "\x00",
             "\n",
-            "\ud800",
             "é",
+            "🧀",
             "*",
         ]
     )
@@ -139,7 +139,8 @@ def test_escaped_parts_come_back(part: str) -> None:
 def test_every_subtree_can_be_taken_by_its_path(tree: Any) -> None:
     flat = flatten(tree)
     for path in {*flat.structure.node_paths(), *flat.paths}:
-        structure, ordinals = flat.structure.subtree(path)
+        ((found, (structure, ordinals)),) = flat.structure.subtrees([path]).items()
+        assert found == path
         below = [p for p in flat.paths if not path or p == path or p.startswith(path + "/")]
         assert [flat.paths[i] for i in ordinals] == below
         assert flatten(unflatten(structure, [flat.leaves[i] for i in ordinals])).structure == (
@@ -148,8 +149,7 @@ def test_every_subtree_can_be_taken_by_its_path(tree: Any) -> None:
 
 
 def test_a_path_that_does_not_exist_has_no_subtree() -> None:
-    with pytest.raises(KeyError):
-        flatten({"a": 1}).structure.subtree("b")
+    assert flatten({"a": 1}).structure.subtrees(["b"]) == {}
 
 
 def test_paths_are_readable() -> None:
@@ -178,6 +178,14 @@ def test_other_keys_are_refused_by_path_and_key(key: Any) -> None:
         flatten({"a": {"b": {"fine": 1, key: 2}}})
     assert e.value.path == "a/b"
     assert repr(key) in str(e.value)
+
+
+@pytest.mark.parametrize("key", ["\ud800", "a\udc80", "\udfff"])
+def test_a_key_that_is_not_valid_unicode_is_refused_at_the_call(key: str) -> None:
+    with pytest.raises(errors.UnsupportedLeafError, match=r"a: key .* is not valid Unicode") as e:
+        flatten({"a": {"é": 1, 3: 2, key: 3}})
+    assert (e.value.path, e.value.found) == ("a", key)
+    str(e.value).encode()  # can be logged
 
 
 def test_str_subclasses_and_huge_ints_are_no_keys() -> None:

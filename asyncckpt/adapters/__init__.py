@@ -1,4 +1,4 @@
-"""Whose array a leaf is: adapters for NumPy and for the frameworks that are loaded.
+"""Adapters: the owners of array leaves, for NumPy and for the frameworks that are loaded.
 
 Importing this package imports no framework. An adapter for JAX or PyTorch is made only where that
 framework is in `sys.modules` already, and a leaf of its types cannot exist before.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncckpt.adapters.numpy import NumpyAdapter
-from asyncckpt.adapters.scalars import ScalarKind, scalar_kind
+from asyncckpt.adapters.python import ScalarKind, scalar_kind
 from asyncckpt.errors import UsageError
 from asyncckpt.ports import ArrayAdapter, NodeAdapter
 
@@ -21,7 +21,7 @@ _FRAMEWORKS = {"jax": ("Array", "JaxAdapter"), "torch": ("Tensor", "TorchAdapter
 
 
 _SHARDED = "asyncckpt.adapters.sharded_array"
-"""Imported when somebody makes a `ShardedArray`."""
+"""Imported when a `ShardedArray` is made."""
 
 _WANTING = {"torch": ("torch.nn.", "torch.optim.")}
 """Framework -> where the classes are defined whose state dicts have only its arrays in them."""
@@ -41,7 +41,7 @@ class AdapterSet:
         self._resolved: dict[type, ArrayAdapter | ScalarKind | None] = {}
 
     def resolve(self, kind: type) -> ArrayAdapter | ScalarKind | None:
-        """The adapter of leaves of this type, the kind of Python scalar they are, or None."""
+        """Return the adapter of leaves of this type, their kind of Python scalar, or None."""
         try:
             return self._resolved[kind]
         except KeyError:
@@ -52,7 +52,7 @@ class AdapterSet:
             return found
 
     def expected_by(self, owner: type) -> ArrayAdapter | None:
-        """The adapter of the arrays that objects of this class take in a state dict, if it says."""
+        """Return the adapter of the arrays that a class takes in its state dict, if known."""
         modules = [base.__module__ for base in owner.__mro__]
         for adapter in self.adapters:
             wanting = _WANTING.get(adapter.name, ())
@@ -60,9 +60,20 @@ class AdapterSet:
                 return adapter
         return None
 
+    def required_by(self, owner: object) -> Callable[[str], str | None] | None:
+        """Return which keys of its state dict an object insists on, as far as that is known.
+
+        The result maps a path in a state dict to a key that the present and the saved state must
+        both have, or to None where they may differ.
+        """
+        if self.expected_by(type(owner)) is None:
+            return None
+        required: Callable[[str], str | None] | None = _module("torch").required_keys(owner)
+        return required
+
 
 def adapters_for_loaded_frameworks() -> AdapterSet:
-    """NumPy, and JAX, PyTorch and `ShardedArray` where they are imported."""
+    """Return the adapters of NumPy, and of JAX, PyTorch and `ShardedArray` where imported."""
     adapters: list[ArrayAdapter] = [NumpyAdapter()]
     nodes: list[NodeAdapter] = []
     if hasattr(sys.modules.get(_SHARDED), "ShardedArray"):
@@ -76,14 +87,14 @@ def adapters_for_loaded_frameworks() -> AdapterSet:
 
 
 def adapter_named(name: str) -> ArrayAdapter:
-    """The adapter that `leaves=name` asks for; imports its framework.
+    """Return the adapter that `leaves=name` asks for; import its framework.
 
     Raises:
         UsageError: there is no such adapter, or its framework is not installed.
     """
     if name == "numpy":
         return NumpyAdapter()
-    if name not in _FRAMEWORKS:
+    if not isinstance(name, str) or name not in _FRAMEWORKS:
         raise UsageError(
             f'leaves={name!r}: pass "numpy", "jax" or "torch"',
             expected=("numpy", "jax", "torch"),

@@ -1,4 +1,4 @@
-"""What the adapters share: refusals by dtype, checks of what is restored."""
+"""Shared parts of the adapters: refusals by dtype, checks of restored arrays."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CASTS = {
 
 
 def unsupported_dtype(path: str, framework: str, dtype: str, cast: str | None = None) -> Exception:
-    """The error for an array whose dtype cannot be stored; `cast` says how to make one that can."""
+    """Return the error for an array whose dtype cannot be stored; `cast` says what to do."""
     advice = cast or (
         f"cast it to {_CASTS[dtype]}"
         if dtype in _CASTS
@@ -56,7 +56,7 @@ def unsupported_dtype(path: str, framework: str, dtype: str, cast: str | None = 
 def check_values(
     path: str, spec: ArraySpec, shape: Sequence[int], dtype: np.dtype[Any] | str
 ) -> None:
-    """Shape and dtype are as the target asked.
+    """Check that shape and dtype are those of the target.
 
     Raises:
         ShapeMismatchError: another shape.
@@ -83,7 +83,7 @@ def check_values(
 def byte_span(
     pointer: int, shape: Sequence[int], strides: Sequence[int], itemsize: int
 ) -> tuple[int, int]:
-    """First and one-past-last byte address of an array; strides in bytes, of either sign."""
+    """Return first and one-past-last byte address of an array; strides in bytes, of any sign."""
     first, last = pointer, pointer + itemsize
     for n, step in zip(shape, strides, strict=True):
         if n == 0:
@@ -98,7 +98,7 @@ def byte_span(
 def host_place(
     array: npt.NDArray[Any], name: str
 ) -> tuple[tuple[int, int], tuple[object, ...] | None]:
-    """Where an array of this zarr dtype stands in host memory: its byte span, and its identity.
+    """Return byte span and identity of an array of this zarr dtype in host memory.
 
     Costs about 2 µs, which is much for a small leaf.
     """
@@ -110,7 +110,7 @@ def host_place(
 
 
 def may_overlap_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether two elements may share a byte, as in expanded and sliding-window arrays."""
+    """Return whether two elements may share a byte, as in expanded and sliding-window arrays."""
     if 0 in shape:
         return False
     reach = itemsize

@@ -98,7 +98,7 @@ class JaxAdapter:
         return source
 
     def _divide(self, path: str, source: Source) -> None:
-        """The source has the shards of its leaf; a replicated leaf stays one box."""
+        """Set the shards of the source; a replicated leaf stays one box."""
         leaf, spec = source.leaf, source.spec
         division = divide(path, leaf.sharding, spec.shape)
         if not spec.size:
@@ -175,7 +175,7 @@ class JaxAdapter:
         return target
 
     def _divide_target(self, target: JaxTarget) -> None:
-        """The target has the boxes that its devices hold; a replicated leaf stays one box."""
+        """Set the boxes of the target that its devices hold; a replicated leaf stays one box."""
         assert target.sharding is not None
         tail = target.spec.shape[len(target.shape) :]
         target.division = divide(target.path, target.sharding, target.shape, tail)
@@ -243,20 +243,20 @@ class JaxNodes:
     """Containers registered with `jax.tree_util`, one level at a time."""
 
     def flatten(self, node: Any) -> tuple[Sequence[str | int], Sequence[Any]] | None:
-        """Keys and children of a registered node, or None when the type is not registered."""
+        """Return keys and children of a registered node, or None for a type that is not."""
         entries, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
         if len(entries) == 1 and not entries[0][0]:
             return None
         return [_key(path[0]) for path, _ in entries], [child for _, child in entries]
 
     def unflatten(self, node: Any, children: Sequence[Any]) -> Any:
-        """A node like `node` with these children."""
+        """Return a node like `node` with these children."""
         treedef = jax.tree_util.tree_structure(node, is_leaf=lambda x: x is not node)
         return jax.tree_util.tree_unflatten(treedef, children)
 
 
 def check_x64(path: str, name: str) -> None:
-    """JAX, as it is set in this thread, can hold the dtype.
+    """Check that JAX, as it is set in this thread, can hold the dtype.
 
     Raises:
         DtypeMismatchError: it would truncate it to 32 bits.
@@ -295,7 +295,7 @@ def _key_impl(dtype: Any) -> str:
 
 @lru_cache(maxsize=256)
 def _single_device(sharding: jax.sharding.Sharding) -> bool | None:
-    """Whether the one device is a CPU; None for several devices, one elsewhere, or a mere mesh."""
+    """Return whether the one device is a CPU; None for several devices or an abstract mesh."""
     try:
         if len(sharding.device_set) != 1 or not sharding.is_fully_addressable:
             return None
@@ -306,7 +306,7 @@ def _single_device(sharding: jax.sharding.Sharding) -> bool | None:
 
 
 def _with_devices(path: str, sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """The sharding, over the devices of this thread's mesh where it names an abstract one.
+    """Return the sharding, over the devices of this thread's mesh if it is abstract.
 
     Under `jax.set_mesh`, `jax.eval_shape` gives shardings over the mesh's abstract twin.
 

@@ -32,17 +32,17 @@ _MAX_DYNAMIC_OFFSET = 2**31 - 1
 
 
 def on_cpu(device: jax.Device) -> bool:
-    """Whether all memory of the device is host memory."""
+    """Return whether all memory of the device is host memory."""
     return bool(device.platform == "cpu")
 
 
 def config(name: str) -> Any:
-    """A setting of JAX as it is in this thread."""
+    """Return a setting of JAX as it is in this thread."""
     return getattr(jax.config, name)
 
 
 def x64_for(name: str) -> contextlib.AbstractContextManager[Any]:
-    """64-bit types stay as they are in this thread, whatever it is set to."""
+    """Keep 64-bit types as they are in this thread, whatever its setting."""
     if name not in WIDE:
         return contextlib.nullcontext()
     enable: Any = getattr(jax, "enable_x64", None)
@@ -53,7 +53,7 @@ def x64_for(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def host_view(array: Any, name: str) -> npt.NDArray[Any]:
-    """The memory of an array on CPU, read-only, in the strides of its layout.
+    """Return the memory of an array on CPU, read-only, in the strides of its layout.
 
     Elsewhere, and for packed dtypes, a copy of all of it.
     """
@@ -71,7 +71,7 @@ def host_view(array: Any, name: str) -> npt.NDArray[Any]:
 
 
 def begin_read(array: Any, name: str, box: Box) -> Any:
-    """What `np.asarray` turns into the values of the box; their copy to the host has begun.
+    """Begin to copy a box to the host; return what `np.asarray` turns into its values.
 
     Waits for an array that is still being computed only where its memory is viewed.
     """
@@ -91,7 +91,7 @@ def begin_read(array: Any, name: str, box: Box) -> Any:
 
 
 def in_host_memory(sharding: jax.sharding.Sharding, name: str) -> bool:
-    """Whether an array on one device is read through a view of its memory."""
+    """Return whether an array on one device is read through a view of its memory."""
     cpu, host = _memory(sharding)
     return name not in PACKED if cpu else host
 

@@ -44,7 +44,7 @@ class Division:
 def divide(
     path: str, sharding: jax.sharding.Sharding, shape: tuple[int, ...], tail: tuple[int, ...] = ()
 ) -> Division:
-    """How the sharding divides `shape`; `tail` are dimensions behind it, which stay whole.
+    """Return how the sharding divides `shape`; `tail` are further dimensions, not divided.
 
     Raises:
         UnsupportedLeafError: devices of other processes, partial sums, a shape that the sharding
@@ -65,13 +65,13 @@ def divide(
             return _divide(sharding, shape, tail)
     except ValueError as error:
         raise UnsupportedLeafError(
-            f"{path}: this sharding does not say which device holds what of shape {shape}: {error}",
+            f"{path}: this sharding does not divide shape {shape} among its devices: {error}",
             path=path,
             expected="a sharding over devices that divides the shape",
             found=str(sharding),
         ) from None
     raise UnsupportedLeafError(
-        f"{path}: this array lies on devices of other processes too; this release saves and "
+        f"{path}: this array is on devices of other processes too; this release saves and "
         "restores arrays on devices of one process: gather it first, for example with "
         "jax.experimental.multihost_utils.process_allgather",
         path=path,
@@ -108,7 +108,7 @@ def _box(index: Any, shape: tuple[int, ...], tail: tuple[int, ...]) -> Box:
 def shard_views(
     array: Any, name: str, division: Division, turn: int
 ) -> tuple[npt.NDArray[Any], ...]:
-    """Per box its values in the memory of one replica; `turn` says which. For CPUs."""
+    """Return per box its values in the memory of replica `turn`. For CPUs."""
     handles = _handles(array)
     return tuple(
         jax_memory.host_view(handles[devices[turn % len(devices)]], name)
@@ -119,7 +119,7 @@ def shard_views(
 def read_box(
     array: Any, name: str, division: Division, box: Box, out: npt.NDArray[Any], turn: int
 ) -> None:
-    """`out` holds the values of the box, each from one replica; `turn` says which. Blocking.
+    """Copy the values of the box to `out`, each from replica `turn`. Blocking.
 
     The copies from all devices concerned begin before any is waited for.
     """
@@ -148,7 +148,7 @@ def assemble(
     division: Division,
     parts: Sequence[npt.NDArray[Any]],
 ) -> jax.Array:
-    """The array whose boxes have these values; CPUs adopt memory that is aligned for them."""
+    """Return the array whose boxes have these values; CPUs adopt memory aligned for them."""
     numbers = {box.offset: number for number, box in enumerate(division.boxes)}
 
     def values_at(index: Any) -> npt.NDArray[Any]:
@@ -164,7 +164,7 @@ def assemble_keys(
     parts: Sequence[npt.NDArray[Any]],
     impl: str,
 ) -> jax.Array:
-    """The typed PRNG keys, of this shape, whose boxes have these key data."""
+    """Return the typed PRNG keys, of this shape, whose boxes have these key data."""
     kind = sharding.memory_kind
     keys = []
     for device, number in division.box_of.items():

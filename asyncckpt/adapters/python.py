@@ -1,7 +1,7 @@
-"""Python scalars: which leaves they are, and how they and rank-0 arrays become each other.
+"""Python scalars: their kinds, and conversion from and to rank-0 arrays.
 
 A scalar is a leaf of exactly the type int, float, bool, complex, str or bytes. Subclasses are
-refused: an enum member or a labelled number would come back as something else.
+refused: an enum member or a labelled number would be restored as something else.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _INT64: Final = np.iinfo(np.int64)
 
 
 def scalar_kind(kind: type) -> ScalarKind | None:
-    """The kind of scalar that values of exactly this type are, or None."""
+    """Return the kind of scalar of values of exactly this type, or None."""
     return _KINDS.get(kind)
 
 
 def unsupported(path: str, leaf: object) -> UnsupportedLeafError:
-    """The error for a leaf that no adapter owns and that is no scalar."""
+    """Return the error for a leaf that no adapter owns and that is not a scalar."""
     kind = type(leaf)
     name = f"{kind.__module__}.{kind.__qualname__}"
     base = next((base for base in _KINDS if isinstance(leaf, base)), None)
@@ -71,7 +71,7 @@ def unsupported(path: str, leaf: object) -> UnsupportedLeafError:
 
 
 def bytes_as_array(value: bytes) -> npt.NDArray[np.uint8] | None:
-    """The uint8 array as which `bytes` above 1 KiB are stored, with kind "bytes"; None for others.
+    """Return the uint8 array as which `bytes` above 1 KiB are stored; None for others.
 
     It shares the memory of `value`.
     """
@@ -79,7 +79,7 @@ def bytes_as_array(value: bytes) -> npt.NDArray[np.uint8] | None:
 
 
 def scalar_as_array(value: Scalar) -> npt.NDArray[Any] | None:
-    """The rank-0 array that readers without our record see; None where no dtype holds the value."""
+    """Return the rank-0 array that readers without our record see; None if no dtype fits."""
     kind = _KINDS[type(value)]
     if kind == "bool":
         return np.asarray(value, np.bool_)
@@ -91,7 +91,7 @@ def scalar_as_array(value: Scalar) -> npt.NDArray[Any] | None:
 
 
 def array_from_scalar(path: str, value: object, dtype: str) -> npt.NDArray[Any]:
-    """A rank-0 array of the zarr dtype `dtype` with this value; floats are rounded.
+    """Return a rank-0 array of the zarr dtype `dtype` with this value; floats are rounded.
 
     Raises:
         DtypeMismatchError: the value is of another numeric class or does not fit.
@@ -123,7 +123,7 @@ def array_from_scalar(path: str, value: object, dtype: str) -> npt.NDArray[Any]:
 
 
 def scalar_from_array(path: str, values: npt.NDArray[Any], kind: ScalarKind) -> Scalar:
-    """The Python scalar of `kind` that a rank-0 array holds.
+    """Return the Python scalar of `kind` that a rank-0 array holds.
 
     Raises:
         DtypeMismatchError: the array is not of rank 0 or of another numeric class.

@@ -115,7 +115,7 @@ class ShardedAdapter:
 
 
 def _identity(array: ShardedArray) -> Hashable | None:
-    """Equal for arrays that hold the same boxes in the same memory."""
+    """Return a value that is equal for arrays with the same boxes in the same memory."""
     parts = [inside(array, number) for number in division_of(array).first]
     return (
         "sharded",
@@ -136,7 +136,7 @@ class _Span(NamedTuple):
 
 
 def _check_memory(path: str, array: ShardedArray) -> None:
-    """The shards can be filled, each without touching another.
+    """Check that the shards can be filled, each without touching another.
 
     Raises:
         UnsupportedLeafError: one is read-only, or overlaps itself or another in memory.
@@ -180,7 +180,7 @@ def _check_memory(path: str, array: ShardedArray) -> None:
 
 
 def _is(one: Memory, other: Memory) -> bool:
-    """Whether two arrays of one shape are the same memory."""
+    """Return whether two arrays of one shape are the same memory."""
     return (
         one.__array_interface__["data"] == other.__array_interface__["data"]
         and one.strides == other.strides

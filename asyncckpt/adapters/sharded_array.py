@@ -69,7 +69,7 @@ class ShardedArray:
     Args:
         shape: shape of the global array.
         dtype: its dtype, as NumPy or zarr v3 names it.
-        shards: pairs of an offset in the global array and the array whose first element stands
+        shards: pairs of an offset in the global array and the array whose first element is
             there. Two shards share no element unless they are replicas, which hold the same box;
             the first of equal replicas is saved, and all of them are filled.
         padded: shards may reach past the global array: what is outside is padding, which is
@@ -128,7 +128,7 @@ class ShardedArray:
         dtype: npt.DTypeLike | None = None,
         replicas: int = 1,
     ) -> ShardedArray:
-        """An array as an emulated mesh holds it: in tiles of one size, ceil(n / m) per axis.
+        """Return an array as an emulated mesh holds it: in tiles of size ceil(n / m) per axis.
 
         The tiles at the far edge are padded with zeros, and those beyond it are all padding, as
         PyTorch/XLA's SPMD has them. Every tile has memory of its own.
@@ -188,7 +188,7 @@ class ShardedArray:
         return self._shards
 
     def to_numpy(self) -> Memory:
-        """The global array, assembled in new memory.
+        """Return the global array, assembled in new memory.
 
         Raises:
             UsageError: the shards leave gaps.
@@ -290,17 +290,17 @@ def _dtype(dtype: npt.DTypeLike | None) -> np.dtype[Any]:
 
 
 def spec_of(array: ShardedArray) -> ArraySpec:
-    """Global shape and zarr dtype."""
+    """Return global shape and zarr dtype."""
     return array_spec(array._shape, DTYPE_NAMES[array._dtype])
 
 
 def division_of(array: ShardedArray) -> Division:
-    """What the shards hold of the array."""
+    """Return which parts of the array the shards hold."""
     return array._division
 
 
 def inside(array: ShardedArray, number: int) -> Memory:
-    """The memory of a shard without its padding."""
+    """Return the memory of a shard without its padding."""
     held, box = array._shards[number][1], array._boxes[number]
     if held.shape == box.shape:
         return held
@@ -309,5 +309,5 @@ def inside(array: ShardedArray, number: int) -> Memory:
 
 
 def selection(box: Box) -> Any:
-    """The index that selects a box of an array, as a view of it also at rank 0."""
+    """Return the index that selects a box of an array, as a view also at rank 0."""
     return (*box.slices(), ...)

@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -212,7 +213,7 @@ class _Memory:
 
 
 def numpy_view(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The memory of a CPU tensor as an array of the same strides; without autograd.
+    """Return the memory of a CPU tensor as an array of the same strides; without autograd.
 
     `Tensor.numpy()` is not used: it makes the storage unresizable for good, and its owner may
     resize it later (as FSDP does).
@@ -225,7 +226,7 @@ def numpy_view(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def tensor_view(array: npt.NDArray[Any]) -> torch.Tensor:
-    """A CPU tensor of the array's memory."""
+    """Return a CPU tensor of the array's memory."""
     dtype = _DTYPES[DTYPE_NAMES[array.dtype]]
     carrier = _CARRIERS.get(dtype)
     if carrier is None:
@@ -249,7 +250,7 @@ class PinnedMemory:
         self._cudart = cudart
 
     def allocate(self, nbytes: int) -> Bytes:
-        """A page-aligned, page-locked buffer, every page of it touched. Blocking."""
+        """Return a page-aligned, page-locked buffer with every page touched. Blocking."""
         buffer = np.frombuffer(
             mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8
         )
@@ -258,7 +259,7 @@ class PinnedMemory:
         return buffer
 
     def free(self, buffer: Bytes) -> None:
-        """The memory is unlocked; the mapping goes with its last view."""
+        """Unlock the memory; it is unmapped with its last view."""
         self._check("cudaHostUnregister", buffer.nbytes, buffer.ctypes.data)
 
     def _check(self, call: str, nbytes: int, *arguments: int) -> None:
@@ -273,7 +274,7 @@ class PinnedMemory:
 
 
 def _check_kind(path: str, leaf: Any) -> str:
-    """The dtype's name, once nothing else about the tensor is unsupported."""
+    """Return the dtype's name, once nothing else about the tensor is unsupported."""
     kind = type(leaf)
     reason = cast = ""
     if kind.__name__ == "DTensor":
@@ -301,3 +302,39 @@ def _check_kind(path: str, leaf: Any) -> str:
         cast = "store x.view(torch.uint8), which keeps its bits" if found.endswith("_x2") else ""
         raise unsupported_dtype(path, "torch", found, cast or None)
     return name
+
+
+def required_keys(owner: Any) -> Callable[[str], str | None] | None:
+    """Return which keys of its state dict a module or optimizer insists on.
+
+    The result maps a path in a state dict to a key that the present and the saved state must both
+    have, or to None where they may differ. It is None where hooks or methods of the user's classes
+    take part in loading: they may rename, add and drop keys.
+    """
+    load = getattr(owner.load_state_dict, "__func__", None)
+    if isinstance(owner, torch.optim.Optimizer):
+        plain = load is torch.optim.Optimizer.load_state_dict
+        return None if not plain or owner._optimizer_load_state_dict_pre_hooks else _parameter_key
+    if not isinstance(owner, torch.nn.Module) or load is not torch.nn.Module.load_state_dict:
+        return None
+    for module in owner.modules():
+        kind: Any = type(module)
+        if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
+            return None
+        if not kind._load_from_state_dict.__module__.startswith("torch.nn.modules."):
+            return None
+    return _module_key
+
+
+_PARAMETER = re.compile(r"param_groups/\d+/params/\d+")
+
+
+def _parameter_key(path: str) -> str | None:
+    # The parameters of every group are counted; the other options of a group may differ.
+    return path if _PARAMETER.fullmatch(path) else None
+
+
+def _module_key(path: str) -> str | None:
+    # Batch norm makes up for a missing count of batches; extra state may be empty.
+    key = path.partition("/")[0]
+    return None if key.endswith(("num_batches_tracked", "_extra_state")) else key

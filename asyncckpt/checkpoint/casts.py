@@ -1,8 +1,8 @@
 """Casts to the dtype in which a leaf is stored: precision may go, values may not.
 
-A float that is too large for a narrower float becomes what floats become, an infinity or, in
-dtypes without one, a NaN. Whatever an integer dtype cannot hold is an error, and so is an integer
-beyond all floats of a dtype.
+A float that is too large for a narrower float dtype becomes an infinity or, in dtypes without one,
+a NaN. A value that an integer dtype cannot hold is an error, and so is an integer beyond all floats
+of a dtype.
 """
 
 from __future__ import annotations
@@ -15,26 +15,25 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.errors import DtypeMismatchError
-from asyncckpt.spec import DTYPES
-from asyncckpt.stages.place import numeric_class
+from asyncckpt.spec import DTYPES, numeric_class
 
 
 @lru_cache(maxsize=512)
 def may_lose(source: str, stored: str) -> bool:
-    """Whether a value of one dtype, precision apart, may be lost in a cast to the other."""
+    """Return whether a cast from one dtype to the other may lose values, not only precision."""
     before, after = numeric_class(source), numeric_class(stored)
     if source == stored or after in ("bool", "complex") or before == "bool":
         return False
     if before == "int":
-        bounds = np.array(_int_range(source), DTYPES[source])
+        bounds = np.array(int_range(source), DTYPES[source])
         return any(not _holds(stored, bound) for bound in bounds)
     return before == "complex" or after == "int"
 
 
 def check_values_fit(path: str, values: npt.NDArray[Any], source: str, stored: str) -> None:
-    """No value is lost in a cast from `source` to `stored`; to be asked where `may_lose` says so.
+    """Check that a cast from `source` to `stored` loses no value; needed where `may_lose` says so.
 
-    Blocking: the values are looked at twice and never copied.
+    Blocking: the values are read twice and never copied.
 
     Raises:
         DtypeMismatchError: a value would be lost; names the path and one such value.
@@ -46,7 +45,8 @@ def check_values_fit(path: str, values: npt.NDArray[Any], source: str, stored: s
             if values.imag.any():
                 raise _lost(path, "a value with an imaginary part", source, stored)
             values = values.real
-        # Order is kept by every cast, and a NaN is both the least and the greatest value.
+        # Casts keep the order of values, so that the least and the greatest decide for all. Where
+        # there is a NaN, it is both.
         for bound in (values.min(), values.max()):
             if not _holds(stored, bound):
                 raise _lost(path, repr(bound.item()), source, stored)
@@ -55,7 +55,7 @@ def check_values_fit(path: str, values: npt.NDArray[Any], source: str, stored: s
 def _holds(stored: str, value: np.generic) -> bool:
     kind = numeric_class(stored)
     if kind == "int":
-        low, high = _int_range(stored)
+        low, high = int_range(stored)
         number = value.item()  # as a Python number, which compares exactly with any other
         return bool(low <= number <= high if isinstance(number, int) else low <= number < high + 1)
     if isinstance(value.item(), float):
@@ -64,7 +64,8 @@ def _holds(stored: str, value: np.generic) -> bool:
         return bool(np.isfinite(np.asarray(value).astype(DTYPES[stored]).astype(np.float64)))
 
 
-def _int_range(dtype: str) -> tuple[int, int]:
+def int_range(dtype: str) -> tuple[int, int]:
+    """Return the least and the greatest value of an integer dtype."""
     info: Any = ml_dtypes.iinfo(DTYPES[dtype])  # type: ignore[no-untyped-call]
     return int(info.min), int(info.max)
 

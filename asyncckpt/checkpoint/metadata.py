@@ -1,7 +1,7 @@
 """A checkpoint opened for reading: what it holds, and where.
 
-`open_checkpoint` reads our own; the modules of `stages/elsewhere/` make the same `OpenCheckpoint`
-of what other libraries wrote, so that everything above needs to know one kind of checkpoint.
+`open_checkpoint` opens our own; the modules of `checkpoint/foreign/` make the same `OpenCheckpoint`
+of what other libraries wrote, so that everything above knows one kind of checkpoint.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +20,7 @@ from asyncckpt.errors import (
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
+from asyncckpt.flow.threads import Workers
 from asyncckpt.format.chunks import ChunkIndex, decode_chunk_index
 from asyncckpt.format.codecs import RAW, ZSTD, Codec
 from asyncckpt.format.crc import crc32c
@@ -29,6 +29,7 @@ from asyncckpt.format.record import (
     SCALAR_KINDS,
     ArrayTable,
     CommitRecord,
+    FileEntry,
     JsonValue,
     LeafTable,
     Piece,
@@ -38,22 +39,16 @@ from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import MAX_RECORD_NBYTES, MIB
 from asyncckpt.planning.restore import StoredArrays
 from asyncckpt.planning.table import Column
-from asyncckpt.ports import CheckpointFiles
+from asyncckpt.ports import Bytes, CheckpointFiles
 from asyncckpt.reports import nbytes_text
 from asyncckpt.spec import ArraySpec, ChunkGrid
 from asyncckpt.tree import Structure
 
 RECORD = RECORD_NAME
 
-RECORD_TAIL_NBYTES = 12
-"""The checksum that ends a record: a quote, 8 digits, a quote, a brace and a line feed."""
-
 IMPLIED_NBYTES = 64 * MIB
-"""Values that a foreign checkpoint implies without storing them are allocated up to this size and
-four times its files, unless a target says that so much is wanted."""
-
-_SAVE_ID = re.compile(rb'\{"format":"asyncckpt","version":[0-9]{1,9},"save_id":"([^"]{1,100})"')
-"""How every record begins."""
+"""Fill values that a foreign checkpoint does not store are allocated up to this size plus four
+times that of its files, unless a target asks for as much."""
 
 logger = logging.getLogger("asyncckpt")
 
@@ -69,6 +64,8 @@ class Storage:
         codec: how a stored chunk becomes its elements.
         fill: the bytes of one element of a chunk that is not stored; empty for zeros.
         driver: TensorStore's driver that opens such an array.
+        grid: the chunk grid.
+        chunk_nbytes: size of a decoded chunk.
     """
 
     spec: ArraySpec
@@ -76,16 +73,14 @@ class Storage:
     codec: Codec
     fill: bytes = b""
     driver: str = "zarr3"
+    grid: ChunkGrid = field(init=False)
+    chunk_nbytes: int = field(init=False)
 
-    @property
-    def grid(self) -> ChunkGrid:
-        """The chunk grid."""
-        return ChunkGrid(self.spec.shape, self.chunk_shape)
-
-    @property
-    def chunk_nbytes(self) -> int:
-        """Bytes of a decoded chunk."""
-        return math.prod(self.chunk_shape) * self.spec.itemsize
+    def __post_init__(self) -> None:
+        # Looked up for every chunk that is read.
+        object.__setattr__(self, "grid", ChunkGrid(self.spec.shape, self.chunk_shape))
+        nbytes = math.prod(self.chunk_shape) * self.spec.itemsize
+        object.__setattr__(self, "chunk_nbytes", nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +94,15 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extents:
-    """Where every chunk stands, one row per chunk; arrays in order, the cells of each in C order.
+    """Where every chunk is, one row per chunk: arrays in order, the cells of each in C order.
 
     Attributes:
         file: index into `OpenCheckpoint.stored_files`; -1 for rows without an extent.
         offset: first byte in it.
         nbytes: length of the stored chunk, trailer included.
         crc32c: CRC-32C of each chunk without its trailer, kept apart from it; None without.
-        values: stored bytes of rows without an extent, trailer included; such a row that is not
-            in here was never stored and consists of the fill value.
+        values: stored bytes of rows without an extent, trailer included; a row that has neither
+            was never stored and consists of the fill value.
     """
 
     file: Column
@@ -121,7 +116,7 @@ class Extents:
 
 
 ReadExtents = Callable[[Sequence[int] | None], Awaitable[Extents]]
-"""Array indices that are wanted (None for all) -> the extents. Rows of other arrays may be left at
+"""Indices of the arrays that are wanted (None for all) -> the extents. Rows of other arrays may be
 -1; there are always as many rows as the checkpoint has chunks."""
 
 
@@ -143,10 +138,11 @@ class OpenCheckpoint:
         metadata: the user's JSON.
         metrics: the user's numbers.
         save_id: identity of the save; empty for foreign checkpoints.
-        created_ns: time of the commit, nanoseconds since 1970; 0 where nothing tells.
-        library: what wrote it.
-        database: directory of the OCDBT database in it.
+        created_ns: time of the commit, nanoseconds since 1970; 0 where it is unknown.
+        library: name and version of the program that wrote it.
+        database: directory of its OCDBT database.
         record: its commit record; None for foreign checkpoints.
+        notes: what a user should know about how it was read.
     """
 
     files: CheckpointFiles
@@ -155,7 +151,7 @@ class OpenCheckpoint:
     leaves: LeafTable
     arrays: ArrayTable
     storages: tuple[Storage, ...]
-    stored_files: tuple[StoredFile, ...]
+    stored_files: Sequence[StoredFile | FileEntry]
     read_extents: ReadExtents
     first_rows: tuple[int, ...]
     row_count: int
@@ -166,6 +162,7 @@ class OpenCheckpoint:
     library: str = ""
     database: str = ""
     record: CommitRecord | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def location(self) -> str:
@@ -173,11 +170,11 @@ class OpenCheckpoint:
         return self.files.location
 
     def storage(self, array: int) -> Storage:
-        """How an array is stored."""
+        """Return how an array is stored."""
         return self.storages[self.arrays.spec[array]]
 
     def structure(self) -> Structure:
-        """The containers of the checkpoint.
+        """Return the containers of the checkpoint.
 
         Raises:
             CorruptCheckpointError: they are malformed.
@@ -200,7 +197,7 @@ class OpenCheckpoint:
         return structure
 
     def leaf_arrays(self) -> list[int]:
-        """The array of every leaf: -1 for scalars, and the first one where there are `pieces`.
+        """Return the array of every leaf: -1 for scalars, the first one where there are `pieces`.
 
         The k-th array leaf without pieces has the k-th array that no piece names.
         """
@@ -218,7 +215,7 @@ class OpenCheckpoint:
         ]
 
     def pieces(self, leaf: int, array: int) -> tuple[Piece, ...]:
-        """The arrays of a leaf whose (first) array is `array`; one at zero for nearly all."""
+        """Return the arrays of a leaf whose (first) array is `array`: nearly always that one."""
         if array < 0:
             return ()
         owned = self.leaves.pieces.get(leaf)
@@ -227,11 +224,11 @@ class OpenCheckpoint:
         return (Piece((0,) * len(self.storage(array).spec.shape), array),)
 
     def leaf_pieces(self) -> list[tuple[Piece, ...]]:
-        """The arrays of every leaf, none for scalars; as `CommitRecord.leaf_arrays`."""
+        """Return the arrays of every leaf, none for scalars; as `CommitRecord.leaf_arrays`."""
         return [self.pieces(leaf, array) for leaf, array in enumerate(self.leaf_arrays())]
 
     def leaf_spec(self, pieces: Sequence[Piece]) -> ArraySpec:
-        """Shape and dtype of the leaf that these pieces tile."""
+        """Return shape and dtype of the leaf that these pieces tile."""
         first = self.storage(pieces[0].array).spec
         if len(pieces) == 1:
             return first
@@ -242,7 +239,7 @@ class OpenCheckpoint:
         return ArraySpec(tuple(map(max, zip(*corners, strict=True))), first.dtype)
 
     def stored(self) -> StoredArrays:
-        """What the restore planner needs to know of the arrays."""
+        """Return what the restore planner needs to know of the arrays."""
         return StoredArrays(
             [(s.grid, s.spec.itemsize, s.codec.decode is not None) for s in self.storages],
             np.array(self.arrays.spec, np.int64),
@@ -251,14 +248,14 @@ class OpenCheckpoint:
 
 
 async def extents_of(opened: OpenCheckpoint, arrays: Sequence[int] | None = None) -> Extents:
-    """Where the chunks of these arrays stand (None: of all), each within its file.
+    """Read where the chunks of these arrays are (None: of all), each within its file.
 
     Raises:
         CorruptCheckpointError: a chunk is outside its file, or the metadata is damaged.
     """
     extents = await opened.read_extents(arrays)
     if opened.record is not None:
-        return extents  # `read_index` has checked it
+        return extents  # checked by `read_index`
     sizes = np.array([*(file.nbytes for file in opened.stored_files), 0], np.int64)
     size = sizes[extents.file]
     inside = (extents.offset >= 0) & (extents.nbytes >= 0) & (extents.offset <= size)
@@ -281,7 +278,7 @@ async def extents_of(opened: OpenCheckpoint, arrays: Sequence[int] | None = None
 
 
 def refuse_implied(opened: OpenCheckpoint, extents: Extents, arrays: Sequence[int]) -> None:
-    """What these arrays imply without storing it is little enough to be made of nothing.
+    """Check that the fill values of these arrays are few enough to be allocated on their word.
 
     Raises:
         UnsupportedFormatError: chunks that are not stored would take more than `IMPLIED_NBYTES`
@@ -300,34 +297,16 @@ def refuse_implied(opened: OpenCheckpoint, extents: Extents, arrays: Sequence[in
     limit = IMPLIED_NBYTES + 4 * sum(file.nbytes for file in opened.stored_files)
     if implied > limit:
         raise UnsupportedFormatError(
-            f"{opened.location}: {nbytes_text(implied)} of the leaves are not stored and are "
-            "said to be fill values; pass like= with arrays of these shapes to restore, if that is "
-            "right",
+            f"{opened.location}: {nbytes_text(implied)} of the leaves are not stored, and are "
+            "said to be fill values; if that is right, pass like= with arrays of these shapes",
             location=opened.location,
             expected=limit,
             found=implied,
         )
 
 
-def is_record(data: bytes) -> bool:
-    """Whether these bytes are a commit record whose checksum holds; they are not decoded."""
-    tail = data[-RECORD_TAIL_NBYTES:]
-    if len(tail) < RECORD_TAIL_NBYTES or not data.startswith(b'{"format":"asyncckpt",'):
-        return False
-    found = crc32c(memoryview(data)[:-RECORD_TAIL_NBYTES])
-    return tail == b'"%08x"}\n' % found
-
-
-def save_id_of(data: bytes) -> str | None:
-    """The save id of a commit record whose checksum holds, or None for anything else."""
-    if not is_record(data):
-        return None
-    found = _SAVE_ID.match(data)
-    return None if found is None else found.group(1).decode()
-
-
-async def open_checkpoint(files: CheckpointFiles) -> OpenCheckpoint:
-    """The checkpoint's record has been read and is valid.
+async def open_checkpoint(files: CheckpointFiles, compute: Workers) -> OpenCheckpoint:
+    """Read the checkpoint's record and check it; that of many leaves is decoded by `compute`.
 
     Raises:
         CheckpointNotFoundError: there is no record.
@@ -335,15 +314,18 @@ async def open_checkpoint(files: CheckpointFiles) -> OpenCheckpoint:
         UnsupportedFormatError: it is of a newer version.
     """
     data = await files.read(RECORD, max_nbytes=MAX_RECORD_NBYTES)
-    record = decode_record(data, location=files.location)
-    return resolve(files, record)
+
+    def decode() -> OpenCheckpoint:
+        return resolve(files, decode_record(data, location=files.location), compute)
+
+    return await compute.run(decode)
 
 
-def resolve(files: CheckpointFiles, record: CommitRecord) -> OpenCheckpoint:
-    """The record's tables, joined."""
+def resolve(files: CheckpointFiles, record: CommitRecord, compute: Workers) -> OpenCheckpoint:
+    """Join the record's tables."""
 
     async def read_extents(_: Sequence[int] | None) -> Extents:
-        index = await read_index(files, record)
+        index = await read_index(files, record, compute)
         return Extents(index.file, index.offset, index.nbytes, index.crc32c)
 
     storages = tuple(
@@ -357,7 +339,7 @@ def resolve(files: CheckpointFiles, record: CommitRecord) -> OpenCheckpoint:
         leaves=record.leaves,
         arrays=record.arrays,
         storages=storages,
-        stored_files=tuple(StoredFile(f.path, f.nbytes, f.crc32c) for f in record.files),
+        stored_files=record.files,
         read_extents=read_extents,
         first_rows=first_rows,
         row_count=row_count,
@@ -372,7 +354,7 @@ def resolve(files: CheckpointFiles, record: CommitRecord) -> OpenCheckpoint:
 
 
 def number_rows(storages: Sequence[Storage], arrays: ArrayTable) -> tuple[tuple[int, ...], int]:
-    """The first chunk row of every array, and the number of rows."""
+    """Return the first chunk row of every array, and the number of rows."""
     counts = [storage.grid.chunk_count for storage in storages]
     first_rows: list[int] = []
     rows = 0
@@ -386,8 +368,8 @@ def number_rows(storages: Sequence[Storage], arrays: ArrayTable) -> tuple[tuple[
     return tuple(first_rows), rows
 
 
-async def read_index(files: CheckpointFiles, record: CommitRecord) -> ChunkIndex:
-    """Where every chunk stands and what its checksum is.
+async def read_index(files: CheckpointFiles, record: CommitRecord, compute: Workers) -> ChunkIndex:
+    """Read where every chunk is and what its checksum is.
 
     Raises:
         CorruptCheckpointError: the index is damaged or does not fit the record.
@@ -395,11 +377,20 @@ async def read_index(files: CheckpointFiles, record: CommitRecord) -> ChunkIndex
     location = files.location
     place = record.chunk_index
     path = record.files[place.file].path
-    data = np.empty(place.nbytes, np.uint8)
-    try:
-        await files.read_into(path, place.offset, [data])
-    except CheckpointNotFoundError as error:
-        raise missing(location, path) from error
+    if place.data is not None:
+        data = np.frombuffer(place.data, np.uint8)  # the record's own checksum covers it
+    else:
+        data = np.empty(place.nbytes, np.uint8)
+        try:
+            await files.read_into(path, place.offset, [data])
+        except CheckpointNotFoundError as error:
+            raise missing(location, path) from error
+    return await compute.run(_decode_index, location, record, data)
+
+
+def _decode_index(location: str, record: CommitRecord, data: Bytes) -> ChunkIndex:
+    place = record.chunk_index
+    path = record.files[place.file].path
     # Without its own trailing CRC: over both, the CRC would be one constant for every index.
     found = crc32c(data[:-CRC_NBYTES])
     if found != place.crc32c:
@@ -426,7 +417,7 @@ async def read_index(files: CheckpointFiles, record: CommitRecord) -> ChunkIndex
 
 
 def missing(location: str, path: str) -> CorruptCheckpointError:
-    """The error for a file that the checkpoint's metadata lists and the store lacks."""
+    """Return the error for a file that the checkpoint's metadata lists and the store lacks."""
     return CorruptCheckpointError(
         f"{location}: {path} is missing, the checkpoint's metadata lists it; restore an older step",
         file=path,

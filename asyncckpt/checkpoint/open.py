@@ -1,31 +1,37 @@
-"""Checkpoints of other libraries, opened as ours are.
+"""Opening a checkpoint of any format.
 
-Each module here makes an `OpenCheckpoint` of one family of formats; parsing is in `format/`.
+Each module of `checkpoint.foreign` makes an `OpenCheckpoint` of one family of formats; the bytes of
+those formats are parsed in `format.foreign`.
 """
 
-# Rule 1: nothing stored is executed, unpickled or handed on as a specification.
-# Rule 2: a directory with a commit record is ours, also when the record is damaged.
-# Rule 3: one that has only what our saves put beside the record is no checkpoint, of nobody.
+# Rule 1: nothing stored is executed, unpickled or passed on as a specification.
+# Rule 2: a directory with a commit record is an asyncckpt checkpoint, even if that is damaged.
+# Rule 3: one that has only the files our saves put beside the record is not a checkpoint at all.
 
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
+from asyncckpt.checkpoint.foreign.ours import is_our_leftover, without_record
+from asyncckpt.checkpoint.foreign.retree import with_saved_tree
+from asyncckpt.checkpoint.metadata import OpenCheckpoint, open_checkpoint
 from asyncckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
+from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.ports import CheckpointFiles, Entry
-from asyncckpt.stages.elsewhere.ours import is_our_leftover, without_record
-from asyncckpt.stages.opened import OpenCheckpoint, open_checkpoint
-from asyncckpt.stages.retree import with_saved_tree
 
 MAX_ENTRIES = 1 << 20
 """Names in one directory. Orbax without OCDBT has one per parameter."""
 
 PROBED_ITEMS = 8
-"""Directories looked into to tell what a directory without known names is."""
+"""Subdirectories inspected to recognise a directory without known names."""
+
+HEAD_NBYTES = 256
+"""First bytes of a file by which it is recognised."""
 
 Open = Callable[[CheckpointFiles], Awaitable[OpenCheckpoint]]
 
@@ -33,21 +39,38 @@ _ORBAX_NAMES = frozenset(("_METADATA", "_CHECKPOINT_METADATA", "orbax.checkpoint
 _ORBAX_ITEMS = frozenset(("default", "state", "pytree"))
 _ZARR_NAMES = frozenset((".zarray", "zarr.json"))
 
-
 _LIKE_OURS = frozenset((None, "orbax", "ocdbt"))
-"""What our own files are taken for where there is no record, and whenever some of them are gone."""
+"""Formats that our own files look like without a record, or if some of them are gone."""
+
+_NUMPY = "load it with numpy.load, and save the arrays with asyncckpt.save"
+_TORCH = "load it with torch.load(path, weights_only=True), and save that with asyncckpt.save"
+_OTHER = "load it with the library that wrote it, and save that with asyncckpt.save"
+_PACKED = "unpack it, and name the checkpoint that was in it"
+
+_MAGICS = (
+    (b"\x93NUMPY", "a NumPy array (.npy)", _NUMPY),
+    (b"\x89HDF\r\n", "an HDF5 file, as h5py and Keras write", _OTHER),
+    (b"GGUF", "a GGUF file of llama.cpp", _OTHER),
+    (b"\x1f\x8b", "a file compressed with gzip", _PACKED),
+    (b"\x28\xb5\x2f\xfd", "a file compressed with zstd", _PACKED),
+    *((bytes((0x80, n)), "a pickle, which may execute code when loaded", _TORCH) for n in (2, 3)),
+    *((bytes((0x80, n)), "a pickle, which may execute code when loaded", _OTHER) for n in (4, 5)),
+)
+"""First bytes of files that are not checkpoints, what they are, and what to do with them."""
+
+logger = logging.getLogger("asyncckpt")
 
 
-async def open_any(files: CheckpointFiles) -> OpenCheckpoint:
-    """The checkpoint at a location, whoever wrote it.
+async def open_any(files: CheckpointFiles, compute: Workers) -> OpenCheckpoint:
+    """Open the checkpoint at a location, whichever library wrote it.
 
     Raises:
-        CheckpointNotFoundError: there is none, or one of ours that lacks its record.
+        CheckpointNotFoundError: there is none, or an asyncckpt checkpoint that lacks its record.
         CorruptCheckpointError: its metadata is damaged.
-        UnsupportedFormatError: nothing here reads this.
+        UnsupportedFormatError: its format is not read here.
     """
     try:
-        return await open_checkpoint(files)
+        return await open_checkpoint(files, compute)
     except CheckpointNotFoundError:
         entries = await files.entries(max_entries=MAX_ENTRIES)
         name = await _format_of(files, entries)
@@ -55,15 +78,20 @@ async def open_any(files: CheckpointFiles) -> OpenCheckpoint:
             raise without_record(files.location, is_database=False) from None
         if name is None:
             raise _nothing(files.location, entries) from None
-    module = importlib.import_module(f"asyncckpt.stages.elsewhere.{name}")
+    module = importlib.import_module(f"asyncckpt.checkpoint.foreign.{name}")
     opener: Open = getattr(module, f"open_{name}")
-    return with_saved_tree(await opener(files))
+    opened = with_saved_tree(await opener(files))
+    for note in opened.notes:
+        logger.warning("%s: %s", files.location, note)
+    return opened
 
 
 async def _format_of(files: CheckpointFiles, entries: Sequence[Entry]) -> str | None:
+    """Return the format of a directory or file, or None if it is not a checkpoint."""
     names = {entry.name for entry in entries}
     if names == {""}:
-        return await _format_of_file(files, entries[0])
+        await _check_file(files, entries[0])
+        return "safetensors"
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         return "safetensors"
     if ".metadata" in names:
@@ -85,18 +113,45 @@ async def _format_of(files: CheckpointFiles, entries: Sequence[Entry]) -> str | 
     return None
 
 
-async def _format_of_file(files: CheckpointFiles, entry: Entry) -> str:
-    head = np.zeros(min(16, entry.nbytes), np.uint8)
+async def _check_file(files: CheckpointFiles, entry: Entry) -> None:
+    """Raise if a file is not a safetensors file; say what it is."""
+    head = np.zeros(min(HEAD_NBYTES, entry.nbytes), np.uint8)
     await files.read_into("", 0, [head])
-    if head.tobytes().startswith(b"PK\x03\x04"):
+    found = _kind_of_file(head.tobytes(), files.location.endswith(".safetensors"))
+    if found is not None:
+        kind, advice = found
         raise UnsupportedFormatError(
-            f"{files.location}: this looks like a file of torch.save, which is a pickle and is "
-            "not read; load it with torch.load(path, weights_only=True), and save that",
+            f"{files.location}: this is {kind}, which is not a checkpoint that is read here; "
+            f"{advice}",
             location=files.location,
             expected="a directory, or a safetensors file",
-            found="a zip archive",
+            found=kind,
         )
-    return "safetensors"
+
+
+def _kind_of_file(head: bytes, named_safetensors: bool) -> tuple[str, str] | None:
+    """Return what a file with these first bytes is and what to do, or None for safetensors."""
+    if head[5:9] == b"\0\0\0{":  # the length of a header below 2^40 bytes, and its first byte
+        return None
+    if head.startswith(b"PK\x03\x04"):
+        # A zip file; the name of its first member follows a header of 30 bytes.
+        name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
+        if name.endswith(b".npy"):
+            return "an archive of NumPy arrays (.npz)", _NUMPY
+        if name.endswith(b"data.pkl"):
+            return "a file of torch.save, which is a pickle", _TORCH
+        return "a zip archive", _OTHER
+    for magic, kind, advice in _MAGICS:
+        if head.startswith(magic):
+            return kind, advice
+    if named_safetensors:
+        return None  # and damaged, as its reader will say
+    if not head:
+        return "an empty file", "name the directory of a checkpoint"
+    text = head.decode("utf-8", "ignore")
+    if len(text.encode()) >= len(head) - 3 and not any(c < " " and c not in "\t\n\r" for c in text):
+        return "a text file", "name the directory of a checkpoint"
+    return f"a file of unknown kind that begins with {head[:8]!r}", _OTHER
 
 
 def _nothing(location: str, entries: Sequence[Entry]) -> CheckpointNotFoundError:
@@ -116,7 +171,7 @@ def _nothing(location: str, entries: Sequence[Entry]) -> CheckpointNotFoundError
         )
     some = ", ".join(entry.name for entry in entries[:5]) + (", …" if len(entries) > 5 else "")
     return CheckpointNotFoundError(
-        f"{location}: there is no checkpoint here: no checkpoint.json, nor what Orbax, "
+        f"{location}: there is no checkpoint here: no checkpoint.json, and nothing that Orbax, "
         f"TensorStore, safetensors or torch.distributed.checkpoint write; there is {some}",
         location=location,
         found=some,

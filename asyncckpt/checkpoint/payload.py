@@ -1,4 +1,4 @@
-"""Moving chunk payloads between arrays and byte buffers, a range of bytes at a time.
+"""Copies of chunk payloads between arrays and byte buffers, a range of bytes at a time.
 
 A payload is a chunk's elements in C order, little endian, padded with zeros to the full chunk
 shape where the chunk reaches past the array. All functions block and run in worker threads.
@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.planning.overlap import BoxIndex
-from asyncckpt.planning.runs import boxes_of_run
+from asyncckpt.checkpoint.casts import check_values_fit, may_lose
+from asyncckpt.planning.overlap import BoxIndex, boxes_of_run
 from asyncckpt.ports import ArrayAdapter, Bytes, Source
 from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
-from asyncckpt.stages.casting import check_values_fit, may_lose
 
 
 class ArrayReader:
@@ -27,13 +26,13 @@ class ArrayReader:
 
     Args:
         source: the array.
-        adapter: what fetches its values where they are in no view.
-        stored_dtype: the dtype that is read.
+        adapter: fetches its values where they are in no view.
+        stored_dtype: the dtype to read.
         path: the leaf, for errors.
 
     Attributes:
-        flats: per shard its bytes in C order, where they are one run in host memory and stored as
-            they are, else None; an array without shards is one.
+        flats: per shard its bytes in C order, where they are one run in host memory and are stored
+            unchanged, else None; an array without shards counts as one.
     """
 
     __slots__ = (
@@ -64,7 +63,7 @@ class ArrayReader:
             views = source.views
             held: dict[Box, npt.NDArray[Any] | None] = {}
             for shard, view in zip(source.shards, views, strict=True):
-                held.setdefault(shard.box, view)  # of equal shards one is read
+                held.setdefault(shard.box, view)  # of replicas, one is read
             self._shards = list(held.items())
         plain = stored_dtype == source.spec.dtype
         self.flats = tuple(
@@ -72,7 +71,7 @@ class ArrayReader:
         )
 
     def read(self, box: Box, out: npt.NDArray[Any]) -> None:
-        """`out` (of the box's shape, in the stored dtype) holds the values of `box`.
+        """Copy the values of `box` into `out` (of the box's shape, in the stored dtype).
 
         Raises:
             DtypeMismatchError: a value does not fit into the stored dtype; names the leaf.
@@ -96,7 +95,7 @@ class ArrayReader:
         box: Box,
         out: npt.NDArray[Any],
     ) -> None:
-        """`out` holds the values of `box`, which stands at `offset` of the view if there is one."""
+        """Copy the values of `box` into `out`; it is at `offset` of the view, if there is one."""
         if view is not None:
             index: Any = (*Box(offset, box.shape).slices(), ...)
             values = view[index]
@@ -115,7 +114,7 @@ class ArrayReader:
 
 
 def flat_bytes(array: npt.NDArray[Any]) -> Bytes | None:
-    """The bytes of a C-contiguous array as one run, sharing its memory, or None."""
+    """Return the bytes of a C-contiguous array as one run, sharing its memory, or None."""
     if not array.flags.c_contiguous:
         return None
     return array.reshape(-1).view(np.uint8)
@@ -132,7 +131,7 @@ def gather(
     *,
     offset: tuple[int, ...],
 ) -> None:
-    """`out` holds bytes `start` to `stop` of the payload of chunk `cell`.
+    """Copy bytes `start` to `stop` of the payload of chunk `cell` into `out`.
 
     `read` fills an array with the values of a box of the source, in which the chunk's array begins
     at `offset`.
@@ -149,7 +148,8 @@ def gather(
         if high - low == nbytes:
             _fill(read, box, clipped, out[low - start : high - start].view(dtype))
         else:
-            # A window may cut an element in two where elements exceed its alignment.
+            # A window may cut an element in two: its ends are multiples of the page, not of an
+            # element. The whole element is read, and a part of its bytes is copied.
             whole = np.empty(box.size, dtype)
             _fill(read, box, clipped, whole)
             raw = whole.view(np.uint8)[low - position : high - position]
@@ -163,7 +163,7 @@ def _fill(
     clipped: Box,
     flat: npt.NDArray[Any],
 ) -> None:
-    """`flat` holds the elements of `box` of a chunk whose part inside the array is `clipped`."""
+    """Copy the elements of `box` of a chunk into `flat`; `clipped` is its part inside the array."""
     inside = box.intersect(Box((0,) * len(clipped.shape), clipped.shape))
     if inside is None or inside.shape != box.shape:
         flat.view(np.uint8).fill(0)
@@ -182,7 +182,7 @@ def scatter(
     target: npt.NDArray[Any],
     wanted: Box,
 ) -> None:
-    """Elements of `payload` that lie in `wanted` are in `target`.
+    """Copy the elements of `payload` that lie in `wanted` into `target`.
 
     `payload` holds bytes of chunk `cell` from `start` on, and `target` has the shape of `wanted`;
     `start` and the length of `payload` are multiples of the element size; the dtype of `target` is

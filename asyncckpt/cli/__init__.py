@@ -6,6 +6,8 @@ this module needs nothing beyond the library; running it needs the extra `cli` (
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -15,14 +17,14 @@ _EXTRA = frozenset(("rich", "typer"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command has run; returns its exit status.
+    """Run the command and return its exit status.
 
-    0: done, whole where something was verified, and equal where something was compared. 1: an
-    error of the library, damage, a difference, or a question answered with no. 2: the command line
-    was wrong, the extra `cli` is missing, or something could not be compared.
+    0: done; what was verified is intact, what was compared is equal. 1: an error of the library,
+    damage, a difference, a question answered with no, or the output could not be written. 2: the
+    command line was wrong, the extra `cli` is missing, or something could not be compared.
 
     Args:
-        arguments: words behind the command's name; None for those of the process.
+        arguments: words after the command's name; None for those of the process.
     """
     try:
         from asyncckpt.cli.commands import run
@@ -35,4 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    return run(sys.argv[1:] if arguments is None else arguments)
+    try:
+        status = run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            print(f"asyncckpt: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+        # The rest of the output must not fail once more when the interpreter exits.
+        with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return 1
+    return status

@@ -1,4 +1,4 @@
-"""The commands, and what their exit status says."""
+"""The commands of the command line, and their exit statuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 import asyncckpt.blocking as blocking
-from asyncckpt import __version__
 from asyncckpt.cli import documents, gc, opening, tables, transfer, tune
 from asyncckpt.cli.storage import StorageOption, storage_options
 from asyncckpt.cli.terminal import AsJson, Yes, bar, complain, print_json
@@ -20,6 +19,7 @@ from asyncckpt.errors import (
     UsageError,
 )
 from asyncckpt.reports import CheckpointInfo, Damage, Progress, VerifyReport, nbytes_text
+from asyncckpt.version import VERSION
 
 app = typer.Typer(
     name="asyncckpt",
@@ -38,7 +38,7 @@ app.command()(tune.tune)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The command has run; returns its exit status (see `asyncckpt.cli.main`)."""
+    """Run the command and return its exit status (see `asyncckpt.cli.main`)."""
     try:
         app(args=list(arguments), prog_name="asyncckpt")
     except SystemExit as end:
@@ -51,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"asyncckpt {__version__}")
+        typer.echo(f"asyncckpt {VERSION}")
         raise typer.Exit
 
 
@@ -84,7 +84,7 @@ def list_steps(
     if as_json:
         print_json([documents.summary(info) for info in infos])
     elif infos:
-        tables.show([tables.listing(infos)])
+        tables.show([tables.listing(infos, tables.terminal_width())])
     elif not failed:
         typer.echo(f"no checkpoints in {tables.printable(root)}")
     if failed:
@@ -147,17 +147,18 @@ def remove(
     places = {opening.removable(path, options): path for path in paths}
     if not yes:
         for (root, step), path in places.items():
-            typer.echo(f"{tables.printable(path)}  {_what(root, step, options)}")
+            typer.echo(f"{tables.printable(path)}  {_summary(root, step, options)}")
         count = "this checkpoint" if len(places) == 1 else f"these {len(places)} checkpoints"
         if not typer.confirm(f"Remove {count}?"):
             typer.echo("nothing was removed")
             raise typer.Exit(1)
     for (root, step), path in places.items():
-        opening.delete_step(root, step, options)
+        with opening.run_at(root, options) as run:
+            run.delete(step)
         typer.echo(f"removed {tables.printable(path)}")
 
 
-def _what(root: str, step: int, options: opening.Options) -> str:
+def _summary(root: str, step: int, options: opening.Options) -> str:
     try:
         info = opening.inspect_step(root, step, options)
     except CorruptCheckpointError:
@@ -174,15 +175,15 @@ def _verified(
         place = opening.step_of(path)
         if place is not None:
             step = functools.partial(opening.verify_step, *place, options, progress)
-            return [_damage_told(path, place[1], step)]
+            return [_reported(path, place[1], step)]
         if opening.is_bucket(path):
             raise CheckpointNotFoundError(f"{path}: there is no checkpoint", location=path)
-        return [_damage_told(path, None, whole)]
+        return [_reported(path, None, whole)]
     except CheckpointNotFoundError:
         steps = opening.candidates(path, options)
         if not steps:
             raise
-    reports = [_still_there(path, step, options, progress) for step in steps]
+    reports = [_listed_step(path, step, options, progress) for step in steps]
     found = [report for report in reports if report is not None]
     if not found:
         raise CheckpointNotFoundError(
@@ -191,27 +192,27 @@ def _verified(
     return found
 
 
-def _still_there(
+def _listed_step(
     root: str, step: int, options: opening.Options, progress: Callable[[Progress], None]
 ) -> VerifyReport | None:
-    """The report of a step of a run; None, with a note, if it has been deleted meanwhile."""
+    """Verify a step of a run; None, with a note, if it was deleted since it was listed."""
     location = opening.child(root, step)
     verification = functools.partial(opening.verify_step, root, step, options, progress)
     try:
-        return _damage_told(location, step, verification)
+        return _reported(location, step, verification)
     except CheckpointNotFoundError:
         if step not in opening.candidates(root, options):
-            text = f"{location}: deleted since the steps were listed; it is skipped"
+            text = f"{location}: deleted since the steps were listed; skipped"
             complain(CheckpointNotFoundError(text, location=location))
             return None
-    # It was replaced, and is read again, or it is no checkpoint, which is said again.
-    return _damage_told(location, step, verification)
+    # It was replaced, and is read again; or it is not a checkpoint, and raises the error again.
+    return _reported(location, step, verification)
 
 
-def _damage_told(
+def _reported(
     path: str, step: int | None, verification: Callable[[], VerifyReport]
 ) -> VerifyReport:
-    """The report; a record so damaged that there is no checkpoint counts as damage."""
+    """Return the report; a record that cannot be read at all is reported as damage, too."""
     try:
         return verification()
     except CorruptCheckpointError as error:

@@ -1,4 +1,4 @@
-"""What `--json` prints: the reports as JSON that every parser takes."""
+"""The reports as JSON that every parser accepts, for `--json`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asyncckpt.reports import (
 
 
 def summary(info: CheckpointInfo) -> dict[str, Any]:
-    """One checkpoint without its leaves and files."""
+    """Return the JSON of a checkpoint without its leaves and files."""
     return {
         "location": info.location,
         "step": info.step,
@@ -40,7 +40,7 @@ def summary(info: CheckpointInfo) -> dict[str, Any]:
 
 
 def details(info: CheckpointInfo) -> dict[str, Any]:
-    """One checkpoint with its leaves and files."""
+    """Return the JSON of a checkpoint with its leaves and files."""
     return {
         **summary(info),
         "leaves": [leaf_document(leaf) for leaf in info.leaves],
@@ -52,12 +52,12 @@ def details(info: CheckpointInfo) -> dict[str, Any]:
 
 
 def crc_text(file: FileInfo) -> str | None:
-    """The checksum of a file as hex; None where there is none."""
+    """Return the checksum of a file as hex; None where there is none."""
     return None if file.crc32c is None else f"{file.crc32c:08x}"
 
 
 def leaf_document(leaf: LeafInfo) -> dict[str, Any]:
-    """One leaf: an array with its place, or a scalar with its value."""
+    """Return the JSON of a leaf: an array with its layout, or a scalar with its value."""
     if leaf.kind != "array":
         return {"path": leaf.path, "kind": leaf.kind, "value": scalar(leaf.value)}
     return {
@@ -81,7 +81,7 @@ def leaf_document(leaf: LeafInfo) -> dict[str, Any]:
 
 
 def verification(report: VerifyReport) -> dict[str, Any]:
-    """The outcome of one verification."""
+    """Return the JSON of a verification."""
     return {
         "location": report.location,
         "step": report.step,
@@ -102,12 +102,12 @@ def verification(report: VerifyReport) -> dict[str, Any]:
 
 
 def conversion(report: ConvertReport) -> dict[str, Any]:
-    """What a conversion has done."""
+    """Return the JSON of a conversion."""
     return dataclasses.asdict(report)
 
 
 def difference(report: DiffReport) -> dict[str, Any]:
-    """How two checkpoints differ."""
+    """Return the JSON of a comparison."""
     return {
         "equal": report.equal,
         **dataclasses.asdict(report),
@@ -123,7 +123,7 @@ def difference(report: DiffReport) -> dict[str, Any]:
 
 
 def scalar(value: Any) -> Any:
-    """A scalar as JSON; bytes as base64, complex numbers as their two parts."""
+    """Return a scalar as JSON: bytes as base64, complex numbers as their two parts."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, complex):
@@ -132,15 +132,15 @@ def scalar(value: Any) -> Any:
 
 
 def number(value: float) -> float | str:
-    """A float as JSON, which has no NaN and no infinities: these as strings."""
+    """Return a float as JSON, which has no NaN and no infinities: these become strings."""
     return value if math.isfinite(value) else repr(value)
 
 
 def created(info: CheckpointInfo) -> datetime.datetime:
-    """When it was committed, in the local time zone."""
+    """Return when the checkpoint was committed, in the local time zone."""
     return datetime.datetime.fromtimestamp(info.created_ns / 1e9).astimezone()
 
 
 def compact(value: Mapping[str, Any]) -> str:
-    """JSON on one line; empty for an empty object."""
+    """Return JSON on one line; an empty string for an empty object."""
     return json.dumps(value, separators=(",", ":")) if value else ""

@@ -1,4 +1,4 @@
-"""The command `gc`: what saves that never ended have left is shown, and removed when asked."""
+"""The command `gc`: show leftovers of saves that never ended, and remove them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncckpt.cli.terminal import AsJson, Yes, print_json
 from asyncckpt.errors import UsageError
 
 LISTED = 50
-"""Names that are shown before the question; `--json` has all of them."""
+"""Names shown before the question; `--json` has all of them."""
 
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([hdw])", re.IGNORECASE)
 _UNIT_S = {"h": 3600.0, "d": 24 * 3600.0, "w": 7 * 24 * 3600.0}
@@ -27,14 +27,16 @@ def collect(
         str,
         typer.Option("--older-than", metavar="AGE", help="For example 7d or 3w; a week at least."),
     ] = "7d",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would be removed.")
+    ] = False,
     yes: Yes = False,
     as_json: AsJson = False,
     storage_option: StorageOption = [],  # noqa: B006 - typer copies it
 ) -> None:
-    """Remove what saves that never ended have left, once it is old enough.
+    """Remove leftovers of saves that never ended, once they are old enough.
 
-    Checkpoints are never touched, nor what other programs wrote.
+    Checkpoints and files of other programs are never touched.
     """
     older_than_s = _seconds(older_than)
     options = storage_options(storage_option)
@@ -86,7 +88,7 @@ def _count(found: Sequence[str]) -> str:
 
 
 def _seconds(text: str) -> float:
-    """An age such as 36h, 7d or 2w."""
+    """Return the seconds of an age such as 36h, 7d or 2w."""
     found = _AGE.fullmatch(text.strip())
     if found is None:
         raise UsageError(

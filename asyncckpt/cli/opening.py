@@ -1,78 +1,74 @@
-"""What a location on the command line stands for: a checkpoint, or the root of a run."""
+"""Locations on the command line: each is a checkpoint, or the root of a run."""
 
-# Rule: paths and URLs are told apart here and nowhere else on the command line.
+# Rule: only this module of the command line tells paths and URLs apart.
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import asyncckpt.blocking as blocking
-from asyncckpt.checkpointer.runtime import Runtime
+from asyncckpt.checkpoint.open import MAX_ENTRIES
 from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError, UsageError
+from asyncckpt.flow.driver import run_blocking
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import MIN_BUDGET_NBYTES
 from asyncckpt.ports import Store
 from asyncckpt.reports import CheckpointInfo, Progress, VerifyReport
-from asyncckpt.stages.elsewhere import MAX_ENTRIES
-from asyncckpt.stores.objects.urls import is_url, parse_url
+from asyncckpt.runtime import Runtime
+from asyncckpt.stores.objects.clients.urls import is_url, parse_url, without_scheme
 
 RECORD = "checkpoint.json"
 
 Options = Mapping[str, Any] | None
-"""What `--storage-option` said; for URLs only."""
+"""The values of `--storage-option`; for URLs only."""
 
 LOOKED_AT_ONCE = 16
-"""Steps of a run that are inspected at the same time: each takes two round trips to a bucket."""
+"""Steps of a run inspected at the same time: each takes two round trips to a bucket."""
 
 T = TypeVar("T")
 
 
-@contextlib.contextmanager
-def run_at(root: str, options: Options) -> Iterator[blocking.Checkpointer]:
-    """The run at a root, looked at without sweeping it."""
-    run = blocking.Checkpointer(root, storage_options=options)
-    try:
-        yield run
-    finally:
-        run.close()
+def run_at(root: str, options: Options) -> contextlib.closing[blocking.Checkpointer]:
+    """Open the run at a root for a `with` block, without sweeping it."""
+    return contextlib.closing(blocking.Checkpointer(root, storage_options=options))
 
 
 def full_name(location: str) -> str:
-    """The location as reports name it: an absolute path, or the URL in its normal form."""
+    """Return the location as reports name it: an absolute path, or a normalized URL."""
     if not is_url(location):
-        return os.path.abspath(location.removeprefix("file://"))
+        return os.path.abspath(without_scheme(location))
     return str(parse_url(location))
 
 
 def child(root: str, step: int) -> str:
-    """The location of a step."""
+    """Return the location of a step."""
     return f"{root.rstrip('/')}/{step}"
 
 
 def step_of(location: str) -> tuple[str, int] | None:
-    """Root and step of a location that ends in a step's number; None for others."""
+    """Return root and step of a location that ends in the number of a step; None for others."""
     root, separator, name = full_name(location).rpartition("/")
-    # What follows `//` in a URL is a bucket or host.
+    # A bucket or host follows the `//` of a URL.
     if not separator or root.endswith(":/") or not STEP_NAME.fullmatch(name):
         return None
     return root or "/", int(name)
 
 
 def is_bucket(location: str) -> bool:
-    """Whether a URL names a whole bucket, which may be a root and is no checkpoint."""
+    """Return whether a URL names a whole bucket, which may be a root but not a checkpoint."""
     if not is_url(location):
         return False
     return not parse_url(location).parts
 
 
 def steps_of(run: blocking.Checkpointer, root: str, options: Options) -> list[int]:
-    """The steps of a run, ascending.
+    """Return the steps of a run, ascending.
 
     Raises:
         CheckpointNotFoundError: the directory does not exist, or is itself a checkpoint.
@@ -81,7 +77,7 @@ def steps_of(run: blocking.Checkpointer, root: str, options: Options) -> list[in
     steps = run.steps()
     if not steps and has_record(root, options):
         raise CheckpointNotFoundError(
-            f"{root}: this is one checkpoint and not the root of a run; look at it with "
+            f"{root}: this is one checkpoint, not the root of a run; look at it with "
             f"`asyncckpt show {root}`",
             location=root,
         )
@@ -89,13 +85,14 @@ def steps_of(run: blocking.Checkpointer, root: str, options: Options) -> list[in
 
 
 def inspect_steps(root: str, options: Options) -> list[CheckpointInfo | AsyncCheckpointError]:
-    """What every step of a run holds, or why that is not known, ascending.
+    """Describe every step of a run, ascending; a step that cannot be read gives its error.
 
     Raises:
         AsyncCheckpointError: as `steps_of`.
     """
     with run_at(root, options) as run:
-        steps = steps_of(run, root, options)
+        # Where no step is one of ours, the root may be that of Orbax, whose steps can be read too.
+        steps = steps_of(run, root, options) or candidates(root, options)
 
         def look(step: int) -> CheckpointInfo | AsyncCheckpointError | None:
             try:
@@ -110,23 +107,27 @@ def inspect_steps(root: str, options: Options) -> list[CheckpointInfo | AsyncChe
 
 
 def check_directory(root: str) -> None:
-    """A local root is a directory; of URLs nothing tells but what is below them.
+    """Check that a local root is a directory; a URL exists through what is below it.
 
     Raises:
-        CheckpointNotFoundError: it is not.
+        CheckpointNotFoundError: it is not a directory.
     """
-    if not is_url(root) and not os.path.isdir(root.removeprefix("file://")):
-        raise CheckpointNotFoundError(f"{root}: there is no such directory", location=root)
+    if is_url(root) or os.path.isdir(without_scheme(root)):
+        return
+    found = "there is no such directory"
+    if os.path.exists(without_scheme(root)):
+        found = f"this is a file, not the root of a run; try `asyncckpt show {root}`"
+    raise CheckpointNotFoundError(f"{root}: {found}", location=root)
 
 
 def inspect_step(root: str, step: int, options: Options) -> CheckpointInfo:
-    """What a step of a run holds."""
+    """Describe a step of a run."""
     with run_at(root, options) as run:
         return run.inspect(step)
 
 
 def inspect_location(location: str, options: Options) -> CheckpointInfo:
-    """What a checkpoint holds; the newest step where the location is the root of a run.
+    """Describe a checkpoint; the newest step where the location is the root of a run.
 
     Raises:
         CheckpointNotFoundError: the location is neither.
@@ -146,14 +147,14 @@ def inspect_location(location: str, options: Options) -> CheckpointInfo:
 
 
 def candidates(root: str, options: Options) -> list[int]:
-    """Steps below a root that have a record, valid or not, ascending.
+    """Return the steps below a root that have a record, valid or not, ascending.
 
-    Where none has, the steps may be those of another library.
+    Where none has one, return all: they may be those of another library.
     """
     if is_url(root):
         return _at_store(root, options, _candidates)
     try:
-        names = os.listdir(root.removeprefix("file://"))
+        names = os.listdir(without_scheme(root))
     except OSError:
         return []
     steps = sorted(int(name) for name in names if STEP_NAME.fullmatch(name))
@@ -164,19 +165,13 @@ def candidates(root: str, options: Options) -> list[int]:
 def verify_step(
     root: str, step: int, options: Options, progress: Callable[[Progress], None] | None
 ) -> VerifyReport:
-    """Every byte of a step was read and checked."""
+    """Read and check every byte of a step."""
     with run_at(root, options) as run:
         return run.verify(step, progress=progress)
 
 
-def delete_step(root: str, step: int, options: Options) -> None:
-    """A step of a run is gone."""
-    with run_at(root, options) as run:
-        run.delete(step)
-
-
 def removable(location: str, options: Options) -> tuple[str, int]:
-    """Root and step of what is to be removed, which has a record.
+    """Return root and step of what is to be removed, which has a record.
 
     Raises:
         UsageError: the location does not end in the number of a step.
@@ -190,7 +185,7 @@ def removable(location: str, options: Options) -> tuple[str, int]:
             f"one; remove a checkpoint of another name with {by_hand}",
             location=location,
         )
-    # Without a record it is no checkpoint, but a directory whose name happens to be a number.
+    # Without a record it is a directory whose name happens to be a number.
     if not has_record(location, options):
         raise CheckpointNotFoundError(
             f"{location}: there is no checkpoint to remove", location=location
@@ -199,9 +194,9 @@ def removable(location: str, options: Options) -> tuple[str, int]:
 
 
 def has_record(location: str, options: Options) -> bool:
-    """Whether a directory or prefix has a commit record, valid or not."""
+    """Return whether a directory or prefix has a commit record, valid or not."""
     if not is_url(location):
-        return os.path.isfile(os.path.join(location.removeprefix("file://"), RECORD))
+        return os.path.isfile(os.path.join(without_scheme(location), RECORD))
     root, separator, name = full_name(location).rpartition("/")
     if not separator or is_bucket(location):
         return False
@@ -217,7 +212,7 @@ def _at_store(root: str, options: Options, work: Callable[[Store], Coroutine[Any
         store = runtime.store(root, direct_io="auto", storage_options=options)
         return runtime.engine.submit(lambda: work(store)).result()
     finally:
-        runtime.close()
+        run_blocking(runtime.aclose())
 
 
 async def _has_record(store: Store, name: str) -> bool:

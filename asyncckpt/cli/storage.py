@@ -1,6 +1,6 @@
-"""`--storage-option`: what the clients of object stores are told on the command line."""
+"""`--storage-option`: options of object-store clients on the command line."""
 
-# Rule: no value is ever printed, nor what may be one.
+# Rule: no value, nor any text that may be one, is ever printed: it may be a secret.
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ StorageOption = Annotated[
 
 
 def storage_options(words: Sequence[str]) -> Mapping[str, Any] | None:
-    """The options by key; None for no words.
+    """Return the options by key; None for no words.
 
-    A value that is JSON is what it says, every other one is text.
+    A value that is JSON is parsed; every other one is text.
 
     Raises:
         UsageError: a word is not KEY=VALUE, or a key comes twice.

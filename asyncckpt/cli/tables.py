@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -24,19 +24,28 @@ from asyncckpt.reports import (
 )
 
 STYLED_ROWS = 2000
-"""Rows that are laid out for the terminal; rich takes a third of a millisecond for each."""
+"""Rows laid out for the terminal; rich takes a third of a millisecond for each."""
 
 SHORT = 48
 """Characters of metadata and values shown in a table; `--json` has them whole."""
 
+GAP = "  "
+"""Between two columns, in a terminal too."""
+
 
 def console(file: TextIO | None = None) -> Console:
-    """Prints text as it is: no markup, no highlighting, colours only on a terminal."""
+    """Return a console that prints text as it is: no markup, no highlighting."""
     return Console(file=file or sys.stdout, markup=False, highlight=False, emoji=False)
 
 
+def terminal_width() -> int | None:
+    """Return the columns of the terminal that standard output is; None for a pipe or file."""
+    printer = console()
+    return printer.width if printer.is_terminal else None
+
+
 def printable(text: str) -> str:
-    """The text without characters that steer a terminal: names in a checkpoint may be anyone's."""
+    """Escape characters that control a terminal: a checkpoint may have been written by anyone."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode-escape").decode() for c in text)
@@ -51,7 +60,7 @@ class Grid:
 
 
 def show(grids: Iterable[Grid]) -> None:
-    """The tables stand on standard output, an empty line between two of them."""
+    """Print the tables, with an empty line between two of them."""
     printer = console()
     for number, grid in enumerate(grids):
         if number:
@@ -87,32 +96,40 @@ def _plain(grid: Grid) -> Iterator[str]:
     right = [title.startswith(">") for title in grid.columns]
     for row in rows:
         cells = zip(row, widths, right, strict=True)
-        text = "  ".join(cell.rjust(n) if flush else cell.ljust(n) for cell, n, flush in cells)
+        text = GAP.join(cell.rjust(n) if flush else cell.ljust(n) for cell, n, flush in cells)
         yield text.rstrip()
 
 
-def listing(infos: Sequence[CheckpointInfo]) -> Grid:
-    """The steps of a run."""
-    columns = [">step", "time", ">leaves", ">size", ">files", "metrics", "metadata"]
-    return Grid(
-        columns,
-        [
-            [
-                str(info.step),
-                time_text(info),
-                str(len(info.leaves)),
-                nbytes_text(info.stored_nbytes),
-                str(len(info.files)),
-                metrics_text(info.metrics),
-                short(compact(info.metadata)),
-            ]
-            for info in infos
-        ],
-    )
+def listing(infos: Sequence[CheckpointInfo], width: int | None) -> Grid:
+    """Return the steps of a run, one line each: metrics and metadata take what is left of `width`.
+
+    Columns that would be narrower than their titles are left out.
+    """
+    columns = {
+        ">step": [str(info.step) for info in infos],
+        "time": [time_text(info) for info in infos],
+        ">leaves": [str(len(info.leaves)) for info in infos],
+        ">size": [nbytes_text(info.stored_nbytes) for info in infos],
+        ">files": [str(len(info.files)) for info in infos],
+    }
+    if any(info.format != "asyncckpt" for info in infos):
+        columns["format"] = [info.format for info in infos]
+    texts: dict[str, Callable[[CheckpointInfo, int], str]] = {
+        "metrics": lambda info, room: metrics_text(info.metrics, room),
+        "metadata": lambda info, room: short(compact(info.metadata), room),
+    }
+    for title, text in texts.items():
+        room = SHORT
+        if width is not None:
+            taken = sum(max(map(len, (title, *cells))) for title, cells in columns.items())
+            room = min(SHORT, width - taken - len(GAP) * len(columns))
+        if room >= len(title):
+            columns[title] = [text(info, room) for info in infos]
+    return Grid(list(columns), list(zip(*columns.values(), strict=True)))
 
 
 def heading(info: CheckpointInfo) -> Grid:
-    """Where a checkpoint is and what it is."""
+    """Return location, format, size and metadata of a checkpoint."""
     rows = [
         ("checkpoint", info.location),
         ("step", "" if info.step is None else str(info.step)),
@@ -127,27 +144,27 @@ def heading(info: CheckpointInfo) -> Grid:
 
 
 def _saved_text(info: CheckpointInfo) -> str:
-    """When, by what and as which save, as far as the format tells."""
-    when = time_text(info) if info.created_ns else ""
+    """Return time, library and identity of the save, as far as the format has them."""
+    when = time_text(info)
     by = f"by {info.library}" if info.library else ""
     save = f", save {info.save_id}" if info.save_id else ""
     return f"{when} {by}".strip() + save
 
 
 def leaves(info: CheckpointInfo) -> Grid:
-    """The tree of a checkpoint, one line per container and leaf."""
+    """Return the tree of a checkpoint, one line per container and leaf."""
     columns = ["leaf", "type", "shape", ">size", ">chunks", "chunk shape", "notes"]
     return Grid(columns, list(_branch(info.tree, "", 0)))
 
 
 def files(info: CheckpointInfo) -> Grid:
-    """The files of a checkpoint beside its record."""
+    """Return the files of a checkpoint, without its record."""
     rows = [[f.path, nbytes_text(f.nbytes), crc_text(f) or ""] for f in info.files]
     return Grid(["file", ">size", "crc32c"], rows)
 
 
 def damages(reports: Sequence[VerifyReport]) -> Grid:
-    """Every damaged place of some checkpoints."""
+    """Return every damaged place of the checkpoints."""
     return Grid(
         ["damaged leaf", "file", ">byte", "reason"],
         [
@@ -164,7 +181,7 @@ def damages(reports: Sequence[VerifyReport]) -> Grid:
 
 
 def changes(report: DiffReport, limit: int) -> Grid:
-    """The leaves that differ, at most `limit` of them (0: all)."""
+    """Return the leaves that differ, at most `limit` of them (0: all)."""
     shown = report.changed[: limit or None]
     rows = [_change_row(leaf) for leaf in shown]
     if len(shown) < len(report.changed):
@@ -188,21 +205,26 @@ def _change_row(leaf: LeafDifference) -> Sequence[str]:
 
 
 def time_text(info: CheckpointInfo) -> str:
-    """Local time to the second."""
+    """Return the local time to the second, empty where the format has no time."""
+    if not info.created_ns:
+        return ""
     return created(info).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def short(text: str) -> str:
-    """The beginning of a long text."""
-    return text if len(text) <= SHORT else text[: SHORT - 1] + "…"
+def short(text: str, room: int = SHORT) -> str:
+    """Return the beginning of a long text."""
+    return text if len(text) <= room else text[: room - 1] + "…"
 
 
-def metrics_text(metrics: Mapping[str, float]) -> str:
-    """As many metrics as fit, none of them cut: the beginning of a number is another number."""
+def metrics_text(metrics: Mapping[str, float], room: int = SHORT) -> str:
+    """Return as many metrics as fit, none of them cut: half a number is another number."""
     parts = [f"{name}={value:.6g}" for name, value in metrics.items()]
+    whole = " ".join(parts)
+    if len(whole) <= room:
+        return whole
     ends = itertools.accumulate(len(part) + 1 for part in parts)
-    fitting = [part for part, end in zip(parts, ends, strict=True) if end <= SHORT]
-    return " ".join(fitting if fitting == parts else [*fitting, "…"])
+    fitting = [part for part, end in zip(parts, ends, strict=True) if end < room]
+    return " ".join([*fitting, "…"])
 
 
 def _branch(node: Any, label: str, depth: int) -> Iterator[Sequence[str]]:

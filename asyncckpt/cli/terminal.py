@@ -1,4 +1,4 @@
-"""What every command shares: its progress bar, its errors, its JSON."""
+"""Progress bar, errors and JSON of every command."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 def complain(error: AsyncCheckpointError) -> None:
-    """The error stands on standard error, on one line."""
+    """Print the error on standard error, on one line."""
     text = " ".join(str(error).splitlines())
     print(f"asyncckpt: {tables.printable(text)}", file=sys.stderr)
 
 
 @contextmanager
 def bar(description: str) -> Iterator[Callable[[Progress], None]]:
-    """A progress bar on standard error where that is a terminal."""
+    """Show a progress bar on standard error where that is a terminal."""
     console = tables.console(sys.stderr)
     columns = (
         TextColumn("{task.description}"),
@@ -46,5 +46,5 @@ def bar(description: str) -> Iterator[Callable[[Progress], None]]:
 
 
 def print_json(document: Any) -> None:
-    """The document stands on standard output."""
+    """Print the document as JSON."""
     typer.echo(json.dumps(document, indent=1, allow_nan=False))

@@ -1,4 +1,4 @@
-"""The commands between checkpoints: convert, diff, export."""
+"""The commands `convert`, `diff` and `export`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ Source = Annotated[
     typer.Argument(metavar="SRC", help="A checkpoint, a file, or a run (its newest step)."),
 ]
 Target = Annotated[str, typer.Argument(metavar="DST", help="Where to write.")]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace what stands at DST, atomically.")
-]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at DST, atomically.")]
 Zstd = Annotated[bool, typer.Option("--zstd", help="Compress the chunks.")]
 Memory = Annotated[
     str, typer.Option("--memory", metavar="SIZE", help="Staging memory, for example 512MiB.")
@@ -59,7 +57,7 @@ def convert(
     as_json: AsJson = False,
     storage_option: StorageOption = [],  # noqa: B006 - typer copies it
 ) -> None:
-    """Write a checkpoint in another format: as ours, or as safetensors files.
+    """Write a checkpoint in another format: asyncckpt, or safetensors files.
 
     DST in .safetensors is one file; ROOT/STEP becomes a step of a run.
     """
@@ -91,7 +89,7 @@ def export(
 ) -> None:
     """Write a checkpoint so that another library can restore it."""
     if not orbax:
-        raise UsageError("export: say for whom: --orbax")
+        raise UsageError("export: pass --orbax, the only format so far")
     with bar("export") as progress:
         report = blocking.export(
             source,
@@ -169,7 +167,7 @@ def _options(zstd: bool, memory: str, casts: Sequence[str]) -> SaveOptions:
 
 
 def _casting(casts: Sequence[str]) -> Callable[[str, ArraySpec], LeafOptions | None] | None:
-    """The options of leaves whose dtype is to be another one."""
+    """Return the leaf options that cast dtypes; None for no casts."""
     wanted: dict[str, LeafOptions] = {}
     for cast in casts:
         before, separator, after = cast.partition("=")
@@ -184,7 +182,7 @@ def _casting(casts: Sequence[str]) -> Callable[[str, ArraySpec], LeafOptions | N
 
 
 def size_nbytes(option: str, text: str) -> int | None:
-    """A size such as 5GB (decimal) or 5GiB (binary); None for no text."""
+    """Return the bytes of a size such as 5GB (decimal) or 5GiB (binary); None for no text."""
     if not text:
         return None
     found = _SIZE.fullmatch(text.strip())

@@ -1,4 +1,4 @@
-"""The command `tune`: a store is measured, and what to save with is said, shown and drawn."""
+"""The command `tune`: measure a store, and print, or plot, what to save with."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from asyncckpt.cli.storage import StorageOption, storage_options
 from asyncckpt.cli.terminal import AsJson, Yes, bar, print_json
 from asyncckpt.cli.transfer import size_nbytes
 from asyncckpt.errors import UsageError
-from asyncckpt.planning.tuning import MAX_NBYTES, MAX_S, STATE_NBYTES, TunePoint, TuneReport
 from asyncckpt.reports import nbytes_text, rate_text
+from asyncckpt.tune.recommend import MAX_NBYTES, MAX_S, STATE_NBYTES, TunePoint, TuneReport
 
 PLOT_INSTALL_LINE = 'pip install "asyncckpt[bench]"'
 
@@ -29,7 +29,8 @@ def tune(
         typer.Option("--max-bytes", metavar="SIZE", help="Bytes to move at most, both ways."),
     ] = "",
     max_seconds: Annotated[
-        float, typer.Option("--max-seconds", help="Seconds after which it ends with what it has.")
+        float,
+        typer.Option("--max-seconds", help="Seconds after which it ends, with the results so far."),
     ] = MAX_S,
     state: Annotated[
         str,
@@ -137,7 +138,7 @@ def _auto_text(report: TuneReport) -> str:
 
 
 def _check_plot(path: str) -> None:
-    """A plot can be drawn and saved; found out before anything is measured."""
+    """Check that a plot can be drawn and saved, before anything is measured."""
     if not path:
         return
     if importlib.util.find_spec("matplotlib") is None:
@@ -150,7 +151,7 @@ def _check_plot(path: str) -> None:
 
 
 def save_plot(report: TuneReport, path: str) -> None:
-    """The measurements stand in a picture: a line for each number of streams."""
+    """Plot the measurements: a line for each number of streams."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")

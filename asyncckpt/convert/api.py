@@ -1,53 +1,56 @@
-"""The async functions between checkpoints: `convert`, `export` and `diff`."""
+"""Async functions `convert`, `export` and `diff`."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
-from asyncckpt.checkpointer.api import ProgressCallback
-from asyncckpt.checkpointer.comparison import Comparison
-from asyncckpt.checkpointer.conversion import Conversion
-from asyncckpt.checkpointer.destination import (
+from asyncckpt.arguments import (
+    ConvertArguments,
+    Location,
+    ProgressCallback,
+    checked_location,
+    completed,
+    documented,
+)
+from asyncckpt.convert.convert import Conversion
+from asyncckpt.convert.destination import (
     Destination,
     Format,
     destination_of,
     export_destination,
 )
+from asyncckpt.convert.diff import Comparison
 from asyncckpt.flow.shield import uninterrupted
-from asyncckpt.options import RestoreOptions, SaveOptions
+from asyncckpt.options import RestoreOptions
 from asyncckpt.reports import ConvertReport, DiffReport
 
 
+@documented
 async def convert(
-    source: str | os.PathLike[str],
-    destination: str | os.PathLike[str],
+    source: Location,
+    destination: Location,
     *,
     to: Format | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    overwrite: bool = False,
     max_file_nbytes: int | None = None,
-    options: SaveOptions | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    progress: ProgressCallback | None = None,
+    **arguments: Unpack[ConvertArguments],
 ) -> ConvertReport:
-    """What `source` holds is at `destination` too, in another format, whole and durable.
+    """Write what `source` holds to `destination`, in another format, whole and durable.
 
     Leaves are read, checked and written box by box, within the byte budget; nothing is visible
-    before it is whole, and what a conversion that died has left is removed by the next one. Ties,
-    scalars, containers, metadata and metrics go along.
+    before it is whole, and leftovers of a conversion that died are removed by the next one. Ties,
+    scalars, containers, metadata and metrics are kept.
 
     Args:
         source: a checkpoint of any format that `restore` reads, a safetensors file, or the root of
-            a run, which stands for its newest step.
+            a run, which means its newest step.
         destination: where to write. A path that ends in ``<root>/<step>`` becomes that step.
         to: ``"asyncckpt"`` or ``"safetensors"``; None: safetensors where the destination ends in
             ``.safetensors``, which is then one file. Without that suffix a safetensors destination
             is a directory, with an index where it has several files.
+        max_file_nbytes: size at which a safetensors directory continues in its next file.
         metadata: JSON values added to those of the source.
-        overwrite: replace what stands at the destination, atomically.
-        max_file_nbytes: size at which a safetensors directory goes on in its next file.
+        overwrite: replace what is at the destination, atomically.
         options: as for saving; `host_memory_nbytes` covers reading and writing, and `leaf_options`
             may cast dtypes.
         storage_options: options of the file system for URLs.
@@ -58,49 +61,54 @@ async def convert(
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint at `source`.
-        CheckpointExistsError: something stands at `destination`.
+        CheckpointExistsError: something exists at `destination`.
         CorruptCheckpointError: names leaf, file and offset; nothing was written.
         UsageError: the format cannot hold a leaf; names it, and what to do. Nothing was written.
     """
+    given = completed(ConvertArguments, arguments)
     target = destination_of(
-        destination, to, orbax=False, overwrite=overwrite, max_file_nbytes=max_file_nbytes
+        checked_location("destination", destination),
+        to,
+        orbax=False,
+        overwrite=given.pop("overwrite"),
+        max_file_nbytes=max_file_nbytes,
     )
-    return await _convert(source, target, metadata, options, storage_options, progress)
+    return await _convert(source, target, **given)
 
 
+@documented
 async def export(
-    source: str | os.PathLike[str],
-    destination: str | os.PathLike[str],
+    source: Location,
+    destination: Location,
     *,
     to: Literal["orbax"] = "orbax",
-    metadata: Mapping[str, Any] | None = None,
-    overwrite: bool = False,
-    options: SaveOptions | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    progress: ProgressCallback | None = None,
+    **arguments: Unpack[ConvertArguments],
 ) -> ConvertReport:
-    """What `source` holds is at `destination`, where Orbax can restore it.
+    """Write what `source` holds to `destination`, where Orbax can restore it.
 
-    Checkpoints of this library are ones of Orbax already, unless a leaf is stored in pieces: here
+    Orbax restores checkpoints of this library as they are, unless a leaf is stored in pieces: here
     every leaf becomes one array. Arguments, cancellation, errors: as `convert`; in addition:
 
     Raises:
         UnsupportedLeafError: Orbax cannot hold a leaf; names it. Nothing was written.
     """
-    target = export_destination(destination, to, overwrite=overwrite)
-    return await _convert(source, target, metadata, options, storage_options, progress)
+    given = completed(ConvertArguments, arguments)
+    target = export_destination(
+        checked_location("destination", destination), to, overwrite=given.pop("overwrite")
+    )
+    return await _convert(source, target, **given)
 
 
 async def diff(
-    first: str | os.PathLike[str],
-    second: str | os.PathLike[str],
+    first: Location,
+    second: Location,
     *,
     bitwise: bool = False,
     options: RestoreOptions | None = None,
     storage_options: Mapping[str, Any] | None = None,
     progress: ProgressCallback | None = None,
 ) -> DiffReport:
-    """How two checkpoints of any formats differ: leaves, kinds, shapes, dtypes and values.
+    """Compare two checkpoints of any formats: leaves, kinds, shapes, dtypes and values.
 
     Args:
         first: a checkpoint, a safetensors file, or the root of a run (its newest step).
@@ -130,22 +138,8 @@ async def diff(
         await uninterrupted(work.aclose())
 
 
-async def _convert(
-    source: str | os.PathLike[str],
-    destination: Destination,
-    metadata: Mapping[str, Any] | None,
-    options: SaveOptions | None,
-    storage_options: Mapping[str, Any] | None,
-    progress: ProgressCallback | None,
-) -> ConvertReport:
-    work = Conversion(
-        source,
-        destination,
-        metadata=metadata,
-        options=options,
-        storage_options=storage_options,
-        progress=progress,
-    )
+async def _convert(source: Location, destination: Destination, **arguments: Any) -> ConvertReport:
+    work = Conversion(source, destination, **arguments)
     try:
         return await work.submit().wait()
     finally:

@@ -1,47 +1,109 @@
-"""Writing what a checkpoint of any format holds as one of ours: an ordinary save that reads it."""
+"""Saving a stored checkpoint of any format: an ordinary save that reads its leaves as it goes."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from asyncckpt.checkpointer.capture import Capture
-from asyncckpt.checkpointer.destination import Target, is_banded
-from asyncckpt.checkpointer.layout import LayoutCache, layout_key, make_layout
-from asyncckpt.checkpointer.origin import Origin
-from asyncckpt.checkpointer.reader import LeafReader
-from asyncckpt.checkpointer.saves import (
-    Save,
-    SaveRequest,
-    SaveState,
-    array_nbytes,
-    packing_nbytes,
-    sizes_for,
-)
+import numpy.typing as npt
+
+from asyncckpt.adapters.numpy import NumpyAdapter
+from asyncckpt.convert.destination import Target, is_banded
+from asyncckpt.convert.reader import LeafReader
+from asyncckpt.convert.source import Origin
 from asyncckpt.errors import UnsupportedLeafError
-from asyncckpt.format.record import STEP_NAME
+from asyncckpt.format.record import STEP_NAME, decode_scalar
 from asyncckpt.options import INLINE_NBYTES, LeafOptions, SaveOptions
 from asyncckpt.planning.pack import TRAILER_NBYTES
 from asyncckpt.planning.tiles import chunk_shape_for
-from asyncckpt.reports import ConvertReport, SaveReport
-from asyncckpt.spec import ArraySpec
+from asyncckpt.ports import Source
+from asyncckpt.reports import ConvertReport
+from asyncckpt.save.plan_cache import LayoutCache, layout_of, sizes_for
+from asyncckpt.save.save import Save, SaveState
+from asyncckpt.save.snapshot import SaveRequest, Snapshot
+from asyncckpt.spec import ArraySpec, Box
+
+DEVICE = "TFRT_CPU_0"
+"""Device on which Orbax restores typed PRNG keys without a target: every JAX has this one."""
 
 
-async def write_checkpoint(target: Target, origin: Origin, taken: Capture) -> ConvertReport:
-    """The tree is committed at the target, one array per leaf.
+@dataclass(frozen=True, slots=True)
+class StoredLeaf:
+    """Stand-in for the array of a `Source`: the ordinal of the leaf."""
+
+    number: int
+
+    def devices(self) -> Sequence[str]:
+        """Return devices as a `jax.Array` does."""
+        return (DEVICE,)
+
+
+class StoredAdapter(NumpyAdapter):
+    """Adapter that fetches from a checkpoint, in threads that are not the reader's."""
+
+    name = "stored"
+
+    def __init__(self, reader: LeafReader) -> None:
+        self._reader = reader
+
+    def owns(self, kind: type) -> bool:
+        """Return whether it is the stand-in for a stored array."""
+        return kind is StoredLeaf
+
+    def fetch(self, source: Source, box: Box, out: npt.NDArray[Any]) -> None:
+        """Read the values of `box` from the checkpoint into `out`. Blocking."""
+        self._reader.read(source.leaf.number, box, out)
+
+
+def capture_stored(reader: LeafReader) -> Snapshot:
+    """Return the checkpoint's structure and scalars, and its arrays as sources that read it."""
+    opened = reader.opened
+    kinds, values = opened.leaves.kind, opened.leaves.value
+    result = Snapshot(
+        opened.structure(),
+        reader.paths,
+        list(kinds),
+        list(values),
+        extra={leaf: dict(facts) for leaf, facts in opened.leaves.extra.items()},
+    )
+    adapter = StoredAdapter(reader)
+    tied = opened.arrays.tied
+    seen: dict[tuple[int, ...], int] = {}
+    for leaf, kind in enumerate(kinds):
+        spec = reader.spec(leaf)
+        if spec is None:
+            result.scalars[leaf] = decode_scalar(kind, values[leaf])
+            continue
+        number = len(result.sources)
+        # Leaves whose arrays all share their chunks become one array again.
+        arrays = tuple([tied.get(piece.array, piece.array) for piece in reader.pieces[leaf]])
+        first = seen.setdefault(arrays, number)
+        if first != number:
+            result.tied[number] = first
+        else:
+            result.nbytes += spec.nbytes
+        facts = result.extra.get(leaf)
+        result.sources.append(Source(spec, StoredLeaf(leaf), None, framework=kind, extra=facts))
+        result.adapters.append(adapter)
+        result.array_leaf.append(leaf)
+    return result
+
+
+async def write_checkpoint(target: Target, origin: Origin, taken: Snapshot) -> ConvertReport:
+    """Commit the tree at the target, one array per leaf.
 
     Cancellation, errors: as for saving; in addition:
 
     Raises:
-        UnsupportedLeafError: an export, and Orbax cannot hold a leaf. Nothing was written.
-        CorruptCheckpointError: names leaf, file and offset; nothing is left.
+        UnsupportedLeafError: Orbax cannot hold a leaf of an export. Nothing was written.
+        CorruptCheckpointError: names leaf, file and offset. Nothing was written.
     """
     reader = origin.reader
-    small = [leaf for leaf in taken.array_leaf if _is_inline(reader, leaf)]
-    others = [leaf for leaf in taken.array_leaf if not _is_inline(reader, leaf)]
     # Inline values are staged first.
-    reader.in_order([*small, *others])
+    reader.in_order(sorted(taken.array_leaf, key=lambda leaf: not _is_inline(reader, leaf)))
     options = dataclasses.replace(
         target.options, leaf_options=_leaf_options(target, reader, taken), deadline_s=None
     )
@@ -56,7 +118,7 @@ async def write_checkpoint(target: Target, origin: Origin, taken: Capture) -> Co
         SaveRequest(
             name=target.name,
             step=origin.step if step is None else step,
-            taken=taken,
+            snapshot=taken,
             metadata={**origin.opened.metadata, **target.metadata},
             metrics=origin.opened.metrics,
             overwrite=target.destination.overwrite,
@@ -67,7 +129,7 @@ async def write_checkpoint(target: Target, origin: Origin, taken: Capture) -> Co
         SaveState(),
         _nothing,
     )
-    saved = await save.run(asyncio.Lock(), _kept)
+    saved = await save.run(asyncio.Lock())
     return target.report(
         origin,
         location=saved.location,
@@ -83,11 +145,11 @@ async def write_checkpoint(target: Target, origin: Origin, taken: Capture) -> Co
 
 
 async def _check_orbax(
-    target: Target, origin: Origin, taken: Capture, options: SaveOptions, layouts: LayoutCache
+    target: Target, origin: Origin, taken: Snapshot, options: SaveOptions, layouts: LayoutCache
 ) -> None:
-    budget = packing_nbytes(target.runtime, target.store)
-    sizes = sizes_for(target.runtime, target.store, array_nbytes(taken), options)
-    layout = await target.runtime.engine.compute.run(make_layout, taken, options, budget, sizes)
+    runtime, store = target.runtime, target.store
+    sizes = sizes_for(runtime, store, taken.nbytes, options)
+    layout = await layout_of(taken, options, sizes, runtime=runtime, store=store, cache=layouts)
     if layout.orbax is None:
         raise UnsupportedLeafError(
             f"{origin.opened.location}: Orbax cannot restore this tree, so it was not "
@@ -96,17 +158,14 @@ async def _check_orbax(
             location=origin.opened.location,
             found=layout.notes,
         )
-    layouts.keep(layout_key(taken, options, budget, sizes), layout)
 
 
 def _leaf_options(
-    target: Target, reader: LeafReader, taken: Capture
+    target: Target, reader: LeafReader, taken: Snapshot
 ) -> Callable[[str, ArraySpec], LeafOptions | None] | None:
-    """The user's options, and chunks like the source's where those would be read repeatedly."""
+    """Return the user's options, with chunks like the source's where others would be read twice."""
     own = target.options.leaf_options
-    most = sizes_for(
-        target.runtime, target.store, array_nbytes(taken), target.options
-    ).chunk_limit_nbytes
+    most = sizes_for(target.runtime, target.store, taken.nbytes, target.options).chunk_limit_nbytes
     largest = target.largest_nbytes if most is None else min(target.largest_nbytes, most)
     shapes: dict[str, tuple[int, ...]] = {}
     for leaf in taken.array_leaf:
@@ -144,9 +203,4 @@ def _is_inline(reader: LeafReader, leaf: int) -> bool:
 
 
 def _nothing() -> None:
-    """Nobody waits for the state to be copied."""
-
-
-async def _kept(report: SaveReport) -> SaveReport:
-    """A conversion deletes no other step."""
-    return report
+    """Do nothing: no caller waits for the state to be copied."""

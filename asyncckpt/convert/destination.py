@@ -1,44 +1,42 @@
-"""Where a conversion writes, what its arguments mean, and what its parts share."""
+"""Destination of a conversion, from its arguments."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from asyncckpt.checkpointer.origin import Origin
-from asyncckpt.checkpointer.reader import LeafReader
-from asyncckpt.checkpointer.runtime import Runtime
+from asyncckpt.convert.reader import LeafReader
+from asyncckpt.convert.source import Origin
 from asyncckpt.errors import UsageError
-from asyncckpt.format.safetensors import SUFFIX
+from asyncckpt.format.foreign.safetensors import SUFFIX
 from asyncckpt.options import GIB, MIB, SaveOptions
 from asyncckpt.planning.tiles import band_nbytes
 from asyncckpt.ports import Store
 from asyncckpt.reports import ConvertReport, Progress
+from asyncckpt.runtime import Runtime
 from asyncckpt.spec import ArraySpec
-from asyncckpt.stores.objects.urls import is_url, parse_url
 
 Format = Literal["asyncckpt", "safetensors"]
 
 SET_FILE_NBYTES = 5 * GIB
-"""Size at which a set of safetensors files goes on in the next one: what hubs ask for."""
+"""Size at which a set of safetensors files continues in the next one, as hubs ask for."""
 
 WHOLE_NBYTES = 8 * MIB
-"""Leaves up to this size fit into any cache: how their chunks lie does not matter."""
+"""Leaves up to this size fit into any cache: the order of their chunks does not matter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a conversion writes, and what.
+    """Location and format that a conversion writes.
 
     Attributes:
         location: path or URL as given.
         format: ``asyncckpt`` or ``safetensors``.
         orbax: Orbax must be able to restore it.
-        overwrite: replace what stands there.
-        max_file_nbytes: size at which a set of safetensors files goes on in the next one.
+        overwrite: replace what exists there.
+        max_file_nbytes: size at which a set of safetensors files continues in the next one.
     """
 
     location: str | os.PathLike[str]
@@ -56,7 +54,7 @@ def destination_of(
     overwrite: bool,
     max_file_nbytes: int | None,
 ) -> Destination:
-    """The destination that the arguments of a call mean.
+    """Return the destination that the arguments of a call describe.
 
     Raises:
         UsageError: they contradict each other.
@@ -94,10 +92,10 @@ def destination_of(
 def export_destination(
     location: str | os.PathLike[str], to: str, *, overwrite: bool
 ) -> Destination:
-    """The destination of an export.
+    """Return the destination of an export.
 
     Raises:
-        UsageError: `to` is no format that is exported to.
+        UsageError: `to` is not a format of exports.
     """
     if to != "orbax":
         raise UsageError(f'to={to!r}: pass "orbax"', expected="orbax", found=to)
@@ -106,35 +104,19 @@ def export_destination(
     )
 
 
-def multipart_options(
-    location: object, storage_options: Mapping[str, Any] | None
-) -> Mapping[str, Any] | None:
-    """The options, with a client that sends objects in parts and lists uploads that nobody ended.
-
-    obstore, the first choice for S3, does neither: s3fs is taken where it is installed and nothing
-    else is asked for.
-    """
-    if not is_url(location) or parse_url(str(location)).scheme != "s3":
-        return storage_options
-    options = storage_options or {}
-    if options.keys() & {"client", "filesystem"} or importlib.util.find_spec("s3fs") is None:
-        return storage_options
-    return {**options, "client": "fsspec"}
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A destination that is being written.
+    """Destination while it is being written.
 
     Attributes:
-        destination: where and what.
-        runtime: whose threads and slots write.
-        store: what holds the destination.
-        name: its name there.
+        destination: location and format.
+        runtime: the runtime that writes.
+        store: the store that holds the destination.
+        name: its name in the store.
         options: as for saving.
-        metadata: what is added to the user's metadata.
-        largest_nbytes: chunks that follow those of the source are at most so large.
-        progress: called as it goes.
+        metadata: added to the user's metadata.
+        largest_nbytes: largest chunk that keeps the shape of the source's.
+        progress: called as the conversion proceeds.
     """
 
     destination: Destination
@@ -147,7 +129,7 @@ class Target:
     progress: Callable[[Progress], None] | None
 
     def report(self, origin: Origin, **facts: Any) -> ConvertReport:
-        """What was written; what was read is filled in later."""
+        """Return the report about what was written; what was read is filled in later."""
         return ConvertReport(
             source=origin.opened.location,
             source_format=origin.opened.format,
@@ -159,7 +141,7 @@ class Target:
 
 
 def is_banded(reader: LeafReader, leaf: int, spec: ArraySpec) -> bool:
-    """Whether reading the leaf in C order would hold more chunks open than can be kept."""
+    """Return whether reading the leaf in C order would need more chunks than the cache holds."""
     if spec.nbytes <= WHOLE_NBYTES:
         return False
     parts = reader.parts(leaf)

@@ -1,6 +1,4 @@
-"""Comparing two checkpoints of any formats, leaf by leaf, within bounded memory."""
-
-# Rule 1: both sides are read by one runtime and compared by another, as in a conversion.
+"""Comparison of two checkpoints of any formats, leaf by leaf, within bounded memory."""
 
 from __future__ import annotations
 
@@ -12,15 +10,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from asyncckpt.checkpointer.arguments import guarded, typed
-from asyncckpt.checkpointer.comparing import Difference, Values
-from asyncckpt.checkpointer.describing import described, notes
-from asyncckpt.checkpointer.origin import Origin, open_origin, options_of, shares
-from asyncckpt.checkpointer.reader import LeafReader
-from asyncckpt.checkpointer.runtime import Runtime
+from asyncckpt.arguments import guarded, typed
+from asyncckpt.convert.differences import Difference, Values, described, notes
+from asyncckpt.convert.reader import LeafReader
+from asyncckpt.convert.source import Origin, Work, options_of, shares
 from asyncckpt.errors import DeadlineExceededError
 from asyncckpt.flow.buffers import Slot
-from asyncckpt.flow.engine import Job
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.options import RestoreOptions
 from asyncckpt.planning.tiles import band_nbytes, runs, tiles
@@ -33,7 +28,7 @@ BATCH_LEAVES = 1024
 
 @dataclass(slots=True, eq=False)
 class _Pair:
-    """One array leaf that both checkpoints have, in the same shape."""
+    """Array leaf that both checkpoints have, in the same shape."""
 
     path: str
     leaves: tuple[int, int]
@@ -41,16 +36,16 @@ class _Pair:
     found: Difference = field(default_factory=Difference)
 
 
-class Comparison:
-    """One comparison: `submit` it, wait for the job, then close.
+class Comparison(Work[DiffReport]):
+    """Comparison of two checkpoints.
 
     Args:
         first: path of a checkpoint, of a file, or of the root of a run (its newest step).
         second: likewise.
-        bitwise: NaNs and zeros of different bits are different.
+        bitwise: NaNs and zeros of different bits differ.
         options: as for restoring.
-        storage_options: options of the file system, for those of the two that are URLs.
-        progress: called with a `Progress` as the comparison goes.
+        storage_options: options of the file system, for locations that are URLs.
+        progress: called with a `Progress` as the comparison proceeds.
 
     Raises:
         UsageError: an argument is wrong.
@@ -72,31 +67,11 @@ class Comparison:
         self._storage_options = options_of(self._locations, storage_options)
         self._progress = guarded(progress)
         reading, cache, working = shares(self._options.host_memory_nbytes)
-        self._cache_nbytes = cache // 2
-        self._reading = Runtime("asyncckpt-read", host_memory_nbytes=reading)
-        self._working = Runtime("asyncckpt-diff", host_memory_nbytes=working // 2)
+        super().__init__(
+            "diff", reading_nbytes=reading, working_nbytes=working // 2, cache_nbytes=cache // 2
+        )
         self._done_nbytes = 0
         self._total_nbytes = 0
-
-    def submit(self) -> Job[DiffReport]:
-        """The comparison is on its way."""
-        return self._working.engine.submit(self._run)
-
-    async def aclose(self) -> None:
-        """All files are closed and all threads have ended. Idempotent."""
-        try:
-            await self._working.aclose()
-        finally:
-            await self._reading.aclose()
-
-    def close(self) -> None:
-        """As `aclose`, blocking."""
-        try:
-            self._working.close()
-        finally:
-            self._reading.close()
-
-    # -- on the comparing engine
 
     async def _run(self) -> DiffReport:
         begun = time.perf_counter()
@@ -116,18 +91,6 @@ class Comparison:
             ) from None
         except BaseExceptionGroup as group:
             raise leading_error(group) from None
-
-    async def _open(
-        self, location: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
-    ) -> Origin:
-        return await self._reading.engine.submit(
-            lambda: open_origin(
-                self._reading,
-                location,
-                storage_options=storage_options,
-                cache_nbytes=self._cache_nbytes,
-            )
-        ).wait()
 
     async def _compare(self, first: Origin, second: Origin, begun: float) -> DiffReport:
         a, b = first.reader, second.reader
@@ -185,7 +148,7 @@ class Comparison:
         self, slots: list[Slot], streams: asyncio.Semaphore, task: asyncio.Task[None]
     ) -> None:
         streams.release()
-        self._working.pool.give(slots, None if task.cancelled() else task.exception())
+        self._working.pool.release(slots, None if task.cancelled() else task.exception())
 
     async def _batch(
         self,
@@ -194,7 +157,7 @@ class Comparison:
         batch: Sequence[tuple[_Pair, Box]],
         slot: Slot,
     ) -> None:
-        # One half for either side.
+        # One half for each side.
         halves = slot.buffer.reshape(2, -1)
         found = await self._working.engine.compute.run(self._look, a, b, batch, halves)
         for (pair, _), difference in zip(batch, found, strict=True):
@@ -231,7 +194,7 @@ class Comparison:
 def _batches(
     a: LeafReader, b: LeafReader, pairs: Sequence[_Pair], half_nbytes: int
 ) -> Iterator[list[tuple[_Pair, Box]]]:
-    """Boxes to compare, many small ones together; each of at most half a slot on either side."""
+    """Yield batches of boxes to compare, each of at most half a slot on either side."""
     batch: list[tuple[_Pair, Box]] = []
     nbytes = 0
     for pair in pairs:
@@ -246,7 +209,7 @@ def _batches(
 
 
 def _boxes(a: LeafReader, b: LeafReader, pair: _Pair, half_nbytes: int) -> Iterator[Box]:
-    """Boxes of a leaf, in the order in which the larger chunks of the two are."""
+    """Yield boxes of a leaf, in the order of the side with the larger chunks."""
     shape = pair.specs[0].shape
     if not pair.specs[0].size:
         return

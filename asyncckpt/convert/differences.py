@@ -1,15 +1,23 @@
-"""How the values of two arrays differ. Pure NumPy; blocks."""
+"""Differences of two checkpoints: values of arrays, kinds, shapes, dtypes and containers."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from asyncckpt.convert.reader import LeafReader
+from asyncckpt.convert.source import Origin
+from asyncckpt.format.record import decode_scalar
+from asyncckpt.reports import LeafDifference
 from asyncckpt.spec import Box
+
+NOTED = 5
+"""Containers that a note lists."""
 
 Values = npt.NDArray[Any]
 
@@ -18,7 +26,7 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 @dataclass(slots=True)
 class Difference:
-    """Differences of the elements seen so far; see `LeafDifference`."""
+    """Differences of the elements compared so far; see `LeafDifference`."""
 
     count: int = 0
     nan_count: int = 0
@@ -27,7 +35,7 @@ class Difference:
     index: tuple[int, ...] = ()
 
     def add(self, box: Box, first: Values, second: Values, *, bitwise: bool) -> None:
-        """The values of one box, which may be of different dtypes, count too.
+        """Add the values of one box, which may have different dtypes.
 
         NaN equals NaN and 0.0 equals -0.0, unless `bitwise`.
         """
@@ -53,7 +61,7 @@ class Difference:
             self.largest_relative = max(self.largest_relative, float(relative[~nan].max()))
 
     def merge(self, other: Difference) -> None:
-        """What `other` has seen counts too; the result does not depend on the order."""
+        """Add the differences of `other`; the result does not depend on the order."""
         if not other.count:
             return
         first = (-self.largest, self.index) if self.count else (math.inf, ())
@@ -68,7 +76,7 @@ class Difference:
 
     @property
     def largest_absolute(self) -> float:
-        """The largest absolute difference; zero where none of the elements are numbers in both."""
+        """Largest absolute difference; zero if no element is a number in both."""
         return max(0.0, self.largest)
 
 
@@ -98,7 +106,7 @@ def _parts(values: Values) -> Values:
 
 
 def _wide(values: Values) -> Values:
-    """The values in a dtype that NumPy itself knows and that holds each of them."""
+    """Return the values in a dtype of NumPy itself that holds each of them."""
     kind = values.dtype.kind
     if kind in "biufc":
         return values
@@ -107,7 +115,7 @@ def _wide(values: Values) -> Values:
 
 
 def _distances(a: Values, b: Values) -> tuple[Values, Values, npt.NDArray[np.bool_]]:
-    """Absolute and relative difference, and where one of two values is NaN."""
+    """Return absolute and relative difference, and where one of two values is NaN."""
     a, b = _wide(a), _wide(b)
     if a.dtype.kind in "iub" and b.dtype.kind in "iub":
         distance, nan = _integer_distance(a, b), np.zeros(len(a), bool)
@@ -116,7 +124,7 @@ def _distances(a: Values, b: Values) -> tuple[Values, Values, npt.NDArray[np.boo
         a, b = a.astype(kind), b.astype(kind)
         nan = np.isnan(a) | np.isnan(b)
         distance = np.abs(a - b)
-        # The same infinity of different bits, or two infinities: no difference, or no number.
+        # Two infinities differ by infinity, not by NaN.
         distance[np.isnan(distance) & ~nan] = math.inf
     scale = np.maximum(np.abs(a.astype(np.complex128)), np.abs(b.astype(np.complex128)))
     relative = np.where(distance > 0, distance / np.where(scale > 0, scale, 1.0), 0.0)
@@ -125,12 +133,92 @@ def _distances(a: Values, b: Values) -> tuple[Values, Values, npt.NDArray[np.boo
 
 
 def _integer_distance(a: Values, b: Values) -> Values:
-    """Exact up to the rounding of the result, also beyond 2**53."""
+    """Return the difference, exact up to the rounding of the result, also beyond 2**53."""
     if a.dtype == b.dtype == np.uint64:
         return np.where(a > b, a - b, b - a).astype(np.float64)
     if np.uint64 in (a.dtype, b.dtype):
         return np.abs(a.astype(np.float64) - b.astype(np.float64))
     a, b = a.astype(np.int64), b.astype(np.int64)
-    # The difference of two int64 fits uint64, in which subtraction wraps around to it.
+    # The difference of two int64 fits uint64, whose subtraction wraps around to it.
     high, low = np.maximum(a, b).view(np.uint64), np.minimum(a, b).view(np.uint64)
     return (high - low).astype(np.float64)
+
+
+# ---------------------------------------------------------------------------- leaves, containers
+
+
+def _kind(reader: LeafReader, leaf: int) -> str:
+    """Return the kind of a leaf, apart from shape and dtype."""
+    kind = reader.opened.leaves.kind[leaf]
+    if reader.spec(leaf) is None:
+        return kind
+    facts = reader.opened.leaves.extra.get(leaf, {})
+    if "python" in facts:
+        return str(facts["python"])
+    return f"PRNG keys of {facts['prng_impl']}" if "prng_impl" in facts else "array"
+
+
+def described(
+    a: LeafReader, leaf: int, b: LeafReader, other: int, *, bitwise: bool
+) -> LeafDifference | None:
+    """Return how two leaves of one path differ before their arrays are compared, or None."""
+    path = a.paths[leaf]
+    kinds = _kind(a, leaf), _kind(b, other)
+    if kinds[0] != kinds[1]:
+        return LeafDifference(path, "kind", _text(a, leaf), _text(b, other))
+    first, second = a.spec(leaf), b.spec(other)
+    if first is None or second is None:
+        # Of two `bytes`, only the longer may be stored as an array.
+        values = a.opened.leaves.value[leaf], b.opened.leaves.value[other]
+        if first is second and _same_scalar(kinds[0], *values, bitwise=bitwise):
+            return None
+        return LeafDifference(path, "value", _text(a, leaf), _text(b, other))
+    if first.shape != second.shape:
+        return LeafDifference(path, "shape", str(first), str(second))
+    if first.dtype != second.dtype:
+        return LeafDifference(path, "dtype", first.dtype, second.dtype)
+    return None
+
+
+def _same_scalar(kind: str, first: Any, second: Any, *, bitwise: bool) -> bool:
+    if first == second or bitwise:
+        return bool(first == second)
+    a, b = decode_scalar(kind, first), decode_scalar(kind, second)
+    return a == b or (a != a and b != b)
+
+
+def _text(reader: LeafReader, leaf: int) -> str:
+    kind, spec = _kind(reader, leaf), reader.spec(leaf)
+    if spec is not None:
+        return f"{kind} {spec}"
+    return f"{kind} {decode_scalar(kind, reader.opened.leaves.value[leaf])!r:.80}"
+
+
+def notes(first: Origin, second: Origin) -> Iterator[str]:
+    """Yield notes about differences other than leaves."""
+    formats = first.opened.format, second.opened.format
+    if formats[0] != formats[1]:
+        yield f"the first is a checkpoint of format {formats[0]}, the second of {formats[1]}"
+    containers = [_containers(origin) for origin in (first, second)]
+    differing = [
+        path
+        for path in {**containers[0], **containers[1]}
+        if containers[0].get(path) != containers[1].get(path)
+    ]
+    if differing:
+        shown = ", ".join(
+            f"{path or 'the tree itself'} ({containers[0].get(path, 'nothing')} and "
+            f"{containers[1].get(path, 'nothing')})"
+            for path in differing[:NOTED]
+        )
+        more = f", and {len(differing) - NOTED} more" if len(differing) > NOTED else ""
+        yield f"containers differ: {shown}{more}"
+
+
+def _containers(origin: Origin) -> dict[str, str]:
+    structure = origin.opened.structure()
+    kinds: dict[str, str] = {}
+    for path, node in zip(structure.node_paths(), structure.nodes, strict=True):
+        # A stateful object and its state dict have one path: the outer kind counts.
+        kinds.setdefault(path, node.kind)
+    return kinds

@@ -1,23 +1,26 @@
 """Reading any box of any leaf of an open checkpoint, from threads, within bounded memory."""
 
-# Rule 1: chunks are read, checked and decoded whole, by the runtime of the reader; its callers'
-#   threads wait, and must belong to another one, or a pool would wait for itself.
-# Rule 2: leaves are read in about the order that is given: what stands behind a small chunk in
-#   that order is read along with it.
+# Rule 1: chunks are read, checked and decoded whole, by the runtime of the reader; the threads of
+#   its callers wait, and must belong to another runtime, or a pool would wait for itself.
+# Rule 2: leaves are read in about the order that is given: small chunks that follow another in that
+#   order are read along with it.
+# Rule 3: a thread that waits for room in the cache holds no block, so that others can
+#   release theirs (test_many_threads_within_a_small_bound_read_everything).
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Container, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.checkpointer.blocks import Blocks
-from asyncckpt.checkpointer.runtime import Runtime
+from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint
 from asyncckpt.flow.arena import Arena
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.format.record import Piece
@@ -26,16 +29,16 @@ from asyncckpt.planning.overlap import BoxIndex
 from asyncckpt.planning.restore import Request, cells_overlapping, intersection, plan_restore
 from asyncckpt.planning.table import Column
 from asyncckpt.planning.tiles import Part
+from asyncckpt.restore.decode import Destination, flat_target
+from asyncckpt.restore.fetch import Fetch
+from asyncckpt.runtime import Runtime
 from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
-from asyncckpt.stages.decode import Destination, ReadTables, flat_target
-from asyncckpt.stages.fetch import Fetch
-from asyncckpt.stages.opened import Extents, OpenCheckpoint
 
 Values = npt.NDArray[Any]
 
 AHEAD_NBYTES = 8 * MIB
-"""Small chunks are read together up to this size: a read of a hundred bytes costs a round trip
-through two threads, and so does one of 8 MiB."""
+"""Small chunks are read together up to this size: a read of 100 bytes costs a round trip through
+two threads, as one of 8 MiB does."""
 
 ALONE_NBYTES = 4 * MIB
 """Chunks from this size on are read by themselves."""
@@ -44,14 +47,129 @@ AHEAD_ROWS = 8192
 """Chunks read together, however small."""
 
 
-class LeafReader:
-    """Reads boxes of the leaves of one checkpoint. Used by many threads at a time.
+class Block:
+    """Chunks that are loaded and dropped together.
+
+    Attributes:
+        rows: the chunks.
+        nbytes: bytes they take decoded.
+        loaded: the elements of each row, once they are loaded.
+        users: takers that have not released it.
+        left: elements that were not read yet.
+    """
+
+    __slots__ = ("left", "loaded", "nbytes", "rows", "users")
+
+    def __init__(self, rows: Sequence[int], nbytes: int) -> None:
+        self.rows = rows
+        self.nbytes = nbytes
+        self.loaded: Future[dict[int, Values]] = Future()
+        self.users = 0
+        self.left = 0
+
+
+class Blocks:
+    """Cache of decoded chunks for readers that need every element about once.
+
+    A block is dropped when all its elements were read, or when room is needed and it is the least
+    recently used. A block larger than the capacity is loaded when it is alone. All methods block
+    and may be called from any thread.
 
     Args:
-        runtime: whose engine and slots read; not that of the threads that call `read`.
+        capacity_nbytes: bytes of all blocks together.
+        group: returns the rows to load for one that is needed, itself first, without those that
+            are present, and their bytes.
+        load: returns the elements of some rows.
+    """
+
+    def __init__(
+        self,
+        capacity_nbytes: int,
+        group: Callable[[int, Container[int]], tuple[Sequence[int], int]],
+        load: Callable[[Sequence[int]], Sequence[Values]],
+    ) -> None:
+        self._capacity = capacity_nbytes
+        self._group = group
+        self._load = load
+        self._changed = threading.Condition()
+        self._blocks: OrderedDict[Block, None] = OrderedDict()
+        self._of_row: dict[int, Block] = {}
+        self._used = 0
+        self.peak_nbytes = 0
+
+    def take(self, row: int) -> Block:
+        """Return the loaded block with this row, which stays until `release`.
+
+        Raises:
+            AsyncCheckpointError: loading it failed, in this thread or another one.
+        """
+        with self._changed:
+            while (block := self._of_row.get(row)) is None:
+                rows, nbytes = self._group(row, self._of_row)
+                if self._make_room(nbytes):
+                    block = self._add(Block(rows, nbytes))
+                    break
+                self._changed.wait()
+            block.users += 1
+            self._blocks.move_to_end(block)
+            is_first = block.users == 1 and not block.loaded.done()
+        if not is_first:
+            block.loaded.result()
+            return block
+        try:
+            values = self._load(block.rows)
+        except BaseException as error:
+            with self._changed:
+                self._drop(block)
+            block.loaded.set_exception(error)
+            raise
+        block.left = sum(part.size for part in values)
+        block.loaded.set_result(dict(zip(block.rows, values, strict=True)))
+        return block
+
+    def release(self, block: Block, elements: int) -> None:
+        """Release a block after reading so many of its elements."""
+        with self._changed:
+            block.users -= 1
+            block.left -= elements
+            if block.users:
+                return
+            if block.left <= 0:
+                self._drop(block)
+            self._changed.notify_all()
+
+    def _add(self, block: Block) -> Block:
+        self._blocks[block] = None
+        self._of_row.update(dict.fromkeys(block.rows, block))
+        self._used += block.nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self._used)
+        return block
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Drop idle blocks until there is room; return whether there is."""
+        for block in [block for block in self._blocks if not block.users]:
+            if self._used + nbytes <= self._capacity:
+                break
+            self._drop(block)
+        return self._used + nbytes <= self._capacity or not self._blocks
+
+    def _drop(self, block: Block) -> None:
+        if block in self._blocks:
+            del self._blocks[block]
+            self._used -= block.nbytes
+            for row in block.rows:
+                del self._of_row[row]
+        self._changed.notify_all()
+
+
+class LeafReader:
+    """Reader of boxes of the leaves of one checkpoint, used by many threads at a time.
+
+    Args:
+        runtime: the runtime that reads; not that of the threads that call `read`.
         opened: the checkpoint.
-        extents: where its chunks stand.
-        cache_nbytes: bytes of decoded chunks that are held; a larger chunk is held alone.
+        extents: extents of its chunks.
+        cache_nbytes: bytes of decoded chunks in memory; a larger chunk is held alone.
     """
 
     def __init__(
@@ -60,7 +178,6 @@ class LeafReader:
         self.opened = opened
         self._runtime = runtime
         self.extents = extents
-        self._tables = ReadTables.of(opened, extents)
         self.cache_nbytes = cache_nbytes
         self.pieces = opened.leaf_pieces()
         self.paths = opened.structure().paths()
@@ -82,7 +199,7 @@ class LeafReader:
         self.read_nbytes = 0
 
     def in_order(self, leaves: Sequence[int]) -> None:
-        """The leaves will be read in about this order; to be called before any `read`."""
+        """Announce the order in which leaves will be read; call it before any `read`."""
         rows = [
             np.arange(first, first + self._counts[self.opened.arrays.spec[piece.array]])
             for leaf in leaves
@@ -96,7 +213,7 @@ class LeafReader:
         self._turn[self._sequence] = np.arange(len(self._sequence))
 
     def read(self, leaf: int, box: Box, out: Values) -> None:
-        """`out` (of the box's shape, in the stored dtype) holds the values of `box`. Blocking.
+        """Read the values of `box` into `out`, of the box's shape and the stored dtype. Blocking.
 
         Raises:
             CorruptCheckpointError: names leaf, file and offset.
@@ -114,16 +231,15 @@ class LeafReader:
                 self._copy(first + cell, within, _part(memory, target))
 
     def _copy(self, row: int, within: tuple[slice, ...], out: Values) -> None:
-        """`out` holds a part of a chunk; nothing keeps the chunk when this returns."""
+        """Copy a part of a chunk into `out` and release the chunk."""
         block = self._blocks.take(row)
         try:
-            assert block.values is not None
-            np.copyto(out, _part(block.values[row], within), casting="no")
+            np.copyto(out, _part(block.loaded.result()[row], within), casting="no")
         finally:
-            self._blocks.give(block, out.size)
+            self._blocks.release(block, out.size)
 
     def spec(self, leaf: int) -> ArraySpec | None:
-        """Shape and dtype of a leaf; None for scalars."""
+        """Return shape and dtype of a leaf; None for scalars."""
         return self._specs[leaf]
 
     @property
@@ -132,13 +248,13 @@ class LeafReader:
         return sum(spec.nbytes for spec in self._specs if spec is not None)
 
     def parts(self, leaf: int) -> list[Part]:
-        """The arrays of a leaf: where each begins, and its grid."""
+        """Return the arrays of a leaf: the offset of each, and its grid."""
         return [(piece.offset, self._grid(piece.array)) for piece in self.pieces[leaf]]
 
     def unverified(self, leaf: int) -> bool:
-        """Whether nothing tells if the bytes of a leaf are as they were written."""
+        """Return whether the bytes of a leaf have no checksum."""
         return self.extents.crc32c is None and not all(
-            self.opened.storage(piece.array).codec.crc32c for piece in self.pieces[leaf]
+            self.opened.storage(piece.array).codec.verifies for piece in self.pieces[leaf]
         )
 
     # -- where things are
@@ -157,7 +273,7 @@ class LeafReader:
         return self._grid(self.pieces[leaf][0].array).shape
 
     def _rows(self) -> tuple[Column, Column]:
-        """Arrays that have rows of their own, and the first row of each, ascending."""
+        """Return arrays with rows of their own, and the first row of each, ascending."""
         arrays = [
             array
             for array in range(len(self.opened.arrays.spec))
@@ -171,7 +287,7 @@ class LeafReader:
         return np.repeat(sizes[self._stored.kind[self._owners]], counts)
 
     def _overlaps(self, leaf: int, box: Box, out: Values) -> Iterator[tuple[int, Box, Values]]:
-        """Array, part of it, and memory for that part, of all arrays that share elements."""
+        """Yield array, part and memory for that part, for all arrays that overlap the box."""
         pieces = self.pieces[leaf]
         if len(pieces) == 1:
             yield pieces[0].array, box, out
@@ -193,7 +309,7 @@ class LeafReader:
     # -- loading
 
     def _group(self, row: int, present: Container[int]) -> tuple[list[int], int]:
-        """The row and small ones that will be wanted soon after it."""
+        """Return the row, and small ones that will be wanted soon after it."""
         total = int(self._row_nbytes[row])
         rows = [row]
         if total >= ALONE_NBYTES:
@@ -201,7 +317,7 @@ class LeafReader:
         turn = int(self._turn[row]) + 1
         ahead = self._sequence[turn : turn + AHEAD_ROWS]
         sizes = self._row_nbytes[ahead]
-        # Not far past large chunks: what waits for them would be dropped before its turn.
+        # Not far past large chunks: small ones behind them would be dropped before their turn.
         near = int(np.searchsorted(np.cumsum(sizes), 2 * AHEAD_NBYTES, side="right"))
         room = min(AHEAD_NBYTES, self.cache_nbytes // 4)
         for other, nbytes in zip(ahead[:near].tolist(), sizes[:near].tolist(), strict=True):
@@ -229,7 +345,8 @@ class LeafReader:
 
         async def read() -> int:
             fetch = Fetch(
-                self._tables,
+                self.opened,
+                extents,
                 plan,
                 destinations,
                 pool,
@@ -273,7 +390,7 @@ class LeafReader:
 
 
 def _part(values: Values, where: tuple[slice, ...]) -> Values:
-    """A view, also of rank 0."""
+    """Return a view, also of rank 0."""
     index: Any = (*where, ...)
     part: Values = values[index]
     return part

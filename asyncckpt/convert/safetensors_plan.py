@@ -1,6 +1,6 @@
-"""Which tensors a conversion to safetensors writes, in which files, and where.
+"""Plan of a conversion to safetensors: tensors, files and offsets.
 
-Everything that can be wrong with names, dtypes and sizes is found here, before a byte is written.
+Names, dtypes and sizes that do not fit the format are found here, before a byte is written.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncckpt.checkpointer.capture import Capture
 from asyncckpt.errors import UnsupportedLeafError, UsageError
-from asyncckpt.format.record import LeafTable
-from asyncckpt.format.safetensors import (
+from asyncckpt.format.foreign.safetensors import (
     CODES,
     LENGTH_NBYTES,
     MAX_HEADER_NBYTES,
@@ -21,19 +19,22 @@ from asyncckpt.format.safetensors import (
     METADATA_KEY,
     SUFFIX,
     encode_header,
+    is_unicode,
 )
-from asyncckpt.format.safetensors_set import INDEX_SUFFIX, encode_index
-from asyncckpt.format.safetensors_tree import SavedTree, encode_tree
+from asyncckpt.format.foreign.safetensors_set import INDEX_SUFFIX, encode_index
+from asyncckpt.format.foreign.safetensors_tree import SavedTree, encode_tree
+from asyncckpt.format.record import LeafTable
 from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.planning.pack import Window, cut_windows
+from asyncckpt.save.snapshot import Snapshot
 from asyncckpt.spec import ArraySpec
 from asyncckpt.tree import Key, where
 
 STEM = "model"
-"""What the files of a set are called; other libraries look for this name."""
+"""Name of the files of a set; other libraries look for it."""
 
 FRAMEWORK_KEY = "format"
-"""Metadata that Hugging Face's libraries ask for before they read a file."""
+"""Metadata key that Hugging Face's libraries require."""
 
 CASTS = {
     "int4": "int8",
@@ -41,12 +42,12 @@ CASTS = {
     "float8_e4m3b11fnuz": "bfloat16",
     "complex128": "complex64",
 }
-"""For each dtype that safetensors lacks, one that holds its values, or most of them."""
+"""Replacement for each dtype that safetensors lacks: it holds the values, or most of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor: which array of the capture it is, its place, and its form as stored."""
+    """One tensor: its array in the capture, its name and spec as stored, and its place."""
 
     number: int
     name: str
@@ -57,16 +58,16 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FilesPlan:
-    """The files of a conversion.
+    """Files of a conversion.
 
     Attributes:
         names: file names.
-        headers: the first bytes of each.
+        headers: the first bytes of each file.
         file_nbytes: their sizes.
         tensors: all tensors, by file and offset.
         windows: the files cut into slots. A piece's `array` is an index into `tensors`, or below
-            zero for the header; pieces of `tiled` tensors are not among them.
-        tiled: tensors (indices) that are written tile by tile when all windows are.
+            zero for a header; pieces of `tiled` tensors are left out.
+        tiled: tensors (indices) that are written tile by tile after all windows.
         index: name and content of the index of a set, or None.
     """
 
@@ -80,10 +81,10 @@ class FilesPlan:
 
 
 def tensor_names(parts: Sequence[tuple[Key, ...]], paths: Sequence[str]) -> list[str]:
-    """A name for every leaf: its keys joined by ``.``, as in the state dicts of torch.
+    """Return a name for every leaf: its keys joined by ``.``, as in the state dicts of torch.
 
     Raises:
-        UsageError: two leaves would have one name, or a name is not possible; names the paths.
+        UsageError: two leaves would have one name, or a name is impossible; names the paths.
     """
     names: list[str] = []
     first: dict[str, str] = {}
@@ -97,7 +98,7 @@ def tensor_names(parts: Sequence[tuple[Key, ...]], paths: Sequence[str]) -> list
                 expected="different names",
                 found=name,
             )
-        if name == METADATA_KEY or len(name) > MAX_NAME_CHARS or not _encodable(name):
+        if name == METADATA_KEY or len(name) > MAX_NAME_CHARS or not is_unicode(name):
             raise UsageError(
                 f"{where(path)}: a safetensors file cannot hold a tensor named {name[:80]!r}; "
                 "rename it",
@@ -109,16 +110,8 @@ def tensor_names(parts: Sequence[tuple[Key, ...]], paths: Sequence[str]) -> list
     return names
 
 
-def _encodable(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def plan_files(
-    taken: Capture,
+    taken: Snapshot,
     specs: Sequence[ArraySpec],
     *,
     metadata: Mapping[str, object],
@@ -127,15 +120,15 @@ def plan_files(
     tiled: Sequence[bool],
     name: str,
 ) -> FilesPlan:
-    """The files that hold a captured tree.
+    """Plan the files that hold a captured tree.
 
     Args:
         taken: the tree.
-        specs: shape of every array and the dtype that it is stored in.
+        specs: shape and stored dtype of every array.
         metadata: the user's metadata.
         metrics: the user's metrics.
-        max_file_nbytes: size at which a set goes on in the next file; None for a single file.
-        tiled: per array whether it is to be written tile by tile.
+        max_file_nbytes: size at which a set continues in the next file; None for a single file.
+        tiled: per array, whether it is written tile by tile.
         name: name of the single file.
 
     Raises:
@@ -153,7 +146,7 @@ def plan_files(
     tensors: list[Tensor] = []
     for file, numbers in enumerate(files):
         rows = [(leaf_names[taken.array_leaf[number]], specs[number]) for number in numbers]
-        # What tells the tree stands in the first file of a set.
+        # The tree is stored in the first file of a set.
         own = texts if file == 0 else {FRAMEWORK_KEY: texts[FRAMEWORK_KEY]}
         header, offsets = encode_header(rows, own)
         if len(header) - LENGTH_NBYTES > MAX_HEADER_NBYTES:
@@ -204,7 +197,7 @@ def _check_dtype(path: str, dtype: str) -> None:
 def _share(
     numbers: Sequence[int], specs: Sequence[ArraySpec], max_file_nbytes: int | None
 ) -> list[list[int]]:
-    """The arrays of every file, in tree order; at least one file."""
+    """Return the arrays of every file, in tree order; at least one file."""
     files: list[list[int]] = [[]]
     nbytes = 0
     for number in numbers:
@@ -226,7 +219,7 @@ def _file_names(count: int, single: str | None) -> list[str]:
 
 
 def _metadata(
-    taken: Capture,
+    taken: Snapshot,
     names: Sequence[str],
     metadata: Mapping[str, object],
     metrics: Mapping[str, float],
@@ -242,7 +235,7 @@ def _metadata(
         kept = names[taken.array_leaf[taken.tied.get(number, number)]]
         tensors.append(kept)
         if kept != name:
-            # As safetensors.torch.save_model notes tensors that share their memory.
+            # As safetensors.torch.save_model does for tensors that share memory.
             texts[name] = kept
     texts |= {key: text for key, text in metadata.items() if isinstance(text, str)}
     leaves = LeafTable(taken.kinds, taken.values, taken.extra, {})

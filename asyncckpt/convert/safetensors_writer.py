@@ -1,4 +1,4 @@
-"""Writing safetensors files from a reader of leaves: windows of one slot, read and written at once.
+"""Writing of safetensors files: windows of one slot are read and written concurrently.
 
 ::
 
@@ -6,50 +6,169 @@
 """
 
 # Rule 1: a slot is taken before its task exists, in the order of the files: the budget bounds all.
-# Rule 2: tensors that are written tile by tile come after all windows, which share their pages.
+# Rule 2: tensors that are written tile by tile follow all windows, which share their pages.
 
 from __future__ import annotations
 
 import asyncio
 import math
+import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, cast
 
 import numpy as np
 
-from asyncckpt.checkpointer.capture import Capture
-from asyncckpt.checkpointer.safetensors_plan import FilesPlan, Tensor
+from asyncckpt.checkpoint.payload import ArrayReader, gather
+from asyncckpt.convert.destination import Target, is_banded
+from asyncckpt.convert.safetensors_plan import FilesPlan, Tensor, plan_files
+from asyncckpt.convert.source import Origin
+from asyncckpt.errors import AsyncCheckpointError, UsageError
 from asyncckpt.flow.buffers import Slot, SlotPool
-from asyncckpt.flow.shield import leading_error
+from asyncckpt.flow.shield import leading_error, to_completion
 from asyncckpt.flow.threads import Workers
+from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.planning.pack import Window
 from asyncckpt.planning.tiles import Part, tiles
-from asyncckpt.ports import Bytes, DataFile, Export, ScatteredFile
-from asyncckpt.spec import DTYPES, Box, ChunkGrid
-from asyncckpt.stages.payload import ArrayReader, gather
+from asyncckpt.ports import (
+    Bytes,
+    DataFile,
+    Export,
+    ExportingStore,
+    ScatteredFile,
+    Sizes,
+    Source,
+)
+from asyncckpt.reports import ConvertReport, Progress
+from asyncckpt.save.plan_cache import options_of_leaf, stored_spec
+from asyncckpt.save.snapshot import Snapshot
+from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
+
+
+async def write_files(target: Target, origin: Origin, taken: Snapshot) -> ConvertReport:
+    """Write the tree as safetensors files at the target, whole and durable.
+
+    Cancellation: waits for reads and writes that are running, then removes what was written.
+
+    Raises:
+        UsageError: the format cannot hold a leaf; names it. Nothing was written.
+        CorruptCheckpointError: names leaf, file and offset. Nothing remains.
+        StoreError: writing failed. Nothing remains.
+    """
+    destination, runtime, reader = target.destination, target.runtime, origin.reader
+    store = target.store
+    if not isinstance(store, ExportingStore):
+        raise UsageError(
+            f"{destination.location}: this store takes checkpoints only, no safetensors files; "
+            "convert to a path or URL"
+        )
+    plan = await runtime.engine.compute.run(_plan, target, origin, taken)
+    reader.in_order([taken.array_leaf[tensor.number] for tensor in plan.tensors])
+    total = sum(plan.file_nbytes)
+    done = 0
+    wanted = target.options.concurrency
+    concurrency = store.sizes(
+        total,
+        budget_nbytes=runtime.budget_nbytes,
+        concurrency=None if wanted == "auto" else wanted,
+    ).concurrency
+    # Windows are one slot long, so that each can also be a part of an upload.
+    pool = runtime.window_pool(store.capabilities, Sizes(total, SLOT_NBYTES, concurrency))
+    single = destination.max_file_nbytes is None
+    attempt = await store.begin_export(
+        target.name,
+        uuid.uuid4().hex,
+        overwrite=destination.overwrite,
+        private=target.options.private,
+    )
+
+    def written(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if target.progress is not None:
+            target.progress(Progress("convert", min(done, total), total))
+
+    writer = FilesWriter(
+        plan,
+        taken,
+        lambda number: reader.parts(taken.array_leaf[number]),
+        attempt,
+        pool,
+        runtime.engine.compute,
+        concurrency=concurrency,
+        positional=store.capabilities.positional_writes,
+        written=written,
+    )
+    try:
+        await writer.run()
+    except BaseException as error:
+        try:
+            await to_completion(attempt.abort())
+        except AsyncCheckpointError as failure:
+            error.add_note(f"cleaning up failed too: {failure}")
+        raise
+    await to_completion(attempt.publish_files(plan.names[0] if single else ""))
+    index = 0 if plan.index is None else len(plan.index[1])
+    return target.report(
+        origin,
+        location=attempt.location,
+        step=None,
+        leaf_count=len(taken.paths),
+        array_count=len(plan.tensors),
+        nbytes=sum(tensor.spec.nbytes for tensor in plan.tensors),
+        stored_nbytes=total + index,
+        file_count=len(plan.names) + bool(index),
+    )
+
+
+def _plan(target: Target, origin: Origin, taken: Snapshot) -> FilesPlan:
+    specs: list[ArraySpec] = []
+    banded: list[bool] = []
+    for number, leaf in enumerate(taken.array_leaf):
+        source = taken.sources[number]
+        # Stores without positional writes get files in order, however often chunks are read.
+        scattered = target.store.capabilities.positional_writes
+        banded.append(scattered and is_banded(origin.reader, leaf, source.spec))
+        first = taken.tied.get(number)
+        specs.append(_stored(target, taken.paths[leaf], source) if first is None else specs[first])
+    return plan_files(
+        taken,
+        specs,
+        metadata={**origin.opened.metadata, **target.metadata},
+        metrics=origin.opened.metrics,
+        max_file_nbytes=target.destination.max_file_nbytes,
+        tiled=banded,
+        name=target.name,
+    )
+
+
+def _stored(target: Target, path: str, source: Source) -> ArraySpec:
+    """Return the array's spec in the dtype that the user's options ask for."""
+    own = options_of_leaf(target.options, path, source.spec)
+    return source.spec if own is None else stored_spec(path, source, own)
 
 
 class FilesWriter:
-    """Writes the planned files into an attempt.
+    """Writer of the planned files into an attempt.
 
     Args:
         plan: the files.
         taken: the arrays.
-        parts: per array, the stored arrays that it is read from.
-        attempt: what the files belong to.
+        parts: the stored arrays of every array.
+        attempt: the export that the files belong to.
         pool: slots; of another runtime than the reader's.
         compute: threads that read.
-        concurrency: windows on their way.
-        positional: whether files take writes at any place; each window is a part of one otherwise.
-        written: called with the bytes of every piece of work that is done.
+        concurrency: windows in flight.
+        positional: whether files take writes at any offset; otherwise each window is a part.
+        written: called with the bytes of every write.
     """
 
     def __init__(
         self,
         plan: FilesPlan,
-        taken: Capture,
+        taken: Snapshot,
         parts: Callable[[int], Sequence[Part]],
         attempt: Export,
         pool: SlotPool,
@@ -72,7 +191,7 @@ class FilesWriter:
         self._dtypes = {tensor.number: tensor.spec.dtype for tensor in plan.tensors}
 
     async def run(self) -> None:
-        """Every file is whole and durable.
+        """Write every file, whole and durable.
 
         Cancellation: waits for reads and writes that are running.
 
@@ -81,7 +200,7 @@ class FilesWriter:
             StoreError: writing failed; names the file.
         """
         plan = self._plan
-        windows = {file: list(own) for file, own in groupby(plan.windows, key=_file_of)}
+        windows = {file: list(own) for file, own in groupby(plan.windows, attrgetter("file"))}
         tiled = {
             file: [plan.tensors[row] for row in rows]
             for file, rows in groupby(plan.tiled, key=lambda row: plan.tensors[row].file)
@@ -113,7 +232,7 @@ class FilesWriter:
                     await self._start(group, self._tile, file, tensor, box)
 
     def _tiles(self, tensor: Tensor) -> Any:
-        # In the dtype that is read: a cast to a wider one may need several slots' worth of it.
+        # In the dtype that is read: its elements may be wider than the stored ones.
         itemsize = max(tensor.spec.itemsize, self._taken.sources[tensor.number].spec.itemsize)
         return tiles(self._parts(tensor.number), itemsize, self._pool.slot_nbytes)
 
@@ -132,15 +251,15 @@ class FilesWriter:
         self._streams.release()
         error = None if task.cancelled() else task.exception()
         if self._positional or not (task.cancelled() or error or not task.result()):
-            self._pool.give(slots, error)
-        else:  # somebody may still be sending what is in it
+            self._pool.release(slots, error)
+        else:  # a request may still be sending it
             self._pool.discard(slots)
 
     async def _window(self, slot: Slot, file: DataFile, window: Window) -> bool:
         data = slot.buffer[: window.nbytes]
         await self._compute.run(self._fill, window, data)
         if not self._positional:
-            del data  # what is sent has no other views
+            del data  # the body must be the only view
             reusable = await file.write(window.offset, slot.body(window.nbytes))
         else:
             reusable = await file.write(window.offset, data)
@@ -191,14 +310,10 @@ class FilesWriter:
         return reader
 
 
-def _file_of(window: Window) -> int:
-    return window.file
-
-
 def _runs(tensor: Tensor, box: Box, data: Bytes) -> tuple[list[int], list[Bytes]]:
-    """Where each run of a box goes in the file, and its bytes."""
+    """Return the file offset and the bytes of every run of a box."""
     shape = tensor.spec.shape
-    # The axes behind which the box is as wide as the tensor are one run.
+    # Trailing axes along which the box is as wide as the tensor form one run.
     inner = len(shape)
     while inner > 1 and box.shape[inner - 1] == shape[inner - 1]:
         inner -= 1

@@ -1,42 +1,88 @@
-"""A checkpoint of any format, found at a location and opened for reading box by box."""
+"""Sources of conversions and comparisons: checkpoints of any format, read by their own engine."""
+
+# Rule 1: reading has its own runtime: a thread that writes or compares waits for one that reads,
+#   never for one of its own pool.
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from asyncckpt.checkpointer.reader import LeafReader
-from asyncckpt.checkpointer.runtime import Runtime
+from asyncckpt.checkpoint.metadata import RECORD, OpenCheckpoint, extents_of, refuse_implied
+from asyncckpt.checkpoint.open import open_any
+from asyncckpt.convert.reader import LeafReader
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
+from asyncckpt.flow.engine import Job
+from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import default_budget_nbytes
 from asyncckpt.ports import Store
-from asyncckpt.stages.elsewhere import open_any
-from asyncckpt.stages.opened import RECORD, OpenCheckpoint, extents_of, refuse_implied
-from asyncckpt.stores.objects.urls import is_url, parse_url
+from asyncckpt.runtime import Runtime
+from asyncckpt.stores.objects.clients.urls import is_url, parse_url
+
+R = TypeVar("R")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """One side of a conversion or comparison. Made, used and closed on its runtime's engine.
+    """Checkpoint that a conversion or comparison reads.
 
     Attributes:
         opened: the checkpoint.
-        reader: reads its leaves.
-        step: the step that its record or its name tells, or None.
+        reader: reader of its leaves.
+        step: the step in its record or its name, or None.
     """
 
     opened: OpenCheckpoint
     reader: LeafReader
     step: int | None
-    _store: Store
 
-    async def close(self) -> None:
-        """Its files are closed. Idempotent."""
-        await self.opened.files.close()
-        await self._store.close()
+
+class Work(Generic[R]):
+    """Conversion or comparison: `submit` it, wait for the job, then close.
+
+    Args:
+        name: name of the engine that does the work.
+        reading_nbytes: byte budget of the engine that reads.
+        working_nbytes: byte budget of the engine that does the work.
+        cache_nbytes: bytes of decoded chunks that each checkpoint may keep.
+    """
+
+    def __init__(
+        self, name: str, *, reading_nbytes: int, working_nbytes: int, cache_nbytes: int
+    ) -> None:
+        self._cache_nbytes = cache_nbytes
+        self._reading = Runtime("asyncckpt-read", host_memory_nbytes=reading_nbytes)
+        self._working = Runtime(f"asyncckpt-{name}", host_memory_nbytes=working_nbytes)
+
+    def submit(self) -> Job[R]:
+        """Start the work."""
+        return self._working.engine.submit(self._run)
+
+    async def aclose(self) -> None:
+        """Close all files and end all threads. Idempotent."""
+        try:
+            await self._working.aclose()
+        finally:
+            await self._reading.aclose()
+
+    async def _run(self) -> R:
+        raise NotImplementedError
+
+    async def _open(
+        self, location: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
+    ) -> Origin:
+        """Open a checkpoint on the engine that reads."""
+        return await self._reading.engine.submit(
+            lambda: open_origin(
+                self._reading,
+                location,
+                storage_options=storage_options,
+                cache_nbytes=self._cache_nbytes,
+            )
+        ).wait()
 
 
 async def open_origin(
@@ -46,7 +92,7 @@ async def open_origin(
     storage_options: Mapping[str, Any] | None,
     cache_nbytes: int,
 ) -> Origin:
-    """The checkpoint at a location, or the newest one of the run whose root it is.
+    """Open the checkpoint at a location, or the newest one of the run whose root it is.
 
     Raises:
         CheckpointNotFoundError: it is neither.
@@ -54,22 +100,22 @@ async def open_origin(
     """
     if _is_bucket(location):
         store = runtime.store(location, direct_io="auto", storage_options=storage_options)
-        name, opened = await _newest(store)
+        name, opened = await _newest(store, runtime.engine.compute)
     else:
         store, name = runtime.one(location, direct_io="auto", storage_options=storage_options)
         try:
-            opened = await open_any(store.files(name))
+            opened = await open_any(store.files(name), runtime.engine.compute)
         except CheckpointNotFoundError as error:
             await store.close()
             if isinstance(location, tuple):  # a store and a name in it
                 raise
             store = runtime.store(location, direct_io="auto", storage_options=storage_options)
-            name, opened = await _newest(store, error)
+            name, opened = await _newest(store, runtime.engine.compute, error)
         except BaseException:
             await store.close()
             raise
     try:
-        # Naming the arrays makes readers say at once which of them they cannot read.
+        # With the arrays named, readers report at once which of them they cannot read.
         wanted = [piece.array for pieces in opened.leaf_pieces() for piece in pieces]
         extents = await extents_of(opened, None if opened.record else wanted)
         reader = LeafReader(runtime, opened, extents, cache_nbytes=cache_nbytes)
@@ -80,16 +126,16 @@ async def open_origin(
     step = None if opened.record is None else opened.record.step
     if step is None and STEP_NAME.fullmatch(name):
         step = int(name)
-    return Origin(opened, reader, step, store)
+    return Origin(opened, reader, step)
 
 
 def options_of(
     locations: Sequence[object], storage_options: Mapping[str, Any] | None
 ) -> list[Mapping[str, Any] | None]:
-    """Per location the options that apply to it: those given, to every URL.
+    """Return the storage options of each location: those given, for every URL.
 
     Raises:
-        UsageError: there are options, and no URL.
+        UsageError: there are options and no URL.
     """
     if storage_options and not any(map(is_url, locations)):
         raise UsageError("storage_options apply to object stores; leave them out for local paths")
@@ -97,30 +143,30 @@ def options_of(
 
 
 def _is_bucket(location: object) -> bool:
-    """Whether a URL names a whole bucket, which may be a root and is no checkpoint."""
+    """Return whether a URL names a whole bucket, which may be a root but not a checkpoint."""
     if not is_url(location):
         return False
     return not parse_url(str(location)).parts
 
 
 async def _newest(
-    store: Store, error: CheckpointNotFoundError | None = None
+    store: Store, compute: Workers, error: CheckpointNotFoundError | None = None
 ) -> tuple[str, OpenCheckpoint]:
-    """Name and content of the highest step that is a checkpoint.
+    """Return name and content of the highest step that is a checkpoint.
 
     Raises:
-        CheckpointNotFoundError: there is none; `error`, if given. The store is closed.
+        CheckpointNotFoundError: there is none; `error` if given. The store is closed.
     """
     try:
         names = [name for name in await store.names() if STEP_NAME.fullmatch(name)]
         for name in sorted(names, key=int, reverse=True):
             files = store.files(name)
             try:
-                return name, await open_any(files)
+                return name, await open_any(files, compute)
             except CheckpointNotFoundError:
                 continue
             except CorruptCheckpointError as damage:
-                # What has no valid record is no step; damage elsewhere must not be passed over.
+                # Without a valid record it is not a step; other damage must be reported.
                 if damage.file != RECORD:
                     raise
         raise error or CheckpointNotFoundError(
@@ -132,9 +178,9 @@ async def _newest(
 
 
 def shares(host_memory_nbytes: int | None, *, packing: bool = False) -> tuple[int, int, int]:
-    """Of a byte budget: what reading stages, what decoded chunks take, and what writing stages.
+    """Return the shares of a byte budget: for reading, for decoded chunks, and for writing.
 
-    With `packing` each chunk that is written is held whole, and what it becomes too.
+    With `packing`, each chunk that is written is held whole, before and after it is packed.
     """
     nbytes = default_budget_nbytes() if host_memory_nbytes is None else host_memory_nbytes
     eighth = nbytes // 8

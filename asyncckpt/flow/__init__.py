@@ -1,1 +1,4 @@
-"""What runs the pipeline: byte budget, staging buffers, worker threads, the engine's loop."""
+"""Machinery of the pipeline, which knows neither checkpoints nor stores.
+
+Byte budget, staging buffers, worker threads, cancellation and the engine's event loop are here.
+"""

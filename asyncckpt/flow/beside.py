@@ -1,4 +1,4 @@
-"""Work that runs while its owner does something else, and that the owner ends."""
+"""Background tasks: coroutines that run while their owner does something else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Beside(Generic[T]):
-    """A coroutine that has been started; its owner ends it with `result`, `settled` or `stop`."""
+    """A background task; its owner ends it with `result`, `settled` or `stop`."""
 
     __slots__ = ("_task",)
 
@@ -26,16 +26,16 @@ class Beside(Generic[T]):
         return self._task.done()
 
     async def result(self) -> T:
-        """What it returned or raised; a cancellation of the waiter does not reach it."""
+        """Return its result or raise its error; a cancellation of the waiter does not reach it."""
         await asyncio.wait((self._task,))
         return self._task.result()
 
     async def settled(self) -> None:
-        """It has ended, in whatever way; a cancellation of the waiter does not reach it."""
+        """Wait for its end, whatever it is; a cancellation of the waiter does not reach it."""
         await asyncio.wait((self._task,))
 
     async def stop(self) -> None:
-        """It was cancelled, if it had not ended, and has ended, however often the waiter is."""
+        """Cancel it and wait for its end, however often the waiter is cancelled."""
         self._task.cancel()
         await finished(self._task)
 

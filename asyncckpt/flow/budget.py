@@ -1,9 +1,18 @@
 """The one place of backpressure: a first-in, first-out budget counted in slots."""
 
-# Rule 1: acquire may wait; release never does and is synchronous, so that it can stand in a
-#   `finally` that a second cancellation cannot interrupt.
-# Rule 2: nobody waits for units while holding units that cannot drain by themselves. What needs
-#   several takes them in one acquire.
+# Rule 1: acquire may wait; release never does and is synchronous, so that it works in a `finally`
+#   that a second cancellation cannot interrupt.
+#   (test_whatever_is_cancelled_nothing_leaks_and_the_bound_holds)
+# Rule 2: no task waits for slots while it holds slots that cannot drain by themselves. A task that
+#   needs several takes them in one acquire: two tasks that each hold half and wait for the other
+#   half would wait forever.
+# Rule 3: slots are counted when they are granted, in `release`, and not when the waiter's task runs
+#   next. Otherwise a caller between the two would find them free and exceed the capacity.
+#   (test_a_wait_cancelled_just_after_its_grant_leaks_no_slot)
+# Rule 4: the line is first-in, first-out, so that a large request is not starved by small ones. One
+#   that cannot be served before kept slots are released is passed over, because the slots may be
+#   kept by a task that waits behind it; it keeps its place.
+#   (test_who_cannot_be_served_while_others_keep_theirs_holds_up_nobody)
 
 from __future__ import annotations
 
@@ -13,24 +22,24 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True, eq=False)
-class Share:
-    """What one user of a budget has of it, counted from the moment that it is granted.
+class Account:
+    """The part of a budget that one pool uses, counted from the moment that it is granted.
 
     Attributes:
         in_use: slots of the budget.
-        standing: those of them that stand.
+        kept: those of them that are kept.
     """
 
     in_use: int = 0
-    standing: int = 0
+    kept: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
     count: int
     limit: int | None
-    share: Share | None
-    beside: int
+    account: Account | None
+    extra: int
     granted: asyncio.Future[None]
 
 
@@ -38,10 +47,10 @@ class ByteBudget:
     """A number of slots, of which at most `capacity` are in use at any time.
 
     It belongs to one event loop. Attributes: `capacity`, `in_use` and `peak`, in slots, and
-    `standing`, the part of `in_use` that whoever waits cannot hope for.
+    `kept`, the part of `in_use` that is not released as long as others wait.
     """
 
-    __slots__ = ("_waiters", "capacity", "in_use", "peak", "standing")
+    __slots__ = ("_waiters", "capacity", "in_use", "kept", "peak")
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
@@ -49,7 +58,7 @@ class ByteBudget:
         self.capacity = capacity
         self.in_use = 0
         self.peak = 0
-        self.standing = 0
+        self.kept = 0
         self._waiters: deque[_Waiter] = deque()
 
     def __repr__(self) -> str:
@@ -58,20 +67,25 @@ class ByteBudget:
             f"{len(self._waiters)} waiting)"
         )
 
+    @property
+    def waiting(self) -> int:
+        """Number of callers in line."""
+        return len(self._waiters)
+
     def try_acquire(
         self,
         count: int = 1,
         *,
         limit: int | None = None,
-        share: Share | None = None,
-        beside: int = 0,
+        account: Account | None = None,
+        extra: int = 0,
     ) -> bool:
-        """Whether `count` slots were taken; not if anybody waits who can get his."""
-        if not self._fits(count, limit, share):
+        """Take `count` slots if that passes over no waiter that could be served; return whether."""
+        if not self._fits(count, limit, account):
             return False
-        if any(not self._hopeless(w.count) for w in self._waiters if not w.granted.done()):
+        if any(not self._must_wait(w.count) for w in self._waiters if not w.granted.done()):
             return False
-        self._take(count, share, beside)
+        self._take(count, account, extra)
         return True
 
     async def acquire(
@@ -79,26 +93,26 @@ class ByteBudget:
         count: int = 1,
         *,
         limit: int | None = None,
-        share: Share | None = None,
-        beside: int = 0,
+        account: Account | None = None,
+        extra: int = 0,
     ) -> None:
-        """`count` slots belong to the caller, who waits in line for them.
+        """Take `count` slots, waiting in line for them.
 
         Args:
             count: slots; more than `capacity` takes all of it, so that a request as large as
                 the budget, or larger, is served alone instead of refused.
-            limit: wait until this many slots, or fewer, would be in use, not counting those that
-                stand; of the share, if there is one.
-            share: in which the slots are counted, too.
-            beside: so many of them are not.
+            limit: wait until this many slots, or fewer, would be in use besides kept ones; of the
+                account, if there is one.
+            account: in which the slots are counted, too.
+            extra: the part of `count` that the account does not count.
 
         Cancellation: leaves the line; slots that were granted in the meantime go to the next.
         """
         count = min(count, self.capacity)
-        if self.try_acquire(count, limit=limit, share=share, beside=beside):
+        if self.try_acquire(count, limit=limit, account=account, extra=extra):
             return
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(count, limit, share, beside, granted)
+        waiter = _Waiter(count, limit, account, extra, granted)
         self._waiters.append(waiter)
         try:
             await granted
@@ -108,70 +122,59 @@ class ByteBudget:
                     self._waiters.remove(waiter)
                 self._grant()
             else:
-                if share is not None:
-                    share.in_use -= count - beside
+                if account is not None:
+                    account.in_use -= count - extra
                 self.release(count)
             raise
 
-    def release(self, count: int = 1, *, share: Share | None = None) -> None:
-        """`count` slots (of this share) are free again, and go to those who wait, in order."""
+    def release(self, count: int = 1, *, account: Account | None = None) -> None:
+        """Free `count` slots (of this account), for the next in line."""
         count = min(count, self.capacity)
         if count > self.in_use:
             raise RuntimeError(f"released {count} slots, only {self.in_use} are in use")
         self.in_use -= count
-        if share is not None:
-            share.in_use -= count
+        if account is not None:
+            account.in_use -= count
         self._grant()
 
-    def stand(self, count: int, *, share: Share | None = None) -> None:
-        """`count` more slots in use are kept for as long as those who wait with a limit may take.
+    def keep(self, count: int, *, account: Account | None = None) -> None:
+        """Declare that `count` more slots in use are not released as long as others wait.
 
-        Negative: they are no longer. Without this, a limit that is reached by what somebody keeps
-        would be waited for without end.
+        Negative: that many fewer. Without this, a waiter with a limit could wait forever for
+        slots that are kept.
         """
-        self.standing += count
-        if share is not None:
-            share.standing += count
+        self.kept += count
+        if account is not None:
+            account.kept += count
         self._grant()
 
-    @property
-    def waiting(self) -> int:
-        """Number of callers in line."""
-        return len(self._waiters)
+    def _must_wait(self, count: int) -> bool:
+        """Return whether so many slots cannot be free before kept ones are released."""
+        return count > self.capacity - self.kept
 
-    def _hopeless(self, count: int) -> bool:
-        """Whether that many cannot be free before what stands is given up.
-
-        Whoever asks for so many waits until then, but not those behind him: what stands may
-        belong to one of them, who goes on when he gets a few.
-        """
-        return count > self.capacity - self.standing
-
-    def _fits(self, count: int, limit: int | None, share: Share | None) -> bool:
+    def _fits(self, count: int, limit: int | None, account: Account | None) -> bool:
         if self.in_use + count > self.capacity:
             return False
-        user = self if share is None else share
-        return limit is None or user.in_use - user.standing + count <= max(limit, count)
+        user = self if account is None else account
+        return limit is None or user.in_use - user.kept + count <= max(limit, count)
 
-    def _take(self, count: int, share: Share | None, beside: int) -> None:
+    def _take(self, count: int, account: Account | None, extra: int) -> None:
         self.in_use += count
         self.peak = max(self.peak, self.in_use)
-        if share is not None:
-            share.in_use += count - beside
+        if account is not None:
+            account.in_use += count - extra
 
     def _grant(self) -> None:
         passed: list[_Waiter] = []
         while self._waiters:
-            waiter = self._waiters[0]
+            waiter = self._waiters.popleft()
             if waiter.granted.done():
-                self._waiters.popleft()  # cancelled; its task has not run since
+                continue  # cancelled; its task has not run since
+            if self._fits(waiter.count, waiter.limit, waiter.account):
+                self._take(waiter.count, waiter.account, waiter.extra)
+                waiter.granted.set_result(None)
                 continue
-            if not self._fits(waiter.count, waiter.limit, waiter.share):
-                if not self._hopeless(waiter.count):
-                    break
-                passed.append(self._waiters.popleft())
-                continue
-            self._waiters.popleft()
-            self._take(waiter.count, waiter.share, waiter.beside)
-            waiter.granted.set_result(None)
+            passed.append(waiter)
+            if not self._must_wait(waiter.count):
+                break
         self._waiters.extendleft(reversed(passed))

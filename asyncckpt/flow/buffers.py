@@ -1,15 +1,22 @@
-"""Staging buffers: touched, kept, and used again for the life of a `Checkpointer`."""
+"""Staging buffers: touched, kept, and reused for the life of a `Checkpointer`."""
 
-# Rule 1: a slot goes back to the pool only when nothing reads or writes it any more; one that
-#   somebody may still be sending is discarded, and its budget comes back with its memory.
+# Rule 1: a slot returns to the pool only when nothing reads or writes it any more; one that a
+#   client may still be sending is discarded, and its budget is released with its memory. Returned
+#   too early, the bytes of the next window would be sent under the name of this one.
+#   (test_a_slot_that_a_client_still_holds_is_discarded_until_it_lets_go)
 # Rule 2: memory is touched in worker threads: the first touch costs as much as a disk write.
-# Rule 3: pools of one budget together hold no more memory than it: what grows takes from the idle.
+# Rule 3: pools of one budget together hold no more memory than the budget: a pool that grows takes
+#   from idle slots of the others. A slot is idle only if no request was granted it: a granted slot
+#   is counted in the account before its task has popped it, or two tasks would be promised one.
+#   (test_pools_of_one_budget_hold_no_more_memory_than_it,
+#   test_those_who_are_granted_slots_at_once_find_them_idle)
+# Rule 4: units of the budget are acquired in one step with all that a request needs, before any of
+#   its memory is allocated or waited for.
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import mmap
 import sys
@@ -20,7 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncckpt.flow.budget import ByteBudget, Share
+from asyncckpt.errors import ResourceError
+from asyncckpt.flow.budget import Account, ByteBudget
 from asyncckpt.flow.threads import ThreadAbandonedError, Workers
 from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.ports import Bytes, HostMemory
@@ -29,16 +37,16 @@ HUGE_PAGE_NBYTES = 2 << 20
 """Mappings start at a multiple of this, else the kernel cannot back their ends by huge pages."""
 
 PIPELINE_SLOTS = 24
-"""Slots that keep copying, checksumming and writing busy at once. A save that its caller waits for
-anyway does not touch new memory beyond these: fresh pages cost more than waiting for used ones."""
+"""Slots that keep copying, checksumming and writing busy at once. A save whose caller waits for its
+end touches no new memory beyond these: fresh pages cost more than waiting for used ones."""
 
 
 COLLECT_AFTER_S = 0.5
-"""When the garbage collector is run for slots that were discarded and did not come back: clients
-let go of what they were sending within milliseconds."""
+"""When the garbage collector is run for discarded slots whose memory is still held: clients drop
+a body within milliseconds."""
 
 COLLECT_AT_LEAST_EVERY_S = 30.0
-"""How often it is run, in the end, while a client holds on to a slot."""
+"""How often it is run, in the end, while a client still holds a slot."""
 
 
 class AnonymousMemory:
@@ -47,60 +55,46 @@ class AnonymousMemory:
     name = "anonymous"
 
     def allocate(self, nbytes: int) -> Bytes:
-        """A zeroed, page-aligned buffer whose every page has been touched. Blocking."""
+        """Return a zeroed, page-aligned buffer with every page touched. Blocking."""
         buffer = map_anonymous(nbytes, forked=False)
         buffer.fill(0)  # numpy releases the interpreter lock here; mmap's populate would not
         return buffer
 
     def free(self, buffer: Bytes) -> None:
-        """The mapping goes with its last view."""
-
-
-class ByteArrayMemory:
-    """`bytearray`s, for clients that send nothing else. They are not aligned to pages."""
-
-    name = "bytearray"
-
-    def allocate(self, nbytes: int) -> Bytes:
-        """A view of a `bytearray` of this size, every page of it touched. Blocking."""
-        owner = UploadBytes()
-        # `bytearray(nbytes)` would clear its memory under the interpreter lock, half a second per
-        # GiB; resizing leaves it as it is, and numpy releases the lock while it writes.
-        _resize(owner, nbytes)
-        buffer = np.frombuffer(owner, np.uint8)
-        buffer.fill(0)
-        return buffer
-
-    def free(self, buffer: Bytes) -> None:
-        """The memory goes with its last view."""
-
-
-class UploadBytes(bytearray):
-    """A `bytearray` whose end can be heard of."""
-
-    __slots__ = ("__weakref__",)
-
-
-_resize = ctypes.pythonapi.PyByteArray_Resize
-_resize.argtypes = [ctypes.py_object, ctypes.c_ssize_t]
-_resize.restype = ctypes.c_int
+        """Do nothing: the memory is unmapped with its last view."""
 
 
 def map_anonymous(nbytes: int, *, forked: bool = True) -> Bytes:
-    """A private mapping of this size at a huge page's boundary, its pages not touched yet.
+    """Map private memory of this size at a huge page's boundary, its pages not touched yet.
 
     It is unmapped with its last view. With `forked` False, forked children do not have it.
     """
+    mapping, start = map_pages(nbytes, forked=forked)
+    return np.frombuffer(mapping, np.uint8)[start : start + nbytes]
+
+
+def map_pages(nbytes: int, *, forked: bool = True) -> tuple[mmap.mmap, int]:
+    """Return a private mapping, and the offset in it from which `nbytes` may be used."""
     mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_NBYTES, flags=_PRIVATE_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE",) if forked else ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
-            try:
+            with contextlib.suppress(OSError):  # a kernel without it: slower, not wrong
                 mapping.madvise(getattr(mmap, advice))
-            except OSError:
-                pass  # a kernel without it: slower, not wrong
-    whole = np.frombuffer(mapping, np.uint8)
-    start = -whole.ctypes.data % HUGE_PAGE_NBYTES
-    return whole[start : start + nbytes]
+    return mapping, -np.frombuffer(mapping, np.uint8).ctypes.data % HUGE_PAGE_NBYTES
+
+
+@contextlib.contextmanager
+def allocating(nbytes: int) -> Iterator[None]:
+    """Turn a refusal of the system to give memory into a `ResourceError`."""
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        raise ResourceError(
+            f"{nbytes} bytes of host memory could not be allocated ({error}); lower "
+            "host_memory_nbytes, restore fewer leaves with include=, or raise the limit of the "
+            "process or container",
+            expected=nbytes,
+        ) from error
 
 
 if sys.platform == "win32":  # refused at the surface; kept importable for tools that only inspect
@@ -113,68 +107,34 @@ class Slot:
     """One staging buffer, in use by one holder.
 
     Attributes:
-        pool: where it goes back to.
-        buffer: its memory; empty between `body` and its return to the pool.
+        pool: the pool that it returns to.
+        buffer: its memory.
     """
 
-    __slots__ = ("_sent", "buffer", "pool")
+    __slots__ = ("buffer", "pool")
 
     def __init__(self, pool: SlotPool, buffer: Bytes) -> None:
         self.pool = pool
         self.buffer = buffer
-        self._sent: UploadBytes | None = None
 
-    def body(self, nbytes: int) -> Bytes | bytearray:
-        """The first `nbytes` of the slot for a client to send; nothing else may use it meanwhile.
-
-        It is the memory itself, also as a `bytearray`, which cannot be sliced without a copy:
-        those are shortened in place, unless a view of the buffer is alive.
-        """
-        owner = _owner(self.buffer)
-        if not isinstance(owner, UploadBytes):
-            return self.buffer[:nbytes]
-        self.buffer = _EMPTY
-        try:
-            _resize(owner, nbytes)
-        except BufferError:
-            self.buffer = np.frombuffer(owner, np.uint8)
-            return bytearray(self.buffer[:nbytes])
-        self._sent = owner
-        return owner
-
-    def restore(self) -> bool:
-        """Whether the slot has its whole buffer, because no client holds what `body` gave."""
-        if self._sent is None:
-            return True
-        try:
-            # A size that differs from the present one: only then are exports looked at.
-            for nbytes in (self.pool.slot_nbytes - 1, self.pool.slot_nbytes):
-                _resize(self._sent, nbytes)
-        except BufferError:
-            return False
-        self.buffer, self._sent = np.frombuffer(self._sent, np.uint8), None
-        return True
+    def body(self, nbytes: int) -> Bytes:
+        """Return the first `nbytes` of the slot, for a client to send; it is not copied."""
+        return self.buffer[:nbytes]
 
     def forget(self) -> object:
-        """What owns the slot's memory, to which the slot holds no reference any more."""
-        owner = self._sent or _owner(self.buffer)
-        self.buffer, self._sent = _EMPTY, None
-        return owner
+        """Drop the slot's memory and return the object that lives as long as any view of it."""
+        owner: Any = self.buffer
+        self.buffer = _EMPTY
+        while isinstance(owner, np.ndarray) and owner.base is not None:
+            owner = owner.base
+        return owner.obj if isinstance(owner, memoryview) else owner
 
 
 _EMPTY: Bytes = np.zeros(0, np.uint8)
 
 
-def _owner(buffer: Bytes) -> object:
-    """The object that lives as long as anything refers to the memory of the buffer."""
-    owner: Any = buffer
-    while isinstance(owner, np.ndarray) and owner.base is not None:
-        owner = owner.base
-    return owner.obj if isinstance(owner, memoryview) else owner
-
-
 def spans(slots: Iterable[Slot], start: int, nbytes: int) -> Iterator[Bytes]:
-    """The memory of `nbytes` bytes from byte `start` of consecutive slots on, slot by slot."""
+    """Yield the memory of `nbytes` bytes from byte `start` of consecutive slots, slot by slot."""
     for slot in slots:
         if nbytes == 0:
             return
@@ -191,14 +151,14 @@ class SlotPool:
     It belongs to one event loop; `memory` is used from worker threads.
 
     Args:
-        budget: what all slots in use are counted in.
+        budget: counts all slots in use.
         workers: threads that allocate.
-        memory: where the slots come from.
+        memory: the source of the slots.
         slot_nbytes: size of a slot.
         units: units of the budget that a slot in use takes; more than its size where clients copy
-            what they send.
+            bodies.
         pipeline_slots: see `PIPELINE_SLOTS`.
-        siblings: pools of the same budget, this one included: one list, which all of them share.
+        siblings: pools of the same budget, this one included: one list, shared by all of them.
     """
 
     def __init__(
@@ -220,7 +180,7 @@ class SlotPool:
         self._memory = memory
         self._free: list[Slot] = []
         self._allocated = 0
-        self._share = Share()
+        self._account = Account()
         self._quarantined: set[Slot] = set()
         self._discarded = 0
         self._look: asyncio.TimerHandle | None = None
@@ -239,23 +199,23 @@ class SlotPool:
 
     @property
     def capacity(self) -> int:
-        """Slots that the whole budget makes."""
+        """Number of slots in the whole budget."""
         return self.budget.capacity // self.units
 
     @property
     def discarded(self) -> int:
-        """Slots whose memory somebody else still holds."""
+        """Number of discarded slots whose memory is still held."""
         return self._discarded
 
     async def take(self, count: int = 1, *, grow: bool = True, extra: int = 0) -> list[Slot]:
-        """`count` slots belong to the caller, until each goes to `give` or `discard`.
+        """Take `count` slots, each to be returned by `release` or given up by `discard`.
 
         Args:
             count: slots with a buffer.
-            grow: allocate up to the whole budget; without it, new memory beyond
-                `pipeline_slots` is not touched as long as used slots come back.
-            extra: further units of the budget, for memory that is allocated elsewhere; they go
-                back through `budget.release`.
+            grow: allocate up to the whole budget; without it, no new memory beyond
+                `pipeline_slots` is touched while used slots are still to be returned.
+            extra: further units of the budget, for memory that is allocated elsewhere; they are
+                returned by `budget.release`.
 
         Cancellation: nothing is held.
         """
@@ -263,7 +223,7 @@ class SlotPool:
         extra = min(extra, self.budget.capacity - count * self.units)
         limit = None if grow else max(self._allocated, self._pipeline_slots) * self.units
         await self.budget.acquire(
-            count * self.units + extra, limit=limit, share=self._share, beside=extra
+            count * self.units + extra, limit=limit, account=self._account, extra=extra
         )
         slots: list[Slot] = []
         self.make_way()
@@ -277,22 +237,22 @@ class SlotPool:
                     await self._arrival()
         except BaseException:
             self._free.extend(slots)
-            self.budget.release(count * self.units, share=self._share)
+            self.budget.release(count * self.units, account=self._account)
             self.budget.release(extra)
             raise
         return slots
 
     async def acquire(self, units: int) -> None:
-        """Units of the budget belong to the caller, for memory that is allocated elsewhere.
+        """Take units of the budget, for memory that is allocated elsewhere.
 
-        Idle slots are gone as far as both together exceed the budget. The units go back through
+        Idle slots are freed as far as both together exceed the budget. The units are returned by
         `budget.release`. Cancellation: nothing is held.
         """
         await self.budget.acquire(units)
         self.make_way()
 
     def make_way(self) -> None:
-        """Idle slots of all pools are gone, as far as they and what is in use exceed the budget."""
+        """Free idle slots of all pools as far as they and all units in use exceed the budget."""
         for pool in [*(p for p in self._siblings if p is not self), self]:
             over = self._over()
             if over > 0:
@@ -300,59 +260,56 @@ class SlotPool:
 
     @property
     def _idle(self) -> int:
-        """Slots, also those on their way, that nobody was granted."""
-        return max(0, self._allocated - self._share.in_use // self.units)
+        """Number of slots, also those being allocated, that no request was granted."""
+        return max(0, self._allocated - self._account.in_use // self.units)
 
     def _over(self) -> int:
-        """Bytes by which what is in use and all idle slots exceed the budget."""
+        """Return the bytes by which all units in use and all idle slots exceed the budget."""
         idle = sum(pool._idle * pool.slot_nbytes for pool in self._siblings)
         return idle + (self.budget.in_use - self.budget.capacity) * SLOT_NBYTES
 
-    def stand(self, count: int) -> None:
-        """`count` more slots in use are kept, as `ByteBudget.stand` says; fewer, if negative."""
-        self.budget.stand(count * self.units, share=self._share)
+    def keep(self, count: int) -> None:
+        """Declare `count` more slots in use as kept (`ByteBudget.keep`); fewer, if negative."""
+        self.budget.keep(count * self.units, account=self._account)
 
     def take_ready(self, most: int) -> list[Slot]:
-        """Up to `most` slots that are touched and free at once; none if anybody waits in line."""
+        """Take up to `most` slots that are touched and free; none if others wait in line."""
         slots: list[Slot] = []
         while (
             len(slots) < most
             and self._free
-            and self.budget.try_acquire(self.units, share=self._share)
+            and self.budget.try_acquire(self.units, account=self._account)
         ):
             slots.append(self._free.pop())
-        self.make_way()  # what the client copies is in use now, too
+        self.make_way()  # the client's copies are in use now, too
         return slots
 
-    def give(self, slots: Iterable[Slot], error: BaseException | None = None) -> None:
-        """The slots are free.
+    def release(self, slots: Iterable[Slot], error: BaseException | None = None) -> None:
+        """Return the slots to the pool.
 
-        Where their last use ended with `ThreadAbandonedError`, they are quarantined until the
-        abandoned thread has ended after all: it may still read or write them. Where a client
-        turns out to hold what it was given to send, they are discarded.
+        If their last use ended with `ThreadAbandonedError`, they are quarantined until the
+        abandoned thread has returned after all: it may still read or write them.
         """
         stuck = error.future if isinstance(error, ThreadAbandonedError) else None
         for slot in slots:
             if stuck is not None and not stuck.done():
                 self._quarantine(slot, stuck)
-            elif not slot.restore():
-                self.discard([slot])
             else:
                 self._return(slot)
 
     def discard(self, slots: Iterable[Slot], *, keep: bool = False) -> None:
-        """The slots are not used again: somebody may still be sending what is in them.
+        """Give the slots up: a client may still be sending them.
 
-        Their part of the budget comes back when their memory is gone, with its last holder. With
+        Their part of the budget is released when their memory is freed, with its last holder. With
         `keep` it stays with the caller, who asks for a `replacement` of each, and the budget is
-        exceeded by what the holder holds.
+        exceeded by the memory that the client holds.
         """
         loop = asyncio.get_running_loop()
 
         def gone() -> None:
             self._discarded -= 1
             if not keep:
-                self.budget.stand(-self.units)
+                self.budget.keep(-self.units)
                 self.budget.release(self.units)
 
         def collected() -> None:
@@ -364,15 +321,15 @@ class SlotPool:
             self._discarded += 1
             self._allocated -= 1
             if not keep:
-                self._share.in_use -= self.units
-                self.budget.stand(self.units)
+                self._account.in_use -= self.units
+                self.budget.keep(self.units)
             owner = slot.forget()
             weakref.finalize(owner, collected).atexit = False
             del owner
         self._look_after(COLLECT_AFTER_S)
 
     def _look_after(self, after_s: float) -> None:
-        """So much later at the latest, what is still discarded is looked for."""
+        """Look for discarded slots after this time at the latest."""
         loop = asyncio.get_running_loop()
         if self._look is not None and self._look.when() > loop.time() + after_s:
             self._look.cancel()
@@ -381,10 +338,10 @@ class SlotPool:
             self._look = loop.call_later(after_s, self._look_again, after_s)
 
     def _look_again(self, after_s: float) -> None:
-        """Cycles of garbage that hold discarded slots are collected, ever more rarely.
+        """Collect cycles of garbage that may hold discarded slots, ever more rarely.
 
         Errors are kept in cycles, and with them the bodies of the requests that failed; a process
-        that waits for staging memory makes no garbage, and its collector would never run.
+        that waits for staging memory makes no garbage, so its collector would never run.
         """
         self._look = None
         if self._discarded > 0:
@@ -393,43 +350,43 @@ class SlotPool:
             self._look_after(min(2 * after_s, COLLECT_AT_LEAST_EVERY_S))
 
     async def replacement(self) -> Slot:
-        """A slot in place of one that was discarded with `keep`. Cancellation: there is none."""
+        """Return a slot in place of one discarded with `keep`. Cancellation: there is none."""
         self._allocated += 1
         self.make_way()
         try:
             (buffer,) = await self._workers.run(self._allocate, 1)
         except BaseException:
             self._allocated -= 1
-            self.forgo()
+            self.cancel_replacement()
             raise
         return Slot(self, buffer)
 
-    def forgo(self) -> None:
-        """Nobody asks for a replacement of a slot that was discarded with `keep`."""
-        self.budget.release(self.units, share=self._share)
+    def cancel_replacement(self) -> None:
+        """Release the budget of a slot discarded with `keep`, instead of replacing it."""
+        self.budget.release(self.units, account=self._account)
 
     async def prepare(self, count: int) -> None:
-        """At least `count` slots (or the whole budget) are allocated and touched."""
+        """Allocate and touch slots until there are `count`, or the whole budget."""
         async with asyncio.TaskGroup() as group:
             for _ in range(self._workers.count):
                 group.create_task(self._grow_to(min(count, self.capacity)))
 
     def close(self) -> None:
-        """The pool's memory is returned. Slots in use keep theirs until they are given back."""
+        """Free the pool's memory; that of slots in use is freed when they are released."""
         self._closed = True
         self.shrink(len(self._free))
         if self in self._siblings:
             self._siblings.remove(self)
 
     def shrink(self, count: int) -> None:
-        """Up to `count` idle slots are gone."""
+        """Free up to `count` idle slots."""
         for _ in range(max(0, min(count, len(self._free)))):
             self._memory.free(self._free.pop().buffer)
             self._allocated -= 1
 
     def _return(self, slot: Slot) -> None:
         self._free.append(slot)
-        self.budget.release(self.units, share=self._share)
+        self.budget.release(self.units, account=self._account)
         if self._closed:
             self.shrink(1)
 
@@ -437,12 +394,12 @@ class SlotPool:
         while self._allocated < count:
             self._make_room(self.slot_nbytes)
             if self._over() + self.slot_nbytes > 0:
-                return  # what is in use leaves no room for slots that are not
+                return  # units in use leave no room for idle slots
             await self._add(1)
-            self.make_way()  # for what others were granted meanwhile
+            self.make_way()  # for units that others were granted meanwhile
 
     def _make_room(self, nbytes: int) -> None:
-        """Idle slots of other pools are gone, as far as the budget's memory is all allocated."""
+        """Free idle slots of other pools if the whole memory of the budget is allocated."""
         limit = self.budget.capacity * SLOT_NBYTES
         for pool in self._siblings:
             held = sum((p._allocated + p._discarded) * p.slot_nbytes for p in self._siblings)
@@ -461,8 +418,8 @@ class SlotPool:
         else:
             self._free.extend(Slot(self, buffer) for buffer in buffers)
         finally:
-            # Those who wait for a slot that somebody else allocates look again, also after a
-            # failure: then the memory is theirs to allocate.
+            # Waiters for a slot that this task allocates look again, also after a failure: then
+            # they may allocate it themselves.
             for waiter in self._arrivals:
                 if not waiter.done():
                     waiter.set_result(None)
@@ -474,17 +431,18 @@ class SlotPool:
         await waiter
 
     def _allocate(self, count: int) -> list[Bytes]:
-        return [self._memory.allocate(self.slot_nbytes) for _ in range(count)]
+        with allocating(count * self.slot_nbytes):
+            return [self._memory.allocate(self.slot_nbytes) for _ in range(count)]
 
     def _quarantine(self, slot: Slot, user: Future[Any]) -> None:
-        # Its unit of the budget stays taken: memory that somebody may still write to is in use.
+        # Its units of the budget stay taken: memory that a thread may still write to is in use.
         loop = asyncio.get_running_loop()
         self._quarantined.add(slot)
-        self.stand(1)
+        self.keep(1)
 
         def ended() -> None:
             self._quarantined.discard(slot)
-            self.stand(-1)
+            self.keep(-1)
             self._return(slot)
 
         def from_thread(_: Future[Any]) -> None:

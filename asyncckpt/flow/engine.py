@@ -4,12 +4,21 @@ The caller's loop may block for seconds without slowing a save, and the async an
 facade share all logic: each hands a coroutine to the engine and waits for its end.
 """
 
-# Rule 1: a job's future resolves when its task has ended, never when it was merely cancelled.
+# Rule 1: a job's future resolves when its task has ended, never when it was merely cancelled:
+#   callers may reuse what they passed once a wait has returned.
+#   (test_a_cancelled_wait_returns_after_the_jobs_clean_up)
 # Rule 2: waiting is cancelled by cancelling the job and waiting for its end, however often the
-#   waiter is cancelled meanwhile.
-# Rule 3: whoever blocks on the engine's own thread, from a callback, would wait for itself: that is
-#   refused where the wait would begin.
-# Rule 4: the engine's own work per chunk is microseconds; everything heavy runs in `Workers`.
+#   waiter is cancelled meanwhile. That this ends is the jobs' promise: each bounds its clean-up
+#   (flow/shield.py, flow/threads.py).
+# Rule 3: a callback that blocks on the engine's own thread would wait for itself: this is refused
+#   where the wait would begin.
+#   (test_blocking_on_the_engines_own_thread_is_refused_instead_of_a_deadlock)
+# Rule 4: a job is accepted only by a thread that runs. `_thread` is assigned after `start()` has
+#   returned: set before, a failed start would leave an engine that accepts jobs for ever and runs
+#   none. (test_an_engine_whose_thread_cannot_start_says_so_and_may_start_later)
+# Rule 5: whether the engine is closed is decided under `_lock` together with the post to the loop:
+#   a job is either on the loop before it stops, and is cancelled there, or refused.
+# Rule 6: the engine's own work per chunk is microseconds; everything heavy runs in `Workers`.
 
 from __future__ import annotations
 
@@ -32,7 +41,9 @@ from asyncckpt.errors import (
     SaveAbortedError,
     UsageError,
 )
-from asyncckpt.flow.threads import Workers, finished
+from asyncckpt.flow.driver import blocks_here
+from asyncckpt.flow.threads import Workers, finished, seen, thread_error
+from asyncckpt.options import ABANDON_S, CLEANUP_S
 
 T = TypeVar("T")
 
@@ -63,31 +74,32 @@ class Job(Generic[T]):
         self._cancelled = False
 
     def done(self) -> bool:
-        """Whether the task has ended."""
+        """Return whether the task has ended."""
         return self.future.done()
 
     def cancel(self) -> None:
-        """The task is asked to end; its clean-up still runs. From any thread."""
+        """Ask the task to end; its clean-up still runs. From any thread."""
         self._engine.post(self._cancel)
 
     async def wait(self) -> T:
-        """The job's result.
+        """Return the job's result.
 
         Cancellation: cancels the job, waits for its clean-up, then raises `CancelledError`.
         """
+        if blocks_here():
+            return self.result()
         waiter = asyncio.wrap_future(self.future)
         try:
             await asyncio.wait((waiter,))
         except asyncio.CancelledError:
             self.cancel()
             await finished(waiter)
-            if not waiter.cancelled():
-                waiter.exception()
+            seen(waiter)
             raise
         return waiter.result()
 
     def result(self) -> T:
-        """The job's result, for callers without a loop.
+        """Return the job's result, for callers without a loop.
 
         Ctrl-C cancels the job and waits for its clean-up; a second Ctrl-C abandons it.
 
@@ -103,10 +115,10 @@ class Job(Generic[T]):
         return self.future.result()
 
     def abort(self) -> None:
-        """The job was cancelled and has ended. Blocking; Ctrl-C abandons its clean-up.
+        """Cancel the job and wait for its end. Blocking; Ctrl-C abandons its clean-up.
 
         Raises:
-            UsageError: this is the engine's own thread; the job was cancelled all the same.
+            UsageError: this is the engine's own thread; the job was cancelled nevertheless.
         """
         try:
             self.cancel()
@@ -116,10 +128,10 @@ class Job(Generic[T]):
             raise
 
     def refuse_own_thread(self) -> None:
-        """This is not the engine's own thread, or the job has ended.
+        """Refuse to wait on the engine's own thread for a job that has not ended.
 
         Raises:
-            UsageError: it is; the job, for which nobody can wait there, was cancelled.
+            UsageError: it is; the job, which cannot be awaited there, was cancelled.
         """
         if self._engine.runs_here and not self.done():
             self.cancel()
@@ -148,7 +160,7 @@ class Job(Generic[T]):
         if error is None:
             self.future.set_result(task.result())
         elif isinstance(error, (asyncio.CancelledError, SaveAbortedError)) and not self._cancelled:
-            # Nobody cancelled this job: the engine ended under it.
+            # The job was not cancelled: the engine ended while it ran.
             ended = self._engine.end_error()
             ended.__cause__ = error
             self.future.set_exception(ended)
@@ -202,11 +214,11 @@ class Engine:
         return getattr(_here, "engine", None) is self
 
     def owes(self, future: Future[Any]) -> bool:
-        """Whether the future is that of one of its jobs, which has not ended."""
+        """Return whether the future is that of a job of this engine that has not ended."""
         return any(job.future is future for job in tuple(self._jobs))
 
     def submit(self, function: Callable[[], Coroutine[Any, Any, T]]) -> Job[T]:
-        """The coroutine that `function` returns runs on the engine's loop. From any thread.
+        """Run the coroutine that `function` returns on the engine's loop. From any thread.
 
         Raises:
             ClosedError: the engine was closed, or this is a forked child.
@@ -225,13 +237,13 @@ class Engine:
         return job
 
     def post(self, call: Callable[[], None]) -> None:
-        """`call` runs on the engine's loop soon; nothing happens once the loop has ended."""
+        """Call a function on the engine's loop soon; do nothing once the loop has ended."""
         with self._lock:
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(call)
 
     def check(self) -> None:
-        """The engine may be used from here.
+        """Check that the engine may be used from here.
 
         Raises:
             ClosedError: it was closed, or this is a forked child.
@@ -248,7 +260,7 @@ class Engine:
             raise ClosedError(f"{self._name} is closed; create a new Checkpointer")
 
     def end_error(self) -> AsyncCheckpointError:
-        """Why a job could not be finished, once the engine has ended."""
+        """Return why a job could not be finished, once the engine has ended."""
         if self._died:
             return EngineDiedError(
                 f"{self._name}: the engine ended while this was outstanding; what was committed "
@@ -260,7 +272,7 @@ class Engine:
         )
 
     def begin_close(self) -> Future[None]:
-        """No new job is accepted, running ones are cancelled; the future resolves at the end."""
+        """Refuse new jobs and cancel running ones; the returned future resolves at the end."""
         with self._lock:
             first = not self._closed
             self._closed = True
@@ -272,7 +284,7 @@ class Engine:
         return self._ended
 
     def close(self) -> None:
-        """All threads have ended, unless somebody has abandoned them. Idempotent. Blocking.
+        """End all threads, unless they were abandoned. Idempotent. Blocking.
 
         Raises:
             UsageError: this is the engine's own thread; nothing was closed.
@@ -287,10 +299,13 @@ class Engine:
             self._join()
 
     async def aclose(self) -> None:
-        """All threads have ended. Idempotent.
+        """End all threads. Idempotent.
 
         Cancellation: waits for the end, then raises.
         """
+        if blocks_here():
+            self.close()
+            return
         waiter = asyncio.wrap_future(self.begin_close())
         try:
             await asyncio.shield(waiter)
@@ -307,16 +322,27 @@ class Engine:
             self._thread.join()  # its last act resolved `_ended`
 
     def _start_locked(self) -> None:
+        """Start the thread, unless it runs.
+
+        Raises:
+            ResourceError: the system refuses a thread or a loop, or the interpreter is exiting.
+        """
         if self._thread is not None:
             return
-        loop = _new_loop()
-        self._loop = loop
-        self._thread = threading.Thread(
-            target=self._run, args=(loop,), name=self._name, daemon=True
-        )
+        loop = None
+        try:
+            _register_exit_hook()
+            loop = _new_loop()
+            thread = threading.Thread(target=self._run, args=(loop,), name=self._name, daemon=True)
+            self._loop = loop
+            thread.start()
+        except (RuntimeError, OSError) as error:
+            self._loop = None
+            if loop is not None:
+                loop.close()
+            raise thread_error(self._name, error) from error
+        self._thread = thread
         _live.add(self)
-        _register_exit_hook()
-        self._thread.start()
 
     def _stop(self) -> None:
         if not self._ending:  # the clean-up after a death must not be stopped by close()
@@ -352,12 +378,17 @@ class Engine:
         for task in tasks:
             task.cancel()
         if tasks:
-            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            # Each ends within this time, or waits for a thread that was abandoned already.
+            limit_s = CLEANUP_S + 2 * ABANDON_S
+            loop.run_until_complete(asyncio.wait(tasks, timeout=limit_s))
+        for task in tasks:
+            if task.done():
+                seen(task)
 
     def drain(self) -> None:
-        """Saves in flight have ended or `drain_deadline_s` has passed; runs as the process ends.
+        """Wait for saves in flight, up to `drain_deadline_s`; for the end of the process.
 
-        What is still running then is aborted, or, stuck in a system call, ends with the process.
+        Saves still running then are aborted; threads stuck in a system call end with the process.
         """
         if self.forked or self._closed or self.abandoned or self._thread is None:
             return
@@ -382,7 +413,7 @@ class Engine:
 
 
 def _warn(message: str) -> None:
-    """The message is logged, and seen by a person also where nobody configured logging."""
+    """Log the message, and warn: a person sees it also where logging is not configured."""
     logger.warning(message)
     with contextlib.suppress(RuntimeWarning):  # where warnings are errors, the hook must go on
         warnings.warn(message, RuntimeWarning, stacklevel=2)
@@ -403,7 +434,7 @@ def _own_thread() -> UsageError:
 
 
 def wait_quietly(future: Future[Any], timeout_s: float | None = None) -> bool:
-    """Whether the future was done within `timeout_s` seconds; its outcome is not looked at.
+    """Wait up to `timeout_s` seconds and return whether the future is done; ignore its outcome.
 
     Raises:
         UsageError: it is that of a job of the engine whose own thread this is.
@@ -421,6 +452,23 @@ def wait_quietly(future: Future[Any], timeout_s: float | None = None) -> bool:
     return True
 
 
+async def ended(future: Future[Any]) -> None:
+    """Wait for the end of a future; its outcome is not looked at.
+
+    Cancellation: stops the waiting only.
+    """
+    if blocks_here():
+        wait_quietly(future)
+        return
+    waiter = asyncio.wrap_future(future)
+    try:
+        await asyncio.wait((waiter,))
+    except asyncio.CancelledError:
+        waiter.cancel()  # detaches; only the end of its job resolves the future
+        raise
+    waiter.exception()
+
+
 def _new_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
@@ -433,16 +481,17 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 def _register_exit_hook() -> None:
     # atexit handlers run after concurrent.futures has shut its executors down and after
     # non-daemon threads were joined; threading's own hooks run before both.
+    # Once the interpreter is exiting, registering raises RuntimeError.
     global _hook_registered
     if _hook_registered:
         return
-    _hook_registered = True
     register = getattr(threading, "_register_atexit", None)
     if register is None:
         import atexit
 
         register = atexit.register
     register(_drain_all)
+    _hook_registered = True
 
 
 def _drain_all() -> None:

@@ -1,9 +1,9 @@
-"""One window of requests in flight, which halves when the server is overrun and grows again."""
+"""Window of requests in flight, which halves when the server is overloaded and grows again."""
 
 # Rule 1: acquire may wait; release never does and is synchronous.
-# Rule 2: whoever waits before it tries again does so without a permit.
-# Rule 3: requests of one window are told off together: only one that began after the last cut
-#   can cut again.
+# Rule 2: a caller that waits before a retry holds no permit meanwhile.
+# Rule 3: one overload cuts the window once, however many requests of it fail: only a request that
+#   began after the last cut can cut again.
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Permit:
         self.release()
 
     def release(self) -> None:
-        """The request is no longer in flight. Idempotent."""
+        """Declare the request as ended. Idempotent."""
         limiter, self._limiter = self._limiter, None
         if limiter is not None:
             limiter._release()
@@ -75,7 +75,7 @@ class Limiter:
 
     @property
     def ceiling(self) -> int:
-        """What the window may grow to. A window that stands there moves with it."""
+        """Largest size of the window. A window of this size moves with it."""
         return self._ceiling
 
     @ceiling.setter
@@ -88,13 +88,13 @@ class Limiter:
         self._grant()
 
     def try_acquire(self) -> Permit | None:
-        """A permit, if one is free and nobody waits for it."""
+        """Return a permit, if one is free and no caller waits for it."""
         if self.in_flight >= self.limit or any(not waiter.done() for waiter in self._waiters):
             return None
         return self._take()
 
     async def acquire(self) -> Permit:
-        """A permit belongs to the caller, who waits in line for it.
+        """Return a permit, waiting in line for it.
 
         Cancellation: leaves the line; a permit granted in the meantime goes to the next.
         """
@@ -115,7 +115,7 @@ class Limiter:
             raise
 
     def succeeded(self, permit: Permit) -> None:
-        """A request was answered; a round of them widens the window by one."""
+        """Record a response; a round of them widens the window by one."""
         if permit.cuts < self.cuts:
             return  # it began before the last cut and says nothing about the window since
         self._successes += 1
@@ -127,7 +127,7 @@ class Limiter:
             self._full = self.in_flight >= self.limit
 
     def throttled(self, permit: Permit) -> None:
-        """The server asked for fewer requests: the window is halved, once for each window."""
+        """Halve the window, once for each window: the server asked for fewer requests."""
         if permit.cuts < self.cuts:
             return
         self.cuts += 1

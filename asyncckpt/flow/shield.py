@@ -1,55 +1,89 @@
 """Awaits that end when the work has ended, however often they are cancelled meanwhile."""
 
+# Rule 1: a cancellation of the caller starts a clock. After CLEANUP_S the work itself is cancelled,
+#   and its own waits for threads end after ABANDON_S: no caller that has asked to stop waits for a
+#   mount that does not answer. (tests/cancellation/test_stuck_mount.py)
+# Rule 2: the work is never left running: the await ends only when its task has ended.
+
 from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from asyncckpt.flow.threads import finished
+from asyncckpt.flow.driver import blocks_here
+from asyncckpt.flow.threads import Workers, finished, seen
+from asyncckpt.options import CLEANUP_S
 
 T = TypeVar("T")
 
 
 async def to_completion(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result; a cancellation of the caller does not reach it and is forgotten.
+    """Return the coroutine's result; a cancellation of the caller is forgotten.
 
     For clean-up, and for the moment of publication, whose outcome must be known.
+
+    Cancellation: waits for `CLEANUP_S`, then cancels the coroutine and waits for its end.
     """
-    task = asyncio.create_task(coroutine)
     current = asyncio.current_task()
     before = current.cancelling() if current is not None else 0
-    await finished(task)
-    if current is not None:
-        while current.cancelling() > before:
-            current.uncancel()
+    task, _ = await _shielded(coroutine)
+    while current is not None and current.cancelling() > before:
+        current.uncancel()
     return task.result()
 
 
 async def uninterrupted(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result; a cancellation of the caller is raised once it has ended.
+    """Return the coroutine's result; a cancellation of the caller is raised once it has ended.
 
     For clean-up on behalf of callers, whose own cancellation must not be lost.
+
+    Cancellation: waits for `CLEANUP_S`, then cancels the coroutine and waits for its end.
     """
-    task = asyncio.create_task(coroutine)
-    cancelled = False
-    while not task.done():
-        try:
-            await asyncio.wait((task,))
-        except asyncio.CancelledError:
-            cancelled = True
+    if blocks_here():
+        return await coroutine
+    task, cancelled = await _shielded(coroutine)
     if cancelled:
-        if not task.cancelled():
-            task.exception()  # seen: the cancellation is what the caller hears of
+        seen(task)  # the caller gets the cancellation instead
         raise asyncio.CancelledError
     return task.result()
 
 
-def leading_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of a task group that is no mere cancellation; the others become its notes.
+async def _shielded(coroutine: Coroutine[Any, Any, T]) -> tuple[asyncio.Task[T], bool]:
+    """Run the coroutine to its end; return its task, and whether the caller was cancelled."""
+    task = asyncio.create_task(coroutine)
+    try:
+        await asyncio.wait((task,))
+    except asyncio.CancelledError:
+        if not await finished(task, timeout_s=CLEANUP_S):
+            task.cancel()
+            await finished(task)
+        return task, True
+    return task, False
 
-    A pipeline fails for one reason; what fails after it, because of it, is context.
+
+async def run_all(workers: Workers, calls: list[Callable[[], None]]) -> None:
+    """Make all calls at the same time, each in a worker thread.
+
+    Raises:
+        StoreError: the first failure; the others are its notes.
+    """
+    if len(calls) == 1:
+        await workers.run(calls[0])
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for call in calls:
+                group.create_task(workers.run(call))
+    except BaseExceptionGroup as errors:
+        raise leading_error(errors) from None
+
+
+def leading_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first error of a task group that is no mere cancellation, with notes on the rest.
+
+    A pipeline fails for one reason; failures that follow from it are context.
     """
     errors: list[BaseException] = []
     notes: list[str] = []
@@ -65,18 +99,18 @@ def leading_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Nothing that the error came through keeps what its functions had in hand.
+    """Clear the local variables of every frame in the error's tracebacks.
 
-    An error is kept by whoever wants to look at it later, and with it the local variables of every
-    function that it left: staging memory among them, which could not be used again so long.
+    Callers keep errors to look at them later, and with them would keep the local variables of
+    every function that the error left: staging memory among them, which could not be reused.
     """
     waiting: list[BaseException | None] = [error]
-    seen: set[int] = set()
+    done: set[int] = set()
     while waiting:
         this = waiting.pop()
-        if this is None or id(this) in seen:
+        if this is None or id(this) in done:
             continue
-        seen.add(id(this))
+        done.add(id(this))
         traceback.clear_frames(this.__traceback__)
         waiting += [this.__cause__, this.__context__]
         if isinstance(this, BaseExceptionGroup):

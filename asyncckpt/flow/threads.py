@@ -4,10 +4,13 @@
 `loop.run_in_executor` refuses work once the interpreter has begun to exit. `Workers` does neither.
 """
 
-# Rule 1: whoever awaits `run` gets control back only when the thread no longer touches the
-#   arguments; the one exception is a thread stuck past `abandon_s`, which raises
-#   ThreadAbandonedError with the future that tells when it has ended after all.
-# Rule 2: threads are daemons, named, and joined by `close`; an abandoned one is replaced.
+# Rule 1: `run` returns control only when its thread no longer touches the arguments. The one
+#   exception is a thread stuck for `abandon_s` in a system call (a mount that does not answer):
+#   then ThreadAbandonedError is raised, whose future resolves if the thread returns after all.
+#   (test_a_cancelled_run_returns_after_its_thread, test_a_stuck_thread_is_abandoned_...)
+# Rule 2: clean-up has the same limit from its start, because its caller has stopped waiting for
+#   results already. (test_clean_up_of_a_mount_that_does_not_answer_is_abandoned)
+# Rule 3: threads are daemons, named, and joined by `shutdown`; an abandoned one is replaced.
 
 from __future__ import annotations
 
@@ -15,28 +18,26 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from asyncckpt.errors import SaveError
+from asyncckpt.errors import ResourceError, SaveError
+from asyncckpt.options import ABANDON_S
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
-ABANDON_S = 30.0
-"""How long a cancelled await waits for a thread stuck in a system call (a dead NFS mount)."""
-
 ABANDONED_JOIN_S = 0.1
-"""Once a thread was abandoned, which one is unknown: each gets this long to end."""
+"""Once a thread was abandoned, it is unknown which: each gets this long to end."""
 
 
 class ThreadAbandonedError(SaveError):
-    """A worker thread did not come back from a system call; it was replaced.
+    """A worker thread did not return from a system call; it was replaced.
 
     Attributes:
-        future: resolves if the thread ever ends; until then its buffers must not be used again.
+        future: resolves if the thread ever returns; until then its buffers must not be reused.
     """
 
     future: Future[Any]
@@ -67,7 +68,11 @@ class Workers(Executor):
         return self._count
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """The call is queued; the future resolves with its result."""
+        """Queue the call; the future resolves with its result.
+
+        Raises:
+            ResourceError: no thread serves the queue and none can be started.
+        """
         future: Future[T] = Future()
         with self._lock:
             if self._closed:
@@ -78,10 +83,10 @@ class Workers(Executor):
         return future
 
     async def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of the call, made in a worker thread.
+        """Return the result of the call, made in a worker thread.
 
-        Cancellation: a call that has not begun is dropped; one that runs is waited for, through
-        repeated cancellations, and then `CancelledError` is raised.
+        Cancellation: drops a call that has not begun; waits for one that runs, through repeated
+        cancellations, and then raises `CancelledError`.
 
         Raises:
             ThreadAbandonedError: cancelled, and the thread did not end within `abandon_s`.
@@ -92,33 +97,90 @@ class Workers(Executor):
             await asyncio.wait((waiter,))
         except asyncio.CancelledError:
             # wrap_future passes a cancellation of the waiter on; here the call itself is asked.
-            if not future.cancel() and not await finished(waiter, timeout_s=self._abandon_s):
-                self._replace_thread()
-                waiter.add_done_callback(_seen)
-                error = ThreadAbandonedError(
-                    f"{self._name}: a thread was stuck in {_called(fn)} for "
-                    f"{self._abandon_s:.0f} s after it was cancelled; it was abandoned and its "
-                    "buffers are not used again. The file system does not answer: check the mount"
-                )
-                error.future = future
-                raise error from None
-            if not future.cancelled():
-                future.exception()  # seen: the cancellation is what the caller hears of
-                with contextlib.suppress(asyncio.CancelledError):
-                    waiter.exception()
+            if not future.cancel():
+                if not await finished(waiter, timeout_s=self._abandon_s):
+                    since = "it was cancelled"
+                    raise self._abandoned_error(future, waiter, called(fn), since) from None
+                seen(waiter)
             raise
         return waiter.result()
 
+    async def clean_up(self, call: Callable[[], object]) -> None:
+        """Make the call in a worker thread, also if this task is cancelled meanwhile.
+
+        Cancellation: raised when the call has ended.
+
+        Raises:
+            ThreadAbandonedError: the call did not end within `abandon_s`. It goes on if it can.
+        """
+        future = self.submit(call)
+        await self._outlast(asyncio.wrap_future(future), future, called(call), limited=True)
+
+    async def complete(self, coroutine: Coroutine[Any, Any, T], name: str) -> T:
+        """Return the coroutine's result; for one whose own awaits lose their threads.
+
+        A cancelled `aiofiles.open` returns while its thread goes on to open the file. Inside this
+        method such a coroutine is not cancelled: it goes on until it has closed what it opened.
+
+        Cancellation: waits for the coroutine, then raises `CancelledError`.
+
+        Raises:
+            ThreadAbandonedError: cancelled, and the coroutine did not end within `abandon_s`.
+        """
+        task = asyncio.create_task(coroutine)
+        ended: Future[None] = Future()
+        task.add_done_callback(lambda _: ended.set_result(None))
+        await self._outlast(task, ended, name, limited=False)
+        return task.result()
+
+    async def _outlast(
+        self, waiter: asyncio.Future[Any], future: Future[Any], name: str, *, limited: bool
+    ) -> None:
+        """Wait for the end; once cancelled, or from the start if `limited`, for `abandon_s`."""
+        cancelled = False
+        try:
+            await asyncio.wait((waiter,), timeout=self._abandon_s if limited else None)
+        except asyncio.CancelledError:
+            cancelled = True
+            await finished(waiter, timeout_s=self._abandon_s)
+        if not waiter.done():
+            since = "it was cancelled" if cancelled else "clean-up began"
+            raise self._abandoned_error(future, waiter, name, since)
+        if cancelled:
+            seen(waiter)
+            raise asyncio.CancelledError
+        waiter.result()
+
+    def _abandoned_error(
+        self, future: Future[Any], waiter: asyncio.Future[Any], name: str, since: str
+    ) -> ThreadAbandonedError:
+        self.abandon(future)
+        waiter.add_done_callback(seen)
+        error = ThreadAbandonedError(
+            f"{self._name}: a thread was stuck in {name} for {self._abandon_s:.0f} s after "
+            f"{since}; it was abandoned and its buffers are not used again. The file system does "
+            "not answer: check the mount. A later sweep removes the leftovers"
+        )
+        error.future = future
+        return error
+
     def abandon(self, future: Future[Any]) -> None:
-        """Nobody waits for this call any more: while it runs, another thread takes its place."""
+        """Start a thread in place of the one that makes this call, until the call has ended."""
         if not future.done():
-            self._replace_thread()
+            # Which thread is stuck does not matter: one more takes its place in the queue.
+            with self._lock:
+                if not self._closed:
+                    self._count += 1
+                    self._abandoned += 1
+                    with contextlib.suppress(ResourceError):
+                        self._start_thread()
             future.add_done_callback(self._retire_thread)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """No more work is accepted; queued work is done, and with `wait` the threads have ended.
+        """Refuse further work, make the queued calls, and with `wait` join the threads.
 
-        An abandoned thread is not waited for.
+        Stuck threads are left to end with the process: an abandoned one is hardly waited for, and
+        one that its caller has left for other reasons no longer than `abandon_s`.
         """
         with self._lock:
             if not self._closed:
@@ -128,26 +190,23 @@ class Workers(Executor):
         if wait:
             for thread in self._threads:
                 if thread is not threading.current_thread():
-                    thread.join(None if not self._abandoned else ABANDONED_JOIN_S)
+                    thread.join(ABANDONED_JOIN_S if self._abandoned else self._abandon_s)
 
     def _start_thread(self) -> None:
         self._started += 1
         thread = threading.Thread(
             target=self._serve, name=f"{self._name}-{self._started}", daemon=True
         )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if self._threads:
+                return  # fewer threads are slower, not wrong
+            raise thread_error(self._name, error) from error
         self._threads.append(thread)
-        thread.start()
-
-    def _replace_thread(self) -> None:
-        # Which thread is stuck does not matter: one more takes its place in the queue.
-        with self._lock:
-            if not self._closed:
-                self._count += 1
-                self._abandoned += 1
-                self._start_thread()
 
     def _retire_thread(self, _: Future[Any]) -> None:
-        # What was abandoned has come back: one thread is too many, whichever it is.
+        # The abandoned call has ended: one thread is too many, whichever it is.
         with self._lock:
             if not self._closed:
                 self._count -= 1
@@ -178,20 +237,31 @@ class Workers(Executor):
             del future, call
 
 
-def _called(function: Callable[..., Any]) -> str:
-    """What a call is, without the values that a partial holds: they may be credentials."""
+def thread_error(name: str, error: Exception) -> ResourceError:
+    """Return the error for a thread that the system refuses to start."""
+    return ResourceError(
+        f"{name}: a thread could not be started ({error}); raise the limit of processes "
+        "(ulimit -u) or of the container, use fewer Checkpointers at a time, and save before the "
+        "interpreter exits",
+        found=str(error),
+    )
+
+
+def called(function: Callable[..., Any]) -> str:
+    """Return what a call is, without the values that a partial holds: they may be credentials."""
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__qualname__", type(function).__name__))
 
 
-def _seen(waiter: asyncio.Future[Any]) -> None:
+def seen(waiter: asyncio.Future[Any]) -> None:
+    """Mark the outcome as retrieved: the caller gets a cancellation instead."""
     if not waiter.cancelled():
         waiter.exception()
 
 
 async def finished(waiter: asyncio.Future[Any], *, timeout_s: float | None = None) -> bool:
-    """Whether the future is done, after waiting for it through repeated cancellations."""
+    """Return whether the future is done, after waiting for it through repeated cancellations."""
     loop = asyncio.get_running_loop()
     end = None if timeout_s is None else loop.time() + timeout_s
     while not waiter.done():

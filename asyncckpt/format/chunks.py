@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.faults import corrupt
+from asyncckpt.format.damage import corrupt
 from asyncckpt.format.zarr3 import CRC_NBYTES
 
 MAGIC = b"ACKI"
@@ -60,7 +60,7 @@ class ChunkIndex:
         )
 
     def validate(self, file_nbytes: Sequence[int], *, file: str = "chunk index") -> None:
-        """Every row is a range inside its file, long enough for a trailer.
+        """Check that every row is a range inside its file, long enough for a trailer.
 
         Args:
             file_nbytes: sizes of the files of the commit record.
@@ -85,12 +85,12 @@ class ChunkIndex:
 
 
 def index_nbytes(rows: int) -> int:
-    """Size of an encoded index."""
+    """Return the size of an encoded index."""
     return _HEAD.size + rows * ROW_NBYTES + CRC_NBYTES
 
 
 def encode_chunk_index(index: ChunkIndex) -> bytes:
-    """The bytes of the index."""
+    """Encode the index."""
     columns: tuple[npt.NDArray[Any], ...] = (
         index.file,
         index.offset,
@@ -104,7 +104,7 @@ def encode_chunk_index(index: ChunkIndex) -> bytes:
 
 
 def decode_chunk_index(data: bytes, *, file: str) -> ChunkIndex:
-    """The index whose bytes are `data`; `file` is named in errors. Extents are not yet validated.
+    """Decode the index in `data`; `file` is named in errors. Extents are not yet validated.
 
     Raises:
         CorruptCheckpointError: the bytes are damaged.

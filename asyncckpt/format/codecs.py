@@ -1,4 +1,4 @@
-"""What stands between the stored bytes of a chunk and its elements.
+"""Codecs between the stored bytes of a chunk and its elements.
 
 Our own chunks are `RAW` or `ZSTD`; readers of foreign formats make further codecs.
 """
@@ -25,18 +25,19 @@ Decode = Callable[[Sequence[Bytes], int], Bytes]
 
 
 class ChunkError(CorruptCheckpointError):
-    """A chunk is not what was saved; the leaf is named by whoever knows it."""
+    """A chunk is not what was saved; callers that know the leaf add its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How the stored bytes of a chunk become its payload.
+    """Transformation of a chunk's stored bytes into its payload.
 
     The payload is the chunk's elements in C order, little endian, at full chunk shape.
 
     Attributes:
-        name: what people call it; empty for chunks that are stored as they are.
+        name: its common name; empty for chunks that are stored as they are.
         crc32c: the CRC-32C of the stored bytes trails them, as 4 bytes little endian.
+        checked: `decode` checks checksums inside of the stored bytes, as shards have them.
         decode: makes the payload from the stored bytes without that trailer, and raises
             `ChunkError` where they are damaged or give another number of bytes. Blocking; None
             where the stored bytes are the payload.
@@ -45,6 +46,12 @@ class Codec:
     name: str
     crc32c: bool
     decode: Decode | None = None
+    checked: bool = False
+
+    @property
+    def verifies(self) -> bool:
+        """Whether every byte of a chunk is covered by a checksum."""
+        return self.crc32c or self.checked
 
     @property
     def trailer_nbytes(self) -> int:
@@ -59,7 +66,7 @@ class _Parts:
         self._parts = [memoryview(part) for part in parts]
 
     def read(self, nbytes: int) -> bytes:
-        """At most `nbytes` more bytes; empty at the end."""
+        """Return at most `nbytes` more bytes; none at the end."""
         while self._parts and not self._parts[0]:
             self._parts.pop(0)
         if not self._parts:
@@ -70,7 +77,7 @@ class _Parts:
 
 
 def decompress_zstd(parts: Sequence[Bytes], nbytes: int) -> Bytes:
-    """The chunk's elements as `nbytes` bytes, from a zstd frame spread over `parts`. Blocking.
+    """Return the chunk's elements as `nbytes` bytes, from a zstd frame in `parts`. Blocking.
 
     Raises:
         ChunkError: the frame is damaged or holds another number of bytes.

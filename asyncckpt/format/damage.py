@@ -1,13 +1,35 @@
-"""Which stored file paths are safe to open: relative, plain, inside the checkpoint."""
+"""Damaged bytes: the error that reports them, and the check of stored file paths."""
 
 from __future__ import annotations
 
-# Longest stored path in bytes; the OCDBT format allows 65,535, file systems 4,096.
+from asyncckpt.errors import CorruptCheckpointError
+
 MAX_PATH_NBYTES = 4096
+"""Longest stored path; the OCDBT format allows 65,535 bytes, file systems 4,096."""
+
+
+def corrupt(
+    what: str,
+    reason: str,
+    *,
+    file: str,
+    offset: int | None = None,
+    expected: object = None,
+    found: object = None,
+) -> CorruptCheckpointError:
+    """Return the error for damage in `file`; `offset` counts from the start of the file."""
+    at = "" if offset is None else f", byte {offset}"
+    return CorruptCheckpointError(
+        f"{file}{at}: {what} is damaged: {reason}; restore another step or copy",
+        file=file,
+        offset=offset,
+        expected=expected,
+        found=found,
+    )
 
 
 def path_fault(path: str) -> str | None:
-    """Why `path` may not be opened below a checkpoint, or None when it may.
+    """Return why `path` must not be opened below a checkpoint, or None if it may be.
 
     Safe paths are relative, joined by ``/``, and have no empty, ``.`` or ``..`` part, no backslash,
     no control character and at most 4,096 bytes of UTF-8.

@@ -1,15 +1,15 @@
-"""The files from which Orbax restores an OCDBT database that it did not write.
+"""Files from which Orbax restores an OCDBT database that it did not write.
 
 Source: orbax-checkpoint 0.12.8, `metadata/tree.py`, `serialization/type_handlers.py` and
-`serialization/jax_array_handlers.py`. All of them lie in the directory of the database:
+`serialization/jax_array_handlers.py`. All are in the directory of the database:
 
 - ``_METADATA`` names every leaf, its path and the handler that restores it. Always needed.
-- ``_strings.json`` holds the string leaves. Needed when there are any.
-- ``_sharding`` says where `jax.Array` leaves go when the caller passes no target.
-- ``array_metadatas/process_0`` says which arrays are the data of typed PRNG keys.
+- ``_strings.json`` holds the string leaves, if there are any.
+- ``_sharding`` gives the device of `jax.Array` leaves that are restored without a target.
+- ``array_metadatas/process_0`` names the arrays that are the data of typed PRNG keys.
 
-Orbax names an array after its path, parts joined by ``.`` without escapes: where our array has
-another name (`OrbaxLeaf.array_name`), Orbax does not find it. `conflicts` lists such leaves.
+Orbax names an array after its path, parts joined by ``.`` without escapes, and does not find an
+array under another name (`OrbaxLeaf.array_name`). `conflicts` lists such leaves.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ _KEY_TYPE_DICT = 2
 
 @dataclass(frozen=True, slots=True)
 class OrbaxLeaf:
-    """One leaf or empty container of the tree.
+    """Leaf or empty container of the tree.
 
     Attributes:
         path: keys from the root, and whether each is an index of a list or tuple. Fields of
             namedtuples and dataclasses are dictionary keys.
-        kind: ``array`` restores as `numpy.ndarray` (or as what the target asks for), ``jax`` as
-            `jax.Array`, which without a target needs `device`; ``scalar`` is a rank-0 array that
-            restores as a Python number; ``string`` stands in `_strings.json`; the others are empty.
+        kind: ``array`` restores as `numpy.ndarray` (or as the target asks), ``jax`` as `jax.Array`,
+            which without a target needs `device`; ``scalar`` is a rank-0 array that restores as a
+            Python number; ``string`` is in `_strings.json`; the others are empty containers.
         array_name: name of the array in the database; None for strings and empty containers.
         shape: shape of a ``jax`` array as stored, for keys with their data dimension.
         chunk_shape: chunk shape of a ``jax`` array.
-        device: ``jax`` only: the device to restore to without a target, as `str(device)` says.
+        device: ``jax`` only: `str` of the device to restore to without a target.
         key_impl: ``jax`` only: implementation of a typed PRNG key, for example ``threefry2x32``.
         text: the value of a ``string`` leaf.
     """
@@ -76,16 +76,15 @@ class OrbaxLeaf:
 
     @property
     def orbax_name(self) -> str:
-        """The name under which Orbax looks for the leaf."""
+        """Name under which Orbax looks for the leaf."""
         return ".".join([key for key, _ in self.path])
 
 
 def conflicts(leaves: Sequence[OrbaxLeaf]) -> list[int]:
-    """Indices of the leaves that Orbax would not find, or would mistake for others.
+    """Return the indices of leaves that Orbax would not find, or would mistake for others.
 
-    These are arrays stored under another name than Orbax computes, leaves whose names Orbax cannot
-    tell apart, strings whose place in `_strings.json` another one takes, and a lone leaf, which
-    Orbax has no name for.
+    These are arrays stored under another name than Orbax computes, leaves with one name in Orbax,
+    strings with one place in `_strings.json`, and a lone leaf, which has no name in Orbax.
     """
     names = Counter(leaf.orbax_name for leaf in leaves if leaf.kind not in _EMPTY)
     strings = _place_strings(leaves)[1]
@@ -102,11 +101,11 @@ def conflicts(leaves: Sequence[OrbaxLeaf]) -> list[int]:
 def encode_metadata(
     leaves: Iterable[OrbaxLeaf], *, custom_metadata: JsonValue | Mapping[str, JsonValue] = None
 ) -> bytes:
-    """The bytes of `_METADATA`."""
+    """Encode `_METADATA`."""
     tails = {kind: _value_metadata(kind) for kind in _VALUE_TYPES}
     entries = []
     for leaf in leaves:
-        # What repr() makes of a tuple of strings: ('a', 'b'), and ('a',) for one.
+        # The repr of a tuple of strings: ('a', 'b'), and ('a',) for one.
         name = repr(tuple([key for key, _ in leaf.path]))
         keys = ",".join(
             [
@@ -140,13 +139,13 @@ def _value_metadata(kind: Kind) -> str:
 
 
 def encode_strings(leaves: Iterable[OrbaxLeaf]) -> bytes | None:
-    """The bytes of `_strings.json`, or None when there are no strings."""
+    """Encode `_strings.json`; return None if there are no strings."""
     document, _ = _place_strings(leaves)
     return json.dumps(document).encode() if document else None
 
 
 def _place_strings(leaves: Iterable[OrbaxLeaf]) -> tuple[dict[str, JsonValue], set[int]]:
-    """The document, and the rows of strings that have no place in it.
+    """Return the document, and the rows of strings that have no place in it.
 
     Orbax reads a string by the JSON pointer ``/<name>``, unescaped: a ``/`` in the name descends,
     ``~1`` stands for ``/`` and ``~0`` for ``~``.
@@ -175,7 +174,7 @@ def _unescape(part: str) -> str:
 
 
 def encode_sharding(leaves: Iterable[OrbaxLeaf]) -> bytes | None:
-    """The bytes of `_sharding`, or None when no leaf names a device."""
+    """Encode `_sharding`; return None if no leaf names a device."""
     document = {
         base64.urlsafe_b64encode(leaf.orbax_name.encode()).decode(): json.dumps(
             {"sharding_type": "SingleDeviceSharding", "device_str": leaf.device}
@@ -187,7 +186,7 @@ def encode_sharding(leaves: Iterable[OrbaxLeaf]) -> bytes | None:
 
 
 def encode_array_metadatas(leaves: Iterable[OrbaxLeaf]) -> bytes | None:
-    """The bytes of `array_metadatas/process_0`, or None when there are no typed PRNG keys."""
+    """Encode `array_metadatas/process_0`; return None if there are no typed PRNG keys."""
     arrays = [leaf for leaf in leaves if leaf.kind == "jax" and leaf.key_impl is not None]
     if not arrays:
         return None
@@ -208,7 +207,7 @@ def encode_array_metadatas(leaves: Iterable[OrbaxLeaf]) -> bytes | None:
 def encode_files(
     leaves: Sequence[OrbaxLeaf], *, custom_metadata: JsonValue | Mapping[str, JsonValue] = None
 ) -> dict[str, bytes]:
-    """All files that Orbax needs beside the database, by path in the database's directory."""
+    """Encode all files that Orbax needs beside the database, by path in its directory."""
     files = {
         METADATA_FILE: encode_metadata(leaves, custom_metadata=custom_metadata),
         STRINGS_FILE: encode_strings(leaves),

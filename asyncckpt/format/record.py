@@ -3,7 +3,10 @@
 It is one JSON object in UTF-8 without spaces. Its last member is ``"crc32c"``, and the file ends
 with exactly these 12 bytes: a quote, 8 lower-case hex digits, ``"}`` and a line feed. The digits
 are the CRC-32C of every byte before that quote, so the name ``"crc32c":`` is covered. Every version
-of the record ends like this and begins with the members ``format`` and ``version``.
+of the record ends like this and begins with the members ``format``, ``version`` and ``save_id``.
+
+Version 2 lists the files that are written after the record (``fixed``) directly behind these, so
+that the beginning of a record tells what should exist, and may hold the chunk index itself.
 """
 
 # Encoding runs the checks of decoding: what is written can be read.
@@ -20,7 +23,7 @@ from typing import Any, NoReturn
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UsageError
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.faults import corrupt
+from asyncckpt.format.damage import corrupt
 from asyncckpt.format.fields import Fields, depth_fault
 from asyncckpt.format.record_checks import check_consistency
 from asyncckpt.format.record_values import (
@@ -28,8 +31,10 @@ from asyncckpt.format.record_values import (
     ArrayTable,
     CommitRecord,
     FileEntry,
+    FixedName,
     IndexExtent,
     LeafTable,
+    Outline,
     Piece,
     StoredSpec,
 )
@@ -39,21 +44,27 @@ from asyncckpt.spec import DTYPES, ArraySpec
 
 __all__ = [
     "RECORD_NAME",
+    "RECORD_TAIL_NBYTES",
     "RECORD_VERSION",
     "SCALAR_KINDS",
     "STEP_NAME",
     "ArrayTable",
     "CommitRecord",
     "FileEntry",
+    "FixedName",
     "IndexExtent",
     "JsonValue",
     "LeafTable",
+    "Outline",
     "Piece",
     "StoredSpec",
     "decode_record",
     "decode_scalar",
     "encode_record",
     "encode_scalar",
+    "is_record",
+    "outline_of",
+    "save_id_of",
     "seal",
 ]
 
@@ -63,7 +74,9 @@ STEP_NAME = re.compile(r"0|[1-9][0-9]{0,18}")
 """Names that are steps of a run; all others are ignored, and never deleted."""
 _FORMAT = "asyncckpt"
 _WHAT = "the commit record"
-_TAIL_NBYTES = 12  # "xxxxxxxx"} and a line feed
+RECORD_TAIL_NBYTES = 12
+"""The checksum that ends a record: a quote, 8 digits, a quote, a brace and a line feed."""
+
 _TAIL = re.compile(rb'"[0-9a-f]{8}"\}\n')
 
 MAX_RANK = 32
@@ -76,10 +89,20 @@ _KIND = re.compile(r"[a-z][a-z0-9_.]{0,63}")
 _ANY = re.compile(r"[\s\S]*")
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
+_HEAD = re.compile(
+    rb'\{"format":"asyncckpt","version":([0-9]{1,9}),"save_id":"([0-9a-f]{8,64})"(,"fixed":)?'
+)
+"""The beginning of every record."""
+
+_FIXED = ("path", "nbytes", "crc32c", "md5", "object")
+_INDEX = ("file", "offset", "nbytes", "crc32c")
+_MD5 = re.compile(r"[0-9a-f]{32}")
+
 _MEMBERS = (
     "format",
     "version",
     "save_id",
+    "fixed",
     "step",
     "epoch",
     "writer",
@@ -102,7 +125,7 @@ _MEMBERS = (
 
 
 def encode_record(record: CommitRecord) -> bytes:
-    """The bytes of the record; equal records give equal bytes.
+    """Return the bytes of the record; equal records give equal bytes.
 
     Raises:
         UsageError: `metadata` or `metrics` cannot be written as JSON and read back.
@@ -114,10 +137,24 @@ def encode_record(record: CommitRecord) -> bytes:
             raise UsageError(f"{name} {reason}; use dicts, lists, strings and numbers")
     kinds = sorted(set(record.leaves.kind))
     codes = {kind: code for code, kind in enumerate(kinds)}
+    own = len(record.files) - len(record.fixed)
+    named = [(name.path, name.nbytes, name.crc32c) for name in record.fixed]
+    if named != [(entry.path, entry.nbytes, entry.crc32c) for entry in record.files[own:]]:
+        raise ValueError("the fixed names are not the last of the files")
     document = {
         "format": _FORMAT,
         "version": RECORD_VERSION,
         "save_id": record.save_id,
+        "fixed": [
+            {
+                "path": name.path,
+                "nbytes": name.nbytes,
+                "crc32c": f"{name.crc32c:08x}",
+                "md5": name.md5,
+                "object": name.object,
+            }
+            for name in record.fixed
+        ],
         "step": record.step,
         "epoch": record.epoch,
         "writer": record.writer,
@@ -159,13 +196,16 @@ def encode_record(record: CommitRecord) -> bytes:
         },
         "files": [
             {"path": entry.path, "nbytes": entry.nbytes, "crc32c": f"{entry.crc32c:08x}"}
-            for entry in record.files
+            for entry in record.files[:own]
         ],
         "chunk_index": {
             "file": record.chunk_index.file,
             "offset": record.chunk_index.offset,
             "nbytes": record.chunk_index.nbytes,
             "crc32c": f"{record.chunk_index.crc32c:08x}",
+            "data": None
+            if record.chunk_index.data is None
+            else base64.b64encode(record.chunk_index.data).decode(),
         },
         "manifest": base64.b64encode(record.manifest).decode(),
     }
@@ -184,13 +224,13 @@ def encode_record(record: CommitRecord) -> bytes:
 
 
 def seal(text: str) -> bytes:
-    """The bytes of a JSON object with its checksum as the last member."""
+    """Return the bytes of a JSON object with its checksum as the last member."""
     body = text[:-1].encode() + b',"crc32c":'
     return body + b'"%08x"}\n' % crc32c(body)
 
 
 def decode_record(data: bytes, *, location: str) -> CommitRecord:
-    """The record whose bytes are `data`; `location` is named in errors.
+    """Return the record whose bytes are `data`; `location` is named in errors.
 
     Raises:
         CorruptCheckpointError: the bytes are damaged, contradict each other, or name unsafe paths.
@@ -204,13 +244,65 @@ def decode_record(data: bytes, *, location: str) -> CommitRecord:
         raise
 
 
+def is_record(data: bytes) -> bool:
+    """Return whether these bytes are a commit record whose checksum holds, without decoding it."""
+    tail = data[-RECORD_TAIL_NBYTES:]
+    if len(tail) < RECORD_TAIL_NBYTES or not data.startswith(b'{"format":"asyncckpt",'):
+        return False
+    return tail == b'"%08x"}\n' % crc32c(memoryview(data)[:-RECORD_TAIL_NBYTES])
+
+
+def save_id_of(data: bytes) -> str | None:
+    """Return the save id of a commit record whose checksum holds, or None for anything else."""
+    found = _HEAD.match(data) if is_record(data) else None
+    return None if found is None else found[2].decode()
+
+
+def outline_of(data: bytes, *, head: bool = False) -> Outline | None:
+    """Return the outline of a commit record, or None for anything else.
+
+    Of a newer version, only the save id is known.
+
+    Args:
+        data: the record.
+        head: `data` is only its beginning, which no checksum covers, so nothing may be changed
+            because of it; the outline has no more than the save id and `fixed`. None if `data`
+            ends before these do.
+    """
+    if head:
+        found = _HEAD.match(data)
+        if found is None:
+            return None
+        if found[3] is None:
+            return Outline(found[2].decode())
+        try:
+            text = data[found.end() :].decode(errors="ignore")
+            rows, _ = json.JSONDecoder().raw_decode(text)
+            return Outline(found[2].decode(), fixed=_decode_fixed({"fixed": rows}, ""))
+        except (ValueError, RecursionError, CorruptCheckpointError):
+            return None
+    save_id = save_id_of(data)
+    if save_id is None:
+        return None
+    try:
+        record = decode_record(data, location="")
+    except (CorruptCheckpointError, UnsupportedFormatError):
+        return Outline(save_id)
+    return Outline(
+        save_id,
+        frozenset(entry.path for entry in record.files),
+        record.fixed,
+        {record.manifest_path: record.manifest},
+    )
+
+
 def _parse(data: bytes, location: str) -> dict[str, Any]:
     if len(data) > MAX_RECORD_NBYTES:
         raise corrupt(_WHAT, f"it has over {MAX_RECORD_NBYTES} bytes", file=location)
-    if not _TAIL.fullmatch(data[-_TAIL_NBYTES:]):
+    if not _TAIL.fullmatch(data[-RECORD_TAIL_NBYTES:]):
         raise corrupt(_WHAT, "it does not end with its checksum", file=location)
-    stored = int(data[-_TAIL_NBYTES + 1 : -3], 16)
-    crc = crc32c(memoryview(data)[:-_TAIL_NBYTES])
+    stored = int(data[-RECORD_TAIL_NBYTES + 1 : -3], 16)
+    crc = crc32c(memoryview(data)[:-RECORD_TAIL_NBYTES])
     if crc != stored:
         raise corrupt(
             _WHAT,
@@ -245,7 +337,9 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def _decode_document(document: dict[str, Any], location: str) -> CommitRecord:
     top = Fields(document, _WHAT, location)
-    top.only(_MEMBERS)
+    version = document["version"]
+    top.only(_MEMBERS if version > 1 else [name for name in _MEMBERS if name != "fixed"])
+    fixed = _decode_fixed(document, location) if version > 1 else ()
     files = tuple(
         FileEntry(row.text("path", _ANY), row.integer("nbytes"), row.crc("crc32c"))
         for row in top.each("files", ("path", "nbytes", "crc32c"))
@@ -260,7 +354,7 @@ def _decode_document(document: dict[str, Any], location: str) -> CommitRecord:
         table.integers("spec", below=len(specs)),
         _decode_tied(table, len(names)),
     )
-    index = top.inner("chunk_index", ("file", "offset", "nbytes", "crc32c"))
+    index = top.inner("chunk_index", (*_INDEX, "data") if version > 1 else _INDEX)
     metadata = top.json("metadata")
     if not isinstance(metadata, dict):
         raise top.fault("metadata", "is not an object")
@@ -279,20 +373,36 @@ def _decode_document(document: dict[str, Any], location: str) -> CommitRecord:
         ),
         specs=specs,
         arrays=arrays,
-        files=files,
+        files=files + tuple(FileEntry(name.path, name.nbytes, name.crc32c) for name in fixed),
         chunk_index=IndexExtent(
             index.integer("file"),
             index.integer("offset"),
             index.integer("nbytes"),
             index.crc("crc32c"),
+            None if index.members.get("data") is None else _decode_base64(index, "data"),
         ),
         manifest=_decode_base64(top, "manifest"),
         metadata=metadata,
         metrics=_decode_metrics(top),
         database=top.text("database", _ANY),
+        fixed=fixed,
+        version=version,
     )
     check_consistency(record, top)
     return record
+
+
+def _decode_fixed(document: dict[str, Any], location: str) -> tuple[FixedName, ...]:
+    return tuple(
+        FixedName(
+            row.text("path", _ANY),
+            row.integer("nbytes"),
+            row.crc("crc32c"),
+            row.text("md5", _MD5),
+            None if row.members["object"] is None else row.text("object", _ANY),
+        )
+        for row in Fields(document, _WHAT, location).each("fixed", _FIXED)
+    )
 
 
 def _decode_spec(row: Fields) -> StoredSpec:

@@ -1,4 +1,4 @@
-"""What must hold between the parts of a commit record."""
+"""Consistency checks between the parts of a commit record."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import math
 import numpy as np
 
 from asyncckpt.format.chunks import index_nbytes
+from asyncckpt.format.crc import crc32c
+from asyncckpt.format.damage import path_fault
 from asyncckpt.format.fields import Fields
 from asyncckpt.format.ocdbt.keys import MAX_KEY_NBYTES
-from asyncckpt.format.paths import path_fault
 from asyncckpt.format.record_values import CommitRecord, Piece
 from asyncckpt.format.scalars import SCALAR_KINDS
+from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import MAX_PIECES
 
 # Keys append "/zarr.json" or "/c/i/j…" of at most 32 numbers to an array's name.
@@ -19,7 +21,7 @@ _MAX_NAME_NBYTES = MAX_KEY_NBYTES - 32 * 20 - 8
 
 
 def check_consistency(record: CommitRecord, fields: Fields) -> None:
-    """Counts, indices, names, paths and extents agree.
+    """Check that counts, indices, names, paths and extents agree.
 
     Raises:
         CorruptCheckpointError: names the member that does not fit.
@@ -42,10 +44,15 @@ def check_consistency(record: CommitRecord, fields: Fields) -> None:
             "chunk_index",
             f"has {extent.nbytes} bytes, {rows} chunks take {index_nbytes(rows)}",
         )
-    if extent.file >= len(record.files):
-        raise fields.fault("chunk_index", f"names file {extent.file} of {len(record.files)}")
+    own = len(record.files) - len(record.fixed)
+    if extent.file >= own:
+        raise fields.fault("chunk_index", f"names file {extent.file} of {own}")
     if extent.offset + extent.nbytes > record.files[extent.file].nbytes:
         raise fields.fault("chunk_index", f"ends behind {record.files[extent.file].path}")
+    if extent.data is not None:
+        found = crc32c(memoryview(extent.data)[:-CRC_NBYTES])
+        if (len(extent.data), found) != (extent.nbytes, extent.crc32c):
+            raise fields.fault("chunk_index.data", "is not the index that its CRC-32C says")
 
 
 def _check_files(record: CommitRecord, fields: Fields) -> None:
@@ -55,6 +62,13 @@ def _check_files(record: CommitRecord, fields: Fields) -> None:
             raise fields.fault(f"files[{row}].path", f"{entry.path[:200]!r} {reason}")
     if len({entry.path for entry in record.files}) != len(record.files):
         raise fields.fault("files", "names a path twice")
+    for row, name in enumerate(record.fixed):
+        for path in filter(None, (name.path, name.object)):
+            reason = path_fault(path)
+            if reason is not None:
+                raise fields.fault(f"fixed[{row}]", f"{path[:200]!r} {reason}")
+        if name.object is None and name.path != record.manifest_path:
+            raise fields.fault(f"fixed[{row}].object", "is missing")
 
 
 def _check_arrays(record: CommitRecord, fields: Fields) -> None:
@@ -100,7 +114,7 @@ def _check_leaves(record: CommitRecord, fields: Fields) -> None:
 
 
 def _pieces_fault(record: CommitRecord, pieces: tuple[Piece, ...]) -> str | None:
-    """Why the pieces do not tile a box, or None when they do."""
+    """Explain why the pieces do not tile a box; return None when they do."""
     if len(pieces) > MAX_PIECES:
         return f"has more than {MAX_PIECES} pieces"
     specs = [record.specs[record.arrays.spec[piece.array]].spec for piece in pieces]

@@ -1,7 +1,8 @@
-"""What a commit record says, as values, and what follows from it."""
+"""Values of a commit record, and what follows from them."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,12 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.format.chunks import ChunkIndex
-from asyncckpt.format.faults import corrupt
+from asyncckpt.format.crc import crc32c
+from asyncckpt.format.damage import corrupt
+from asyncckpt.format.ocdbt.manifest import MANIFEST_NAME
 from asyncckpt.format.scalars import SCALAR_KINDS, JsonValue
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.spec import ArraySpec, ChunkGrid
 
-RECORD_VERSION = 1
+RECORD_VERSION = 2
 
 MAX_ZSTD_RATIO = 1 << 16
 """zstd expands 4 bytes to at most 128 KiB; a chunk that claims more is hostile."""
@@ -93,13 +96,73 @@ class FileEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class FixedName:
+    """A file whose name all attempts share, so that it is written after the record.
+
+    Attributes:
+        path: its name, relative to the record.
+        nbytes: size of its content.
+        crc32c: CRC-32C of its content.
+        md5: MD5 of its content in hex, to compare with the checksums in an object store's listings.
+        object: path of an object of the attempt with the same content; None where the record holds
+            the content itself, as it does that of the manifest.
+    """
+
+    path: str
+    nbytes: int
+    crc32c: int
+    md5: str
+    object: str | None = None
+
+    @classmethod
+    def of(cls, path: str, data: bytes, object: str | None = None) -> FixedName:
+        """Describe a content."""
+        return cls(path, len(data), crc32c(data), md5_of(data), object)
+
+    def matches(self, data: bytes) -> bool:
+        """Return whether `data` is the content."""
+        return len(data) == self.nbytes and crc32c(data) == self.crc32c
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """The part of a commit record that a store needs.
+
+    Attributes:
+        save_id: identity of the attempt.
+        paths: every file of the checkpoint except the record.
+        fixed: names that were written after the record; empty in version 1.
+        contents: by path, contents of files that the record holds itself.
+    """
+
+    save_id: str
+    paths: frozenset[str] = frozenset()
+    fixed: tuple[FixedName, ...] = ()
+    contents: Mapping[str, bytes] = field(default_factory=dict)
+
+
+def md5_of(data: bytes) -> str:
+    """Return the MD5 of `data` in hex, which S3 and Google Cloud Storage list for an object."""
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
 class IndexExtent:
-    """Where the chunk index is, and the CRC-32C of its bytes without the CRC that ends it."""
+    """The place of the chunk index, and the CRC-32C of its bytes without the CRC that ends it.
+
+    Attributes:
+        file: index into the files of the record.
+        offset: first byte in that file.
+        nbytes: length.
+        crc32c: CRC-32C of the index without its last 4 bytes.
+        data: the index itself, where it is small, so that readers need not fetch it; else None.
+    """
 
     file: int
     offset: int
     nbytes: int
     crc32c: int
+    data: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +182,14 @@ class CommitRecord:
         leaves: the leaves in tree order.
         specs: the distinct ways in which arrays are stored.
         arrays: the arrays in record order.
-        files: every file of the checkpoint but the record.
+        files: every file of the checkpoint except the record; those of `fixed` come last.
         chunk_index: where the chunk index is.
         manifest: bytes of `manifest.ocdbt`.
         metadata: the user's JSON object.
         metrics: the user's numbers, for retention.
         database: directory of the OCDBT database, one path part.
+        fixed: files that were written after the record, where a store wants that.
+        version: format version.
     """
 
     save_id: str
@@ -145,9 +210,16 @@ class CommitRecord:
     metadata: Mapping[str, JsonValue] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     database: str = "default"
+    fixed: tuple[FixedName, ...] = ()
+    version: int = RECORD_VERSION
+
+    @property
+    def manifest_path(self) -> str:
+        """Path of the file whose bytes are `manifest`."""
+        return f"{self.database}/{MANIFEST_NAME}"
 
     def leaf_arrays(self) -> list[tuple[Piece, ...]]:
-        """The arrays of every leaf, none for scalars.
+        """Return the arrays of every leaf, none for scalars.
 
         A leaf with `pieces` owns those arrays. Of the others, the k-th array leaf owns the k-th
         array that no piece names, as one piece at offset zero. Arrays behind all of these are
@@ -170,7 +242,10 @@ class CommitRecord:
         return owners
 
     def row_ranges(self) -> tuple[I64, I64]:
-        """First row in the chunk index and chunk count of each array; tied ones as their source."""
+        """Return the first row in the chunk index and the chunk count of each array.
+
+        Tied arrays have those of their source.
+        """
         per_spec = np.array([stored.grid.chunk_count for stored in self.specs], np.int64)
         counts = per_spec[np.array(self.arrays.spec, np.intp)] if self.specs else per_spec
         tied = np.array(sorted(self.arrays.tied), np.intp)
@@ -181,7 +256,7 @@ class CommitRecord:
         return starts, counts
 
     def validate_index(self, index: ChunkIndex) -> None:
-        """The chunk index belongs to this record: its rows, extents and lengths fit.
+        """Check that the rows, extents and lengths of a chunk index fit this record.
 
         Raises:
             CorruptCheckpointError: names the first row that does not.

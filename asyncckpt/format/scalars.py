@@ -1,4 +1,4 @@
-"""Scalar leaves as JSON that gives back every bit: integers of any size, NaN payloads, any string.
+"""Scalar leaves as JSON that keeps every bit: integers of any size, NaN payloads, any string.
 
 ====== =======================================================================================
 kind   JSON
@@ -36,10 +36,10 @@ _BITS = re.compile(r"[0-9a-f]{16}")
 
 
 def encode_scalar(value: Scalar) -> tuple[str, JsonValue]:
-    """Kind and JSON of a scalar leaf; subclasses count as their base.
+    """Return kind and JSON of a scalar leaf; subclasses count as their base.
 
     Raises:
-        UnsupportedLeafError: the type is none of the six, or the integer has over 4,300 digits.
+        UnsupportedLeafError: the type is not one of the six, or the integer has over 4,300 digits.
     """
     if isinstance(value, bool):
         return "bool", value
@@ -66,18 +66,18 @@ def encode_scalar(value: Scalar) -> tuple[str, JsonValue]:
     if isinstance(value, bytes):
         return "bytes", base64.b64encode(value).decode()
     raise UnsupportedLeafError(
-        f"a {type(value).__name__} is no scalar that can be saved; use int, float, complex, bool, "
-        "str or bytes",
+        f"a {type(value).__name__} is not a scalar that can be saved; use int, float, complex, "
+        "bool, str or bytes",
         expected=sorted(SCALAR_KINDS),
         found=type(value).__name__,
     )
 
 
 def decode_scalar(kind: str, value: JsonValue) -> Scalar:
-    """The scalar that `encode_scalar` made `kind` and `value` of.
+    """Return the scalar that `encode_scalar` encoded as `kind` and `value`.
 
     Raises:
-        ValueError: they are not what it makes; the text says why.
+        ValueError: they are not an encoded scalar; the text says why.
     """
     if kind == "bool" and isinstance(value, bool):
         return value
@@ -87,7 +87,7 @@ def decode_scalar(kind: str, value: JsonValue) -> Scalar:
         return complex(_float(value[0]), _float(value[1]))
     if kind == "int" and isinstance(value, str):
         if len(value) > MAX_INT_DIGITS + 1 or not _INT.fullmatch(value):
-            raise ValueError(f"{value[:40]!r} is no decimal integer of {MAX_INT_DIGITS} digits")
+            raise ValueError(f"{value[:40]!r} is not a decimal integer of {MAX_INT_DIGITS} digits")
         return int(value)
     if kind == "bytes" and isinstance(value, str):
         return _base64(value)
@@ -98,7 +98,7 @@ def decode_scalar(kind: str, value: JsonValue) -> Scalar:
             raw = value["utf8"]
             if isinstance(raw, str):
                 return _base64(raw).decode("utf-8", "surrogatepass")
-    raise ValueError(f"{str(value)[:40]!r} is no scalar of kind {kind!r}")
+    raise ValueError(f"{str(value)[:40]!r} is not a scalar of kind {kind!r}")
 
 
 def _float_bits(value: float) -> str:

@@ -1,15 +1,14 @@
-"""What zarr arrays of version 2 and 3 have in common: an array as a value, keys, fill values.
+"""zarr arrays of version 2 and 3: the array as a value, chunk keys, fill values, checks.
 
 `zarr2.decode_metadata` and `zarr3.decode_metadata` make a `ZarrArray` of a stored document.
 """
 
-# A stored document is never handed on: what it says is checked, and whoever opens the array
-# elsewhere builds the specification anew. A shape of 2^40 ends a process that trusts it.
+# Rule 1: a stored document is never passed on: it is checked, and TensorStore gets a specification
+#   that is built anew. A shape of 2^40 terminates a process that trusts it.
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -19,11 +18,12 @@ from typing import Any
 import numpy as np
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.format.faults import corrupt
-from asyncckpt.spec import DTYPES, ITEMSIZES, ArraySpec, ChunkGrid
+from asyncckpt.format.damage import corrupt
+from asyncckpt.format.fields import parse_json
+from asyncckpt.spec import DTYPES, ArraySpec, ChunkGrid
 
 CRC_NBYTES = 4
-"""What the `crc32c` codec adds behind the encoded bytes of a chunk."""
+"""Bytes that the `crc32c` codec appends to a chunk."""
 
 MAX_CODECS = 16
 """Codecs of one array, those inside of shards included."""
@@ -31,7 +31,7 @@ MAX_CODECS = 16
 
 @dataclass(frozen=True, slots=True)
 class ZarrLimits:
-    """Bounds of what a stored document may claim.
+    """Bounds for the claims of a stored document.
 
     Attributes:
         max_rank: dimensions.
@@ -53,20 +53,20 @@ class ZarrLimits:
 
 @dataclass(frozen=True, slots=True)
 class ChunkKeys:
-    """How the cell of a chunk becomes its key behind the name of the array.
+    """Encoding of the cell of a chunk as its key, behind the name of the array.
 
     Attributes:
         prefix: whether keys begin with ``c``, as the default encoding of version 3 has it.
-        separator: what stands between the numbers, ``/`` or ``.``.
+        separator: separator of the numbers, ``/`` or ``.``.
     """
 
     prefix: bool = True
     separator: str = "/"
 
     def all(self, base: bytes, counts: Sequence[int]) -> list[bytes]:
-        """Keys of all chunks of a grid of this many cells per dimension, in C order.
+        """Return the keys of all chunks of a grid of this many cells per dimension, in C order.
 
-        `base` is what comes before: the name of the array and a ``/``, or nothing.
+        `base` is their prefix: the name of the array and a ``/``, or nothing.
         """
         if not counts:
             return [base + (b"c" if self.prefix else b"0")]
@@ -83,14 +83,14 @@ class ChunkKeys:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What stands between the elements of a chunk and its stored bytes, in the order of encoding.
+    """Chain of codecs from the elements of a chunk to its stored bytes, in the order of encoding.
 
     Attributes:
         order: the dimensions in the order in which their elements are stored, slowest first; empty
             for C order.
         big_endian: the elements are stored most significant byte first.
-        shards: the chunk is stored as many chunks behind an index; None for one run of elements.
-        packing: names of what the bytes then go through: `zstd`, `gzip`, `zlib`, `bz2`, `blosc`
+        shards: the chunk is stored as many chunks with an index; None for one run of elements.
+        packing: names of the codecs that follow, of bytes: `zstd`, `gzip`, `zlib`, `bz2`, `blosc`
             and `crc32c`.
     """
 
@@ -107,14 +107,14 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """The codec `sharding_indexed`: the chunks inside of one stored chunk.
+    """Codec `sharding_indexed`: the chunks inside of one stored chunk.
 
     Attributes:
         chunk_shape: elements of a chunk per dimension; divides the shape of the shard.
         chain: how these chunks are stored.
         index_crc32c: a CRC-32C trails the index.
         index_big_endian: its numbers are stored most significant byte first.
-        index_at_start: it stands before the chunks.
+        index_at_start: it precedes the chunks.
     """
 
     chunk_shape: tuple[int, ...]
@@ -126,14 +126,14 @@ class Shards:
 
 @dataclass(frozen=True, slots=True)
 class ZarrArray:
-    """What a metadata document says.
+    """Array described by a metadata document.
 
     Attributes:
         spec: shape and dtype.
-        chunk_shape: elements per dimension of what stands under one key.
-        chain: how that is stored.
-        fill_value: bytes of the element that missing chunks consist of.
-        keys: how the keys of chunks are made.
+        chunk_shape: elements per dimension under one key.
+        chain: the codecs of a chunk.
+        fill_value: bytes of the element that fills missing chunks.
+        keys: encoding of the keys of chunks.
     """
 
     spec: ArraySpec
@@ -144,12 +144,12 @@ class ZarrArray:
 
     @property
     def grid(self) -> ChunkGrid:
-        """The grid of what stands under one key."""
+        """Grid of the stored chunks."""
         return ChunkGrid(self.spec.shape, self.chunk_shape)
 
     @property
     def chunk_nbytes(self) -> int:
-        """Bytes of the elements that stand under one key."""
+        """Bytes of the elements of a chunk."""
         return math.prod(self.chunk_shape) * self.spec.itemsize
 
 
@@ -158,29 +158,25 @@ class ZarrArray:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A metadata document being checked; every mismatch is an error that names `file`."""
+    """Checks of a metadata document; every mismatch is an error that names `file`."""
 
     file: str
     limits: ZarrLimits
 
     def members(self, data: bytes) -> dict[str, Any]:
-        """The members of the JSON object."""
-        if len(data) > self.limits.max_document_nbytes:
-            raise self.fault(f"it has {len(data)} bytes")
-        try:
-            document = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise self.fault(f"it is not JSON ({error})") from None
+        """Return the members of the JSON object."""
+        most_nbytes = self.limits.max_document_nbytes
+        document = parse_json(data, "the zarr metadata", file=self.file, most_nbytes=most_nbytes)
         if not isinstance(document, dict):
             raise self.fault("it is not a JSON object")
         return document
 
     def fault(self, reason: str) -> CorruptCheckpointError:
-        """The error for a document that makes no sense."""
+        """Return the error for an inconsistent document."""
         return corrupt("the zarr metadata", reason, file=self.file)
 
     def unsupported(self, what: str, found: object, expected: object) -> UnsupportedFormatError:
-        """The error for a document that says something which is not read here."""
+        """Return the error for a feature that is not read here."""
         shown = repr(found)[:120]
         return UnsupportedFormatError(
             f"{self.file}: the zarr array has {what} {shown}, which is not read here; expected "
@@ -191,7 +187,7 @@ class Document:
         )
 
     def integers(self, value: object, what: str, *, least: int) -> tuple[int, ...]:
-        """A list of at most `max_rank` integers."""
+        """Return a list of at most `max_rank` integers."""
         if not isinstance(value, list) or len(value) > self.limits.max_rank:
             raise self.fault(f"its {what} is not a list of at most {self.limits.max_rank} numbers")
         for n in value:
@@ -200,7 +196,7 @@ class Document:
         return tuple(value)
 
     def check_limits(self, array: ZarrArray) -> None:
-        """The array claims no more than the limits."""
+        """Raise if the array claims more than the limits."""
         if len(array.chunk_shape) != len(array.spec.shape):
             raise self.fault(
                 f"its chunks have rank {len(array.chunk_shape)}, the array {len(array.spec.shape)}"
@@ -214,7 +210,7 @@ class Document:
                 raise self.fault(f"it claims {found} {what}, the limit is {limit}")
 
     def fill_value(self, value: object, dtype: str) -> bytes:
-        """The bytes of one element."""
+        """Return the bytes of one element."""
         complex_ = dtype.startswith("complex")
         parts = value if complex_ and isinstance(value, list) else [value]
         if len(parts) != (2 if complex_ else 1):
@@ -229,17 +225,12 @@ class Document:
 # ------------------------------------------------------------------------------------ fill values
 
 
-def fill_value_bytes(dtype: str) -> bytes:
-    """One element of zero, the fill value of every array we write."""
-    return bytes(ITEMSIZES[dtype])
-
-
 _HEX = re.compile(r"0x[0-9a-fA-F]+")
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def _fill_parser(dtype: str) -> Callable[[object], bytes]:
-    """Turns one JSON number of a fill value into its bytes; raises ValueError where it is none."""
+    """Return the function from one JSON number of a fill value to its bytes, or a ValueError."""
     part = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
     kind = DTYPES[part]
 

@@ -8,7 +8,6 @@ the default key encoding with ``/``, and the codecs `bytes` little endian, optio
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,27 +23,22 @@ from asyncckpt.format.zarr import (
     Shards,
     ZarrArray,
     ZarrLimits,
-    fill_value_bytes,
 )
 from asyncckpt.spec import DTYPES, ITEMSIZES, ArraySpec
 
 __all__ = [
     "CRC_NBYTES",
     "METADATA_NAME",
-    "ZarrArray",
-    "ZarrLimits",
-    "chunk_key",
     "chunk_keys",
     "decode_metadata",
     "encode_metadata",
-    "fill_value_bytes",
     "metadata_key",
 ]
 
 METADATA_NAME = "zarr.json"
 """Last part of the key of a metadata document."""
 
-# Documents differ by (spec, chunk shape, level), of which a state has few beside its shapes.
+# Documents differ by (spec, chunk shape, level); a state has few of them.
 _CACHED_DOCUMENTS = 8192
 
 
@@ -52,7 +46,7 @@ _CACHED_DOCUMENTS = 8192
 def encode_metadata(
     spec: ArraySpec, chunk_shape: tuple[int, ...], zstd_level: int | None = None
 ) -> bytes:
-    """The bytes of `zarr.json`, which arrays of one shape, dtype, chunk shape and level share."""
+    """Encode `zarr.json`, which arrays of one shape, dtype, chunk shape and level share."""
     configuration = {"configuration": {"endian": "little"}} if spec.itemsize > 1 else {}
     codecs: list[dict[str, object]] = [{"name": "bytes", **configuration}]
     if zstd_level is not None:
@@ -84,42 +78,31 @@ def _fill_value_json(dtype: str) -> object:
 
 
 def metadata_key(name: str) -> bytes:
-    """Key of the metadata document of array `name`."""
+    """Return the key of the metadata document of array `name`."""
     return f"{name}/{METADATA_NAME}".encode()
 
 
-def chunk_key(name: str, cell: Sequence[int]) -> bytes:
-    """Key of one chunk: `<name>/c/0/0`; `<name>/c` for rank 0."""
-    return "/".join((name, "c", *map(str, cell))).encode()
-
-
 def chunk_keys(name: str, counts: Sequence[int]) -> list[bytes]:
-    """Keys of all chunks of a grid of this many cells per dimension, in C order."""
-    head = f"{name}/c".encode()
-    if not counts:
-        return [head]
-    axes = [[f"/{i}".encode() for i in range(count)] for count in counts]
-    if len(axes) == 1:
-        return [head + tail for tail in axes[0]]
-    return [head + b"".join(tails) for tails in itertools.product(*axes)]
+    """Return the keys of all chunks of a grid of this many cells per dimension, in C order."""
+    return ChunkKeys().all(f"{name}/".encode(), counts)
 
 
 # -------------------------------------------------------------------------------------- decoding
 
 
 def decode_metadata(data: bytes, *, file: str, limits: ZarrLimits | None = None) -> ZarrArray:
-    """The array that a document describes, within limits; `file` is named in errors.
+    """Decode a metadata document within limits; `file` is named in errors.
 
     Raises:
         CorruptCheckpointError: the document is damaged, or claims more than the limits.
-        UnsupportedFormatError: it is intact, but uses a dtype, grid, key encoding or codec that is
+        UnsupportedFormatError: it is intact, but has a dtype, grid, key encoding or codec that is
             not read here.
     """
     return _Zarr3(file, limits or ZarrLimits()).decode(data)
 
 
 def is_group(data: bytes) -> bool:
-    """Whether the bytes of a `zarr.json` describe a group, which holds no elements itself."""
+    """Return whether a `zarr.json` describes a group, which holds no elements itself."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError):
@@ -156,7 +139,7 @@ class _Zarr3(Document):
         if document.get("node_type") != "array":
             raise self.unsupported("node_type", document.get("node_type"), "array")
         for name, member in document.items():
-            # The specification lets readers ignore what says that it need not be understood.
+            # Readers may ignore members that need not be understood.
             optional = isinstance(member, dict) and member.get("must_understand") is False
             if name not in _KNOWN_MEMBERS and not optional:
                 raise self.unsupported("member", name, sorted(_KNOWN_MEMBERS))
@@ -201,7 +184,7 @@ class _Zarr3(Document):
         return ChunkKeys(name == "default", str(separator))
 
     def chain(self, value: object, chunk_shape: tuple[int, ...], itemsize: int, most: int) -> Chain:
-        """The codecs of chunks of this shape; `most` is how many are still allowed."""
+        """Decode the codecs of chunks of this shape; at most `most` are allowed."""
         if not isinstance(value, list) or len(value) > most:
             raise self.fault(f"its codecs are not a list of at most {MAX_CODECS} in all")
         codecs = [self.named(codec, "codec") for codec in value]

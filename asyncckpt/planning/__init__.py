@@ -1,5 +1,4 @@
-"""What to write and read, computed without I/O: chunk grids, packing, balancing, read batches.
+"""Plans of saves and restores, computed without I/O: chunk grids, packing, balancing, ranges.
 
-Everything here is a pure function of its arguments: the same call gives the same plan in every
-process, whatever its hash seed.
+Everything here is pure. Not here: moving the bytes (`save`, `restore`).
 """

@@ -1,4 +1,4 @@
-"""Which process writes which chunk."""
+"""Balanced assignment of chunks to the processes that write them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def assign_writers(
     row_class: npt.ArrayLike,
     holders: Sequence[Sequence[int]],
 ) -> npt.NDArray[np.int64]:
-    """Per chunk: the one process that writes it, one of those that hold it.
+    """Return the process that writes each chunk, one of its holders.
 
     The chunks of one holder class, in their order, are split into one contiguous run per holder,
     so that the bytes of each holder differ from an equal share by less than one chunk of the class.

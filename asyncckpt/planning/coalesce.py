@@ -1,4 +1,4 @@
-"""Which byte ranges are read together."""
+"""Coalescing of byte ranges into reads."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def coalesce(
     limit_nbytes: int,
     starts: npt.NDArray[np.bool_] | None = None,
 ) -> npt.NDArray[np.int64]:
-    """The index of the first extent of each group that is read as one range.
+    """Return the index of the first extent of each group that is read as one range.
 
     A group grows while the gap to its next extent is at most `gap_nbytes` and the whole range at
-    most `limit_nbytes`; an extent that is longer stands alone. Greedy from the left, which is
+    most `limit_nbytes`; a longer extent is a group of its own. Greedy from the left, which is
     also the least number of groups.
 
     Args:

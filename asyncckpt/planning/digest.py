@@ -1,4 +1,4 @@
-"""The digest of a plan: how processes know that they planned the same."""
+"""Digest of a plan, by which processes know that they planned the same."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from asyncckpt.planning.arrays import Key
+from asyncckpt.planning.leaves import Key
 from asyncckpt.planning.table import Column
 
 
@@ -20,7 +20,9 @@ def plan_digest(
     tied: Mapping[int, int],
     layouts: Iterable[Key],
 ) -> str:
-    """SHA-256 (hex) over an encoding that has one reading: lengths first, then what they measure.
+    """Return the SHA-256 (hex) of a plan.
+
+    The encoding is unambiguous: lengths come before the text that they measure.
 
     Args:
         version: version of the planner.

@@ -1,4 +1,4 @@
-"""Which arrays store which leaves: one each, or several where its shards lie on no common grid."""
+"""Arrays that store the leaves: one each, or pieces where the shards share no common grid."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ hexadecimal digits, as a whole part, or before `~` and a hash of 32 digits."""
 
 @dataclass(frozen=True, slots=True)
 class LeafLayout:
-    """One array leaf and how it is to be stored.
+    """One array leaf and its storage options.
 
     Attributes:
         name: name of the array in the database.
@@ -48,7 +48,7 @@ Key = tuple[tuple[int, ...], str, int, tuple[int, ...] | None, int | None, tuple
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One array of one layout, whichever leaves have that layout.
+    """One array of one layout, shared by all leaves of that layout.
 
     Attributes:
         spec: shape and dtype of the array.
@@ -94,12 +94,12 @@ class Arrays:
     nbytes: int
 
     def of(self, array: int) -> Part:
-        """Shape, grid and place of an array."""
+        """Return shape, grid and offset of an array."""
         return self.parts[int(self.part[array])]
 
 
 def plan_arrays(leaves: Sequence[LeafLayout], *, regular: bool) -> Arrays:
-    """The arrays that store these leaves.
+    """Return the arrays that store these leaves.
 
     Args:
         leaves: the array leaves in tree order.
@@ -169,7 +169,7 @@ def plan_arrays(leaves: Sequence[LeafLayout], *, regular: bool) -> Arrays:
 
 
 def _ties(leaves: Sequence[LeafLayout]) -> dict[int, int]:
-    """Per tied leaf the one that owns the bytes."""
+    """Return, per tied leaf, the leaf that owns the bytes."""
     tied: dict[int, int] = {}
     shared = [leaf.tied_to for leaf in leaves]
     for i, other in [(i, other) for i, other in enumerate(shared) if other is not None]:
@@ -197,7 +197,7 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _parts(leaf: LeafLayout, regular: bool) -> list[Part]:
-    """The arrays that store a leaf."""
+    """Return the arrays that store one leaf."""
     try:
         arrays = choose_grid(
             leaf.spec,

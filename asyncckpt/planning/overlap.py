@@ -1,8 +1,9 @@
-"""Which of many boxes meet which others: a sweep along one axis, never all pairs."""
+"""Overlaps among many boxes by a sweep along one axis, and boxes of a run of elements."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -11,10 +12,10 @@ from asyncckpt.spec import Box
 
 
 class BoxIndex:
-    """Boxes of one array, to be asked which of them share elements with another box.
+    """Index of the boxes of one array, by which those that overlap another box are found.
 
-    The boxes are sorted along the axis on which most of them differ; a question looks at those
-    that its own extent on this axis can meet.
+    The boxes are sorted along the axis on which most of them differ; a query looks only at those
+    that it can meet on this axis.
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
@@ -35,7 +36,7 @@ class BoxIndex:
         self._reach = np.maximum.accumulate(self._stops[:, self._axis]) if rank else None
 
     def meeting(self, box: Box) -> Column:
-        """Numbers of the boxes that share elements with `box`, in no order."""
+        """Return the numbers of the boxes that share elements with `box`, in no order."""
         if not box.size:
             return np.zeros(0, np.int64)
         if self._reach is None:
@@ -48,3 +49,33 @@ class BoxIndex:
         meets = np.all(starts < stop, axis=1) & np.all(stops > start, axis=1)
         found: Column = self._order[first:last][meets & self._filled[first:last]]
         return found
+
+
+def boxes_of_run(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes that together hold elements `start` to `stop` of an array, in C order.
+
+    Every box is a run of consecutive elements; their number is at most twice the rank.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if first == last:
+        yield from _in_row(shape, first, head, tail)
+        return
+    if head:
+        yield from _in_row(shape, first, head, row)
+        first += 1
+    if first < last:
+        yield Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))
+    if tail:
+        yield from _in_row(shape, last, 0, tail)
+
+
+def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
+    for box in boxes_of_run(shape[1:], start, stop):
+        yield Box((index, *box.offset), (1, *box.shape))

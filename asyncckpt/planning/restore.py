@@ -1,4 +1,4 @@
-"""What is read for a restore, and where each chunk of it goes.
+"""Plan of a restore: the ranges to read, and the destination of each chunk.
 
 `plan_restore` takes stored arrays with the extents of their chunks, and the boxes that are
 wanted; it gives ranges to read, each with the chunks in it and the requests they serve.
@@ -70,7 +70,7 @@ class StoredArrays:
 
     @classmethod
     def of(cls, arrays: Sequence[StoredArray]) -> StoredArrays:
-        """The columns of some arrays."""
+        """Make the columns of some arrays."""
         kinds: dict[tuple[tuple[int, ...], tuple[int, ...], int, bool], int] = {}
         kind = [
             kinds.setdefault(
@@ -124,7 +124,7 @@ class ReadBatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """What a restore reads.
+    """Reads of a restore.
 
     Attributes:
         batches: ranges by file and offset.
@@ -152,7 +152,7 @@ def plan_restore(
     gap_nbytes: int,
     aligned_chunk_nbytes: int,
 ) -> RestorePlan:
-    """The reads that serve all requests.
+    """Plan the reads that serve all requests.
 
     A row of `aligned_chunk_nbytes` or more is a batch of its own and goes straight into the target
     where it can. Smaller rows of one file share batches and always go through a buffer, and so
@@ -227,7 +227,7 @@ def plan_restore(
 
 
 def cells_overlapping(grid: ChunkGrid, box: Box) -> Column:
-    """The chunks, numbered in C order, that hold elements of `box`."""
+    """Return the chunks, numbered in C order, that hold elements of `box`."""
     if not box.size:
         return np.zeros(0, np.int64)
     cells = np.zeros((), np.int64)
@@ -239,7 +239,9 @@ def cells_overlapping(grid: ChunkGrid, box: Box) -> Column:
 def intersection(
     grid: ChunkGrid, row_in_array: int, box: Box
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """What a chunk and a box share: index of it in the chunk's payload, and in the box's array.
+    """Return the part that a chunk and a box share, as indices of both.
+
+    The first indexes the chunk's payload, the second the box's array.
 
     The payload is an array of `grid.chunk_shape`, the box's array one of `box.shape`; the box lies
     within the array.
@@ -267,7 +269,7 @@ def intersection(
 def _parts(
     arrays: Sequence[StoredArray] | StoredArrays, requests: Sequence[Request] | WholeArrays
 ) -> tuple[Column, Column, Column, Column]:
-    """Columns row, request, direct, nbytes: every chunk of every request."""
+    """Return the columns row, request, direct and nbytes: every chunk of every request."""
     stored = arrays if isinstance(arrays, StoredArrays) else StoredArrays.of(arrays)
     count = len(stored.first_row)
     wanted = requests if isinstance(requests, WholeArrays) else _columns(requests)

@@ -1,4 +1,4 @@
-"""Where every byte of a save goes: arrays, chunks, data files, and the slots they are written in.
+"""Plan of a save: arrays, chunks, data files, and the windows in which they are written.
 
 `plan_save` makes every leaf one array, or several where its shards lie on no common grid, packs
 the chunks of all arrays, in their order, into data files, and cuts the files into windows of one
@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncckpt.planning.arrays import Arrays, LeafLayout, plan_arrays
 from asyncckpt.planning.digest import plan_digest
-from asyncckpt.planning.pack import TRAILER_NBYTES, Piece, Window, cut_windows, pack
-from asyncckpt.planning.sources import chunk_sources
+from asyncckpt.planning.leaves import Arrays, LeafLayout, plan_arrays
+from asyncckpt.planning.pack import TRAILER_NBYTES, Piece, Window, chunk_sources, cut_windows, pack
 from asyncckpt.planning.table import Column
 from asyncckpt.planning.waves import even_data_files
 
@@ -80,7 +79,7 @@ def plan_save(
     regular: bool = False,
     even_streams: int | None = None,
 ) -> SavePlan:
-    """The plan of a save; equal arguments give equal plans in every process.
+    """Plan a save; equal arguments give equal plans in every process.
 
     Args:
         leaves: the array leaves in tree order.

@@ -1,4 +1,4 @@
-"""Rows of NumPy columns, seen as named tuples."""
+"""Rows of NumPy columns, viewed as named tuples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Row = TypeVar("Row", bound=tuple[Any, ...])
 
 
 class Table(Sequence[Row]):
-    """Rows `first` to `stop` of some columns, made into named tuples while they are looked at.
+    """Rows `first` to `stop` of some columns, made into named tuples on access.
 
     A plan of 100,000 leaves would otherwise hold as many small objects, which cost more time and
     memory than all the rest of it.
@@ -41,7 +41,7 @@ class Table(Sequence[Row]):
         return map(tuple.__new__, repeat(self._kind), zip(*values, strict=True))
 
     def column(self, number: int) -> list[int]:
-        """One column of the rows, as Python ints."""
+        """Return one column of the rows, as Python ints."""
         values: list[int] = self._columns[number][self._first : self._stop].tolist()
         return values
 

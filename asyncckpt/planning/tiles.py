@@ -1,4 +1,4 @@
-"""In which order an array is copied out of the chunks that hold it.
+"""Order in which an array is copied out of the chunks that hold it.
 
 Chunks are read and decoded whole. Going through an array in C order holds a band of chunks open;
 where the band is too large to be kept, the array is copied chunk by chunk instead: no chunk is
@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from asyncckpt.planning.cut import divisors
-from asyncckpt.planning.runs import boxes_of_run
+from asyncckpt.planning.grid import divisors
+from asyncckpt.planning.overlap import boxes_of_run
 from asyncckpt.spec import Box, ChunkGrid
 
 Part = tuple[tuple[int, ...], ChunkGrid]
@@ -22,7 +22,7 @@ LARGEST_TILE = 4
 
 
 def band_nbytes(parts: Sequence[Part], itemsize: int) -> int:
-    """Bytes of the decoded chunks that are needed at a time while a leaf is read in C order."""
+    """Return the bytes of decoded chunks needed at a time to read a leaf in C order."""
     bands = [_band_nbytes(grid, itemsize) for _, grid in parts]
     stacked = all(not any(offset[1:]) for offset, _ in parts)
     return max(bands) if stacked else sum(bands)
@@ -35,7 +35,7 @@ def _band_nbytes(grid: ChunkGrid, itemsize: int) -> int:
 
 
 def runs(shape: tuple[int, ...], itemsize: int, target_nbytes: int) -> Iterator[Box]:
-    """Boxes that tile the array in C order, each at most about the target size."""
+    """Yield boxes that tile the array in C order, each at most about the target size."""
     size = math.prod(shape)
     step = max(1, target_nbytes // itemsize)
     row = math.prod(shape[1:])
@@ -46,7 +46,7 @@ def runs(shape: tuple[int, ...], itemsize: int, target_nbytes: int) -> Iterator[
 
 
 def tiles(parts: Sequence[Part], itemsize: int, target_nbytes: int) -> Iterator[Box]:
-    """Boxes that tile a leaf chunk by chunk, each at most about the target size.
+    """Yield boxes that tile a leaf chunk by chunk, each at most about the target size.
 
     Small chunks are taken together; a large one is cut into runs of its rows.
     """
@@ -61,7 +61,7 @@ def tiles(parts: Sequence[Part], itemsize: int, target_nbytes: int) -> Iterator[
 
 
 def tile_shape(grid: ChunkGrid, itemsize: int, target_nbytes: int) -> tuple[int, ...]:
-    """A multiple of the chunk shape that pads no more than it does, at most the target size."""
+    """Return a multiple of the chunk shape, at most the target size, without more padding."""
     shape = list(grid.chunk_shape)
     room = max(1, target_nbytes // (grid.chunk_size * itemsize))
     for axis in reversed(range(len(shape))):
@@ -79,9 +79,9 @@ def chunk_shape_for(
     target_nbytes: int,
     limit_nbytes: int,
 ) -> tuple[int, ...] | None:
-    """A chunk shape for the whole leaf in which each tile comes from few chunks, or None.
+    """Return a chunk shape for the leaf in which each tile comes from few chunks, or None.
 
-    None says that the ordinary grid is as good. Chunks beyond the limit are cut evenly.
+    None means that the ordinary grid is as good. Chunks beyond the limit are cut evenly.
     """
     if len(parts) == 1:
         return _within(tile_shape(parts[0][1], itemsize, target_nbytes), itemsize, limit_nbytes)
@@ -94,7 +94,7 @@ def chunk_shape_for(
 
 
 def _within(chunk: tuple[int, ...], itemsize: int, limit_nbytes: int) -> tuple[int, ...]:
-    """An exact part of the chunk of at most the limit, cut along its leading axes."""
+    """Cut the chunk exactly along its leading axes, down to the limit."""
     shape = list(chunk)
     for axis, length in enumerate(chunk):
         rest = math.prod(shape) // length * itemsize

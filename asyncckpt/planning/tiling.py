@@ -1,4 +1,4 @@
-"""Whether boxes tile an array, and where they do not."""
+"""Check whether boxes tile an array, and where they do not."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from asyncckpt.spec import Box
 
 
 def tiling_fault(whole: Box, boxes: Sequence[Box]) -> str | None:
-    """Why not each element of `whole` is in exactly one box; None where each is.
+    """Explain why the boxes do not tile `whole`; return None if they do.
 
     Args:
-        whole: what is to be tiled.
+        whole: the box to be tiled.
         boxes: boxes that hold elements, each given once.
     """
     if not whole.size or _tile(whole, boxes):
@@ -33,7 +33,7 @@ def tiling_fault(whole: Box, boxes: Sequence[Box]) -> str | None:
 
 
 def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two of the boxes that share elements, or None."""
+    """Find two of the boxes that share elements, or None."""
     index = BoxIndex(boxes)
     for number, box in enumerate(boxes):
         for other in index.meeting(box).tolist():
@@ -43,12 +43,12 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 def box_text(box: Box) -> str:
-    """The box as an index expression: `[0:4, 8:10]`."""
+    """Write the box as an index expression: `[0:4, 8:10]`."""
     return f"[{', '.join(f'{o}:{o + n}' for o, n in zip(box.offset, box.shape, strict=True))}]"
 
 
 def _tile(whole: Box, boxes: Sequence[Box]) -> bool:
-    """Whether each element of `whole` is in exactly one box, and no other element is in any.
+    """Return whether each element of `whole` is in exactly one box, and no other element in any.
 
     Boxes tile a box if and only if their corners, with alternating signs, add up to its corners.
     """
@@ -72,7 +72,7 @@ def _tile(whole: Box, boxes: Sequence[Box]) -> bool:
 
 
 def _without(box: Box, taken: Box) -> list[Box]:
-    """Boxes that tile what is left of `box`."""
+    """Return boxes that tile the rest of `box`."""
     common = box.intersect(taken)
     if common is None:
         return [box]

@@ -1,4 +1,4 @@
-"""The size of data files with which all uploads of a save end at about the same time.
+"""Size of data files with which all uploads of a save end at about the same time.
 
 Files go to so many streams in order, each to the one that is free first. Where every stream sends
 only a few, one last file that is as large as the others keeps the save waiting for it alone, up to
@@ -16,17 +16,17 @@ WAVES = 6
 """With more files per stream than this, the last ones hardly matter."""
 
 STEPS = 16
-"""Sizes that are tried are so many parts of the largest, down to half of it."""
+"""Sizes are tried in steps of this share of the largest, down to half of it."""
 
 NEAR = 1.02
-"""The largest size stays within this much of the shortest time: fewer objects for everybody."""
+"""The largest size within this factor of the shortest time is chosen: fewer objects."""
 
 REQUEST_NBYTES = 4 << 20
 """What a stream would carry in the time that a request takes beside its transfer: 50 ms at
 85 MB/s. A constant, so that plans do not change with every measurement."""
 
 CHUNKS_MAX = 1 << 16
-"""Trees with more chunks are not looked at: packing them so often would take a second."""
+"""Trees with more chunks are skipped: packing them so often would take a second."""
 
 
 def even_data_files(
@@ -36,7 +36,7 @@ def even_data_files(
     slot_nbytes: int,
     streams: int,
 ) -> int:
-    """The size of data files, at most `data_file_nbytes`, that keeps all streams busy to the end.
+    """Return the largest size of data files that keeps all streams busy to the end.
 
     Args:
         payloads: bytes of every chunk, in order.
@@ -59,7 +59,7 @@ def even_data_files(
 
 
 def _end(files: Sequence[int], streams: int) -> float:
-    """When the last file is sent, in bytes of one stream."""
+    """Return when the last file has been sent, in bytes of one stream."""
     free = [0.0] * streams
     for nbytes in files:
         heapq.heapreplace(free, free[0] + REQUEST_NBYTES + nbytes)

@@ -1,7 +1,7 @@
-"""Fetch: ranges of data files to host memory, straight into the target where its layout allows."""
+"""Fetch: ranges of data files to host memory, straight into destinations where layouts allow it."""
 
-# Rule 1: what goes straight into a target needs no budget; everything else holds slots, taken in
-#   one acquire before its task exists.
+# Rule 1: what goes straight into a destination needs no budget; everything else holds slots, taken
+#   in one acquire before its task exists.
 # Rule 2: an uncompressed chunk larger than a slot passes through one slot, piece by piece, so that
 #   chunks of any size restore within any budget.
 
@@ -13,32 +13,42 @@ from functools import partial
 
 import numpy as np
 
+from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, missing
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.flow.buffers import Slot, SlotPool
 from asyncckpt.flow.limiter import Limiter, Permit
 from asyncckpt.flow.threads import Workers
 from asyncckpt.planning.restore import ReadBatch, RestorePlan
 from asyncckpt.ports import Bytes
-from asyncckpt.stages.decode import Decode, Destination, ReadTables, is_direct
-from asyncckpt.stages.opened import missing
-from asyncckpt.stages.runs import Read, far, near, span
+from asyncckpt.restore.decode import Decode, Destination, is_direct
+from asyncckpt.restore.ranges import Read, far, near, span
 
 READ_AHEAD_NBYTES = 256 << 20
-"""What one read of a store far away has in flight at most, however large its chunk is, and counts
-in the budget; with less, it has less in flight."""
+"""What one read of a remote store has in flight at most, however large its chunk is; it counts in
+the budget. With a smaller budget it has less in flight."""
 
 
 class Fetch:
     """The fetch stage of one restore, which hands what it has read to the decode stage.
 
     Args:
+        opened: the checkpoint.
+        extents: where its chunks are.
+        plan: what to read.
+        destinations: by number of the request in the plan.
+        pool: where slots come from.
+        compute: worker threads for the decode stage.
         concurrency: how many reads to have in flight; asked again before every read, because a
             store finds out what its link rewards while it is read from.
+        own_memory: destinations are ours, so that reads may bypass the page cache.
+        arrived: called with the numbers of destinations that hold their checked values.
+        progress: called with the bytes of every read.
     """
 
     def __init__(
         self,
-        tables: ReadTables,
+        opened: OpenCheckpoint,
+        extents: Extents,
         plan: RestorePlan,
         destinations: Sequence[Destination],
         pool: SlotPool,
@@ -49,10 +59,10 @@ class Fetch:
         arrived: Callable[[Sequence[int]], None],
         progress: Callable[[int], None],
     ) -> None:
-        self._opened = tables.opened
-        self._capabilities = tables.opened.files.capabilities
+        self._opened = opened
+        self._capabilities = opened.files.capabilities
         self._plan = plan
-        self._decode = Decode(tables, plan, destinations)
+        self._decode = Decode(opened, extents, plan, destinations)
         self._destinations = destinations
         self._pool = pool
         self._compute = compute
@@ -61,19 +71,20 @@ class Fetch:
         self._own_memory = own_memory
         self._arrived = arrived
         self._progress = progress
-        self._left = list(plan.counts)
+        self._left = list(plan.counts)  # per destination, chunks that have not arrived
         self.read_nbytes = 0
 
     async def run(self) -> None:
-        """Every destination holds its values, checked.
+        """Fill every destination with checked values.
 
-        Cancellation: waits until nobody writes to the destinations any more.
+        Cancellation: waits until no thread writes to the destinations.
 
         Raises:
             CorruptCheckpointError: names leaf, file and offset.
             StoreError: reading failed.
         """
-        self._arrived([number for number, left in enumerate(self._left) if left == 0])
+        if 0 in self._left:
+            self._arrived([number for number, left in enumerate(self._left) if left == 0])
         if len(self._plan.inline):
             await self._compute.run(self._decode.without_extent)
             self._count(self._plan.inline.column(1))
@@ -91,14 +102,14 @@ class Fetch:
                 task.add_done_callback(partial(self._free, stream, slots, units))
 
     def _reads(self) -> Iterable[Read]:
-        """What is read, in the order of the calls."""
+        """Return what is read, in the order of the calls."""
         gap_nbytes = self._capabilities.read_gap_nbytes
         if self._capabilities.read_copies:
             return far(self._plan.batches, self._begins, gap_nbytes, self._streams.ceiling)
         return near(self._plan.batches, self._begins, gap_nbytes)
 
     def _begins(self, batch: ReadBatch) -> bool:
-        """Whether a run of batches may begin with this one."""
+        """Return whether a run of batches may begin with this one."""
         if is_direct(batch):
             return True
         if not self._capabilities.read_copies or batch.nbytes > self._pool.slot_nbytes:
@@ -109,32 +120,36 @@ class Fetch:
         self, stream: Permit, slots: list[Slot], units: int, task: asyncio.Task[None]
     ) -> None:
         stream.release()
-        self._pool.give(slots, None if task.cancelled() else task.exception())
+        self._pool.release(slots, None if task.cancelled() else task.exception())
         if units:
             self._pool.budget.release(units)
 
     async def _lease(self, read: Read) -> tuple[list[Slot], int]:
-        batches = read.batches
-        slot_nbytes, budget = self._pool.slot_nbytes, self._pool.budget
-        nbytes = span(batches)
+        """Acquire the slots of a read, and units of the budget for copies that its client makes.
+
+        Compressed chunks also count the memory of their decoded elements. Whatever is asked for is
+        cut to the capacity: a read that needs more than the budget goes alone.
+        """
+        slot_nbytes, capacity = self._pool.slot_nbytes, self._pool.budget.capacity
+        nbytes = span(read.batches)
         copied = min(nbytes, READ_AHEAD_NBYTES) * self._capabilities.read_copies
-        copies = min(-(-copied // slot_nbytes), budget.capacity)
+        copies = min(-(-copied // slot_nbytes), capacity)
         if read.together:
             if copies:
-                aside = sum(b.nbytes for b in batches if not is_direct(b))
-                copies = min(copies - (-aside // slot_nbytes), budget.capacity)
+                aside = sum(b.nbytes for b in read.batches if not is_direct(b))
+                copies = min(copies - (-aside // slot_nbytes), capacity)
                 await self._pool.acquire(copies)
             return [], copies
-        (batch,) = batches
+        (batch,) = read.batches
         encoded = self._decode.encoded_parts(batch)
         largest = max((self._decode.payload_nbytes(p) for p in encoded), default=0)
         count = 1 if not encoded else max(1, -(-batch.nbytes // slot_nbytes))
-        capacity = budget.capacity
         units = -(-largest // slot_nbytes) + copies
         units = min(units, capacity - min(count, capacity))
         return await self._pool.take(count, grow=False, extra=units), units
 
     async def _read(self, read: Read, slots: list[Slot], units: int, stream: Permit) -> None:
+        """Read one run, check it, and copy what is not in its destination yet."""
         batches = read.batches
         path = self._opened.stored_files[batches[0].file].path
         copies = self._capabilities.read_copies
@@ -142,46 +157,30 @@ class Fetch:
         try:
             if read.together:
                 await self._direct(batches, path, ahead, stream)
+            elif batches[0].nbytes <= self._pool.slot_nbytes:
+                await self._small(batches[0], path, slots[0], stream)
+            elif self._decode.encoded_parts(batches[0]):
+                await self._large_encoded(batches[0], path, slots, ahead)
             else:
-                (batch,) = batches
-                await self._through_slots(batch, path, slots, ahead, stream)
+                await self._large(batches[0], path, slots[0])
         except CheckpointNotFoundError as error:
             raise missing(self._opened.location, path) from error
         except CorruptCheckpointError as error:
             if error.path is None:
-                # The store knows the file only, not whose bytes stand there.
+                # The store knows only the file, not whose bytes are there.
                 at = error.offset or batches[0].offset
                 nearest = next((b for b in batches if b.offset + b.nbytes > at), batches[-1])
                 leaf = self._destinations[nearest.parts[0].request].path
                 error.path = leaf
                 error.add_note(f"while reading leaf {leaf}")
             raise
-        nbytes = sum(b.nbytes for b in batches)
-        self.read_nbytes += nbytes
-        self._progress(nbytes)
-        for done in batches:
-            self._count(done.parts.column(1))
-
-    async def _through_slots(
-        self,
-        batch: ReadBatch,
-        path: str,
-        slots: list[Slot],
-        ahead_nbytes: int | None,
-        stream: Permit,
-    ) -> None:
-        if batch.nbytes <= self._pool.slot_nbytes:
-            data = slots[0].buffer[: batch.nbytes]
-            await self._opened.files.read_into(
-                path, batch.offset, [data], direct=True, received=stream.release
-            )
-            await self._compute.run(self._decode.small, batch, data)
-        elif self._decode.encoded_parts(batch):
-            await self._large_encoded(batch, path, slots, ahead_nbytes)
-        else:
-            await self._large(batch, path, slots[0])
+        for batch in batches:
+            self.read_nbytes += batch.nbytes
+            self._progress(batch.nbytes)
+            self._count(batch.parts.column(1))
 
     def _count(self, requests: Sequence[int]) -> None:
+        """Note that one more chunk has arrived for each of these destinations."""
         left = self._left
         ended: list[int] = []
         for request in requests:
@@ -194,19 +193,19 @@ class Fetch:
     async def _direct(
         self, batches: Sequence[ReadBatch], path: str, ahead_nbytes: int | None, stream: Permit
     ) -> None:
+        # Two buffers for each batch, which together reach to the next one: its payload, and what
+        # follows it (trailer, padding, gap). Small chunks between direct ones are read aside.
         buffers: list[Bytes] = []
-        ends = [b.offset for b in batches[1:]] + [batches[-1].offset + batches[-1].nbytes]
-        for batch, end in zip(batches, ends, strict=True):
-            part = batch.parts[0]
-            if not is_direct(batch):
-                buffers.append(np.empty(batch.nbytes, np.uint8))
-                buffers.append(np.empty(end - batch.offset - batch.nbytes, np.uint8))
-                continue
-            flat = self._destinations[part.request].flat
-            assert flat is not None
-            buffers.append(flat[part.direct : part.direct + part.nbytes])
-            # Padding, trailer, and what lies before the next chunk of the run.
-            buffers.append(np.empty(end - batch.offset - part.nbytes, np.uint8))
+        for batch, following in zip(batches, [*batches[1:], None], strict=True):
+            end = batch.offset + batch.nbytes if following is None else following.offset
+            if is_direct(batch):
+                part = batch.parts[0]
+                flat = self._destinations[part.request].flat
+                assert flat is not None
+                data = flat[part.direct : part.direct + part.nbytes]
+            else:
+                data = np.empty(batch.nbytes, np.uint8)
+            buffers += (data, np.empty(end - batch.offset - data.nbytes, np.uint8))
         await self._opened.files.read_into(
             path,
             batches[0].offset,
@@ -216,6 +215,13 @@ class Fetch:
             ahead_nbytes=ahead_nbytes,
         )
         await self._compute.run(self._decode.direct, batches, buffers)
+
+    async def _small(self, batch: ReadBatch, path: str, slot: Slot, stream: Permit) -> None:
+        data = slot.buffer[: batch.nbytes]
+        await self._opened.files.read_into(
+            path, batch.offset, [data], direct=True, received=stream.release
+        )
+        await self._compute.run(self._decode.small, batch, data)
 
     async def _large(self, batch: ReadBatch, path: str, slot: Slot) -> None:
         # Pieces are whole elements: the slot's size is a multiple of every element size.

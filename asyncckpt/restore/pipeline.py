@@ -1,36 +1,40 @@
-"""Fetch, decode and place of one restore, overlapping."""
+"""The restore pipeline: fetch, decode and place of one restore, overlapping."""
 
 # Rule 1: values are handed over only after every checksum has passed.
+# Rule 2: the loop only starts and counts reads; what costs time per leaf runs in worker threads.
+# Rule 3: a leaf is placed once all its destinations have arrived; `_waiting` counts them down.
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
+from typing import Any
 
-import numpy as np
-
-from asyncckpt.checkpointer.match import Assignment, Matching
-from asyncckpt.checkpointer.memory import Memories
-from asyncckpt.checkpointer.overlaps import check_overlaps
-from asyncckpt.checkpointer.runtime import Runtime, reads_in_flight
-from asyncckpt.checkpointer.values import Leaves
-from asyncckpt.errors import AsyncCheckpointError, MismatchError
-from asyncckpt.options import ALIGNED_CHUNK_NBYTES, RestoreOptions
-from asyncckpt.planning.restore import Request, WholeArrays, plan_restore
+from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, extents_of, refuse_implied
+from asyncckpt.errors import AsyncCheckpointError
+from asyncckpt.flow.shield import leading_error
+from asyncckpt.options import ALIGNED_CHUNK_NBYTES
+from asyncckpt.planning.restore import RestorePlan, plan_restore
 from asyncckpt.reports import Progress, nbytes_text
-from asyncckpt.stages.decode import Destination, ReadTables
-from asyncckpt.stages.fetch import Fetch
-from asyncckpt.stages.opened import Extents, OpenCheckpoint, extents_of, refuse_implied
+from asyncckpt.restore.buffers import Buffers, Memory, allocate, check_overlaps, tied_key
+from asyncckpt.restore.fetch import Fetch
+from asyncckpt.restore.match import LeafRestore, Matching
+from asyncckpt.restore.place import Placement
+from asyncckpt.restore.request import RestoreRequest
+from asyncckpt.runtime import Runtime, reads_in_flight
 
 PLACE_LEAVES = 512
-"""Leaves finished by one call of a worker."""
+"""Leaves placed by one call of a worker."""
 
 
-class Filling:
-    """One restore on its way: from matched leaves to finished ones.
+class RestorePipeline:
+    """One restore, from matched leaves to finished ones.
 
     Attributes:
+        results: per leaf what was restored.
+        nbytes: bytes of the restored arrays.
+        read_nbytes: bytes read from the store.
         unverified: paths whose bytes had no checksum.
         notes: what a person should know.
     """
@@ -40,103 +44,108 @@ class Filling:
         runtime: Runtime,
         opened: OpenCheckpoint,
         matching: Matching,
-        leaves: Leaves,
-        *,
-        into: bool,
-        strict: bool,
-        options: RestoreOptions,
-        progress: Callable[[Progress], None] | None,
+        request: RestoreRequest,
     ) -> None:
         self._runtime = runtime
-        self._compute = runtime.engine.compute
         self._opened = opened
-        self._leaves = leaves
-        self._into = into
-        self._strict = strict
-        self._options = options
-        self._report = progress
-        self._all = [*matching.assignments, *matching.additions]
-        self._memories = Memories(opened)
-        self._ready: list[Assignment] = []
-        self._late: list[Assignment] = []
+        self._leaves = matching.leaves
+        self._arrays = matching.leaves[: matching.array_count]
+        self._request = request
+        self._into = request.mode == "into"
+        self._atomic = self._into and request.options.atomic
+        self._placement = Placement(opened, request)
+        self._parts: list[Sequence[Memory]] = []  # of each array
+        self._ready: list[int] = []
         self._arrived = asyncio.Event()
+        self._tied: dict[Hashable, Any] = {}
         self._done_nbytes = 0
-        self._total_nbytes = 0
         self._started = False
+        self.results: list[Any] = [None] * len(matching.leaves)
+        self.nbytes = 0
+        self.read_nbytes = 0
         self.unverified: list[str] = []
         self.notes: list[str] = []
 
-    async def run(self) -> int:
-        """All assignments have their results; returns the bytes read.
+    async def run(self) -> None:
+        """Restore every leaf.
+
+        Cancellation: waits until no thread writes to the targets; their contents are undefined.
 
         Raises:
-            MismatchError: `strict`, and an immutable leaf of the target differs.
             CorruptCheckpointError: names leaf, file and offset.
         """
-        writes = self._leaves.writes
-        arrays = [a for a in self._all if a.spec is not None]
-        scalars = [a for a in self._all if a.spec is None]
-        self._set_scalars(a for a in scalars if not writes(a))
-        read_nbytes = await self._read(arrays) if arrays else 0
-        late = self._late
-        if late:
-            await self._compute.run(self._set, [a for a in late if not writes(a)])
-        if self._leaves.changed and self._strict:
-            raise changed_error(self._opened.location, self._leaves.changed)
-        if late:
-            await self._compute.run(self._set, [a for a in late if writes(a)])
-        self._set_scalars(a for a in scalars if writes(a))
-        return read_nbytes
+        compute = self._runtime.engine.compute
+        try:
+            if self._arrays:
+                await self._read()
+            await compute.run(self._place_late)
+        except BaseExceptionGroup as group:
+            raise self._explained(leading_error(group)) from None
+        except AsyncCheckpointError as error:
+            raise self._explained(error) from None
 
-    async def _read(self, arrays: Sequence[Assignment]) -> int:
-        opened, pool = self._opened, self._runtime.pool
-        wanted = None if opened.record else [n for a in arrays for n in a.arrays]
+    async def _read(self) -> None:
+        opened, runtime = self._opened, self._runtime
+        compute = runtime.engine.compute
+        wanted = None
+        if opened.record is None:
+            wanted = [a for leaf in self._arrays for a in _arrays_of(leaf)]
         extents = await extents_of(opened, wanted)
-        self._look_at(extents, arrays)
-        await self._compute.run(self._allocate, arrays)
-        plan = await self._compute.run(
-            plan_restore,
-            opened.stored(),
-            _requests(self._memories.destinations),
-            row_file=extents.file,
-            row_offset=extents.offset,
-            row_nbytes=extents.nbytes,
-            slot_nbytes=pool.slot_nbytes,
-            gap_nbytes=opened.files.capabilities.read_gap_nbytes,
-            aligned_chunk_nbytes=ALIGNED_CHUNK_NBYTES,
-        )
-        self._total_nbytes = plan.read_nbytes
-        fetch = Fetch(
-            ReadTables.of(opened, extents),
-            plan,
-            self._memories.destinations,
-            pool,
-            self._compute,
-            concurrency=partial(reads_in_flight, opened.files, self._options.concurrency),
-            own_memory=not self._into or self._options.atomic,
-            arrived=self._has_arrived,
-            progress=self._progress,
-        )
+        buffers, plan = await compute.run(self._prepare, extents)
         self._started = True
-        self._ready = [a for a in arrays if not a.waiting]
-        if self._ready:
-            self._arrived.set()
+        self._ready = buffers.idle
+        self._arrived.set()
+        fetch = Fetch(
+            opened,
+            extents,
+            plan,
+            buffers.destinations,
+            runtime.pool,
+            compute,
+            concurrency=partial(reads_in_flight, opened.files, self._request.options.concurrency),
+            own_memory=not self._into or self._atomic,
+            arrived=partial(self._count_down, buffers),
+            progress=partial(self._progress, plan.read_nbytes),
+        )
         async with asyncio.TaskGroup() as group:
-            placing = group.create_task(self._place_all(len(arrays)))
+            placing = group.create_task(self._place_arrived())
             await fetch.run()
             self._arrived.set()
             await placing
-        return fetch.read_nbytes
+        self.read_nbytes = fetch.read_nbytes
 
-    def failed(self, error: BaseException) -> BaseException:
-        """The error, saying which targets were written."""
-        if (
-            isinstance(error, AsyncCheckpointError)
-            and self._into
-            and self._started
-            and not self._options.atomic
-        ):
-            written = [a.path for a in self._all if self._leaves.writes(a)]
+    def _count_down(self, buffers: Buffers, destinations: Sequence[int]) -> None:
+        """Note that some destinations hold their values."""
+        waiting, owners, sharers = buffers.waiting, buffers.owners, buffers.sharers
+        for number in destinations:
+            for owner in (owners[number], *sharers.get(number, ())):
+                waiting[owner] -= 1
+                if not waiting[owner]:
+                    self._ready.append(owner)
+        self._arrived.set()
+
+    async def _place_arrived(self) -> None:
+        done = 0
+        while done < len(self._arrays):
+            await self._arrived.wait()
+            self._arrived.clear()
+            while self._ready:
+                batch = self._ready[:PLACE_LEAVES]
+                del self._ready[: len(batch)]
+                await self._runtime.engine.compute.run(self._place, batch)
+                done += len(batch)
+
+    def _progress(self, total_nbytes: int, nbytes: int) -> None:
+        self._done_nbytes += nbytes
+        if self._request.progress is not None:
+            done = min(self._done_nbytes, total_nbytes)
+            self._request.progress(Progress("fetch", done, total_nbytes))
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """Return the error, which says which targets were written."""
+        in_place = self._into and not self._atomic
+        if isinstance(error, AsyncCheckpointError) and in_place and self._started:
+            written = self.written()
             error.written = tuple(written)
             error.add_note(
                 f"the contents of {len(written)} targets are undefined now (error.written lists "
@@ -144,26 +153,50 @@ class Filling:
             )
         return error
 
-    # -- plan
+    def written(self) -> list[str]:
+        """Return the paths of the targets whose own memory is written."""
+        return [leaf.path for leaf in self._leaves if self._placement.writes(leaf)]
 
-    def _allocate(self, arrays: Sequence[Assignment]) -> None:
-        self._memories.allocate(arrays, in_place=self._into and not self._options.atomic)
+    # -- in worker threads
+
+    def _prepare(self, extents: Extents) -> tuple[Buffers, RestorePlan]:
+        """Allocate memory and plan the reads; nothing of a target is written yet."""
+        opened, pool = self._opened, self._runtime.pool
+        arrays = self._arrays
+        if opened.record is None:
+            self._look_at_foreign(extents, arrays)
+        in_place = self._into and not self._atomic
+        framework = self._request.framework.name
+        buffers = allocate(opened, arrays, framework=framework, in_place=in_place)
         if self._into:
-            check_overlaps(self._all, self._opened.first_rows)
+            check_overlaps(self._leaves, opened.first_rows)
+        plan = plan_restore(
+            opened.stored(),
+            buffers.requests,
+            row_file=extents.file,
+            row_offset=extents.offset,
+            row_nbytes=extents.nbytes,
+            slot_nbytes=pool.slot_nbytes,
+            gap_nbytes=opened.files.capabilities.read_gap_nbytes,
+            aligned_chunk_nbytes=ALIGNED_CHUNK_NBYTES,
+        )
+        self._parts, self.nbytes = buffers.parts, buffers.nbytes
+        # What writes to no target and can fail is done before anything is read.
+        self._place_scalars(writing=False)
+        return buffers, plan
 
-    def _look_at(self, extents: Extents, arrays: Sequence[Assignment]) -> None:
-        """What a foreign checkpoint lacks is noted, and bounded."""
-        opened = self._opened
-        if opened.record is not None:
-            return
-        budget = self._runtime.budget.capacity * self._runtime.pool.slot_nbytes
-        own = [n for a in arrays if a.target is None for n in a.arrays]
+    def _look_at_foreign(self, extents: Extents, arrays: Sequence[LeafRestore]) -> None:
+        """Bound what a foreign checkpoint implies, and note what it lacks."""
+        opened, runtime = self._opened, self._runtime
+        self.notes.extend(opened.notes)
+        budget = runtime.budget.capacity * runtime.pool.slot_nbytes
+        own = [a for leaf in arrays if not _has_target(leaf) for a in _arrays_of(leaf)]
         refuse_implied(opened, extents, own)
         large = 0
-        for assignment in arrays:
-            storages = [opened.storage(array) for array in assignment.arrays]
-            if not all(storage.codec.crc32c for storage in storages):
-                self.unverified.append(assignment.path)
+        for leaf in arrays:
+            storages = [opened.storage(array) for array in _arrays_of(leaf)]
+            if not all(storage.codec.verifies for storage in storages):
+                self.unverified.append(leaf.path)
             large = max([large, *(s.chunk_nbytes for s in storages if s.codec.decode is not None)])
         if self.unverified:
             self.notes.append(
@@ -176,75 +209,56 @@ class Filling:
                 f"budget of {nbytes_text(budget)}"
             )
 
-    # -- fetch and place
-
-    def _has_arrived(self, numbers: Sequence[int]) -> None:
-        owners, sharers, ready = self._memories.owners, self._memories.sharers, self._ready
-        for number in numbers:
-            for assignment in (owners[number], *sharers.get(number, ())):
-                assignment.waiting -= 1
-                if not assignment.waiting:
-                    ready.append(assignment)
-        self._arrived.set()
-
-    async def _place_all(self, count: int) -> None:
-        done = 0
-        while done < count:
-            await self._arrived.wait()
-            self._arrived.clear()
-            while self._ready:
-                batch = self._ready[:PLACE_LEAVES]
-                del self._ready[: len(batch)]
-                await self._compute.run(self._finish, batch)
-                done += len(batch)
-
-    def _progress(self, nbytes: int) -> None:
-        self._done_nbytes += nbytes
-        if self._report is not None:
-            self._report(
-                Progress("fetch", min(self._done_nbytes, self._total_nbytes), self._total_nbytes)
-            )
-
-    # -- in worker threads
-
-    def _finish(self, batch: Sequence[Assignment]) -> None:
-        made: dict[int, object] = {}
-        for assignment in batch:
-            if self._into and self._options.atomic:
+    def _place(self, batch: Sequence[int]) -> None:
+        """Make the leaves of arrays that have arrived."""
+        arrays, parts = self._arrays, self._parts
+        for number in batch:
+            if self._atomic:
                 # What does not fit must be known before any target is touched.
-                self._leaves.convert(assignment)
-                self._late.append(assignment)
-                continue
-            shared = made.get(id(assignment.values)) if assignment.wanted is None else None
-            value = shared if shared is not None else self._leaves.value(assignment)
-            made[id(assignment.values)] = value
-            assignment.result = value
+                parts[number] = self._placement.converted(arrays[number], parts[number])
+            else:
+                self._place_array(number)
 
-    def _set(self, assignments: Sequence[Assignment]) -> None:
-        for assignment in assignments:
-            assignment.result = self._leaves.value(assignment)
+    def _place_array(self, number: int) -> None:
+        leaf, opened = self._arrays[number], self._opened
+        key: Hashable | None = None
+        if opened.arrays.tied:
+            # Leaves that share memory come back as one object, unless they differ in other facts.
+            shared = tied_key(opened, leaf, self._request.framework.name)
+            if shared is not None:
+                facts = opened.leaves.extra.get(leaf.saved)
+                key = (shared, opened.leaves.kind[leaf.saved], str(facts))
+        if key is not None and key in self._tied:
+            self.results[number] = self._tied[key]
+            return
+        value = self._placement.place(leaf, self._parts[number])
+        self.results[number], self._parts[number] = value, ()
+        if key is not None:
+            self._tied[key] = value
 
-    def _set_scalars(self, assignments: Iterable[Assignment]) -> None:
-        for assignment in assignments:
-            assignment.result = self._leaves.scalar(assignment)
+    def _place_late(self) -> None:
+        """Write the targets of an atomic restore, then those of scalars."""
+        if not self._arrays:
+            if self._into:
+                check_overlaps(self._leaves, self._opened.first_rows)
+            self._place_scalars(writing=False)
+        if self._atomic:
+            for writing in (False, True):
+                for number, leaf in enumerate(self._arrays):
+                    if self._placement.writes(leaf) == writing:
+                        self._place_array(number)
+        self._place_scalars(writing=True)
+
+    def _place_scalars(self, *, writing: bool) -> None:
+        for number in range(len(self._arrays), len(self._leaves)):
+            leaf = self._leaves[number]
+            if self._placement.writes(leaf) == writing:
+                self.results[number] = self._placement.place(leaf, ())
 
 
-def changed_error(location: str, changed: Sequence[str]) -> MismatchError:
-    """The error for immutable leaves of a target that differ from the checkpoint."""
-    shown = ", ".join(changed[:10]) + (", …" if len(changed) > 10 else "")
-    return MismatchError(
-        f"{shown}: the target's value differs from {location}'s and cannot be filled in place, "
-        "being immutable; use restore(like=...), or pass strict=False to have such leaves listed "
-        "in the report",
-        path=changed[0],
-        location=location,
-    )
+def _arrays_of(leaf: LeafRestore) -> list[int]:
+    return [piece.array for piece in leaf.pieces] or [leaf.array]
 
 
-def _requests(destinations: Sequence[Destination]) -> Sequence[Request] | WholeArrays:
-    if any(destination.box is not None for destination in destinations):
-        return [Request(d.array, d.box, d.flat is not None) for d in destinations]
-    return WholeArrays(
-        np.array([d.array for d in destinations], np.int64),
-        np.array([d.flat is not None for d in destinations], np.bool_),
-    )
+def _has_target(leaf: LeafRestore) -> bool:
+    return leaf.want is not None and leaf.want.target is not None

@@ -1,21 +1,132 @@
-"""Place: host memory that holds checked values becomes the leaves the caller asked for."""
+"""Place: host memory that holds checked values becomes the leaves that the caller asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from asyncckpt.adapters.python import scalar_from_array, scalar_kind
+from asyncckpt.checkpoint.casts import int_range
+from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import DtypeMismatchError
-from asyncckpt.spec import DTYPES
+from asyncckpt.ports import ArrayAdapter, ShardedAdapter
+from asyncckpt.restore.match import NO_FACTS, LeafRestore
+from asyncckpt.restore.request import RestoreRequest, enclosing, is_filled
+from asyncckpt.spec import DTYPES, numeric_class
+
+Memory = npt.NDArray[Any]
+
+
+class Placement:
+    """Makes the leaves of one restore. Called in worker threads, once per leaf.
+
+    Args:
+        opened: the checkpoint.
+        request: what the caller wants.
+    """
+
+    def __init__(self, opened: OpenCheckpoint, request: RestoreRequest) -> None:
+        self._opened = opened
+        self._request = request
+        self._into = request.mode == "into"
+
+    def writes(self, leaf: LeafRestore) -> bool:
+        """Return whether placing the leaf writes to memory of the caller."""
+        if not self._into or leaf.want is None or leaf.want.target is None:
+            return False
+        return is_filled(leaf.want.target) and leaf.want.target.boxes != ()
+
+    def converted(self, leaf: LeafRestore, parts: Sequence[Memory]) -> Sequence[Memory]:
+        """Return the values in the dtype of the leaf's target, if it has one.
+
+        Raises:
+            DtypeMismatchError: a value does not fit; names the path and one such value.
+        """
+        target = None if leaf.want is None else leaf.want.target
+        if target is None or leaf.spec is None or target.spec.dtype == leaf.spec.dtype:
+            return parts
+        return [
+            part
+            if part.dtype == DTYPES[target.spec.dtype]
+            else cast_values(leaf.path, part, target.spec.dtype)
+            for part in parts
+        ]
+
+    def place(self, leaf: LeafRestore, parts: Sequence[Memory]) -> Any:
+        """Return the leaf, which holds the values of `parts` from here on.
+
+        Args:
+            leaf: what is wanted.
+            parts: one array, or one for each box of the target; the value of a scalar of the
+                record is taken from `leaf`.
+        """
+        want = leaf.want
+        target = None if want is None else want.target
+        if want is None or target is None:
+            return self._without_target(leaf, parts)
+        adapter, boxes = want.adapter, target.boxes
+        assert adapter is not None
+        if leaf.spec is None:
+            parts = [leaf.scalar] * (1 if boxes is None else len(boxes))
+        if self._into and target.buffer is not None:
+            if parts[0] is not target.buffer:
+                cast_values(leaf.path, parts[0], target.spec.dtype, target.buffer)
+            return adapter.place(target, target.buffer)
+        if self._into and boxes == ():
+            return want.leaf  # no element of it is held here: there is nothing to fill
+        if self._into and target.buffers:
+            for part, buffer in zip(parts, target.buffers, strict=True):
+                if part is not buffer:
+                    cast_values(leaf.path, part, target.spec.dtype, buffer)
+            parts = target.buffers
+        else:
+            parts = self.converted(leaf, parts)
+        if boxes is None:
+            return adapter.place(target, parts[0])
+        assert isinstance(adapter, ShardedAdapter), f"{adapter.name} made a target with boxes"
+        return adapter.place_parts(target, parts)
+
+    def _without_target(self, leaf: LeafRestore, parts: Sequence[Memory]) -> Any:
+        if leaf.spec is None:
+            return leaf.scalar
+        (values,) = parts
+        extra = self._opened.leaves.extra.get(leaf.saved, NO_FACTS)
+        value = python_value(values, extra) if extra else None
+        if leaf.want is None:
+            if value is not None:
+                return value
+            adapter = self._adapter(leaf) if self._request.stateful else self._request.framework
+            return adapter.leaf(leaf.path, values, extra)
+        if isinstance(value, bytes):
+            return value
+        kind = scalar_kind(type(leaf.want.leaf))
+        assert kind is not None
+        return scalar_from_array(leaf.path, values, kind)
+
+    def _adapter(self, leaf: LeafRestore) -> ArrayAdapter:
+        """Return the adapter that makes a leaf below an object with a state dict.
+
+        What a state dict does not have yet comes as its object takes it, or else as it was saved: a
+        PyTorch optimizer wants tensors, a data loader the NumPy array that it gave.
+        """
+        request = self._request
+        root = enclosing(leaf.path, request.stateful)
+        expected = None if root is None else request.stateful[root].adapter
+        if expected is not None:
+            return expected
+        kind = self._opened.leaves.kind[leaf.saved]
+        return next((a for a in request.loaded if a.name == kind), request.framework)
 
 
 def cast_values(
     path: str, values: npt.NDArray[Any], dtype: str, out: npt.NDArray[Any] | None = None
 ) -> npt.NDArray[Any]:
-    """The values in another dtype (in `out`, if given); precision may go, range may not. Blocking.
+    """Return the values in another dtype (in `out`, if given). Blocking.
+
+    Precision may be lost, values out of range are errors.
 
     Raises:
         DtypeMismatchError: a value does not fit into the dtype; names the path and one such value.
@@ -45,21 +156,6 @@ def cast_values(
 _REAL = ("int", "float")
 
 
-def numeric_class(dtype: str) -> str:
-    """`bool`, `int`, `float` or `complex`, for names of dtypes and Python types; else the name."""
-    for prefix, kind in (
-        ("bool", "bool"),
-        ("uint", "int"),
-        ("int", "int"),
-        ("bfloat", "float"),
-        ("float", "float"),
-        ("complex", "complex"),
-    ):
-        if dtype.startswith(prefix):
-            return kind
-    return dtype
-
-
 def _out_of_range(values: npt.NDArray[Any], cast: npt.NDArray[Any], dtype: str) -> Any:
     source, wanted = numeric_class(values.dtype.name), numeric_class(dtype)
     if wanted == "bool" or source == "bool":
@@ -71,7 +167,7 @@ def _out_of_range(values: npt.NDArray[Any], cast: npt.NDArray[Any], dtype: str) 
         values = values.real
         source = "float"
     if wanted == "int":
-        low, high = _int_range(dtype)
+        low, high = int_range(dtype)
         if source == "int":
             # Compared as Python's unbounded ints: uint64 and int64 have no common NumPy dtype.
             if values.size and (int(values.min()) < low or int(values.max()) > high):
@@ -89,17 +185,10 @@ def _out_of_range(values: npt.NDArray[Any], cast: npt.NDArray[Any], dtype: str) 
     return wide_source[bad].reshape(-1)[0] if bad.any() else None
 
 
-def _int_range(dtype: str) -> tuple[int, int]:
-    bits = 4 if dtype == "int4" else DTYPES[dtype].itemsize * 8
-    return (
-        (0, (1 << bits) - 1) if dtype.startswith("u") else (-(1 << bits - 1), (1 << bits - 1) - 1)
-    )
-
-
 def python_value(values: npt.NDArray[Any], extra: Mapping[str, Any]) -> Any:
-    """What was saved as an array but is no array in Python, or None.
+    """Return what was saved as an array but is no array in Python, or None.
 
-    Long `bytes` are stored as arrays by us, and all numbers by other libraries.
+    We store long `bytes` as arrays, and other libraries store all numbers so.
     """
     kind = extra.get("python")
     if kind == "bytes":
@@ -109,8 +198,3 @@ def python_value(values: npt.NDArray[Any], extra: Mapping[str, Any]) -> Any:
 
 
 _NUMBERS = {"bool": bool, "int": int, "float": float, "complex": complex}
-
-
-def same_bits(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
-    """Whether two arrays of one shape and dtype hold the same bits, NaNs included."""
-    return a.tobytes() == b.tobytes()

@@ -1,4 +1,4 @@
-"""Which ranges of a data file one call reads."""
+"""Ranges of data files that are read by one call each."""
 
 # Rule: every batch is in exactly one read, and a read that is not `together` has exactly one.
 
@@ -13,28 +13,28 @@ SPAN_NBYTES = 64 << 20
 """Runs are no longer than this before they are cut."""
 
 ASIDE_NBYTES = 1 << 20
-"""Small chunks that are read along with those around them, by one call; in memory of their own."""
+"""Small chunks between large ones are read along up to this size, in memory of their own."""
 
 RUN_NBYTES = 16 << 20
-"""Neighbouring chunks that go straight into targets are read by one call of about this size: a hop
-between threads costs as much as reading a megabyte, a request as much as reading three."""
+"""Neighbouring chunks that go straight into destinations are read by one call of about this size: a
+hop between threads costs as much as reading a megabyte, a request as much as reading three."""
 
 RUN_MIN_NBYTES = 8 << 20
-"""Towards the end of what is read far away, calls are this small instead: a stream then carries
-two thirds of what it could, and none is waited for alone."""
+"""Towards the end of a remote restore, calls are this small instead: a stream then carries two
+thirds of what it could, but none of them is still running when all others have ended."""
 
 SLACK = 8
-"""A call is longer than that by an eighth at most: a cut is made where a chunk ends, and nothing
-small is left behind."""
+"""Calls are longer than these sizes by an eighth at most: they end where a chunk ends, and no small
+remainder is left for a call of its own."""
 
 
 class Read(NamedTuple):
-    """What one call reads.
+    """One call that reads.
 
     Attributes:
         batches: neighbours in one file, by offset.
-        together: each goes straight into its target or into memory of its own, whatever stands
-            first; otherwise there is one batch, which goes through slots.
+        together: each batch goes straight into its destination or into memory of its own; otherwise
+            there is one batch, which goes through slots.
     """
 
     batches: Sequence[ReadBatch]
@@ -46,7 +46,7 @@ Begins = Callable[[ReadBatch], bool]
 
 
 def near(batches: Sequence[ReadBatch], begins: Begins, gap_nbytes: int) -> Iterator[Read]:
-    """Reads of a file system: in the order of the files."""
+    """Yield the reads of a file system, in the order of the files."""
     for run in _runs(batches, begins, gap_nbytes):
         yield from _evenly(run, RUN_NBYTES)
 
@@ -54,11 +54,11 @@ def near(batches: Sequence[ReadBatch], begins: Begins, gap_nbytes: int) -> Itera
 def far(
     batches: Sequence[ReadBatch], begins: Begins, gap_nbytes: int, streams: int
 ) -> Sequence[Read]:
-    """Reads of an object store, where the place in a file costs nothing: the longest first.
+    """Return the reads of an object store, where seeking costs nothing: the longest first.
 
-    A read is no longer than what each of `streams` would have to do if all that is left were
-    divided evenly. What is short stands at the end, where one long request would keep the caller
-    waiting for it alone (guided self-scheduling, Polychronopoulos and Kuck 1987).
+    A read is no longer than the share of each of `streams` in what remains to be read. The short
+    ones come last, when a long one would still be running after all others have ended (guided
+    self-scheduling, Polychronopoulos and Kuck 1987).
     """
     runs = list(_runs(batches, begins, gap_nbytes))
     left = sum(span(run.batches) for run in runs)
@@ -71,12 +71,12 @@ def far(
 
 
 def span(batches: Sequence[ReadBatch]) -> int:
-    """Bytes from the first one's begin to the last one's end."""
+    """Return the bytes from the first batch's begin to the last one's end."""
     return batches[-1].offset + batches[-1].nbytes - batches[0].offset
 
 
 def _runs(batches: Sequence[ReadBatch], begins: Begins, gap_nbytes: int) -> Iterator[Read]:
-    """Neighbours that need no slot, and the small ones between them; others by themselves."""
+    """Yield runs of neighbours that need no slot, with small ones between; others by themselves."""
     run: list[ReadBatch] = []
     aside = 0
     for batch in batches:
@@ -107,7 +107,7 @@ def _continues(run: Sequence[ReadBatch], batch: ReadBatch, gap_nbytes: int) -> b
 
 
 def _evenly(run: Read, nbytes: int) -> Iterator[Read]:
-    """A run cut into reads of about equal size, near `nbytes` but not above it by much."""
+    """Yield a run cut into reads of about equal size, near `nbytes` but not far above it."""
     most = nbytes + nbytes // SLACK
     ends = [batch.offset + batch.nbytes for batch in run.batches]
     first = 0
@@ -115,6 +115,7 @@ def _evenly(run: Read, nbytes: int) -> Iterator[Read]:
         start = run.batches[first].offset
         left = ends[-1] - start
         share = left / max(1, -(-left // most))
+        # The cut is where a chunk ends, as close to an even share of the run as it can be.
         last = first
         while last + 1 < len(ends):
             before, after = ends[last] - start, ends[last + 1] - start

@@ -1,9 +1,9 @@
-"""What a checkpoint does not keep of a state dict, taken from the one that the object has now.
+"""Parts of a state dict that a checkpoint does not keep, taken from the one the object has now.
 
-A checkpoint has plain containers: it says that there was a `Counter`, and makes none, nor does it
-keep attributes such as `_metadata` of torch's modules. `torch.distributed.checkpoint` also turns
-every key of a dict into text and leaves out containers that hold nothing. Loading into a state dict
-that is there, as torch does, gives all of this back; here the present one says what there was.
+A checkpoint has plain containers: it records that there was a `Counter`, but a dict comes back, and
+without attributes such as `_metadata` of torch's modules. `torch.distributed.checkpoint` also turns
+every key of a dict into text and drops containers that hold nothing. Torch loads into an existing
+state dict and so loses none of this; here the present state dict tells what there was.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
 def as_it_was(saved: Any, present: Any) -> Any:
-    """The saved state dict with keys of the types that the present one has.
+    """Return the saved state dict with keys of the types that the present one has.
 
-    Keys that the present dict lacks become integers where its own are, or where it has none and
-    all of the saved read like integers. Containers of the present one that hold nothing are kept;
-    those at its top level that hold something, of which nothing was saved, are emptied.
+    Keys that the present dict lacks become integers where its own are integers, or where it has no
+    keys and all saved ones read like integers. Empty containers of the present one are kept; those
+    at its top level that are not empty, but of which nothing was saved, come back empty.
     """
     restored = _retyped(saved, present)
     if isinstance(restored, dict) and isinstance(present, dict):
@@ -31,11 +31,11 @@ def as_it_was(saved: Any, present: Any) -> Any:
 
 
 def in_kind(saved: Any, present: Any) -> Any:
-    """The saved state dict in dicts and lists of the kinds that the present one has.
+    """Return the saved state dict in dicts and lists of the classes that the present one has.
 
-    With its kind a container keeps its attributes: the `_metadata` of a module's state dict tells
-    `load_state_dict` of which version the state is, so that it counts as of the present one.
-    Tuples stay as they are, and so does what has no counterpart. The present one is not changed.
+    With its class a container keeps its attributes: `_metadata` of a module's state dict tells
+    `load_state_dict` which version the state has, and so it is loaded as of the present version.
+    Tuples are not converted, nor is anything without a counterpart. The present one is not changed.
     """
     if isinstance(saved, dict) and isinstance(present, dict):
         values: Any = {key: in_kind(value, present.get(key)) for key, value in saved.items()}
@@ -48,7 +48,7 @@ def in_kind(saved: Any, present: Any) -> Any:
 
 
 def _remade(values: Any, present: Any) -> Any:
-    """A container like the present one with these values; the plain one if its class objects."""
+    """Return a copy of the present container with these values, a plain one if that fails."""
     try:
         made = copy.copy(present)
         made.clear()
@@ -56,9 +56,9 @@ def _remade(values: Any, present: Any) -> Any:
             made.extend(values)
             return made
         for name in present.keys() & getattr(made, "__dict__", {}).keys():
-            delattr(made, name)  # items that are attributes as well, with their present values
+            delattr(made, name)  # an item that is an attribute too would keep its present value
         for key, value in values.items():
-            made[key] = value  # not update(), which counts in a Counter
+            made[key] = value  # update() of a Counter would add
     except Exception:
         return values
     return made
@@ -79,7 +79,7 @@ def _retyped(saved: Any, present: Any) -> Any:
         others = [*present, *[None] * len(saved)]
         return [_retyped(value, other) for value, other in zip(saved, others, strict=False)]
     if isinstance(saved, dict) and isinstance(present, list):
-        # Where a list has empty containers in it, the others come by their index.
+        # A list with empty containers in it was saved as a dict of the others, by their index.
         rest = [value for index, value in enumerate(present) if index not in saved]
         if saved.keys() <= set(range(len(present))) and all(map(_is_empty, rest)):
             return [
@@ -90,7 +90,7 @@ def _retyped(saved: Any, present: Any) -> Any:
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether a container holds nothing, nor do those in it."""
+    """Return whether a container and all containers in it are empty."""
     if isinstance(value, dict):
         return all(map(_is_empty, value.values()))
     return isinstance(value, (list, tuple)) and all(map(_is_empty, value))

@@ -1,52 +1,52 @@
-"""Orbax's files beside a save: what Orbax needs to restore what we write, where it can."""
+"""Orbax's metadata files: what Orbax needs to restore a checkpoint of ours, where it can."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from asyncckpt.checkpointer.capture import Capture
 from asyncckpt.format.orbax import OrbaxLeaf, conflicts, encode_files
 from asyncckpt.format.record import SCALAR_KINDS
 from asyncckpt.planning.save import SavePlan
+from asyncckpt.save.snapshot import Snapshot
 from asyncckpt.tree import Structure
 
 _EMPTY = {"none": "None", "list": "List", "tuple": "Tuple", "namedtuple": "NamedTuple"}
 
 
 def orbax_files(
-    taken: Capture, plan: SavePlan, mirrors: Sequence[int]
+    snapshot: Snapshot, plan: SavePlan, mirrors: Sequence[int]
 ) -> tuple[Mapping[str, bytes] | None, tuple[str, ...]]:
-    """Orbax's files by their path in the database, or None and a note that says why not.
+    """Return Orbax's files by their path in the database, or None and a note that says why not.
 
     Args:
-        taken: the tree.
+        snapshot: the tree.
         plan: the arrays that store it.
-        mirrors: leaves whose scalars are stored as arrays too, behind those of `taken`.
+        mirrors: leaves whose scalars are stored as arrays too, after those of `snapshot`.
     """
     if plan.arrays.pieces:
         first, *others = plan.arrays.pieces
         more = f" (and {len(others)} more)" if others else ""
         return None, (
-            f"{taken.paths[taken.array_leaf[first]]}: this leaf{more} is stored in pieces, because "
-            "its shards lie on no common grid, and Orbax has no word for that; asyncckpt restores "
-            'it, export --orbax converts it, and layout="regular" avoids pieces',
+            f"{snapshot.paths[snapshot.array_leaf[first]]}: this leaf{more} is stored in pieces, "
+            "because its shards lie on no common grid, which Orbax cannot express; asyncckpt "
+            'restores it, export --orbax converts it, and layout="regular" avoids pieces',
         )
     names = plan.arrays.names
-    devices = key_devices(taken)
-    array_of = {leaf: number for number, leaf in enumerate([*taken.array_leaf, *mirrors])}
+    devices = key_devices(snapshot)
+    array_of = {leaf: number for number, leaf in enumerate([*snapshot.array_leaf, *mirrors])}
     leaves: list[OrbaxLeaf] = []
-    for path, child in _paths(taken.structure):
+    for path, child in _paths(snapshot.structure):
         if isinstance(child, str):
             leaves.append(OrbaxLeaf(path, child))  # type: ignore[arg-type]
             continue
-        kind = taken.kinds[child]
+        kind = snapshot.kinds[child]
         array = array_of.get(child)
         if kind == "str":
-            leaves.append(OrbaxLeaf(path, "string", text=taken.scalars[child]))
+            leaves.append(OrbaxLeaf(path, "string", text=snapshot.scalars[child]))
         elif array is None:
             return None, (
-                f"{taken.paths[child]}: Orbax cannot hold this {kind}, so it cannot restore this "
-                "checkpoint; asyncckpt can",
+                f"{snapshot.paths[child]}: Orbax cannot hold this {kind}, so it cannot restore "
+                "this checkpoint; asyncckpt can",
             )
         elif kind in SCALAR_KINDS:
             leaves.append(OrbaxLeaf(path, "scalar", names[array]))
@@ -59,7 +59,7 @@ def orbax_files(
                     shape=plan.arrays.of(array).spec.shape,
                     chunk_shape=plan.arrays.of(array).grid.chunk_shape,
                     device=devices[child],
-                    key_impl=taken.extra[child]["prng_impl"],
+                    key_impl=snapshot.extra[child]["prng_impl"],
                 )
             )
         else:
@@ -75,14 +75,12 @@ def orbax_files(
     return encode_files(leaves), ()
 
 
-def key_devices(taken: Capture) -> dict[int, str]:
-    """By leaf, a device that holds typed PRNG keys: Orbax restores such keys to it."""
-    if not taken.extra:
-        return {}
-    array_of = {leaf: number for number, leaf in enumerate(taken.array_leaf)}
+def key_devices(snapshot: Snapshot) -> dict[int, str]:
+    """Return by leaf a device that holds typed PRNG keys: Orbax restores such keys to it."""
+    array_of = {leaf: number for number, leaf in enumerate(snapshot.array_leaf)}
     return {
-        leaf: min(map(str, taken.sources[array_of[leaf]].leaf.devices()))
-        for leaf, facts in taken.extra.items()
+        leaf: min(map(str, snapshot.sources[array_of[leaf]].leaf.devices()))
+        for leaf, facts in snapshot.extra.items()
         if "prng_impl" in facts
     }
 
@@ -90,7 +88,7 @@ def key_devices(taken: Capture) -> dict[int, str]:
 def _paths(
     structure: Structure,
 ) -> list[tuple[tuple[tuple[str, bool], ...], int | str]]:
-    """Orbax's path of every leaf (its ordinal) and of every empty container (its kind)."""
+    """Return Orbax's path of every leaf (its ordinal) and of every empty container (its kind)."""
     found: list[tuple[tuple[tuple[str, bool], ...], int | str]] = []
     if not structure.nodes:
         return [((), 0)]

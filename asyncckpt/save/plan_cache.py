@@ -1,4 +1,4 @@
-"""Layout: everything about a save that depends on the tree's schema alone, made once and kept.
+"""Cached layouts: everything about a save that depends on the tree's schema alone.
 
 The next save of the same paths, shapes, dtypes and options finds its plan, sorted keys, templates
 and Orbax's files ready.
@@ -10,11 +10,10 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
-from asyncckpt.adapters.scalars import scalar_as_array
-from asyncckpt.checkpointer.capture import Capture
-from asyncckpt.checkpointer.orbax_files import key_devices, orbax_files
+from asyncckpt.adapters.python import scalar_as_array
 from asyncckpt.errors import UsageError
 from asyncckpt.format.record import Piece, StoredSpec
 from asyncckpt.options import (
@@ -25,9 +24,12 @@ from asyncckpt.options import (
     SaveOptions,
 )
 from asyncckpt.planning.save import LeafLayout, SavePlan, plan_save
-from asyncckpt.ports import ArrayAdapter, Sizes, Source
+from asyncckpt.ports import Sizes, Source, Store
+from asyncckpt.runtime import Runtime
+from asyncckpt.save.index import Catalog, make_catalog
+from asyncckpt.save.orbax_files import key_devices, orbax_files
+from asyncckpt.save.snapshot import Snapshot
 from asyncckpt.spec import ArraySpec
-from asyncckpt.stages.commit import Catalog, make_catalog
 from asyncckpt.tree import array_names, where
 
 PROCESS_COUNT = 1
@@ -36,10 +38,13 @@ PROCESS_COUNT = 1
 CACHED_LAYOUTS = 2
 """Layouts kept: a training loop saves one tree, sometimes a second one for evaluation."""
 
+PLANNING_LEAVES = 200
+"""Trees with more leaves than this are planned in a worker thread, not on the engine's loop."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """What one schema's saves share.
+    """What all saves of one schema share.
 
     Attributes:
         plan: places of all chunks; arrays of leaves first, then scalars as arrays for Orbax.
@@ -63,7 +68,7 @@ class Layout:
 
 
 class LayoutCache:
-    """The layouts of the latest schemas; used on one thread at a time.
+    """The layouts of the latest schemas; used on one engine's loop.
 
     Attributes:
         hits: searches that found one.
@@ -76,7 +81,7 @@ class LayoutCache:
         self.misses = 0
 
     def find(self, key: Sequence[object]) -> Layout | None:
-        """The layout made for an equal key, compared part by part, never by hash."""
+        """Return the layout made for an equal key, compared part by part, never by hash."""
         for number, (known, layout) in enumerate(self._entries):
             if known == key:
                 self._entries.insert(0, self._entries.pop(number))
@@ -86,29 +91,72 @@ class LayoutCache:
         return None
 
     def keep(self, key: Sequence[object], layout: Layout) -> None:
-        """The layout is found from now on, until others have pushed it out."""
+        """Keep the layout until others have pushed it out."""
         self._entries.insert(0, (key, layout))
         del self._entries[CACHED_LAYOUTS:]
 
 
+async def layout_of(
+    snapshot: Snapshot,
+    options: SaveOptions,
+    sizes: Sizes,
+    *,
+    runtime: Runtime,
+    store: Store,
+    cache: LayoutCache,
+) -> Layout:
+    """Return the layout of a snapshot, as made for an earlier one of the same schema.
+
+    Raises:
+        UsageError: as `make_layout`.
+    """
+    budget = runtime.budget_nbytes
+    if not store.capabilities.positional_writes:
+        budget //= 2  # the other half holds the files that compressed chunks are packed into
+    key = layout_key(snapshot, options, budget, sizes)
+    layout = cache.find(key)
+    if layout is None:
+        # A user's function may take its time, too.
+        if len(snapshot.paths) > PLANNING_LEAVES or options.leaf_options is not None:
+            run = runtime.engine.compute.run
+            layout = await run(make_layout, snapshot, options, budget, sizes)
+        else:
+            layout = make_layout(snapshot, options, budget, sizes)
+        cache.keep(key, layout)
+    return layout
+
+
+def sizes_for(runtime: Runtime, store: Store, nbytes: int, options: SaveOptions) -> Sizes:
+    """Return how a save of so many bytes goes to this store."""
+    size, streams = options.target_data_file_nbytes, options.concurrency
+    return store.sizes(
+        nbytes,
+        budget_nbytes=runtime.budget_nbytes,
+        chunk_nbytes=options.chunk_nbytes,
+        data_file_nbytes=None if size == "auto" else size,
+        concurrency=None if streams == "auto" else streams,
+    )
+
+
 def layout_key(
-    taken: Capture, options: SaveOptions, budget_nbytes: int, sizes: Sizes
+    snapshot: Snapshot, options: SaveOptions, budget_nbytes: int, sizes: Sizes
 ) -> list[object]:
-    """Everything a layout depends on; equal keys give equal layouts."""
-    strings = [v for v, kind in zip(taken.values, taken.kinds, strict=True) if kind == "str"]
-    fits = [scalar_as_array_fits(value) for value in taken.scalars.values()]
+    """Return everything a layout depends on; equal keys give equal layouts."""
+    # Of scalars: the text that Orbax's files hold, or whether a dtype holds the number.
+    scalars = [
+        value if isinstance(value, str) else scalar_as_array_fits(value)
+        for value in snapshot.scalars.values()
+    ]
     return [
-        taken.paths,
-        taken.kinds,
-        [source.spec for source in taken.sources],
-        # Boxes and the processes that hold them.
-        [source.shards for source in taken.sources],
-        taken.tied,
-        taken.extra,
-        taken.structure,
-        strings,
-        fits,
-        key_devices(taken),
+        snapshot.paths,
+        snapshot.kinds,
+        # Boxes and the processes that hold them are part of the shards.
+        [*map(attrgetter("spec", "shards"), snapshot.sources)],
+        snapshot.tied,
+        snapshot.extra,
+        snapshot.structure,
+        scalars,
+        key_devices(snapshot) if snapshot.extra else {},
         PROCESS_COUNT,
         (
             options.chunk_nbytes,
@@ -126,16 +174,14 @@ def layout_key(
     ]
 
 
-def mirror_sources(
-    taken: Capture, mirrors: Sequence[int], adapter: ArrayAdapter
-) -> tuple[list[Source], list[ArrayAdapter]]:
-    """Scalars as sources, for staging beside the arrays."""
+def mirror_sources(snapshot: Snapshot, mirrors: Sequence[int]) -> list[Source]:
+    """Return scalars as sources, for staging with the arrays."""
     sources = []
     for leaf in mirrors:
-        values = scalar_as_array(taken.scalars[leaf])
+        values = scalar_as_array(snapshot.scalars[leaf])
         assert values is not None
-        sources.append(Source(_MIRROR_SPECS[taken.kinds[leaf]], values, values))
-    return sources, [adapter] * len(sources)
+        sources.append(Source(_MIRROR_SPECS[snapshot.kinds[leaf]], values, values))
+    return sources
 
 
 _MIRROR_SPECS = {
@@ -146,19 +192,21 @@ _MIRROR_SPECS = {
 }
 
 
-def make_layout(taken: Capture, options: SaveOptions, budget_nbytes: int, sizes: Sizes) -> Layout:
-    """The layout of a tree. Blocking.
+def make_layout(
+    snapshot: Snapshot, options: SaveOptions, budget_nbytes: int, sizes: Sizes
+) -> Layout:
+    """Plan the saves of one schema. Blocking.
 
     Raises:
         UsageError: `leaf_options` returned something that does not fit its leaf, or the shards of
             a leaf do not fit `layout`; names the path.
         …: `leaf_options` raised it; a note names the path.
     """
-    names = array_names(taken.structure.parts())
-    mirrors = tuple(leaf for leaf, value in taken.scalars.items() if scalar_as_array_fits(value))
-    leaves = _leaf_layouts(taken, names, options, budget_nbytes, sizes)
+    names = array_names(snapshot.structure.parts())
+    mirrors = tuple(leaf for leaf, value in snapshot.scalars.items() if scalar_as_array_fits(value))
+    leaves = _leaf_layouts(snapshot, names, options, budget_nbytes, sizes)
     leaves += [
-        LeafLayout(names[leaf], _MIRROR_SPECS[taken.kinds[leaf]], options.chunk_nbytes)
+        LeafLayout(names[leaf], _MIRROR_SPECS[snapshot.kinds[leaf]], options.chunk_nbytes)
         for leaf in mirrors
     ]
     try:
@@ -173,22 +221,24 @@ def make_layout(taken: Capture, options: SaveOptions, budget_nbytes: int, sizes:
             even_streams=sizes.even_streams,
         )
     except UsageError as error:
-        raise _with_path(error, names, taken.paths) from None
-    _check_packed(plan, taken, budget_nbytes)
+        raise _with_path(error, names, snapshot.paths) from None
+    _check_packed(plan, snapshot, budget_nbytes)
     arrays = plan.arrays
     specs: dict[StoredSpec, int] = {}
     spec_of = [
         specs.setdefault(StoredSpec(part.spec, part.grid.chunk_shape, part.zstd_level), len(specs))
         for part in arrays.parts
     ]
-    orbax, notes = orbax_files(taken, plan, mirrors)
+    orbax, notes = orbax_files(snapshot, plan, mirrors)
     return Layout(
         plan=plan,
         catalog=make_catalog(plan),
         specs=tuple(specs),
         spec_of=[spec_of[part] for part in arrays.part.tolist()],
         pieces={
-            taken.array_leaf[number]: tuple(Piece(arrays.of(array).offset, array) for array in own)
+            snapshot.array_leaf[number]: tuple(
+                Piece(arrays.of(array).offset, array) for array in own
+            )
             for number, own in arrays.pieces.items()
         },
         mirrors=mirrors,
@@ -197,13 +247,13 @@ def make_layout(taken: Capture, options: SaveOptions, budget_nbytes: int, sizes:
     )
 
 
-def _check_packed(plan: SavePlan, taken: Capture, budget_nbytes: int) -> None:
-    """What is compressed, and held whole, fits: the shards of a leaf may ask for larger chunks."""
+def _check_packed(plan: SavePlan, snapshot: Snapshot, budget_nbytes: int) -> None:
+    """Refuse shards that can only be cut into compressed chunks beyond the budget."""
     for array in plan.compressed:
         part = plan.arrays.of(array)
         nbytes = part.grid.chunk_size * part.spec.itemsize
         if nbytes > budget_nbytes:
-            path = taken.array_paths[int(plan.arrays.leaf[array])]
+            path = snapshot.paths[snapshot.array_leaf[int(plan.arrays.leaf[array])]]
             raise UsageError(
                 f"{path}: its shards can only be cut into chunks of {nbytes} bytes; what is "
                 f"compressed is held whole, and the budget has {budget_nbytes}: store it with "
@@ -215,37 +265,41 @@ def _check_packed(plan: SavePlan, taken: Capture, budget_nbytes: int) -> None:
 
 
 def _leaf_layouts(
-    taken: Capture,
+    snapshot: Snapshot,
     names: Sequence[str],
     options: SaveOptions,
     budget_nbytes: int,
     sizes: Sizes,
 ) -> list[LeafLayout]:
-    """How every array is to be stored."""
+    """Return how every array is to be stored."""
     level = options.compression_level if options.compression == "zstd" else None
     chunk_nbytes = _bounded(options.chunk_nbytes, level, budget_nbytes, sizes)
     leaves: list[LeafLayout] = []
-    for number, (leaf, source) in enumerate(zip(taken.array_leaf, taken.sources, strict=True)):
+    for number, (leaf, source) in enumerate(
+        zip(snapshot.array_leaf, snapshot.sources, strict=True)
+    ):
         name = names[leaf]
-        first = taken.tied.get(number)
+        first = snapshot.tied.get(number)
         if first is not None:
             # Whatever is asked for this path, the bytes are stored once.
             leaves.append(dataclasses.replace(leaves[first], name=name, tied_to=first))
             continue
-        own = options_of_leaf(options, taken.paths[leaf], source.spec)
+        own = options_of_leaf(options, snapshot.paths[leaf], source.spec)
         if own is None:
             leaves.append(
                 LeafLayout(name, source.spec, chunk_nbytes, zstd_level=level, shards=source.shards)
             )
         else:
             leaves.append(
-                _with_options(taken.paths[leaf], source, name, own, options, budget_nbytes, sizes)
+                _with_options(
+                    snapshot.paths[leaf], source, name, own, options, budget_nbytes, sizes
+                )
             )
     return leaves
 
 
 def options_of_leaf(options: SaveOptions, path: str, spec: ArraySpec) -> LeafOptions | None:
-    """What `leaf_options` says of a leaf.
+    """Ask `leaf_options` about a leaf.
 
     Raises:
         UsageError: it returned something else; names the path.
@@ -266,10 +320,10 @@ def options_of_leaf(options: SaveOptions, path: str, spec: ArraySpec) -> LeafOpt
 
 
 def stored_spec(path: str, source: Source, own: LeafOptions) -> ArraySpec:
-    """The array in the dtype that its options ask for.
+    """Return the array's spec in the dtype that its options ask for.
 
     Raises:
-        UsageError: it is cast, but its bytes stand for something else than numbers; names the path.
+        UsageError: it is cast, but its bytes are no numbers; names the path.
     """
     spec = source.spec
     if own.dtype is None or own.dtype == spec.dtype:
@@ -292,7 +346,7 @@ def stored_spec(path: str, source: Source, own: LeafOptions) -> ArraySpec:
 
 
 def _with_path(error: UsageError, names: Sequence[str], paths: Sequence[str]) -> UsageError:
-    """The planner's error about an array, naming the leaf as people know it."""
+    """Return the planner's error about an array, naming the leaf by its path."""
     if error.path not in names:
         return error
     path = paths[names.index(error.path)]
@@ -306,7 +360,7 @@ def _with_path(error: UsageError, names: Sequence[str], paths: Sequence[str]) ->
 
 
 def scalar_as_array_fits(value: Any) -> bool:
-    """Whether a dtype holds the scalar."""
+    """Return whether a dtype holds the scalar."""
     if type(value) is int:
         return -(1 << 63) <= value < 1 << 63
     return not isinstance(value, (str, bytes))

@@ -21,15 +21,14 @@ import zstandard
 
 from asyncckpt.flow.buffers import Slot, spans
 from asyncckpt.format.crc import combine, crc32c
+from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.planning.save import Window
 from asyncckpt.ports import Bytes
 
-TRAILER_NBYTES = 4
 
-
-@dataclass(slots=True, eq=False)
-class StoredChunks:
-    """Where every chunk row came to stand, and its checksum; filled as the save goes.
+@dataclass(frozen=True, slots=True, eq=False)
+class Extents:
+    """Place and checksum of every chunk row, filled in as the save goes.
 
     `nbytes` counts payload and trailer, `crc` covers the payload.
     """
@@ -49,9 +48,10 @@ class WindowChecksums:
         self.file_crcs = [0] * file_count
 
     def seal(self, window: Window, buffer: Bytes) -> None:
-        """The trailers of the window's finished chunks stand in `buffer`. Blocking.
+        """Write the trailers of the window's finished chunks into `buffer`. Blocking.
 
-        `buffer` holds the window's payloads, with zeros in between.
+        `buffer` holds the window's payloads, with zeros in between. A chunk may begin in one
+        window and end in a later one: windows have to come in plan order.
         """
         data = memoryview(buffer)
         file_crc = self.file_crcs[window.file]
@@ -68,23 +68,23 @@ class WindowChecksums:
             self._chunk = chunk
             if piece.last:
                 self._crcs[piece.row] = chunk
-                trailer = chunk.to_bytes(TRAILER_NBYTES, "little")
-                data[end : end + TRAILER_NBYTES] = trailer
+                trailer = chunk.to_bytes(CRC_NBYTES, "little")
+                data[end : end + CRC_NBYTES] = trailer
                 file_crc = crc32c(trailer, file_crc)
-                end += TRAILER_NBYTES
+                end += CRC_NBYTES
         if window.nbytes > end:
             file_crc = crc32c(data[end : window.nbytes], file_crc)
         self.file_crcs[window.file] = file_crc
 
 
 def trailed(payload: bytes) -> tuple[bytes, int]:
-    """The stored form of a small payload, and its checksum."""
+    """Return the stored form of a small payload, and its checksum."""
     crc = crc32c(payload)
-    return payload + crc.to_bytes(TRAILER_NBYTES, "little"), crc
+    return payload + crc.to_bytes(CRC_NBYTES, "little"), crc
 
 
 class _Contexts(threading.local):
-    """Compression contexts of one thread; they are costly to make and not to be shared."""
+    """Compression contexts of one thread; they are costly to make and cannot be shared."""
 
     def __init__(self) -> None:
         self.by_level: dict[int, zstandard.ZstdCompressor] = {}
@@ -117,7 +117,7 @@ class Compressor:
         nbytes: Sequence[int],
         levels: Sequence[int],
     ) -> list[Compressed]:
-        """The chunks that lie in these slots, compressed. Blocking."""
+        """Compress the chunks that lie in these slots. Blocking."""
         return [
             self._compress(spans(slots, start, length), length, level)
             for start, length, level in zip(starts, nbytes, levels, strict=True)
@@ -137,5 +137,5 @@ class Compressor:
         crc = 0
         for block in blocks:
             crc = crc32c(block, crc)
-        blocks.append(crc.to_bytes(TRAILER_NBYTES, "little"))
+        blocks.append(crc.to_bytes(CRC_NBYTES, "little"))
         return Compressed(blocks, sum(map(len, blocks)), crc)

@@ -1,30 +1,36 @@
-"""Capture: structure and scalars of a tree as they are at the call, and its arrays opened.
+"""Snapshot of a tree: structure and scalars as they are at the call, and its arrays opened.
 
-Runs in the caller's thread, before the first await of a save: what it returns does not change when
-the caller rebinds dict entries or counts on.
+Taken in the caller's thread, before the first await of a save: nothing in it changes when the
+caller rebinds dict entries or counts on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncckpt.adapters import AdapterSet
-from asyncckpt.adapters.scalars import bytes_as_array, unsupported
+from asyncckpt.adapters import AdapterSet, adapters_for_loaded_frameworks
+from asyncckpt.adapters.python import bytes_as_array, unsupported
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.format.record import MAX_RANK, encode_scalar
+from asyncckpt.options import INLINE_NBYTES, SaveOptions
 from asyncckpt.ports import ArrayAdapter, Source
+from asyncckpt.reports import Progress
 from asyncckpt.tree import Structure, flatten, where
 
 SCALAR_TYPES = (int, float, bool, complex, str, bytes)
 
 _SCALARS = frozenset(SCALAR_TYPES)
 
+NAMED_LEAVES = 20
+"""Unsupported leaves that one error describes; of further ones it gives the number."""
+
 
 @dataclass(slots=True, eq=False)
-class Capture:
-    """A tree taken apart.
+class Snapshot:
+    """A tree snapshot apart.
 
     Attributes:
         structure: its containers.
@@ -37,6 +43,7 @@ class Capture:
         array_leaf: leaf index of each array.
         tied: arrays that share all bytes with an earlier one, by array index.
         extra: facts kept beside the bytes, by leaf index.
+        nbytes: bytes of all arrays; tied ones count once.
     """
 
     structure: Structure
@@ -49,77 +56,138 @@ class Capture:
     array_leaf: list[int] = field(default_factory=list)
     tied: dict[int, int] = field(default_factory=dict)
     extra: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-
-    @property
-    def array_paths(self) -> list[str]:
-        """The path of every array."""
-        return [self.paths[leaf] for leaf in self.array_leaf]
+    nbytes: int = 0
 
 
-def capture(tree: Any, adapters: AdapterSet) -> Capture:
-    """The tree's structure and scalars, and its arrays opened for staging.
+@dataclass(frozen=True, slots=True, eq=False)
+class SaveRequest:
+    """What a caller wants saved, as taken in the caller's thread.
+
+    Attributes:
+        name: name of the checkpoint in its store.
+        step: its step, None for one-shot saves.
+        snapshot: the tree.
+        metadata: the user's JSON object.
+        metrics: the user's numbers.
+        overwrite: replace a checkpoint of this name.
+        options: how to save.
+        progress: called as the save goes.
+        stall_first: copying has priority, because the caller goes on when it is done.
+        begun: `perf_counter` at the call.
+    """
+
+    name: str
+    step: int | None
+    snapshot: Snapshot
+    metadata: Mapping[str, Any]
+    metrics: Mapping[str, float]
+    overwrite: bool
+    options: SaveOptions
+    progress: Callable[[Progress], None] | None
+    stall_first: bool
+    begun: float = field(default_factory=time.perf_counter)
+
+
+def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
+    """Copy the tree's structure and scalars, and open its arrays for staging.
 
     Args:
         tree: nested containers of leaves.
-        adapters: whose arrays they are; the first one is NumPy's.
+        adapters: one per framework, NumPy's first; None: those of the frameworks in use.
 
     Raises:
-        UnsupportedLeafError: names the path of a leaf that cannot be saved, and what can.
+        UnsupportedLeafError: names the path of every leaf that cannot be saved, and what can.
         UsageError: the tree holds itself or is too deep.
     """
+    adapters = adapters_for_loaded_frameworks() if adapters is None else adapters
     flat = flatten(tree, adapters.nodes)
-    result = Capture(flat.structure, flat.paths)
-    kinds, values = result.kinds, result.values
-    sources, owners, array_leaf = result.sources, result.adapters, result.array_leaf
-    resolve = adapters.resolve
+    snapshot = Snapshot(flat.structure, flat.paths)
     seen: dict[Any, int] = {}
+    refused: list[UnsupportedLeafError] = []
     for leaf, value in enumerate(flat.leaves):
-        kind = type(value)
         path = flat.paths[leaf]
-        if kind in _SCALARS:
-            data = bytes_as_array(value) if kind is bytes else None
-            if data is not None:
-                adapter = adapters.adapters[0]
-                source = adapter.source(path, data)
-                source.extra = {"python": "bytes"}
-            else:
-                try:
-                    name, encoded = encode_scalar(value)
-                except UnsupportedLeafError as error:
-                    raise UnsupportedLeafError(f"{where(path)}: {error}", path=path) from None
-                kinds.append(name)
-                values.append(encoded)
-                result.scalars[leaf] = value
+        try:
+            opened = _open(path, value, adapters)
+        except UnsupportedLeafError as error:
+            refused.append(error)
+            continue
+        if opened is None:
+            try:
+                kind, encoded = encode_scalar(value)
+            except UnsupportedLeafError as error:
+                refused.append(UnsupportedLeafError(f"{where(path)}: {error}", path=path))
                 continue
+            snapshot.kinds.append(kind)
+            snapshot.values.append(encoded)
+            snapshot.scalars[leaf] = value
+            continue
+        source, adapter = opened
+        number = len(snapshot.sources)
+        first = number if source.identity is None else seen.setdefault(source.identity, number)
+        if first != number:
+            snapshot.tied[number] = first
         else:
-            found = resolve(kind)
-            if found is None or isinstance(found, str):
-                raise unsupported(path, value)
-            adapter = found
-            source = adapter.source(path, value)
-        if len(source.spec.shape) > MAX_RANK:
-            raise _of_high_rank(path, source)
-        number = len(sources)
-        if source.identity is not None:
-            first = seen.setdefault(source.identity, number)
-            if first != number:
-                result.tied[number] = first
+            snapshot.nbytes += source.spec.nbytes
         if source.extra:
-            result.extra[leaf] = source.extra
-        sources.append(source)
-        owners.append(adapter)
-        array_leaf.append(leaf)
-        kinds.append(source.framework)
-        values.append(None)
-    return result
+            snapshot.extra[leaf] = source.extra
+        snapshot.sources.append(source)
+        snapshot.adapters.append(adapter)
+        snapshot.array_leaf.append(leaf)
+        snapshot.kinds.append(source.framework)
+        snapshot.values.append(None)
+    if refused:
+        raise _of_all(refused)
+    return snapshot
 
 
-def _of_high_rank(path: str, source: Source) -> UnsupportedLeafError:
-    rank = len(source.spec.shape)
-    return UnsupportedLeafError(
-        f"{where(path)}: this array has {rank} dimensions, a checkpoint's have at most {MAX_RANK}; "
-        "reshape it before saving",
-        path=path,
-        expected=MAX_RANK,
-        found=rank,
+def tree_nbytes(tree: Any) -> int:
+    """Return the bytes of the tree's arrays that go through staging buffers; tied ones once.
+
+    Raises:
+        UnsupportedLeafError: names the path of every leaf that cannot be saved.
+    """
+    snapshot = take_snapshot(tree)
+    return sum(
+        source.spec.nbytes
+        for number, source in enumerate(snapshot.sources)
+        if number not in snapshot.tied and source.spec.nbytes > INLINE_NBYTES
     )
+
+
+def _open(path: str, value: Any, adapters: AdapterSet) -> tuple[Source, ArrayAdapter] | None:
+    """Open a leaf for staging, with its adapter; return None for a scalar."""
+    kind = type(value)
+    if kind in _SCALARS:
+        data = bytes_as_array(value) if kind is bytes else None
+        if data is None:
+            return None
+        adapter = adapters.adapters[0]
+        source = adapter.source(path, data)
+        source.extra = {"python": "bytes"}
+        return source, adapter
+    found = adapters.resolve(kind)
+    if found is None or isinstance(found, str):
+        raise unsupported(path, value)
+    source = found.source(path, value)
+    rank = len(source.spec.shape)
+    if rank > MAX_RANK:
+        raise UnsupportedLeafError(
+            f"{where(path)}: this array has {rank} dimensions, a checkpoint's have at most "
+            f"{MAX_RANK}; reshape it before saving",
+            path=path,
+            expected=MAX_RANK,
+            found=rank,
+        )
+    return source, found
+
+
+def _of_all(refused: list[UnsupportedLeafError]) -> UnsupportedLeafError:
+    """Return one error that names every leaf; a user mends them all at once."""
+    first = refused[0]
+    if len(refused) == 1:
+        return first
+    shown = [str(error) for error in refused[:NAMED_LEAVES]]
+    if len(refused) > NAMED_LEAVES:
+        shown.append(f"and {len(refused) - NAMED_LEAVES} more")
+    text = f"{len(refused)} leaves cannot be saved:\n  " + "\n  ".join(shown)
+    return UnsupportedLeafError(text, path=first.path, expected=first.expected, found=first.found)

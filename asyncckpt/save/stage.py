@@ -1,12 +1,17 @@
 """Stage: device or caller's memory to host buffers that the save owns.
 
-When `Staging.everything` has returned, the caller may mutate, donate or free every leaf.
+When all windows and chunks are staged, or `hold_immutable` was successful, the caller may mutate,
+donate or free every leaf.
 """
 
-# Rule 1: windows leave in plan order. Rule 2: a window's slot is taken before its copy is
-#   scheduled, so that the budget bounds work as well as memory.
+# Rule 1: windows leave in plan order: checksums of files and of chunks that span windows are
+#   folded from left to right.
+# Rule 2: a window's slot is taken before its copy is scheduled, so that the budget bounds work as
+#   well as memory; a cancelled task that never ran has nothing to give back.
 # Rule 3: bytes of a window that belong to no payload are zeroed: slots are used again, and what
 #   another checkpoint held must not travel into this one.
+# Rule 4: a slot is in `held` from before its copy until it goes back. Whatever fails in between,
+#   in this stage or a later one, `release` returns exactly those that nobody else has returned.
 
 from __future__ import annotations
 
@@ -19,6 +24,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from asyncckpt.checkpoint.payload import ArrayReader, gather
 from asyncckpt.errors import AsyncCheckpointError, StagingError
 from asyncckpt.flow.arena import Arena
 from asyncckpt.flow.buffers import Slot, SlotPool, spans
@@ -27,7 +33,6 @@ from asyncckpt.options import MIB, PAGE_NBYTES
 from asyncckpt.planning.save import SavePlan, Window
 from asyncckpt.ports import ArrayAdapter, Bytes, Source
 from asyncckpt.spec import DTYPES, Box
-from asyncckpt.stages.payload import ArrayReader, gather
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -37,10 +42,10 @@ GROUP_NBYTES = 64 * MIB
 8 MiB 0.4 ms."""
 
 SMALL_GROUP_NBYTES = 16 * MIB
-"""The same where nobody waits for the copies: the first write begins after the first group."""
+"""The same where no caller waits for the copies: the first write begins after the first group."""
 
 IMMUTABLE_FRAMEWORKS = frozenset(("jax",))
-"""Whose arrays never change: a reference is as good as a copy, as long as nobody donates them."""
+"""Frameworks whose arrays never change: a reference is as good as a copy until one is donated."""
 
 GROUPED_NBYTES = 1 * MIB
 """Small chunks are compressed together up to this size: a chunk by itself hops between threads four
@@ -53,24 +58,24 @@ INLINE_ARRAYS = 1024
 """Small arrays copied by one call of a worker, about a millisecond of work."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class StagedWindow:
-    """A window whose payloads are in `slot`; checksums are not there yet."""
+    """A window whose payloads are in `slot`, without checksums."""
 
     window: Window
     slot: Slot
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class StagedChunks:
     """Whole chunks, to be compressed: a large one in consecutive slots, or small ones in one.
 
     Attributes:
         rows: of the chunks, in plan order.
-        starts: where each begins, in bytes from the begin of the first slot.
+        starts: where each begins, in bytes from the start of the first slot.
         nbytes: length of each.
         slots: where they are.
-        units: of the budget, held beside the slots for what the compressor makes.
+        units: of the budget, held along with the slots for what the compressor makes.
     """
 
     rows: Sequence[int]
@@ -81,7 +86,21 @@ class StagedChunks:
 
 
 class Staging:
-    """The stage stage of one save."""
+    """Copies the leaves of one save into slots.
+
+    Args:
+        plan: places of all chunks.
+        sources: the leaves.
+        adapters: the adapter of each leaf.
+        paths: the path of each leaf, for errors.
+        pool: slots of chunks that are compressed.
+        window_pool: slots of windows.
+        compute: threads that copy.
+        grow: allocate up to the whole budget, because the caller waits for the copies.
+
+    Attributes:
+        referenced_nbytes: bytes of leaves that are held instead of copied.
+    """
 
     def __init__(
         self,
@@ -111,7 +130,7 @@ class Staging:
         self._copy_units = 0
 
     async def inline(self) -> list[bytes]:
-        """The bytes of every array that stands in the B+tree, in the order of `plan.inline`.
+        """Copy every array that goes into the B+tree, in the order of `plan.inline`.
 
         Cancellation: waits for a copy that is running.
 
@@ -129,67 +148,58 @@ class Staging:
     async def windows(
         self, emit: Callable[[StagedWindow], None], flush: Callable[[], None]
     ) -> None:
-        """Every window is staged and was handed to `emit`, in plan order.
+        """Stage every window, and hand them to `emit` in plan order.
 
-        Copies run ahead of `emit`, as far as slots are there; `flush` is called before waiting for
-        a slot that only the consumer can free. Cancellation: waits for copies that are running;
-        slots not yet given back go back through `release`.
+        Calls `flush` before it waits for a slot that only the consumer can free.
+
+        Cancellation: waits for copies that are running; slots not yet given back go back through
+        `release`.
 
         Raises:
             StagingError: names the leaf.
         """
+        windows, pool = self._plan.windows, self._window_pool
+        # One thread, if it gets stuck, must not take the whole budget with it.
+        nbytes = GROUP_NBYTES if self._grow else SMALL_GROUP_NBYTES
+        most = max(1, min(nbytes // pool.slot_nbytes, pool.capacity // 4))
+        # Copies run ahead of `emit`, as far as there are slots, but end in any order.
         running: deque[tuple[list[StagedWindow], asyncio.Task[None]]] = deque()
-
-        async def emit_oldest() -> None:
-            part, task = running[0]
-            await asyncio.wait((task,))
-            running.popleft()
-            if not task.cancelled() and task.exception() is None:
-                for item in part:
-                    emit(item)
-
         async with asyncio.TaskGroup() as group:
-            windows = self._plan.windows
-            pool = self._window_pool
-            # One thread, if it gets stuck, must not take the whole budget with it.
-            nbytes = GROUP_NBYTES if self._grow else SMALL_GROUP_NBYTES
-            most = max(1, min(nbytes // pool.slot_nbytes, pool.capacity // 4))
-            if self._grow:
+            if self._grow and windows:
                 group.create_task(pool.prepare(len(windows)))
             done = 0
             while done < len(windows):
                 slots = pool.take_ready(min(most, len(windows) - done))
                 if not slots and running:
-                    await emit_oldest()
+                    # A running copy may free nothing, but its windows may be all that the
+                    # consumer lacks: waiting for a slot first could wait for ever.
+                    await _emit_oldest(running, emit)
                     continue
                 if not slots:
                     flush()
                     slots = await pool.take(1, grow=self._grow)
                 self.held.update(slots)
-                part = [
-                    StagedWindow(window, slot)
-                    for window, slot in zip(windows[done : done + len(slots)], slots, strict=True)
-                ]
+                part = [*map(StagedWindow, windows[done : done + len(slots)], slots)]
                 done += len(part)
                 copy = self.use(slots, self._copy_windows, part)
                 running.append((part, group.create_task(copy)))
                 if len(running) > self._compute.count:
-                    await emit_oldest()
+                    await _emit_oldest(running, emit)
             while running:
-                await emit_oldest()
+                await _emit_oldest(running, emit)
 
     async def chunks(self, emit: Callable[[StagedChunks], None]) -> None:
-        """Every chunk that will be compressed is staged and was handed to `emit`, in plan order.
+        """Stage every chunk that will be compressed, and hand them to `emit` in plan order.
 
-        What is handed over holds slots for its payloads and as many units again for what the
-        compressor makes, taken at once, so that compression never waits for memory. Cancellation,
-        errors: as `windows`.
+        Each group holds slots for its payloads and as many units again for what the compressor
+        makes, taken at once: compression never waits for memory while it holds some.
+        Cancellation, errors: as `windows`.
         """
         budget = self._pool.budget
         for rows, starts, nbytes in self._groups():
             count = max(1, -(-(starts[-1] + nbytes[-1]) // self._pool.slot_nbytes))
-            # Fewer where both together exceed what is not kept by somebody.
-            units = max(0, min(count, budget.capacity - budget.standing - count))
+            # Fewer where both together exceed the part of the budget that comes back.
+            units = max(0, min(count, budget.capacity - budget.kept - count))
             slots = await self._pool.take(count, grow=self._grow, extra=units)
             self.held.update(slots)
             self.held_units += units
@@ -198,7 +208,7 @@ class Staging:
             emit(chunks)
 
     def _groups(self) -> Iterator[tuple[list[int], list[int], list[int]]]:
-        """Rows of chunks that are compressed together, where they begin, and their lengths."""
+        """Yield rows of chunks that are compressed together, their starts, and their lengths."""
         plan = self._plan
         most = min(GROUPED_NBYTES, self._pool.slot_nbytes)
         rows: list[int] = []
@@ -222,11 +232,11 @@ class Staging:
             yield rows, starts, sizes
 
     async def hold_immutable(self) -> bool:
-        """Immutable leaves are held, all others were copied; False if those are too many.
+        """Hold immutable leaves and copy all others; return False if those are too many.
 
-        Afterwards the caller may mutate everything that can be mutated, and staging goes on from
-        what is held. The copies count in the budget until `forget`; where they would take more
-        than half of it, or leave too little for the largest of what is staged, nothing is done.
+        Afterwards the caller may mutate everything that can be mutated; staging goes on from what
+        is held. The copies count in the budget until `forget`. Where they would take more than
+        half of it, or leave too little for the largest of what is staged, nothing is done.
         """
         plan = self._plan
         leaf_of, inline = self._leaf_of, set(plan.inline)
@@ -247,14 +257,14 @@ class Staging:
         nbytes = sum(self._sources[leaf].spec.nbytes for leaf in mutable)
         units = -(-nbytes // self._pool.slot_nbytes)
         budget = self._pool.budget
-        # What compressed chunks are packed into is kept all the while, too.
+        # Slots that compressed chunks are packed into are kept for as long.
         packing = self._window_pool.units if plan.compressed else 0
-        room = budget.capacity - budget.standing - self.most_units - packing
+        room = budget.capacity - budget.kept - self.most_units - packing
         if units > max(0, min(budget.capacity // 2, room)):
             return False
         if units:
             await self._pool.acquire(units)
-            budget.stand(units)
+            budget.keep(units)
             self.held_units += units
             self._copy_units = units
             await self._compute.run(self._copy_mutable, mutable, nbytes)
@@ -265,7 +275,7 @@ class Staging:
 
     @property
     def most_units(self) -> int:
-        """Units of the budget that a window or chunk takes at once, the largest of them."""
+        """Units of the budget that the largest window or chunk takes at once."""
         plan = self._plan
         most = self._window_pool.units if plan.windows else 0
         if plan.compressed:
@@ -275,8 +285,9 @@ class Staging:
         return most
 
     def forget(self) -> None:
-        """No leaf is held any more: what the caller drops is freed at once."""
-        self._give_copies()
+        """Drop all references to leaves: what the caller drops is freed at once."""
+        if self._copy_units:
+            self._give_copies()
         self._readers.clear()
         for source in self._sources:
             source.leaf = source.view = source.stream = None
@@ -286,7 +297,7 @@ class Staging:
     async def use(
         self, slots: Sequence[Slot], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """The result of the call, made in a worker thread, that reads or writes these slots.
+        """Call a function that reads or writes these slots in a worker thread.
 
         Cancellation: waits for the thread; if it is abandoned, the slots are quarantined.
         """
@@ -297,11 +308,12 @@ class Staging:
             raise
 
     def release(self) -> None:
-        """Slots and units that nobody gave back go back; for the end of a failed save."""
+        """Give back all slots and units that are still held; for the end of a failed save."""
         for slot in self.held:
-            slot.pool.give([slot])
+            slot.pool.release([slot])
         self.held.clear()
-        self._give_copies()
+        if self._copy_units:
+            self._give_copies()
         if self.held_units:
             self._pool.budget.release(self.held_units)
             self.held_units = 0
@@ -310,24 +322,26 @@ class Staging:
     def give(
         self, slots: Sequence[Slot], units: int = 0, *, error: BaseException | None = None
     ) -> None:
-        """These slots and units are free again; `error` is how their last use ended."""
+        """Give back slots and units; `error` is how their last use ended."""
         self.held.difference_update(slots)
         for slot in slots:
-            slot.pool.give([slot], error)
+            slot.pool.release([slot], error)
         if units:
             self.held_units -= units
             self._pool.budget.release(units)
 
-    def _give_copies(self) -> None:
-        if self._copy_units:
-            self._pool.budget.stand(-self._copy_units)
-            self.give((), self._copy_units)
-            self._copy_units = 0
-
-    def discard(self, slot: Slot) -> None:
-        """The slot is not used again: a client may still be sending what is in it."""
+    def written(self, slot: Slot, error: BaseException | None, reusable: bool) -> None:
+        """Give back a slot that was written; discard it where a client may still be sending it."""
         self.held.discard(slot)
-        slot.pool.discard([slot])
+        if reusable:
+            slot.pool.release([slot], error)
+        else:
+            slot.pool.discard([slot])
+
+    def _give_copies(self) -> None:
+        self._pool.budget.keep(-self._copy_units)
+        self.give((), self._copy_units)
+        self._copy_units = 0
 
     # -- in worker threads
 
@@ -438,10 +452,24 @@ class Staging:
             return error
         return StagingError(
             f"{self._paths[leaf]}: copying {self._sources[leaf].spec} to host memory failed: "
-            f"{type(error).__name__}: {error}; the save was aborted, earlier ones are intact",
+            f"{type(error).__name__}: {error}; the save was aborted, earlier checkpoints are "
+            "intact",
             path=self._paths[leaf],
             stage="stage",
         )
+
+
+async def _emit_oldest(
+    running: deque[tuple[list[StagedWindow], asyncio.Task[None]]],
+    emit: Callable[[StagedWindow], None],
+) -> None:
+    """Wait for the copy that began first, and emit its windows unless it has failed."""
+    part, task = running[0]
+    await asyncio.wait((task,))
+    running.popleft()
+    if not task.cancelled() and task.exception() is None:
+        for item in part:
+            emit(item)
 
 
 def _copied(
@@ -451,7 +479,7 @@ def _copied(
     box: Box,
     view: npt.NDArray[Any] | None,
 ) -> npt.NDArray[Any]:
-    """A copy of the values of `box`, which `view` holds, if it is there."""
+    """Copy the values of `box`, out of `view` if there is one."""
     dtype = DTYPES[source.spec.dtype]
     copy = arena.take(box.size * dtype.itemsize).view(dtype).reshape(box.shape)
     if view is not None:

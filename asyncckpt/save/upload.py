@@ -1,4 +1,9 @@
-"""Upload: stored bytes to durable data files."""
+"""Upload: stored bytes to durable data files.
+
+Local disk takes windows at their places (`PositionalFiles`) and appended chunks
+(`ChunkAppender`). An object store takes one request per window (`SealedFiles`), so that compressed
+chunks, whose size is not planned, are packed into windows first (`ChunkPacker`).
+"""
 
 # Rule 1: a slot is free when the write of it has returned; the flush of its file needs no memory.
 # Rule 2: a file is sealed once, after its last write; a failed seal ends the attempt.
@@ -8,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -17,113 +23,144 @@ import numpy as np
 from asyncckpt.flow.buffers import Slot, SlotPool
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.crc import combine, crc32c
+from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import PAGE_NBYTES
 from asyncckpt.ports import Attempt, DataFile
-from asyncckpt.stages.serialize import TRAILER_NBYTES, Compressed
+from asyncckpt.save.commit import DATABASE
+from asyncckpt.save.serialize import Compressed
+
+Done = Callable[[Slot, BaseException | None, bool], None]
+"""Takes a slot whose write has ended, its error, and whether the slot may be used again."""
 
 
-def data_file_path(save_id: str, index: int) -> str:
-    """Path of a data file relative to the OCDBT database; no other attempt can make the same."""
-    return f"d/{save_id}-{index}"
-
-
-@dataclass(slots=True, eq=False)
-class Filled:
-    """A slot whose bytes are final: one window of a data file.
+@dataclass(frozen=True, slots=True, eq=False)
+class FileWindow:
+    """A window of a data file whose bytes are final.
 
     Attributes:
         file: number of the file.
         offset: where the window begins in it.
         nbytes: its length.
-        slot: where it is.
-        counted: bytes that are told as progress once it is written.
+        file_nbytes: length of the whole file.
+        slot: where the bytes are.
+        counted_nbytes: bytes reported as progress once it is written.
+        done: called once with the slot.
     """
 
     file: int
     offset: int
     nbytes: int
+    file_nbytes: int
     slot: Slot
-    counted: int = 0
+    counted_nbytes: int
+    done: Done
 
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    path: str
-    nbytes: int
-    left: int
+    left: int  # windows that are not written yet
     file: DataFile | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class WindowUpload:
-    """Writes windows of files, in any order, and seals each file after its last one.
+class DataFiles(ABC):
+    """Data files of one attempt, written window by window and sealed after the last window.
 
     Args:
         attempt: where the files go.
-        window_nbytes: size of a window, for stores that make one request of each; None where
-            writes go to places of a file, whole pages at a time.
-        written: called with `Filled.counted` of every window that is written.
-        renamed: called when a file has got another path than was announced.
+        save_id: identity of the attempt, part of every path.
+        window_nbytes: size of all windows of a file but the last.
+        written: called with the bytes of progress of every window that is written.
+
+    Attributes:
+        renames: files that a store has sent again under another name.
+        renamed: called after each.
     """
 
     def __init__(
-        self,
-        attempt: Attempt,
-        *,
-        window_nbytes: int | None,
-        written: Callable[[int], None],
-        renamed: Callable[[], None] = lambda: None,
+        self, attempt: Attempt, save_id: str, window_nbytes: int, written: Callable[[int], None]
     ) -> None:
-        self._attempt = attempt
-        self._window_nbytes = window_nbytes
+        self.attempt = attempt
+        self.window_nbytes = window_nbytes
+        self._save_id = save_id
         self._written = written
-        self._renamed = renamed
         self._files: dict[int, _Open] = {}
-
-    def announce(self, file: int, path: str, nbytes: int, windows: int) -> None:
-        """The file will have this path, length and number of windows."""
-        self._files[file] = _Open(path, nbytes, windows)
+        self.renames = 0
+        self.renamed: Callable[[], None] | None = None
 
     def path(self, file: int) -> str:
-        """Where the file is, once it is sealed."""
-        opened = self._files[file]
-        return opened.path if opened.file is None else opened.file.path
+        """Return where the file is, which is final once it is sealed."""
+        opened = self._files.get(file)
+        return self._path(file) if opened is None or opened.file is None else opened.file.path
 
-    async def write(
-        self, item: Filled, done: Callable[[Slot, BaseException | None, bool], None]
-    ) -> None:
-        """The window is in its file; the file is sealed with its last one.
+    async def write(self, window: FileWindow) -> None:
+        """Write a window; with the last one of its file, seal the file.
 
-        `done` was called with the slot, with the error if there was one, and with whether the
-        slot may be used again. Cancellation: waits for the write, as `DataFile.write` does.
+        Windows come in any order and several at a time. `window.done` was called on return.
+
+        Cancellation: waits for the write, as `DataFile.write` does.
         """
-        opened = self._files[item.file]
+        opened = self._files.get(window.file)
+        if opened is None:
+            opened = _Open(-(-window.file_nbytes // self.window_nbytes))
+            self._files[window.file] = opened
         try:
-            file = await self._open(opened)
-            if self._window_nbytes is None:
-                # Whole pages keep the write direct; `seal` cuts the file to its length.
-                padded = -(-item.nbytes // PAGE_NBYTES) * PAGE_NBYTES
-                reusable = await file.write(item.offset, item.slot.buffer[:padded])
-            else:
-                reusable = await file.write(item.offset, item.slot.body(item.nbytes))
+            # The first of several writers creates the file; the others wait for it.
+            async with opened.lock:
+                if opened.file is None:
+                    opened.file = await self.attempt.create(
+                        self._path(window.file),
+                        nbytes=window.file_nbytes,
+                        window_nbytes=self._request_nbytes,
+                    )
+            reusable = await self._put(opened.file, window)
         except BaseException as error:
-            done(item.slot, error, self._window_nbytes is None)
+            window.done(window.slot, error, self._reusable_after_error)
             raise
-        done(item.slot, None, reusable)
-        self._written(item.counted)
+        window.done(window.slot, None, reusable)
+        self._written(window.counted_nbytes)
         opened.left -= 1
         if opened.left == 0:
-            await file.seal(opened.nbytes)
-            if file.path != opened.path:
-                self._renamed()
+            await opened.file.seal(window.file_nbytes)
+            if opened.file.path != self._path(window.file):
+                self.renames += 1
+                if self.renamed is not None:
+                    self.renamed()
 
-    async def _open(self, opened: _Open) -> DataFile:
-        async with opened.lock:
-            if opened.file is None:
-                opened.file = await self._attempt.create(
-                    opened.path, nbytes=opened.nbytes, window_nbytes=self._window_nbytes
-                )
-        return opened.file
+    def _path(self, file: int) -> str:
+        return f"{DATABASE}/d/{self._save_id}-{file}"  # no other attempt can make the same
+
+    _reusable_after_error: bool
+    _request_nbytes: int | None = None  # windows that are requests of exactly this size
+
+    @abstractmethod
+    async def _put(self, file: DataFile, window: FileWindow) -> bool: ...
+
+
+class PositionalFiles(DataFiles):
+    """Files of a store that writes at any place: whole pages, which keeps the writes direct."""
+
+    _reusable_after_error = True
+
+    async def _put(self, file: DataFile, window: FileWindow) -> bool:
+        # `seal` cuts the file to its length.
+        padded = -(-window.nbytes // PAGE_NBYTES) * PAGE_NBYTES
+        return await file.write(window.offset, window.slot.buffer[:padded])
+
+
+class SealedFiles(DataFiles):
+    """Files of an object store: every window is one request, whose body is the slot itself."""
+
+    _reusable_after_error = False  # the client may still be sending it
+
+    def __init__(
+        self, attempt: Attempt, save_id: str, window_nbytes: int, written: Callable[[int], None]
+    ) -> None:
+        super().__init__(attempt, save_id, window_nbytes, written)
+        self._request_nbytes = window_nbytes
+
+    async def _put(self, file: DataFile, window: FileWindow) -> bool:
+        return await file.write(window.offset, window.slot.body(window.nbytes))
 
 
 class Placed(NamedTuple):
@@ -147,15 +184,13 @@ class ChunkAppender:
 
     def __init__(
         self,
-        attempt: Attempt,
-        path: Callable[[int], str],
+        files: DataFiles,
         first_file: int,
         target_nbytes: int,
         *,
         written: Callable[[int], None],
     ) -> None:
-        self._attempt = attempt
-        self._path = path
+        self._files = files
         self._first = first_file
         self._target = target_nbytes
         self._file: DataFile | None = None
@@ -164,7 +199,7 @@ class ChunkAppender:
         self.file_crcs: list[int] = []
 
     def place(self, nbytes: int) -> tuple[int, int]:
-        """File index and offset of the next chunk; final at once."""
+        """Return file number and offset of the next chunk; both are final."""
         if not self.file_nbytes or self.file_nbytes[-1] >= self._target:
             self.file_nbytes.append(0)
             self.file_crcs.append(0)
@@ -173,14 +208,14 @@ class ChunkAppender:
         return self._first + len(self.file_nbytes) - 1, offset
 
     async def write(self, placed: Sequence[Placed]) -> None:
-        """The chunks, which follow each other, are in their files."""
+        """Write chunks that follow each other, one write per file where they are several."""
         for file, run in _by_file(placed):
             offset = run[0].offset
             raw_nbytes = sum(chunk.raw_nbytes for chunk in run)
             if offset == 0:
                 await self.finish(file - 1)
-                self._file = await self._attempt.create(
-                    self._path(file), nbytes=min(self._target, raw_nbytes)
+                self._file = await self._files.attempt.create(
+                    self._files.path(file), nbytes=min(self._target, raw_nbytes)
                 )
             assert self._file is not None
             blocks = _blocks(run)
@@ -191,10 +226,10 @@ class ChunkAppender:
                 offset += len(block)
             index = file - self._first
             self.file_crcs[index] = _with_chunks(self.file_crcs[index], run)
-            self._written(raw_nbytes + len(run) * TRAILER_NBYTES)
+            self._written(raw_nbytes + len(run) * CRC_NBYTES)
 
     async def finish(self, file: int | None = None) -> None:
-        """The open file, if any, is sealed."""
+        """Seal the open file, if any."""
         if self._file is not None:
             index = len(self.file_nbytes) - 1 if file is None else file - self._first
             open_file, self._file = self._file, None
@@ -208,41 +243,35 @@ class ChunkPacker:
     file of its own, in several windows.
 
     Args:
-        path: path of a file by its number.
-        first_file: number of the first one.
+        first_file: number of the first file.
         target_nbytes: size at which a file ends.
         pool: where slots come from.
         compute: threads that copy.
-        emit: takes a slot that is full, after its file was announced.
-        announce: as `WindowUpload.announce`.
+        emit: takes a window that is full.
         written: called with the uncompressed bytes of every chunk.
     """
 
-    # The slots are taken before the first chunk is staged and kept until the last one is written:
-    # whoever needed one while chunks that wait for it hold the rest of the budget would wait
-    # for ever.
+    # Invariant: the slots are taken before the first chunk is staged and kept until the last one
+    # is written. Taken later, a slot would wait for budget that is held by staged chunks, which
+    # wait for that very slot.
 
     def __init__(
         self,
-        path: Callable[[int], str],
         first_file: int,
         target_nbytes: int,
         pool: SlotPool,
         compute: Workers,
         *,
-        emit: Callable[[Filled], None],
-        announce: Callable[[int, str, int, int], None],
+        emit: Callable[[FileWindow], None],
         written: Callable[[int], None],
     ) -> None:
-        self._path = path
         self._first = first_file
         self._target = min(target_nbytes, pool.slot_nbytes)
         self._pool = pool
         self._compute = compute
         self._emit = emit
-        self._announce = announce
         self._written = written
-        self._ready: asyncio.Queue[Slot | None] = asyncio.Queue()
+        self._ready: asyncio.Queue[Slot | None] = asyncio.Queue()  # None: to be replaced
         self._reserved: set[Slot] = set()
         self._kept = 0
         self._slot: Slot | None = None
@@ -251,12 +280,13 @@ class ChunkPacker:
         self.file_crcs: list[int] = []
 
     async def reserve(self, count: int, *, beside: int = 0) -> int:
-        """`count` slots are at hand, or as many as half of what is not kept makes.
+        """Take `count` slots, or as many as half of the budget that is not kept makes.
 
-        `beside` units of the budget stay free, unless a single slot needs them. Returns the units.
+        Leaves `beside` units of the budget free, unless a single slot needs them. Returns the
+        units taken.
         """
         budget = self._pool.budget
-        free = budget.capacity - budget.standing
+        free = budget.capacity - budget.kept
         count = max(1, min(count, min(free // 2, free - beside) // self._pool.units))
         self._reserved.update(await self._pool.take(count))
         self._keep(count)
@@ -265,32 +295,32 @@ class ChunkPacker:
         return count * self._pool.units
 
     def release(self) -> None:
-        """All slots have gone back, and the parts of the budget whose replacement nobody needed."""
+        """Return all slots, and the budget of discarded ones that were not replaced."""
         self._keep(-self._kept)
-        self._pool.give(self._reserved)
+        self._pool.release(self._reserved)
         self._reserved.clear()
         while not self._ready.empty():
             if self._ready.get_nowait() is None:
-                self._pool.forgo()
+                self._pool.cancel_replacement()
 
     def _keep(self, count: int) -> None:
         self._kept += count
-        self._pool.stand(count)
+        self._pool.keep(count)
 
     def done(self, slot: Slot, error: BaseException | None, reusable: bool) -> None:
-        """A slot that was emitted has been written."""
-        if error is None and reusable and slot.restore():
+        """Take back a slot that was emitted; discard it where it may not be used again."""
+        if error is None and reusable:
             self._ready.put_nowait(slot)
             return
         self._reserved.discard(slot)
         if error is None:
             self._ready.put_nowait(None)
         else:
-            self._keep(-1)  # what is discarded stands by itself
+            self._keep(-1)  # a discarded slot is counted by the pool
         self._pool.discard([slot], keep=error is None)
 
     def place(self, nbytes: int) -> tuple[int, int]:
-        """File index and offset of the next chunk; final at once."""
+        """Return file number and offset of the next chunk; both are final."""
         files = self.file_nbytes
         if not files or files[-1] + nbytes > self._target:
             files.append(0)
@@ -300,17 +330,14 @@ class ChunkPacker:
         return self._first + len(files) - 1, offset
 
     async def write(self, placed: Sequence[Placed]) -> None:
-        """The chunks, which follow each other, are in slots."""
+        """Copy chunks that follow each other into slots, and emit those that are full."""
         for file, run in _by_file(placed):
             index = file - self._first
             offset = run[0].offset
             if offset == 0:
                 await self.finish()
                 self._file = file
-            nbytes = sum(chunk.stored.nbytes for chunk in run)
             size = self._pool.slot_nbytes
-            if offset + nbytes > size:
-                self._announce(file, self._path(file), nbytes, -(-nbytes // size))
             parts = _blocks(run)
             while parts:
                 if self._slot is None:
@@ -319,10 +346,11 @@ class ChunkPacker:
                 parts, end = await self._compute.run(_fill, self._slot, start, parts)
                 offset += end - start
                 if end == size and self.file_nbytes[index] > size:
-                    self._emit(Filled(file, offset - end, end, self._slot))
+                    # A file of several slots holds a single chunk: its length is final.
+                    self._emit_slot(file, offset - end, end, self._slot)
                     self._slot = None
             self.file_crcs[index] = _with_chunks(self.file_crcs[index], run)
-            self._written(sum(chunk.raw_nbytes + TRAILER_NBYTES for chunk in run))
+            self._written(sum(chunk.raw_nbytes + CRC_NBYTES for chunk in run))
 
     async def _next(self) -> Slot:
         slot = await self._ready.get()
@@ -332,20 +360,23 @@ class ChunkPacker:
         return slot
 
     async def finish(self) -> None:
-        """What was packed is on its way."""
+        """Emit the slot that is not full yet, if any."""
         slot, self._slot = self._slot, None
         if slot is None:
             return
         nbytes = self.file_nbytes[self._file - self._first]
         size = self._pool.slot_nbytes
-        if nbytes <= size:
-            self._announce(self._file, self._path(self._file), nbytes, 1)
         start = (nbytes - 1) // size * size
-        self._emit(Filled(self._file, start, nbytes - start, slot))
+        self._emit_slot(self._file, start, nbytes - start, slot)
+
+    def _emit_slot(self, file: int, offset: int, nbytes: int, slot: Slot) -> None:
+        file_nbytes = self.file_nbytes[file - self._first]
+        # Its bytes were counted when the chunks were packed.
+        self._emit(FileWindow(file, offset, nbytes, file_nbytes, slot, 0, self.done))
 
 
 def _fill(slot: Slot, start: int, blocks: list[bytes]) -> tuple[list[bytes], int]:
-    """The blocks, or their beginning, are in the slot from `start` on; the rest, and the end."""
+    """Copy blocks into the slot from `start` on; return those that did not fit, and the end."""
     for number, block in enumerate(blocks):
         room = slot.buffer.size - start
         data = np.frombuffer(block, np.uint8)
@@ -366,8 +397,8 @@ def _blocks(run: Iterable[Placed]) -> list[bytes]:
 
 
 def _with_chunks(file_crc: int, run: Iterable[Placed]) -> int:
-    """The CRC of a file to which these chunks were appended."""
+    """Return the CRC of a file to which these chunks were appended."""
     for _, _, stored, _ in run:
-        file_crc = combine(file_crc, stored.crc, stored.nbytes - TRAILER_NBYTES)
+        file_crc = combine(file_crc, stored.crc, stored.nbytes - CRC_NBYTES)
         file_crc = crc32c(stored.blocks[-1], file_crc)
     return file_crc

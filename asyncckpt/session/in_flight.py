@@ -1,4 +1,4 @@
-"""The saves of one core that have not ended, and the failures that nobody has heard of."""
+"""The saves of one session that have not ended, and failures that no caller has seen."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Literal
 
-from asyncckpt.checkpointer.pending import PendingSave
-from asyncckpt.checkpointer.saves import SaveState
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.engine import Engine, Job
 from asyncckpt.options import SaveOptions
 from asyncckpt.reports import SaveReport
+from asyncckpt.save.save import SaveState
+from asyncckpt.session.pending import PendingSave
 
 logger = logging.getLogger("asyncckpt")
 
 
 class InFlight:
-    """Saves from their call until their end is known to somebody. Used from any thread."""
+    """Saves from their call until somebody has heard how they ended. Used from any thread."""
+
+    # A failure is raised exactly once, whatever happens between two instructions of whoever looks:
+    # a save that ends meanwhile is left to the next look, and `pop` gives each save to one caller.
 
     def __init__(self) -> None:
         # Reentrant: a signal handler may begin a save wherever its thread is.
@@ -28,32 +31,43 @@ class InFlight:
         self._saves: dict[PendingSave, Literal[True]] = {}  # in the order of their calls
 
     def add(self, pending: PendingSave) -> None:
-        """One more save is on its way."""
+        """Add a save that has begun."""
         with self._lock:
             self._saves[pending] = True
 
     def pending(self) -> list[PendingSave]:
-        """Saves that have not ended."""
-        return [pending for pending in self._all() if not pending.done()]
+        """Return the saves that have not ended."""
+        with self._lock:
+            saves = list(self._saves)
+        return [pending for pending in saves if not pending.done()]
 
     def unseen_error(self) -> BaseException | None:
-        """The first failure that nobody has heard of; it counts as heard from now on."""
+        """Return the first failure that no caller has seen; it counts as seen from now on.
+
+        A save that somebody waits for is left until that one has seen the failure, or has given
+        up waiting.
+        """
         first: BaseException | None = None
-        for pending in self._take_ended():
-            error = pending._unseen_error()
-            if error is not None:
-                if first is None:
-                    first = error
-                else:
-                    first.add_note(f"another save failed too: {error}")
+        with self._lock:
+            saves = list(self._saves)
+        for pending in saves:
+            if not pending.done() or pending._awaited():
+                continue
+            with self._lock:
+                taken = self._saves.pop(pending, False)
+            error = pending._unseen_error() if taken else None
+            if first is None:
+                first = error
+            elif error is not None:
+                first.add_note(f"another save failed too: {error}")
         return first
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
-        """After the block, the failure that nobody has heard of is raised.
+        """Raise the failure that no caller has seen, after the block.
 
-        It comes before an error of the block itself, which becomes its note and context. If the
-        block is cancelled or interrupted, the failure is left to whoever looks next.
+        It goes before an error of the block itself, which becomes its note and context. If the
+        block is cancelled or interrupted, the failure is left to the next look.
         """
         try:
             yield
@@ -66,7 +80,7 @@ class InFlight:
         self.raise_unseen()
 
     def raise_unseen(self, options: SaveOptions | None = None) -> None:
-        """The failure of an earlier save that nobody has heard of is raised, once."""
+        """Raise the failure of an earlier save that no caller has seen, once."""
         error = self.unseen_error()
         if error is None:
             return
@@ -76,7 +90,7 @@ class InFlight:
         raise error
 
     def admits(self, options: SaveOptions, location: str) -> bool:
-        """Whether one more save may begin; False: it is to be skipped.
+        """Return whether one more save may begin; False: it is to be skipped.
 
         Raises:
             UsageError: it may not, and `on_overlap` is ``"error"``.
@@ -91,24 +105,11 @@ class InFlight:
             )
         return False
 
-    def _all(self) -> list[PendingSave]:
-        with self._lock:
-            return list(self._saves)
-
-    def _take_ended(self) -> list[PendingSave]:
-        """The saves that have ended, each of which only one caller gets.
-
-        Those that somebody waits for are left until that one has heard, or has given up.
-        """
-        ended = [pending for pending in self._all() if pending.done() and not pending._awaited()]
-        with self._lock:
-            return [pending for pending in ended if self._saves.pop(pending, False)]
-
 
 def skipped(
     kind: type[PendingSave], engine: Engine, location: str, step: int | None
 ) -> PendingSave:
-    """A save that ended before it began, because another one was in flight."""
+    """Return a save that ended before it began, because another one was in flight."""
     report = SaveReport(
         location=location,
         step=step,

@@ -1,9 +1,10 @@
 """A save that goes on in the background."""
 
-# Rule 1: a failure is heard of by all who wait for the save when it fails, or else by one who looks
-#   for failures later.
-# Rule 2: whoever waits is a listener from before the save's end until it has marked the failure as
-#   seen, so that nobody else is told in between; one that gives up waiting leaves it to others.
+# Rule 1: a failure is raised by all calls that wait for the save when it fails, or else by one call
+#   that looks for failures later (`InFlight.unseen_error`).
+# Rule 2: a waiting call is a listener from before the save's end until it has marked the failure as
+#   seen: a look in between, from another thread, finds a listener and leaves the failure to it. A
+#   call that gives up waiting stops listening first, so that a later look finds the failure.
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from typing import Any
 
-from asyncckpt.checkpointer.saves import SaveState
 from asyncckpt.errors import UsageError
-from asyncckpt.flow.engine import Job, wait_quietly
+from asyncckpt.flow.driver import blocks_here
+from asyncckpt.flow.engine import Job, ended, wait_quietly
 from asyncckpt.flow.threads import finished
 from asyncckpt.reports import Progress, SaveReport
+from asyncckpt.save.save import SaveState
 
 
 class PendingSave:
@@ -58,7 +60,7 @@ class PendingSave:
         return f"<PendingSave {name}: {'committed' if error is None else f'failed: {error}'}>"
 
     def __await__(self) -> Generator[Any, None, SaveReport]:
-        """The report, once the checkpoint is durable.
+        """Wait until the checkpoint is durable, and return the report.
 
         Cancelling or timing out this await stops the waiting only; `cancel` aborts the save.
 
@@ -68,11 +70,11 @@ class PendingSave:
         return self._wait().__await__()
 
     def done(self) -> bool:
-        """Whether the save has ended, in success or failure."""
+        """Return whether the save has ended, in success or failure."""
         return self._job.done()
 
     def cancel(self) -> bool:
-        """The save is asked to abort; False when it has ended already.
+        """Ask the save to abort; return False when it has ended already.
 
         The await then raises `SaveAbortedError` after the clean-up, or returns the report where
         publication had begun.
@@ -88,55 +90,80 @@ class PendingSave:
         return self._state.progress
 
     def future(self) -> asyncio.Future[SaveReport]:
-        """An `asyncio.Future` of the running loop; cancelling it stops the waiting only."""
+        """Return an `asyncio.Future` of the running loop; cancelling it stops the waiting only.
+
+        Raises:
+            UsageError: no event loop is running in this thread.
+        """
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            raise UsageError(
+                f"{self!r}: future() belongs to an event loop, and none is running in this "
+                "thread; await it inside a coroutine, or use asyncckpt.blocking, whose "
+                "PendingSave has result()"
+            ) from None
         return asyncio.ensure_future(self._wait())  # noqa: TID251 - owned by the caller
 
+    def result(self, timeout_s: float | None = None) -> SaveReport:
+        """Refuse to block: `await` this save; only that of `asyncckpt.blocking` has a result.
+
+        Raises:
+            UsageError: always; the save goes on.
+        """
+        raise UsageError(
+            f"{self!r}: result() would block the event loop; write `report = await pending`, or "
+            "use asyncckpt.blocking, whose PendingSave has result()"
+        )
+
     async def _wait(self) -> SaveReport:
-        waiter = asyncio.wrap_future(self._job.future)
         with self._listening():
-            try:
-                await asyncio.wait((waiter,))
-            except asyncio.CancelledError:
-                waiter.cancel()  # detaches; the job's own future cannot be cancelled
-                raise
+            await ended(self._job.future)
             self._seen = True
-        return waiter.result()
+        return self._job.future.result()
 
     async def _wait_owned(self) -> SaveReport:
-        """The report; a cancellation aborts the save and waits for its clean-up."""
+        """Return the report; a cancellation aborts the save and waits for its clean-up."""
         self._seen = True
         return await self._job.wait()
 
     async def _wait_staged(self) -> None:
-        """The state was copied, or the save has failed, which is raised.
+        """Wait until the state was copied, and raise what failed before.
 
         Cancellation: aborts the save and waits for its clean-up.
+
+        Raises:
+            UsageError: blocking on the engine's own thread, from a callback; nothing is saved.
         """
-        waiter = asyncio.wrap_future(self._staged)
         with self._listening():
             try:
-                await asyncio.wait((waiter,))
-            except asyncio.CancelledError:
-                waiter.cancel()
+                if blocks_here():
+                    self._job.refuse_own_thread()
+                await ended(self._staged)
+            except UsageError:  # which has cancelled the save
                 self._seen = True
-                self._job.cancel()
-                await self._settled()
                 raise
-            self._raise_early()
+            except (asyncio.CancelledError, KeyboardInterrupt):
+                self._seen = True
+                await self._aborted()
+                raise
+            if self._job.done() and self._job.future.exception() is not None:
+                self._seen = True
+                self._job.future.result()
 
-    async def _settled(self) -> None:
+    async def _aborted(self) -> None:
+        """Abort the save and wait for its clean-up; blocking, Ctrl-C abandons the clean-up."""
+        if blocks_here():
+            self._job.abort()
+            return
+        self._job.cancel()
         waiter = asyncio.wrap_future(self._job.future)
         await finished(waiter)
         waiter.exception()
 
-    def _raise_early(self) -> None:
-        if self._job.done() and self._job.future.exception() is not None:
-            self._seen = True
-            self._job.future.result()
-
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        """Inside the block, the caller waits for the end of the save, and hears if it fails."""
+        """Count the caller as waiting for the end of the save inside the block."""
         listener = object()
         self._listeners.add(listener)
         try:
@@ -145,11 +172,11 @@ class PendingSave:
             self._listeners.discard(listener)
 
     def _awaited(self) -> bool:
-        """Whether somebody waits, who has not heard yet."""
+        """Return whether a call waits that has not seen the end yet."""
         return bool(self._listeners)
 
     def _unseen_error(self) -> BaseException | None:
-        """The failure that nobody has heard of; from now on it counts as heard."""
+        """Return the failure that no call has seen; it counts as seen from now on."""
         if self._seen or not self.done():
             return None
         error = self._job.future.exception()
@@ -162,7 +189,7 @@ class BlockingPendingSave(PendingSave):
     """A `PendingSave` for callers without an event loop."""
 
     def result(self, timeout_s: float | None = None) -> SaveReport:
-        """The report, once the checkpoint is durable. Blocking.
+        """Wait until the checkpoint is durable, and return the report. Blocking.
 
         Ctrl-C stops the waiting only; `cancel` aborts the save.
 
@@ -176,27 +203,3 @@ class BlockingPendingSave(PendingSave):
                 raise TimeoutError(f"{self!r} is not done after {timeout_s} s; it goes on")
             self._seen = True
         return self._job.future.result()
-
-    def _own_result(self) -> SaveReport:
-        """As `_wait_owned`, blocking; Ctrl-C aborts the save and waits for its clean-up."""
-        self._seen = True
-        return self._job.result()
-
-    def _await_staged(self) -> None:
-        """As `_wait_staged`, blocking; Ctrl-C aborts the save and waits for its clean-up.
-
-        Raises:
-            UsageError: called from a callback, on the engine's own thread; nothing is saved.
-        """
-        with self._listening():
-            try:
-                self._job.refuse_own_thread()
-                wait_quietly(self._staged)
-            except UsageError:  # which has cancelled the save
-                self._seen = True
-                raise
-            except KeyboardInterrupt:
-                self._seen = True
-                self._job.abort()
-                raise
-            self._raise_early()

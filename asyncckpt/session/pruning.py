@@ -1,30 +1,36 @@
-"""After each save of a run: the steps that its policy lets go are deleted."""
+"""Retention: after each save of a run, the steps that its policy does not keep are deleted."""
 
-# Rule 1: the save that called is durable already; whatever goes wrong here is a note in its report,
+# Rule 1: the save that called is durable already: whatever goes wrong here is a note in its report,
 #   and a policy that fails, or answers with anything but steps, deletes nothing.
 # Rule 2: a step is deleted only if its record is still the one that the decision was made on.
 # Rule 3: what has no record that this release reads is no step, and is left alone.
+# Rule 4: a step is unlisted, durably, inside the save; its bytes go in the background. Before the
+#   next step is unlisted the last removal has ended: a disk never holds more than the steps kept,
+#   the one just saved, and those of one removal.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
 from asyncckpt.errors import (
-    AsyncCheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
-from asyncckpt.flow.threads import Workers
-from asyncckpt.format.record import RECORD_NAME, decode_record
+from asyncckpt.flow.engine import Job, ended
+from asyncckpt.format.record import RECORD_NAME, RECORD_TAIL_NBYTES, decode_record, is_record
 from asyncckpt.options import MAX_RECORD_NBYTES
-from asyncckpt.ports import Store
+from asyncckpt.ports import Removal
+from asyncckpt.reports import SaveReport
 from asyncckpt.retention import Retention, concerns, uses_metrics
-from asyncckpt.stages.opened import RECORD_TAIL_NBYTES, is_record
+from asyncckpt.runtime import Runtime
+from asyncckpt.session.root import Root
+from asyncckpt.session.steps import Steps
 
 logger = logging.getLogger("asyncckpt")
 
@@ -37,64 +43,124 @@ class Seen:
     metrics: Mapping[str, float]
 
 
-class History:
-    """The steps of one run as its policy sees them.
+class Pruner:
+    """Applies the policy of one run.
 
     A record is read when its step is new, was saved anew by this run, or is about to be deleted,
-    so that a save costs a few reads however many steps are kept. Other processes' deletions are
-    seen at once; that another process replaced a step, when its turn to be deleted comes.
+    so that a save costs a few reads however many steps are kept. Deletions by other processes are
+    seen at once; that another process has replaced a step, when its turn to be deleted comes.
+
+    Args:
+        policy: which steps to keep.
+        runtime: engine and threads.
+        root: where the steps are.
+        steps: finds them.
+        pinned: names that are being read now, which stay, kept up to date by `Reads`.
     """
 
-    def __init__(self, policy: Retention, compute: Workers) -> None:
+    def __init__(
+        self,
+        policy: Retention,
+        runtime: Runtime,
+        root: Root,
+        steps: Steps,
+        pinned: Mapping[str, int],
+    ) -> None:
         self._policy = policy
-        self._compute = compute
+        self._runtime = runtime
+        self._root = root
+        self._steps = steps
+        self._pinned = pinned
         self._uses_metrics = uses_metrics(policy)
         self._seen: dict[int, Seen] = {}
-        self._told: set[str] = set()
+        self._own: set[int] = set()  # steps that this run has saved
+        self._removing: Job[None] | None = None
+        self._late_notes: list[str] = []  # of removals, for the next report
+        self._logged: set[str] = set()
 
-    async def retain(
-        self, store: Store, candidates: list[int], saved: int, reading: Mapping[str, int]
-    ) -> tuple[list[int], list[str]]:
-        """The steps that were deleted, and what a person should know.
+    async def retain(self, report: SaveReport) -> SaveReport:
+        """Delete the steps that the policy does not keep after a save; never raises.
 
-        Args:
-            store: where they are.
-            candidates: names in it that may be steps, ascending.
-            saved: the step just saved, which stays.
-            reading: names that are being read at any time meanwhile, which stay, with their counts.
+        Returns:
+            The report, with the steps deleted and what a person should know.
         """
+        saved = report.step
+        if saved is None:
+            return report
+        self._own.add(saved)
         deleted: list[int] = []
-        steps, notes = await self._decide(store, candidates, saved)
-        for step in steps:
-            try:
-                # Who reads it is asked last: somebody may begin while the record is looked at.
-                if not await self._unchanged(store, step) or reading.get(str(step)):
-                    continue
-                await store.delete(str(step))
-                deleted.append(step)
-                del self._seen[step]
-            except CheckpointNotFoundError:
-                continue
-            except AsyncCheckpointError as error:
-                # Tried again after the next save.
-                notes.append(f"step {step} could not be deleted: {error}")
+        notes: list[str] = []
+        try:
+            await self.settle()
+            notes, self._late_notes = self._late_notes, []
+            steps, reasons = await self._decide(await self._steps.candidates(), saved)
+            notes += reasons
+            await self._unlist(steps, deleted, notes)
+        except Exception as error:
+            # Also what a store of somebody else raises: the save itself is durable.
+            notes.append(f"no step was deleted: {error}")
         for note in notes:
-            if note not in self._told:
-                self._told.add(note)
+            if note not in self._logged:
+                self._logged.add(note)
                 logger.warning("%s", note)
-        return deleted, notes
+        return dataclasses.replace(
+            report, deleted_steps=tuple(deleted), notes=(*report.notes, *notes)
+        )
 
-    async def _decide(
-        self, store: Store, candidates: list[int], saved: int
-    ) -> tuple[list[int], list[str]]:
+    async def settle(self) -> None:
+        """Wait until no bytes are being removed in the background."""
+        if self._removing is not None:
+            await ended(self._removing.future)
+            self._removing = None
+
+    async def _unlist(self, steps: list[int], deleted: list[int], notes: list[str]) -> None:
+        store = self._root.store
+        removals: list[tuple[int, Removal]] = []
+        try:
+            for step in steps:
+                try:
+                    # Readers come last: one may begin while the record is looked at.
+                    if not await self._unchanged(step) or self._pinned.get(str(step)):
+                        continue
+                    removals.append((step, await store.unlist(str(step))))
+                    deleted.append(step)
+                    del self._seen[step]
+                    logger.info("deleted %s/%s (%s)", self._root.url, step, _name(self._policy))
+                except CheckpointNotFoundError:
+                    continue
+                except Exception as error:
+                    # Tried again after the next save.
+                    notes.append(f"step {step} could not be deleted: {error}")
+        finally:
+            if removals:
+                self._removing = self._runtime.engine.submit(lambda: self._remove(removals))
+
+    async def _remove(self, removals: Sequence[tuple[int, Removal]]) -> None:
+        for step, remove in removals:
+            try:
+                await remove()
+            except Exception as error:
+                note = (
+                    f"step {step} was deleted, but not all of its bytes were removed: {error}; "
+                    "the next sweep or 'asyncckpt gc' removes the rest"
+                )
+                self._late_notes.append(note)
+                self._logged.add(note)
+                logger.warning("%s", note)
+
+    async def _decide(self, candidates: list[int], saved: int) -> tuple[list[int], list[str]]:
+        """Return the steps to delete, and what a person should know about the decision."""
         self._seen.pop(saved, None)
         seen: dict[int, Seen] = {}
         for step in candidates:
-            found = self._seen.get(step) or await self._read(store, step)
+            found = self._seen.get(step) or await self._read(step)
             if found is not None:
                 seen[step] = found
         self._seen = seen
-        steps = list(seen)
+        # Where a run has gone back to an earlier step, those that it saves are newer than the
+        # higher ones of the branch that it left, which would else push each of them out at once.
+        others = [step for step in seen if step not in self._own]
+        steps = [*others, *(step for step in seen if step in self._own)]
         metrics = {step: found.metrics for step, found in seen.items()}
         try:
             kept = _steps(self._policy.keep(tuple(steps), metrics))
@@ -103,10 +169,16 @@ class History:
             name = _name(self._policy)
             logger.exception("the retention policy %s failed", name)
             return [], [f"no step was deleted, because {name} failed: {error!r}"]
-        return [step for step in steps if step not in kept and step != saved], notes
+        if others and others[-1] > max(self._own):
+            notes.append(
+                f"step {others[-1]}, which this run has not saved, is above all that it has saved "
+                "and is what latest_step() finds; delete_after(step) right after restoring an "
+                "earlier step deletes such a branch"
+            )
+        return [step for step in sorted(steps) if step not in kept and step != saved], notes
 
-    async def _unchanged(self, store: Store, step: int) -> bool:
-        found = await self._read(store, step)
+    async def _unchanged(self, step: int) -> bool:
+        found = await self._read(step)
         if found is None:
             del self._seen[step]
             return False
@@ -114,16 +186,16 @@ class History:
         self._seen[step] = found
         return unchanged
 
-    async def _read(self, store: Store, step: int) -> Seen | None:
-        files = store.files(str(step))
+    async def _read(self, step: int) -> Seen | None:
+        files = self._root.store.files(str(step))
         try:
             data = await files.read(RECORD_NAME, max_nbytes=MAX_RECORD_NBYTES)
             if not is_record(data):
                 return None
             metrics: Mapping[str, float] = {}
             if self._uses_metrics:
-                record = await self._compute.run(decode_record, data, location=files.location)
-                metrics = record.metrics
+                run = self._runtime.engine.compute.run
+                metrics = (await run(decode_record, data, location=files.location)).metrics
             return Seen(data[-RECORD_TAIL_NBYTES:], metrics)
         except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError):
             return None
@@ -132,10 +204,10 @@ class History:
 
 
 def _steps(answer: Any) -> set[int]:
-    """The steps that a policy named, in a container of any kind or one by one.
+    """Return the steps that a policy named, in a container of any kind or one by one.
 
     Raises:
-        TypeError: these are no steps (None, text, a mask), so that nobody knows what is to stay.
+        TypeError: these are no steps (None, text, a mask), so that it is unknown what to keep.
     """
     if not isinstance(answer, Iterable):
         raise TypeError(f"keep() returned {answer!r:.80}, not the steps to keep")
@@ -147,7 +219,7 @@ def _steps(answer: Any) -> set[int]:
 
 
 def _name(policy: Retention) -> str:
-    """What the policy calls itself, if it can."""
+    """Return the policy's `repr`, or its type where that fails."""
     try:
         return repr(policy)
     except Exception:

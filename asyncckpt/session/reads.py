@@ -1,22 +1,19 @@
-"""Reading the checkpoints of one root: which one is meant, and what it means if it goes away."""
+"""Reads of the checkpoints of one root: restore, inspect and verify."""
 
-# Rule 1: a name that is being read is counted, so that retention leaves it alone.
-# Rule 2: deleted or replaced under our hands is not damage.
+# Rule 1: a checkpoint that is being read is pinned: retention leaves it alone.
+# Rule 2: a checkpoint that was deleted or replaced during a read is not damaged.
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import dataclasses
+import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Literal, TypeVar
 
-from asyncckpt.checkpointer.arguments import guarded
-from asyncckpt.checkpointer.reading import info_of, verify_checkpoint
-from asyncckpt.checkpointer.restores import RestoreOutcome, RestoreRequest, run_restore
-from asyncckpt.checkpointer.root import Root
-from asyncckpt.checkpointer.runtime import Runtime
-from asyncckpt.checkpointer.steps import Steps
+from asyncckpt.arguments import guarded, progress_notes
+from asyncckpt.checkpoint.open import open_any
 from asyncckpt.errors import (
     AsyncCheckpointError,
     CheckpointNotFoundError,
@@ -25,14 +22,22 @@ from asyncckpt.errors import (
 )
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.reports import CheckpointInfo, Progress, VerifyReport
-from asyncckpt.stages.elsewhere import open_any
+from asyncckpt.restore.request import RestoreRequest
+from asyncckpt.restore.restore import RestoreOutcome, run_restore
+from asyncckpt.runtime import Runtime
+from asyncckpt.session.root import Root
+from asyncckpt.session.steps import Steps
+from asyncckpt.verify.inspect import info_of
+from asyncckpt.verify.verify import verify_checkpoint
 
 T = TypeVar("T")
+
+logger = logging.getLogger("asyncckpt")
 
 Verb = Literal["restore", "inspect", "verify"]
 
 Read = Callable[[CheckpointFiles, int | None], Awaitable[T]]
-"""Files of a checkpoint, and its step -> what was made of them."""
+"""Files of a checkpoint, and its step -> result."""
 
 PARTICIPLES: Mapping[Verb, str] = {
     "restore": "restored",
@@ -41,27 +46,25 @@ PARTICIPLES: Mapping[Verb, str] = {
 }
 
 
-class ReadAccess:
-    """What restores, inspects and verifies for one core. Used on its engine only.
+class Reads:
+    """Restores, inspects and verifies for one session. Used on its engine only.
 
-    Each reads the checkpoint of a step, that of the newest one with None, or the one-shot
+    Each method reads the checkpoint of a step, that of the newest one with None, or the one-shot
     checkpoint. One that was deleted or replaced meanwhile is a `CheckpointNotFoundError`; with
     None the next newest is read instead.
+
+    Attributes:
+        pinned: names of checkpoints that are being read now, and by how many reads.
     """
 
     def __init__(self, runtime: Runtime, root: Root, steps: Steps) -> None:
         self._runtime = runtime
         self._root = root
         self._steps = steps
-        self._counts: Counter[str] = Counter()
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """How often each checkpoint is being read now, by name; no entry for those that are not."""
-        return self._counts
+        self.pinned: Counter[str] = Counter()
 
     async def restore(self, step: int | None, request: RestoreRequest) -> RestoreOutcome:
-        """What was asked for is restored.
+        """Restore what was asked for.
 
         Raises:
             DeadlineExceededError: it took longer than the options allow.
@@ -79,20 +82,26 @@ class ReadAccess:
                     location=files.location,
                 ) from None
 
-        return await self._read("restore", step, restore)
+        outcome = await self._read("restore", step, restore)
+        if notes := progress_notes(request.progress):
+            report = dataclasses.replace(outcome.report, notes=(*outcome.report.notes, *notes))
+            outcome = dataclasses.replace(outcome, report=report)
+        logger.info("%s", outcome.report)
+        return outcome
 
     async def inspect(self, step: int | None) -> CheckpointInfo:
-        """What the checkpoint holds, from its metadata."""
+        """Describe the checkpoint from its metadata."""
 
         async def inspect(files: CheckpointFiles, number: int | None) -> CheckpointInfo:
-            return await info_of(await open_any(files), number)
+            compute = self._runtime.engine.compute
+            return await info_of(await open_any(files, compute), number, compute)
 
         return await self._read("inspect", step, inspect)
 
     async def verify(
         self, step: int | None, progress: Callable[[Progress], None] | None
     ) -> VerifyReport:
-        """Every byte of the checkpoint was read and checked."""
+        """Read and check every byte of the checkpoint."""
         progress = guarded(progress)
 
         async def verify(files: CheckpointFiles, number: int | None) -> VerifyReport:
@@ -117,8 +126,8 @@ class ReadAccess:
             try:
                 return await self._read_one(verb, str(tried), tried, files, read)
             except CheckpointNotFoundError:
-                # Deleted while it was being read: the next one is as good as newest. Or replaced:
-                # then it is there, and is tried once more.
+                # Deleted during the read: the next one is the newest now. Or replaced: then it is
+                # there, and is tried once more.
                 newest = await self._steps.newest(below=tried + again)
                 again = newest is not None and newest[0] != tried
         raise CheckpointNotFoundError(
@@ -129,30 +138,23 @@ class ReadAccess:
     async def _read_one(
         self, verb: Verb, name: str, step: int | None, files: CheckpointFiles, read: Read[T]
     ) -> T:
-        with self._counted(name):
-            try:
-                return await read(files, step)
-            except CorruptCheckpointError as error:
-                await _check_unchanged(files, verb, error)
-                raise
-            finally:
-                await files.close()
-
-    @contextlib.contextmanager
-    def _counted(self, name: str) -> Iterator[None]:
-        self._counts[name] += 1
+        self.pinned[name] += 1
         try:
-            yield
+            return await read(files, step)
+        except CorruptCheckpointError as error:
+            await _check_unchanged(files, verb, error)
+            raise
         finally:
-            self._counts[name] -= 1
-            if not self._counts[name]:
-                del self._counts[name]
+            self.pinned[name] -= 1
+            if not self.pinned[name]:
+                del self.pinned[name]
+            await files.close()
 
 
 async def _check_unchanged(
     files: CheckpointFiles, verb: Verb, damage: CorruptCheckpointError | None = None
 ) -> None:
-    """The checkpoint is still the one that was read, or nobody can tell.
+    """Check that the checkpoint is still the one that was read, where that can be told.
 
     Raises:
         CheckpointNotFoundError: it was deleted or replaced, which is why it looks damaged.

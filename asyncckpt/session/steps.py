@@ -1,4 +1,4 @@
-"""The steps below one root: found by their records, deleted by hand or by a retention policy."""
+"""The steps below one root: found by their records, and deleted."""
 
 # Rule 1: a step is what has a valid commit record; names and directories alone are none.
 
@@ -6,34 +6,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
-from collections.abc import Mapping
 
-from asyncckpt.checkpointer.retain import History
-from asyncckpt.checkpointer.root import Root
-from asyncckpt.checkpointer.saves import exists, record_of
-from asyncckpt.errors import (
-    AsyncCheckpointError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-)
+from asyncckpt.checkpoint.metadata import RECORD
+from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import MAX_RECORD_NBYTES
 from asyncckpt.ports import CheckpointFiles
-from asyncckpt.reports import SaveReport
-from asyncckpt.stages.opened import RECORD
+from asyncckpt.save.save import exists, record_of
+from asyncckpt.session.root import Root
 
 logger = logging.getLogger("asyncckpt")
 
 
 class PeekedFiles:
-    """Files of a checkpoint whose record was read, to see whether it is one.
+    """Files of a checkpoint whose record was read already, to see whether it is one.
 
-    Attributes:
-        location: as of the files.
-        capabilities: likewise.
+    Whoever opens the checkpoint gets that record, which saves a round trip to an object store.
     """
 
     def __init__(self, files: CheckpointFiles, record: bytes) -> None:
@@ -51,7 +41,7 @@ class PeekedFiles:
         return f"{type(self).__name__}({self._files!r})"
 
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
-        """As `CheckpointFiles.read`; the record as it was found, when first asked for."""
+        """Read a small file; the record, when first asked for, as it was found."""
         record = self._record
         if path != RECORD or record is None:
             return await self._files.read(path, max_nbytes=max_nbytes)
@@ -60,21 +50,15 @@ class PeekedFiles:
 
 
 class Steps:
-    """The steps below one root, as they are at each call: other processes add and delete some.
+    """The steps below one root, as they are at each call: other processes add and delete some."""
 
-    Args:
-        root: where they are.
-        history: decides which of them stay after each save; None: all.
-    """
-
-    def __init__(self, root: Root, history: History | None) -> None:
+    def __init__(self, root: Root) -> None:
         self._root = root
-        self._history = history
 
     async def found(self) -> list[int]:
-        """Steps with a valid commit record, ascending."""
+        """Return the steps with a valid commit record, ascending."""
         store = self._root.store
-        waiting = iter(await self._candidates())
+        waiting = iter(await self.candidates())
         found: list[int] = []
 
         async def look() -> None:
@@ -89,7 +73,7 @@ class Steps:
         return sorted(found)
 
     async def latest(self) -> int | None:
-        """The highest step with a valid commit record."""
+        """Return the highest step with a valid commit record."""
         newest = await self.newest()
         if newest is None:
             return None
@@ -98,12 +82,11 @@ class Steps:
         return step
 
     async def newest(self, below: int | None = None) -> tuple[int, CheckpointFiles] | None:
-        """The highest step with a valid commit record, below `below` if given, and its files.
+        """Return the highest step with a valid commit record, below `below`, and its files.
 
-        The record is not read a second time by who asks these files for it; who has got them
-        closes them.
+        The caller closes the files.
         """
-        for step in reversed(await self._candidates()):
+        for step in reversed(await self.candidates()):
             if below is None or step < below:
                 files = self._root.store.files(str(step))
                 try:
@@ -116,13 +99,13 @@ class Steps:
                 await files.close()
         return None
 
-    async def _candidates(self) -> list[int]:
-        return sorted(
-            int(name) for name in await self._root.store.names() if STEP_NAME.fullmatch(name)
-        )
+    async def candidates(self) -> list[int]:
+        """Return the names that may be steps, ascending."""
+        names = await self._root.store.names()
+        return sorted([int(name) for name in names if STEP_NAME.fullmatch(name)])
 
     async def delete(self, name: str) -> None:
-        """The checkpoint is gone; what has no record is none, and is left alone.
+        """Delete the checkpoint; what has no record is none, and is left alone.
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint of this name.
@@ -140,36 +123,16 @@ class Steps:
         finally:
             await files.close()
         await store.delete(name)
+        logger.info("deleted %s", location)
 
     async def delete_after(self, step: int) -> list[int]:
-        """All steps above `step` are gone, the highest first; returns them, ascending."""
+        """Delete all steps above `step`, the highest first; return them, ascending."""
         deleted: list[int] = []
         for number in reversed(await self.found()):
             if number <= step:
                 break
-            with contextlib.suppress(CheckpointNotFoundError):  # somebody else was faster
+            with contextlib.suppress(CheckpointNotFoundError):  # another process was faster
                 await self._root.store.delete(str(number))
                 deleted.append(number)
+                logger.info("deleted %s/%s", self._root.url, number)
         return deleted[::-1]
-
-    async def retain(self, report: SaveReport, reading: Mapping[str, int]) -> SaveReport:
-        """The steps that the policy lets go after a save are gone; the report tells which.
-
-        Args:
-            report: of the save, which is durable whatever happens here.
-            reading: names that are being read, which stay, with their counts.
-        """
-        if self._history is None or report.step is None:
-            return report
-        deleted: list[int] = []
-        try:
-            deleted, notes = await self._history.retain(
-                self._root.store, await self._candidates(), report.step, reading
-            )
-        except AsyncCheckpointError as error:
-            # The save itself is durable.
-            logger.warning("no step was deleted: %s", error)
-            notes = [f"no step was deleted: {error}"]
-        return dataclasses.replace(
-            report, deleted_steps=tuple(deleted), notes=(*report.notes, *notes)
-        )

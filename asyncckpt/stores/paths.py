@@ -1,15 +1,15 @@
-"""Where things are below the root of a local store, and which names are legal.
+"""Paths below the root of a local store, and legal names.
 
 ::
 
     <root>/<name>/                                  a published checkpoint
     <root>/.asyncckpt/lock                          held while something published is replaced
-    <root>/.asyncckpt/epoch-<e>/<name>-<save id>/   an attempt, and beside it
+    <root>/.asyncckpt/epoch-<e>/<name>-<save id>/   an attempt, and next to it
     <root>/.asyncckpt/epoch-<e>/<name>-<save id>.owner
     <root>/.asyncckpt/trash-<name>-<token>/         deleted, being removed; with .owner
     <root>/.asyncckpt/old-<name>-<save id>/         being replaced, where two directories cannot
                                                     change places in one step; with .owner
-    <root>/.asyncckpt/aside-<name>-<save id>/       stood in the way of a save without being a
+    <root>/.asyncckpt/aside-<name>-<save id>/       was in the way of a save without being a
                                                     checkpoint; kept until a person removes it
 """
 
@@ -52,28 +52,28 @@ class Layout:
         return os.path.join(self.control, "lock")
 
     def target(self, name: str) -> str:
-        """Where the checkpoint of this name is published."""
+        """Return the path of the published checkpoint of this name."""
         return os.path.join(self.root, name)
 
     def epoch(self, epoch: int) -> str:
-        """The directory of the attempts of one claim."""
+        """Return the directory of the attempts of one claim."""
         return os.path.join(self.control, f"epoch-{epoch}")
 
     def leftover(self, kind: str, name: str, token: str) -> str:
-        """A place for something that is no checkpoint any more."""
+        """Return a path for something that is no longer a checkpoint."""
         return os.path.join(self.control, f"{kind}-{clipped(name)}-{token}")
 
 
 def clipped(name: str) -> str:
-    """The name, or the beginning of a long one, so that a suffix still fits into a file name."""
+    """Return the name, cut if it is long, so that a suffix still fits into a file name."""
     return os.fsencode(name)[:_NAME_NBYTES].decode("utf-8", "ignore")
 
 
 def check_name(name: str) -> str:
-    """The name, which is one part of a path and not ours.
+    """Return the name if it is one part of a path and not reserved.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: it is not.
     """
     if not name or "/" in name or "\0" in name or name in (".", "..", CONTROL):
         raise UsageError(
@@ -85,7 +85,7 @@ def check_name(name: str) -> str:
 
 
 def check_save_id(save_id: str) -> str:
-    """The save id, which is safe in a file name.
+    """Return the save id if it is safe in a file name.
 
     Raises:
         UsageError: it is not.
@@ -98,13 +98,13 @@ def check_save_id(save_id: str) -> str:
 
 
 def path_parts(path: str) -> tuple[str, ...] | None:
-    """The parts of a relative path, or None when it could leave its directory."""
+    """Return the parts of a relative path, or None if it could leave its directory."""
     parts = tuple(path.split("/"))
     return None if any(part in ("", ".", "..") or "\0" in part for part in parts) else parts
 
 
 def open_local(location: str | os.PathLike[str]) -> tuple[str, str]:
-    """Root and name of a one-shot location: `/a/b/final` is `final` in `/a/b`.
+    """Return root and name of a one-shot location: `/a/b/final` is `final` in `/a/b`.
 
     Raises:
         UsageError: the location has no last part.

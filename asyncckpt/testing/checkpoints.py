@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import mmap
 import uuid
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
 
 from asyncckpt.errors import CheckpointNotFoundError
+from asyncckpt.flow.shield import leading_error
+from asyncckpt.format.record import FixedName, Outline
 from asyncckpt.ports import RECORD_NAME, Attempt, Bytes, CheckpointFiles, Store
 
 RECORD = RECORD_NAME
@@ -19,40 +24,68 @@ PIECE_NBYTES = 128 * KIB
 
 
 def pattern(nbytes: int, seed: int = 0) -> Bytes:
-    """Page-aligned bytes that differ at every place, the same for the same seed."""
+    """Return page-aligned pseudo-random bytes, the same for the same seed."""
     buffer = np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)[:nbytes]
     buffer[:] = np.random.default_rng([nbytes, seed]).integers(0, 256, nbytes, np.uint8)
     return buffer
 
 
 def identity(text: str) -> str:
-    """A save id, the same for the same text."""
+    """Return a save id, the same for the same text."""
     return uuid.uuid5(uuid.NAMESPACE_OID, text).hex
 
 
-def record_of(save_id: str, seed: int = 0, data: str = "") -> bytes:
-    """What the tests publish as a commit record; `data` is the path of the data file."""
-    return b"record %d %s %s" % (seed, save_id.encode(), data.encode())
+def record_of(
+    save_id: str, seed: int = 0, data: str = "", fixed: Sequence[FixedName] = ()
+) -> bytes:
+    """Return the bytes that tests publish as a commit record.
+
+    Args:
+        save_id: of the attempt.
+        seed: of the contents.
+        data: path of the data file, if there is one.
+        fixed: files that the store names after the record, see `named`.
+    """
+    rows = [[name.path, name.nbytes, name.crc32c, name.md5, name.object] for name in fixed]
+    table = json.dumps(rows, separators=(",", ":"))
+    return f"record {seed} {save_id} {data} {table}".encode()
+
+
+def named(attempt: Attempt, files: Mapping[str, bytes]) -> list[FixedName]:
+    """Return those of these small files that get their names after the record."""
+    return [
+        FixedName.of(path, data, source)
+        for path, data in files.items()
+        if (source := attempt.source(path)) is not None
+    ]
 
 
 def save_id_of(record: bytes) -> str | None:
-    """The save id in a record of `record_of`; None for anything else."""
-    words = record.split(b" ")
-    if len(words) != 4 or words[0] != b"record" or len(words[2]) != 32:
+    """Return the save id in a record of `record_of`, and None for anything else."""
+    outline = outline_of(record)
+    return None if outline is None else outline.save_id
+
+
+def outline_of(record: bytes, *, head: bool = False) -> Outline | None:
+    """Return the outline of a record of `record_of`, and None for anything else."""
+    words = record.split(b" ", 4)
+    if len(words) != 5 or words[0] != b"record" or len(words[2]) != 32:
         return None
-    return words[2].decode()
+    try:
+        fixed = tuple(FixedName(*row) for row in json.loads(words[4]))
+    except ValueError:  # cut off
+        return None
+    paths = {name.path for name in fixed} | {words[3].decode()} - {""}
+    return Outline(words[2].decode(), frozenset(paths), fixed)
 
 
 def data_path(save_id: str, name: str = "data") -> str:
-    """A path that only the attempt with this save id writes."""
+    """Return a path that only the attempt with this save id writes."""
     return f"default/d/{save_id}-{name}"
 
 
 async def write_file(attempt: Attempt, path: str, data: Bytes) -> str:
-    """A data file with this content is sealed, written in pieces from its beginning.
-
-    Returns its final path.
-    """
+    """Write and seal a data file, piece by piece, and return its final path."""
     file = await attempt.create(path, nbytes=data.size)
     for start in range(0, data.size, PIECE_NBYTES):
         await file.write(start, data[start : start + PIECE_NBYTES])
@@ -61,24 +94,36 @@ async def write_file(attempt: Attempt, path: str, data: Bytes) -> str:
 
 
 async def fill(attempt: Attempt, save_id: str, seed: int = 0) -> bytes:
-    """One data file and one small file are written; returns the record to publish."""
+    """Write one data file and one small file, and return the record to publish."""
     path = await write_file(attempt, data_path(save_id), pattern(PAGE + 1, seed))
-    await attempt.put("default/small", b"small %d" % seed)
-    return record_of(save_id, seed, path)
+    return await put(attempt, save_id, {"default/small": b"small %d" % seed}, seed, path)
+
+
+async def put(
+    attempt: Attempt, save_id: str, files: Mapping[str, bytes], seed: int = 0, data: str = ""
+) -> bytes:
+    """Write small files, at the same time, and return the record to publish."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for path, content in files.items():
+                group.create_task(attempt.put(path, content))
+    except BaseExceptionGroup as errors:
+        raise leading_error(errors) from None
+    return record_of(save_id, seed, data, named(attempt, files))
 
 
 async def save(store: Store, name: str, text: str, seed: int = 0, **options: bool) -> None:
-    """A checkpoint with one data file, one small file and a record is published."""
+    """Publish a checkpoint of one data file, one small file and a record."""
     save_id = identity(text)
     attempt = await store.begin(name, save_id, **options)
     await attempt.publish(await fill(attempt, save_id, seed))
 
 
 async def expect(store: Store, name: str, seed: int = 0) -> None:
-    """The checkpoint is what `save` has published with this seed."""
+    """Check that the checkpoint is what `save` published with this seed."""
     files = store.files(name)
     try:
-        record = await files.read(RECORD, max_nbytes=200)
+        record = await files.read(RECORD, max_nbytes=1000)
         assert record.startswith(b"record %d " % seed)
         assert await files.read("default/small", max_nbytes=100) == b"small %d" % seed
         buffer = np.empty(PAGE + 1, np.uint8)
@@ -89,12 +134,12 @@ async def expect(store: Store, name: str, seed: int = 0) -> None:
 
 
 async def data_paths(files: CheckpointFiles) -> list[str]:
-    """Paths of the data files of a checkpoint."""
+    """Return the paths of the data files of a checkpoint."""
     return [f"default/d/{entry.name}" for entry in await files.entries("default/d", max_entries=9)]
 
 
 async def expect_no_record(store: Store, name: str) -> None:
-    """There is no checkpoint of this name."""
+    """Check that there is no checkpoint of this name."""
     files = store.files(name)
     try:
         with pytest.raises(CheckpointNotFoundError):

@@ -1,4 +1,4 @@
-"""The laws that every store keeps, as tests that run on any store.
+"""Conformance suite for stores: the laws that every store keeps, as tests.
 
 Make a subclass in a test module, with pytest and pytest-asyncio installed::
 
@@ -10,9 +10,9 @@ Make a subclass in a test module, with pytest and pytest-asyncio installed::
             await store.close()
 
 `place` is a new directory for each test; opened again with the same `place`, the store must find
-what was published there before. A store that has to know which save a commit record belongs to is
-told by `save_id_of`. Where a name is listed as soon as an attempt has written something, set
-`lists_attempts`; a name counts as a checkpoint only once its record can be read.
+what was published there before. A store that must know to which save a commit record belongs gets
+`save_id_of` and `outline_of`. Set `lists_attempts` for a store that lists a name as soon as an
+attempt has written something; a name counts as a checkpoint only once its record can be read.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ from asyncckpt.testing.checkpoints import (
     expect_no_record,
     fill,
     identity,
+    named,
+    outline_of,
     pattern,
+    put,
     record_of,
     save,
     save_id_of,
     write_file,
 )
 from asyncckpt.testing.store_laws.cancelling import Cancelling
+from asyncckpt.testing.store_laws.complete_reads import Reading
 from asyncckpt.testing.store_laws.naming import Naming
-from asyncckpt.testing.store_laws.reading import Reading
 from asyncckpt.testing.store_laws.visibility import Visibility
 from asyncckpt.testing.store_laws.writing import Writing
 
@@ -50,7 +53,10 @@ __all__ = [
     "expect_no_record",
     "fill",
     "identity",
+    "named",
+    "outline_of",
     "pattern",
+    "put",
     "record_of",
     "save",
     "save_id_of",
@@ -59,9 +65,9 @@ __all__ = [
 
 
 class StoreConformance(Visibility, Naming, Writing, Reading, Cancelling):
-    """Subclass it, define `opened`, and name the subclass `Test…`.
+    """All laws of stores. Subclass it as `Test…` and define `opened`.
 
     Attributes:
         lists_attempts: `names` may list a name under which an attempt has written something.
-        window_nbytes: a window that the store takes as part of a data file.
+        window_nbytes: a window size that the store accepts for a data file.
     """

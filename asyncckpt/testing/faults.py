@@ -1,10 +1,10 @@
-"""A store that fails, is cancelled, pauses or lies at scripted operations.
+"""Store that fails, is cancelled, pauses or returns wrong data at scripted operations.
 
     store = FaultStore(inner, [Fault("write", 3, error=StoreError("disk on fire"))])
 
 Operations are counted from 1 for each kind and, as `any`, over all kinds. The kinds are `begin`,
 `create`, `write`, `seal`, `put`, `publish`, `abort`, `files`, `read`, `read_into`, `entries`,
-`changed`, `close_files`, `names`, `delete`, `sweep`, `collect` and `close`.
+`changed`, `close_files`, `names`, `delete`, `unlist`, `remove`, `sweep`, `collect` and `close`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from asyncckpt.ports import (
     CheckpointFiles,
     DataFile,
     Entry,
+    Removal,
     Sizes,
     Store,
     StoreCapabilities,
@@ -40,24 +41,24 @@ class Gate:
     release: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def hold(self) -> None:
-        """The gate was released. Cancellation: raises at once."""
+        """Wait until the gate is released. Cancellation: raises at once."""
         self.reached.set()
         await self.release.wait()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fault:
-    """What happens at one operation.
+    """A scripted fault of one operation.
 
     Attributes:
         kind: kind of the operation, or ``any``.
-        number: which one of its kind, from 1; 0 for every one.
+        number: its place among the operations of its kind, from 1; 0 for every one.
         error: raised instead of the operation, or after it with `applied`.
-        applied: the operation takes effect before `error` is raised: a lost answer.
-        cancel: the task that makes the call is cancelled just before the operation.
+        applied: the operation takes effect before `error` is raised: a lost response.
+        cancel: the calling task is cancelled just before the operation.
         gate: the operation waits here first.
-        data: what a read gives: ``short`` leaves out the second half (and raises, as a store does
-            that meets the end of a file too early), ``flip`` has one bit changed.
+        data: damage of a read: ``short`` leaves out the second half (and raises, as a store does
+            where a file ends too early), ``flip`` changes one bit.
     """
 
     kind: str
@@ -71,14 +72,14 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One call that was made: its kind, and the name or path it was about."""
+    """One call: its kind, and the name or path it was about."""
 
     kind: str
     subject: str
 
 
 class FaultStore:
-    """A store around another one. Without a script it only counts.
+    """Wrapper of a store. Without a script it only counts operations.
 
     Attributes:
         counts: operations so far by kind, with their total as `any`.
@@ -99,7 +100,7 @@ class FaultStore:
 
     @asynccontextmanager
     async def operation(self, kind: str, subject: str) -> AsyncIterator[list[Fault]]:
-        """The faults of this operation have happened around the block, which carries it out."""
+        """Raise, pause or cancel by script around the block, which carries out the operation."""
         self.counts[kind] += 1
         self.counts["any"] += 1
         self.log.append(Operation(kind, subject))
@@ -126,7 +127,7 @@ class FaultStore:
         data_file_nbytes: int | None = None,
         concurrency: int | None = None,
     ) -> Sizes:
-        """As the inner store."""
+        """Call the inner store."""
         return self.inner.sizes(
             nbytes,
             budget_nbytes=budget_nbytes,
@@ -144,7 +145,7 @@ class FaultStore:
         overwrite: bool = False,
         private: bool = False,
     ) -> FaultAttempt:
-        """As the inner store; an attempt whose `begin` fails after it was applied is aborted."""
+        """Begin an attempt; abort it if the script fails the call after it was applied."""
         attempt = None
         try:
             async with self.operation("begin", name):
@@ -158,33 +159,44 @@ class FaultStore:
         return FaultAttempt(self, attempt)
 
     async def names(self) -> list[str]:
-        """As the inner store."""
+        """Call the inner store."""
         async with self.operation("names", ""):
             return await self.inner.names()
 
     def files(self, name: str) -> FaultFiles:
-        """As the inner store; counted, but no fault of the script applies."""
+        """Return read access to a checkpoint; counted, but no fault applies."""
         self.counts["files"] += 1
         self.log.append(Operation("files", name))
         return FaultFiles(self, self.inner.files(name))
 
     async def delete(self, name: str) -> None:
-        """As the inner store."""
+        """Call the inner store."""
         async with self.operation("delete", name):
             await self.inner.delete(name)
 
+    async def unlist(self, name: str) -> Removal:
+        """Unlist as the inner store does; removing the bytes is the operation `remove`."""
+        async with self.operation("unlist", name):
+            removal = await self.inner.unlist(name)
+
+        async def remove() -> None:
+            async with self.operation("remove", name):
+                await removal()
+
+        return remove
+
     async def sweep(self) -> Sequence[str]:
-        """As the inner store."""
+        """Call the inner store."""
         async with self.operation("sweep", ""):
             return await self.inner.sweep()
 
     async def collect(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:
-        """As the inner store."""
+        """Call the inner store."""
         async with self.operation("collect", ""):
             return await self.inner.collect(older_than_s, dry_run=dry_run)
 
     async def close(self) -> None:
-        """As the inner store."""
+        """Call the inner store."""
         async with self.operation("close", ""):
             await self.inner.close()
 
@@ -200,18 +212,22 @@ class FaultAttempt:
     async def create(
         self, path: str, *, nbytes: int, window_nbytes: int | None = None
     ) -> FaultDataFile:
-        """As the inner attempt."""
+        """Call the inner attempt."""
         async with self._store.operation("create", path):
             inner = await self._inner.create(path, nbytes=nbytes, window_nbytes=window_nbytes)
         return FaultDataFile(self._store, inner)
 
-    async def put(self, path: str, data: bytes | memoryview) -> None:
-        """As the inner attempt."""
+    async def put(self, path: str, data: bytes | memoryview, *, in_record: bool = False) -> None:
+        """Call the inner attempt."""
         async with self._store.operation("put", path):
-            await self._inner.put(path, data)
+            await self._inner.put(path, data, in_record=in_record)
+
+    def source(self, path: str) -> str | None:
+        """Call the inner attempt."""
+        return self._inner.source(path)
 
     async def publish(self, record: bytes) -> None:
-        """As the inner attempt, which is aborted when the script fails it before its rename."""
+        """Call the inner attempt, and abort it if the script fails the call."""
         try:
             async with self._store.operation("publish", self.location):
                 await self._inner.publish(record)
@@ -220,7 +236,7 @@ class FaultAttempt:
             raise
 
     async def abort(self) -> None:
-        """As the inner attempt."""
+        """Call the inner attempt."""
         async with self._store.operation("abort", self.location):
             await self._inner.abort()
 
@@ -234,16 +250,16 @@ class FaultDataFile:
 
     @property
     def path(self) -> str:
-        """As of the inner file."""
+        """Path of the inner file."""
         return self._inner.path
 
     async def write(self, offset: int, data: Bytes | bytearray) -> bool:
-        """As the inner file."""
+        """Call the inner file."""
         async with self._store.operation("write", self.path):
             return await self._inner.write(offset, data)
 
     async def seal(self, nbytes: int) -> None:
-        """As the inner file."""
+        """Call the inner file."""
         async with self._store.operation("seal", self.path):
             await self._inner.seal(nbytes)
 
@@ -258,7 +274,7 @@ class FaultFiles:
         self._inner = inner
 
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
-        """As the inner files, with what the script does to the data."""
+        """Call the inner files, and damage the data by script."""
         async with self._store.operation("read", path) as faults:
             data = await self._inner.read(path, max_nbytes=max_nbytes)
         for fault in faults:
@@ -279,7 +295,7 @@ class FaultFiles:
         received: Callable[[], None] | None = None,
         ahead_nbytes: int | None = None,
     ) -> None:
-        """As the inner files, with what the script does to the data.
+        """Call the inner files, and damage the data by script.
 
         Raises:
             CorruptCheckpointError: a scripted short read.
@@ -311,27 +327,27 @@ class FaultFiles:
                 buffer[buffer.size // 2] ^= np.uint8(1)
 
     async def entries(self, path: str = "", *, max_entries: int) -> list[Entry]:
-        """As the inner files."""
+        """Call the inner files."""
         async with self._store.operation("entries", path):
             return await self._inner.entries(path, max_entries=max_entries)
 
     def reads(self, wanted: int | None) -> int:
-        """As the inner files."""
+        """Call the inner files."""
         return self._inner.reads(wanted)
 
     async def changed(self) -> Literal["deleted", "replaced"] | None:
-        """As the inner files."""
+        """Call the inner files."""
         async with self._store.operation("changed", self.location):
             return await self._inner.changed()
 
     async def close(self) -> None:
-        """As the inner files."""
+        """Call the inner files."""
         async with self._store.operation("close_files", self.location):
             await self._inner.close()
 
 
 def _first(buffers: Sequence[Bytes], nbytes: int) -> list[Bytes]:
-    """The beginning of a sequence of buffers, as views."""
+    """Return views of the first `nbytes` of a sequence of buffers."""
     views = []
     for buffer in buffers:
         views.append(buffer[: min(nbytes, buffer.size)])

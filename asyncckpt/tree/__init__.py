@@ -1,4 +1,4 @@
-"""Trees of containers taken apart into leaves with paths, and put together again.
+"""Trees of containers: taken apart into leaves with paths, and put together again.
 
 Plain containers are flattened by the rules of this module alone, so that a tree has the same
 paths with and without JAX:
@@ -11,21 +11,21 @@ paths with and without JAX:
 * objects with `state_dict` and `load_state_dict` as their state dict;
 * every other type that a `NodeAdapter` knows, by that adapter's keys.
 
-Everything else is a leaf. A path joins its parts with ``/``. An int (dict key or index) stands in
-decimal; a str stands for itself with control characters, ``/``, ``%`` and lone surrogates
-percent-escaped, the empty part as ``%``, ``.`` and ``..`` as ``%2E`` and ``%2E%2E``. Where one
-dict has both, the str that reads like an int has its first character escaped (``{1: …, "1": …}``
-has paths ``1`` and ``%31``), so that no two leaves share a path. The path of a tree that is one
-leaf is empty.
+Everything else is a leaf. A path joins its parts with ``/``. An int (dict key or index) is written
+in decimal; a str as it is with control characters, ``/``, ``%`` and lone surrogates (which only
+foreign checkpoints have: `flatten` refuses them) percent-escaped, the empty part as ``%``, ``.``
+and ``..`` as ``%2E`` and ``%2E%2E``. Where one dict has both, the str that looks like an int has
+its first character escaped (``{1: …, "1": …}`` has paths ``1`` and ``%31``), so that no two leaves
+share a path. The path of a tree that is one leaf is empty.
 """
 
 from __future__ import annotations
 
 from asyncckpt.tree.flatten import Flat, flatten
 from asyncckpt.tree.names import Key, array_names, escape, match_glob, unescape, where
-from asyncckpt.tree.rebuild import state_dicts_like, unflatten, unflatten_like
 from asyncckpt.tree.structure import MAX_DEPTH, Kind, Node, Structure
 from asyncckpt.tree.types import NodeRegistry
+from asyncckpt.tree.unflatten import state_dicts_like, unflatten, unflatten_like
 
 __all__ = [
     "MAX_DEPTH",

@@ -1,4 +1,4 @@
-"""Taking a tree apart."""
+"""Flattening: a tree taken apart into structure, paths and leaves."""
 
 # Rule 1: no recursion, so that depth is bounded by MAX_DEPTH and not by the caller's stack.
 
@@ -26,7 +26,7 @@ class Flat:
         paths: path of every leaf.
         leaves: the leaves.
         objects: the containers themselves, one per node of `structure`.
-        stateful: path and object of every outermost object that was taken as its state dict.
+        stateful: path and object of every outermost object that is saved as its state dict.
     """
 
     structure: Structure
@@ -42,10 +42,11 @@ class Flat:
 
 
 def flatten(tree: Any, nodes: Sequence[NodeRegistry] = ()) -> Flat:
-    """The tree is taken apart; `nodes` know the containers that frameworks have registered.
+    """Take the tree apart; `nodes` know the containers that frameworks have registered.
 
     Raises:
-        UnsupportedLeafError: a dict key is neither exactly str nor exactly int; names path and key.
+        UnsupportedLeafError: a dict key is neither exactly str nor exactly int, or not valid
+            Unicode; names path and key.
         UsageError: a container holds itself, or more than `MAX_DEPTH` are inside each other.
     """
     return _Flattener(nodes).run(tree)
@@ -104,7 +105,7 @@ class _Flattener:
         return Flat(structure, paths, leaves, self._objects, self._stateful)
 
     def _enter(self, value: Any, kind: str, path: str) -> bool:
-        """The node is numbered; whether its children are still to be visited."""
+        """Assign the node its number; return whether its children are still to be visited."""
         index = len(self._objects)
         if id(value) in self._open:
             raise UsageError(
@@ -210,4 +211,21 @@ def _parts(keys: Sequence[Any], node: Any, path: str) -> list[str]:
             "bits; use a str",
             path=path,
         )
+    text = "".join([key for key in keys if type(key) is str])
+    if not text.isascii():
+        _refuse_surrogates(keys, node, path)
     return escape_keys(keys, kinds)
+
+
+def _refuse_surrogates(keys: Sequence[Any], node: Any, path: str) -> None:
+    for key in keys:
+        try:
+            str(key).encode()
+        except UnicodeEncodeError as error:
+            raise UnsupportedLeafError(
+                f"{where(path)}: key {key!a:.80} of this {type(node).__name__} is not valid "
+                f"Unicode ({error.reason}); use another str",
+                path=path,
+                expected="a str that UTF-8 can hold",
+                found=key,
+            ) from None

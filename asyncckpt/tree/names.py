@@ -1,4 +1,4 @@
-"""What leaves are called: escaped path parts, globs on paths, names of stored arrays."""
+"""Names of leaves: escaped path parts, globs on paths, names of stored arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import cast
 Key = str | int
 
 MAX_ARRAY_NAME_NBYTES = 1024
-"""Longer array names are cut and hashed; OCDBT keys may have 64 KiB, other tools stop earlier."""
+"""Longer array names are cut and hashed; OCDBT keys may have 64 KiB, other tools less."""
 
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f/%\ud800-\udfff]")
 _DOTS = frozenset(("", ".", ".."))
@@ -20,12 +20,12 @@ _ESCAPES = re.compile(r"(?:%[0-9A-F]{2})+")
 
 
 def where(path: str) -> str:
-    """The path as error messages name it."""
+    """Return the path as error messages name it."""
     return path or "the tree itself"
 
 
 def escape(part: Key) -> str:
-    """The part as it stands in a path (see the module's docstring)."""
+    """Return the part as it appears in a path (see the docstring of the package)."""
     if isinstance(part, int):
         return str(part)
     if part in _DOTS:
@@ -36,7 +36,7 @@ def escape(part: Key) -> str:
 
 
 def unescape(part: str) -> str:
-    """The key whose escaped form this is; an int comes back as its decimal.
+    """Return the key whose escaped form this is; an int is returned as its decimal.
 
     Raises:
         ValueError: a ``%`` is not followed by two upper-case hexadecimal digits of valid UTF-8.
@@ -45,7 +45,7 @@ def unescape(part: str) -> str:
         return ""
     rest = _ESCAPES.sub("", part)
     if "%" in rest:
-        raise ValueError(f"{part!r} is no escaped path part")
+        raise ValueError(f"{part!r} is not an escaped path part")
     return _ESCAPES.sub(
         lambda match: bytes.fromhex(match[0].replace("%", "")).decode("utf-8", "surrogatepass"),
         part,
@@ -53,9 +53,9 @@ def unescape(part: str) -> str:
 
 
 def match_glob(paths: Sequence[str], patterns: str | Iterable[str]) -> tuple[set[int], list[str]]:
-    """Indices of the paths that a pattern selects, and the patterns that select none.
+    """Return the indices of the paths that a pattern selects, and the patterns that select none.
 
-    In a pattern, ``*`` stands for any characters within a part, ``**`` for any across parts
+    In a pattern, ``*`` matches any characters within a part, ``**`` for any across parts
     (``a/**/b`` includes ``a/b``), and ``%2A`` for a ``*`` of a key. A pattern selects what it
     matches and everything below.
     """
@@ -85,11 +85,11 @@ def _glob(pattern: str) -> str:
 
 
 def array_names(parts: Sequence[tuple[Key, ...]]) -> list[str]:
-    """One array name per leaf, all different, depending only on the set of parts.
+    """Return one array name per leaf, all different, depending only on the set of parts.
 
     Names are what Orbax uses, the parts joined by ``.``. Where two leaves would share that name,
     or it is empty, starts with ``.`` or has characters that are escaped in paths, the parts are
-    escaped first (``.`` as ``%2E``, a str that reads like an int by its first character). Names
+    escaped first (``.`` as ``%2E``, a str that looks like an int by its first character). Names
     beyond 1,024 bytes are cut and end in a hash. A tree that is one leaf has the array ``root``.
     """
     names = [".".join(map(str, leaf)) for leaf in parts]
@@ -116,7 +116,7 @@ def _percent(text: str) -> str:
 
 
 def escape_keys(keys: Sequence[Key], kinds: set[type]) -> list[str]:
-    """The path parts that the keys of one node give, all different; `kinds` are their types."""
+    """Return the path parts of the keys of one node, all different; `kinds` are their types."""
     if kinds == {str}:
         texts = cast(Sequence[str], keys)
         if _UNSAFE.search("".join(texts)) is None and _DOTS.isdisjoint(texts):

@@ -1,7 +1,7 @@
-"""The containers of a tree as an immutable value, and as JSON."""
+"""Structure of a tree: its containers as an immutable value, and as JSON."""
 
 # Rule 1: nodes and leaves are numbered in the order of their first visit (preorder), so that a
-#   parent stands before its children, a subtree is one run of both, and no walk needs recursion.
+#   parent comes before its children, a subtree is one run of both, and no walk needs recursion.
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Node:
     """One container.
 
     Attributes:
-        kind: what it is.
+        kind: its kind of container.
         keys: one per child for dicts, namedtuples, dataclasses and registered nodes; else empty.
         children: ordinal of a leaf (0 or more), or minus the index of a node in
             `Structure.nodes`. A stateful node has one child, its state dict, at its own path.
@@ -56,30 +56,37 @@ class Structure:
     leaf_count: int
 
     def parts(self) -> list[tuple[Key, ...]]:
-        """Keys and indices from the root to every leaf."""
+        """Return keys and indices from the root to every leaf."""
         return _walk(self, (), _plain_parts, lambda base, part: (*base, part))[0]
 
     def paths(self) -> list[str]:
-        """The path of every leaf."""
+        """Return the path of every leaf."""
         return _walk(self, "", _escaped_parts, _join)[0]
 
     def node_paths(self) -> list[str]:
-        """The path of every node; a stateful node and its state dict have the same."""
+        """Return the path of every node; a stateful node and its state dict have the same."""
         return _walk(self, "", _escaped_parts, _join)[1]
 
-    def subtree(self, path: str) -> tuple[Structure, range]:
-        """The part of the tree at `path`, and which leaves of the whole it holds.
+    def subtrees(self, paths: Sequence[str]) -> dict[str, tuple[Structure, range]]:
+        """Return the part of the tree at each path, and which leaves of the whole it holds.
 
-        Raises:
-            KeyError: there is neither a node nor a leaf at `path`.
+        Paths at which there is neither a node nor a leaf have no entry. The whole tree is walked
+        once, however many paths there are.
         """
         leaf_paths, node_paths = _walk(self, "", _escaped_parts, _join)
-        if path not in node_paths:
-            ordinal = leaf_paths.index(path) if path in leaf_paths else -1
-            if ordinal < 0:
-                raise KeyError(path)
-            return Structure((), 1), range(ordinal, ordinal + 1)
-        first = stop = node_paths.index(path)
+        leaves = {path: leaf for leaf, path in enumerate(leaf_paths)}
+        # Of a stateful node and its state dict, which have one path, the first is meant.
+        nodes = {path: len(node_paths) - 1 - n for n, path in enumerate(reversed(node_paths))}
+        found: dict[str, tuple[Structure, range]] = {}
+        for path in paths:
+            if path in nodes:
+                found[path] = self._below(nodes[path])
+            elif path in leaves:
+                found[path] = Structure((), 1), range(leaves[path], leaves[path] + 1)
+        return found
+
+    def _below(self, first: int) -> tuple[Structure, range]:
+        stop = first
         inside = {first}
         ordinals: list[int] = []
         while stop in inside:
@@ -99,7 +106,7 @@ class Structure:
         return Structure(nodes, len(ordinals)), range(start, start + len(ordinals))
 
     def to_json(self) -> dict[str, Any]:
-        """The structure as JSON values; keys of dicts are JSON numbers or strings as they were."""
+        """Return the structure as JSON values; keys of dicts stay JSON numbers or strings."""
         nodes = []
         for node in self.nodes:
             item: dict[str, Any] = {"kind": node.kind}
@@ -114,7 +121,7 @@ class Structure:
 
     @classmethod
     def from_json(cls, obj: object) -> Structure:
-        """The structure that `to_json` described.
+        """Return the structure that `to_json` described.
 
         Raises:
             ValueError: it is malformed or more than `MAX_DEPTH` deep; says where.
@@ -140,7 +147,7 @@ def _node(index: int, item: object) -> Node:
     if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"{where} has the unknown kind {kind!r:.40}")
     if not isinstance(type_name, str):
-        raise ValueError(f"{where} has a type name that is no string")
+        raise ValueError(f"{where} has a type name that is not a string")
     if not isinstance(keys, list) or not set(map(type, keys)) <= {str, int}:
         raise ValueError(f"{where} has keys that are not strings and integers")
     if not isinstance(children, list) or not set(map(type, children)) <= {int}:

@@ -1,4 +1,4 @@
-"""Which types are containers, and of which kind."""
+"""Kinds of containers, by type."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _BUILTIN = frozenset((dict, list, tuple))
 
 
 class NodeRegistry(Protocol):
-    """What is needed of a `asyncckpt.ports.NodeAdapter`, which stands in a layer above this one."""
+    """The part of `asyncckpt.ports.NodeAdapter`, a layer above this one, that is needed here."""
 
     def flatten(self, node: Any) -> tuple[Sequence[Key], Sequence[Any]] | None:
-        """Keys and children of a registered node, or None when the type is not registered."""
+        """Return keys and children of a registered node, or None for a type that is not."""
         ...
 
     def unflatten(self, node: Any, children: Sequence[Any]) -> Any:
-        """A node like `node` with these children."""
+        """Return a node like `node` with these children."""
         ...
 
 
 class Types:
-    """What the types met by one flatten or unflatten are."""
+    """The kinds of the types met by one flatten or unflatten."""
 
     def __init__(self, nodes: Sequence[NodeRegistry]) -> None:
         self._registries = nodes
@@ -35,7 +35,7 @@ class Types:
         self.kinds |= {dict: "dict", list: "list", tuple: "tuple", type(None): "none"}
 
     def all_leaves(self, values: Sequence[Any]) -> bool:
-        """Whether none of these is a container."""
+        """Return whether none of these is a container."""
         found = set(map(type, values))
         if found <= self._leaf_types:
             return True
@@ -46,7 +46,7 @@ class Types:
         return found <= self._leaf_types
 
     def kind(self, value: Any) -> str:
-        """Kind of container that values of this type are, or `LEAF`."""
+        """Return the kind of container that values of this type are, or `LEAF`."""
         found = self.kinds.get(type(value))
         if found is None:
             found = self.kinds[type(value)] = self._classify(value)
@@ -72,7 +72,7 @@ class Types:
         return LEAF if self.registered(value) is None else "registered"
 
     def _fields_hold_children(self, value: Any) -> bool:
-        """Whether all that a dataclass is registered to consist of stands in its fields.
+        """Return whether everything that a dataclass is registered to consist of is in its fields.
 
         It need not: nnx.List and nnx.Dict inherit from a dataclass without fields, and a
         dataclass may be an nnx module, whose other attributes are state as well.
@@ -88,7 +88,7 @@ class Types:
         return {type(key) for key in keys} == {int} and held.issuperset(map(id, children))
 
     def registered(self, value: Any) -> tuple[NodeRegistry, Sequence[Key], Sequence[Any]] | None:
-        """The registry that knows the type, with keys and children, or None."""
+        """Return the registry that knows the type, with keys and children, or None."""
         for registry in self._registries:
             found = registry.flatten(value)
             if found is not None:
@@ -96,7 +96,7 @@ class Types:
         return None
 
     def fields(self, value: Any) -> tuple[str, ...]:
-        """Names of the fields that hold state."""
+        """Return the names of the fields that hold state."""
         names = self._fields.get(type(value))
         if names is None:
             every = [field.name for field in dataclasses.fields(value)]
@@ -113,6 +113,6 @@ class Types:
 
 
 def type_name(value: Any) -> str:
-    """Qualified name of a container's type; empty for the builtin ones."""
+    """Return the qualified name of a container's type; empty for the builtin ones."""
     cls = type(value)
     return "" if cls in _BUILTIN else f"{cls.__module__}.{cls.__qualname__}"

@@ -1,4 +1,4 @@
-"""Putting a tree together again."""
+"""Rebuilding: a tree put together from structure and leaves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncckpt.tree.types import NodeRegistry, Types
 
 
 def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
-    """The tree of plain containers with these leaves.
+    """Return the tree of plain containers with these leaves.
 
     Dicts, lists and tuples are as they were; namedtuples, dataclasses, registered nodes and state
     dicts are dicts of their fields.
@@ -41,9 +41,9 @@ def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
 
 
 def unflatten_like(flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeRegistry] = ()) -> Any:
-    """A tree like the one that was flattened, its types included, with these leaves.
+    """Return a tree like the one that was flattened, its types included, with these leaves.
 
-    The containers of the other tree are not changed. A stateful object gives its state dict. A
+    The containers of the other tree are not changed. A stateful object becomes its state dict. A
     dataclass is made by its `__init__` where that takes exactly its fields (fields with
     ``init=False`` are set afterwards), else copied without running code of the class.
 
@@ -57,7 +57,7 @@ def unflatten_like(flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeRegist
 def state_dicts_like(
     flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeRegistry] = ()
 ) -> list[tuple[str, Any, Any]]:
-    """Path, object and new state dict of every entry of `flat.stateful`."""
+    """Return path, object and new state dict of every entry of `flat.stateful`."""
     _check_count(flat.structure, leaves)
     if not flat.stateful:
         return []
@@ -122,7 +122,7 @@ def _like(node: Node, old: Any, children: list[Any], types: Types) -> Any:
     if node.kind == "registered":
         registered = types.registered(old)
         if registered is None:
-            raise TypeError("the type is not registered any more")
+            raise TypeError("the type is no longer registered")
         return registered[0].unflatten(old, children)
     return children[0] if node.kind == "stateful" else None
 
@@ -153,7 +153,7 @@ def _dataclass_like(old: Any, values: Mapping[Key, Any], types: Types) -> Any:
 
 
 def _init_takes(cls: type, names: set[str]) -> bool:
-    """Whether `cls(**fields)` is how the class is made: no init of its own, no `InitVar`."""
+    """Return whether `cls(**fields)` makes the class: no init of its own, no `InitVar`."""
     try:
         parameters = inspect.signature(cls).parameters.values()
     except (TypeError, ValueError):

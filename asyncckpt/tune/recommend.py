@@ -1,8 +1,7 @@
-"""What `tune` measures on a store, and what follows from it."""
+"""Plan of a measurement of an object store, and the recommendation that follows from it."""
 
 # Rule 1: the plan is made before anything is sent, so that its bytes can be announced.
-# Rule 2: a point near the fastest that holds less memory is the better one: what more memory buys
-#   is then within the noise.
+# Rule 2: a point near the fastest that holds less memory is better: the rest is noise.
 
 from __future__ import annotations
 
@@ -11,16 +10,16 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from asyncckpt.options import GIB, MIB
-from asyncckpt.planning.sizes import (
+from asyncckpt.reports import nbytes_text, rate_text
+from asyncckpt.stores.objects.requests.sizes import (
     ASSUMED_LATENCY_S,
     ASSUMED_STREAM_NBYTES_PER_S,
     Choice,
     Traffic,
 )
-from asyncckpt.reports import nbytes_text, rate_text
 
 MAX_NBYTES = 16 * GIB
-"""Bytes that are moved at most, both ways together; two thirds of them for the grid's axes."""
+"""Bytes moved at most in both directions; two thirds of them for the grid's axes."""
 
 MAX_S = 120.0
 """Seconds after which the measurement ends with what it has."""
@@ -31,28 +30,28 @@ matter."""
 
 SIZES_MIB = (16, 64, 8, 32, 128, 4)
 STREAMS = (16, 32, 8, 4, 1)
-"""The grid, what tells most first: both axes through 16 streams of 16 MiB, then the rest."""
+"""The grid, most informative first: both axes through 16 streams of 16 MiB, then the rest."""
 
 FIRST = (4, 4)
-"""MiB and streams of the point that is made before all others: it tells how long they will take."""
+"""MiB and streams of the first point, which tells how long the others will take."""
 
 LEAST_REQUESTS = 4
-"""Requests that make a point: fewer, and one slow one decides."""
+"""Requests that make a point; with fewer, one slow request would decide."""
 
 GAIN = 1.08
-"""What more streams must carry to be used; the factor that saves climb by."""
+"""Gain with which more streams are used, as by the concurrency tuner."""
 
 NEAR = 0.95
 """Share of the best rate that is as good as the best: repeated points differ by this much."""
 
 
 class GridPoint(NamedTuple):
-    """One measurement to be made.
+    """One planned measurement.
 
     Attributes:
         nbytes: size of every request.
         streams: requests in flight.
-        requests: how many are made each way.
+        requests: requests in each direction.
     """
 
     nbytes: int
@@ -61,19 +60,19 @@ class GridPoint(NamedTuple):
 
     @property
     def moved_nbytes(self) -> int:
-        """Bytes of both ways together."""
+        """Bytes of both directions together."""
         return 2 * self.nbytes * self.requests
 
 
 @dataclass(frozen=True, slots=True)
 class TunePoint:
-    """One measurement: objects of one size, so many requests in flight.
+    """One measurement: throughput with objects of one size and a number of streams.
 
     Attributes:
         direction: ``"put"`` or ``"get"``.
         nbytes: size of every object.
         streams: requests in flight.
-        nbytes_per_s: what all of them carried together.
+        nbytes_per_s: throughput of all of them together.
     """
 
     direction: Literal["put", "get"]
@@ -84,7 +83,7 @@ class TunePoint:
 
 @dataclass(frozen=True, slots=True)
 class TuneReport:
-    """What a store was found to be like, and what to save and restore with.
+    """Measurements of an object store, and the recommendation that follows from them.
 
     Attributes:
         location: URL that was measured.
@@ -95,15 +94,15 @@ class TuneReport:
         target_data_file_nbytes: recommended for `SaveOptions`.
         concurrency: likewise.
         read_concurrency: recommended for `RestoreOptions.concurrency`.
-        nbytes_per_s: what writing carried with the recommended values.
+        nbytes_per_s: throughput of writing with the recommended values.
         reason: why these, in a sentence.
-        state_nbytes: size of the state for which `auto` was asked.
-        auto_data_file_nbytes: what ``target_data_file_nbytes="auto"`` makes of these measurements.
+        state_nbytes: size of the state for which the automatic choice was computed.
+        auto_data_file_nbytes: size that ``target_data_file_nbytes="auto"`` chooses.
         auto_concurrency: likewise.
-        auto_nbytes_per_s: what writing carried with those two; None where no time was left.
+        auto_nbytes_per_s: throughput of writing with those two; None where no time was left.
         moved_nbytes: bytes written and read.
         total_s: seconds taken.
-        notes: anything a person should know.
+        notes: remarks for a person.
     """
 
     location: str
@@ -126,7 +125,7 @@ class TuneReport:
 
     @property
     def best_nbytes_per_s(self) -> float:
-        """What writing carried at most."""
+        """Highest throughput of writing."""
         return max(point.nbytes_per_s for point in self.points if point.direction == "put")
 
     def __str__(self) -> str:
@@ -137,10 +136,10 @@ class TuneReport:
 
 
 def grid(max_nbytes: int, memory_nbytes: int, copies: int) -> tuple[GridPoint, ...]:
-    """The measurements that together move at most `max_nbytes`, those that tell most first.
+    """Return the measurements that move at most `max_nbytes`, the most informative first.
 
     Args:
-        max_nbytes: bytes of both ways together.
+        max_nbytes: bytes of both directions together.
         memory_nbytes: bytes that may be in flight, copies by the client included.
         copies: copies of a body or answer that the client makes.
     """
@@ -161,10 +160,10 @@ def grid(max_nbytes: int, memory_nbytes: int, copies: int) -> tuple[GridPoint, .
 
 
 def recommend(points: Sequence[TunePoint], direction: Literal["put", "get"]) -> TunePoint:
-    """The point with the least memory in flight among those that are as good as the best.
+    """Return the point with the least memory in flight among those as good as the best.
 
     Raises:
-        ValueError: there is none of this direction.
+        ValueError: there is no point of this direction.
     """
     own = [point for point in points if point.direction == direction]
     best = max(point.nbytes_per_s for point in own)
@@ -173,32 +172,28 @@ def recommend(points: Sequence[TunePoint], direction: Literal["put", "get"]) -> 
 
 
 def reason(points: Sequence[TunePoint], chosen: TunePoint) -> str:
-    """Why this point, from what its neighbours carried."""
-    own = [point for point in points if point.direction == chosen.direction]
-    best = max(own, key=lambda point: point.nbytes_per_s)
-    size = nbytes_text(chosen.nbytes)
-    text = f"{chosen.streams} streams of {size} carry {rate_text(chosen.nbytes_per_s, 1.0)}"
-    if best is not chosen:
-        text += (
-            f", within {100 * (1 - NEAR):.0f} % of the best that was measured "
-            f"({best.streams} of {nbytes_text(best.nbytes)}: {rate_text(best.nbytes_per_s, 1.0)}) "
-            "with less in memory"
-        )
-    worse = [
-        f"{point.streams} of {nbytes_text(point.nbytes)} only {rate_text(point.nbytes_per_s, 1.0)}"
-        for point in (
-            _neighbour(own, chosen, "streams"),
-            _neighbour(own, chosen, "nbytes"),
-        )
-        if point is not None and point.nbytes_per_s < NEAR * best.nbytes_per_s
-    ]
-    return text + "".join(f"; {part}" for part in worse)
+    """Explain the choice of a point in a sentence."""
+    best = max(
+        (point for point in points if point.direction == chosen.direction),
+        key=lambda point: point.nbytes_per_s,
+    )
+    text = (
+        f"{chosen.streams} streams of {nbytes_text(chosen.nbytes)} carry "
+        f"{rate_text(chosen.nbytes_per_s, 1.0)}"
+    )
+    if best is chosen:
+        return text
+    return (
+        f"{text}, within {100 * (1 - NEAR):.0f} % of the best measured point "
+        f"({best.streams} of {nbytes_text(best.nbytes)}: {rate_text(best.nbytes_per_s, 1.0)}) "
+        "with less in memory"
+    )
 
 
 def auto_traffic(points: Sequence[TunePoint], latency_s: float) -> Traffic | None:
-    """What a save would have learnt of the link from writing; None if too little was measured.
+    """Return what a save would have measured of the link; None if too little was measured.
 
-    Saves begin with the first number of streams of the grid, and go on to more if they carry more.
+    Saves begin with the first number of streams of the grid and use more if those carry more.
     """
     rates = {
         point.streams: point.nbytes_per_s
@@ -218,30 +213,10 @@ def auto_traffic(points: Sequence[TunePoint], latency_s: float) -> Traffic | Non
 
 
 ASSUMED = Traffic(ASSUMED_LATENCY_S, ASSUMED_STREAM_NBYTES_PER_S, None, STREAMS[0])
-"""What the first save of a `Checkpointer` goes by."""
+"""Assumptions of the first save of a `Checkpointer`."""
 
 
-def measured(
-    points: Sequence[TunePoint], choice: Choice, direction: Literal["put", "get"] = "put"
-) -> TunePoint | None:
-    """The measurement that was made with what the planner chose; None if there was none."""
-    for point in points:
-        if (point.direction, point.streams) == (direction, choice.concurrency) and (
-            point.nbytes == choice.window_nbytes
-        ):
-            return point
-    return None
-
-
-def _neighbour(
-    points: Sequence[TunePoint], chosen: TunePoint, axis: Literal["streams", "nbytes"]
-) -> TunePoint | None:
-    """The next smaller point along one axis."""
-    other: Literal["streams", "nbytes"] = "nbytes" if axis == "streams" else "streams"
-    smaller = [
-        point
-        for point in points
-        if getattr(point, other) == getattr(chosen, other)
-        and getattr(point, axis) < getattr(chosen, axis)
-    ]
-    return max(smaller, key=lambda point: getattr(point, axis), default=None)
+def measured(points: Sequence[TunePoint], choice: Choice) -> TunePoint | None:
+    """Return the measurement of writing with this choice, None if there was none."""
+    wanted = ("put", choice.concurrency, choice.window_nbytes)
+    return next((p for p in points if (p.direction, p.streams, p.nbytes) == wanted), None)

@@ -1,4 +1,4 @@
-"""Verifying checkpoints of other libraries: every chunk is read and decoded."""
+"""Verification of foreign checkpoints: every chunk is read and decoded."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from functools import partial
 
 import numpy as np
 
-from asyncckpt.checkpointer.runtime import Runtime
+from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, extents_of
 from asyncckpt.errors import AsyncCheckpointError, CorruptCheckpointError, StoreError
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.options import ALIGNED_CHUNK_NBYTES
 from asyncckpt.planning.restore import WholeArrays, plan_restore
 from asyncckpt.reports import Damage, Progress, VerifyReport
-from asyncckpt.stages.decode import Destination, ReadTables
-from asyncckpt.stages.fetch import Fetch
-from asyncckpt.stages.opened import Extents, OpenCheckpoint, extents_of
+from asyncckpt.restore.decode import Destination
+from asyncckpt.restore.fetch import Fetch
+from asyncckpt.runtime import Runtime
 
 
 async def verify_foreign(
@@ -27,7 +27,7 @@ async def verify_foreign(
     progress: Callable[[Progress], None] | None,
     begun: float,
 ) -> VerifyReport:
-    """Every chunk was read, decoded, and checked where it has a checksum.
+    """Read and decode every chunk, and check it where it has a checksum.
 
     Raises:
         CorruptCheckpointError: the metadata places a chunk outside its file.
@@ -37,7 +37,7 @@ async def verify_foreign(
     unverified = []
     for path, pieces in zip(paths, opened.leaf_pieces(), strict=True):
         leaf_of.update((piece.array, path) for piece in pieces)
-        if not all(opened.storage(piece.array).codec.crc32c for piece in pieces):
+        if not all(opened.storage(piece.array).codec.verifies for piece in pieces):
             unverified.append(path)
     extents = await extents_of(opened)
     check = _Check(runtime, opened, extents, leaf_of, progress)
@@ -54,6 +54,13 @@ async def verify_foreign(
 
 
 class _Check:
+    """The verification of one foreign checkpoint.
+
+    Attributes:
+        damages: one damaged place for each damaged leaf.
+        read_nbytes: bytes of chunks, those in the metadata included.
+    """
+
     def __init__(
         self,
         runtime: Runtime,
@@ -67,18 +74,19 @@ class _Check:
         self._extents = extents
         self._leaf_of = leaf_of
         self._progress = progress
-        self._total_nbytes = int(extents.nbytes[extents.file >= 0].sum())
+        self._inline_nbytes = sum(map(len, extents.values.values()))
+        self._total_nbytes = int(extents.nbytes[extents.file >= 0].sum()) + self._inline_nbytes
         self.damages: list[Damage] = []
         self.read_nbytes = 0
 
     async def run(self) -> None:
-        """`damages` lists one place per damaged leaf."""
+        """Read all chunks, and again array by array where something is damaged."""
+        self.read_nbytes = self._inline_nbytes
         try:
             await self._read(self._leaf_of)
         except (AsyncCheckpointError, BaseExceptionGroup) as error:
             _expected(error)
-            # Something is damaged: array by array, to say what.
-            self.read_nbytes = 0
+            self.read_nbytes = self._inline_nbytes
             for array in self._leaf_of:
                 await self._read_one(array)
 
@@ -106,7 +114,8 @@ class _Check:
             aligned_chunk_nbytes=ALIGNED_CHUNK_NBYTES,
         )
         fetch = Fetch(
-            ReadTables.of(opened, extents),
+            opened,
+            extents,
             plan,
             [Destination(self._leaf_of[array], array, None, None) for array in numbers],
             runtime.pool,
@@ -132,7 +141,7 @@ def _damage(path: str, fault: CorruptCheckpointError | StoreError) -> Damage:
 
 
 def _expected(error: BaseException) -> CorruptCheckpointError | StoreError:
-    """The damage that an error reports; other errors are raised again."""
+    """Return the damage that an error reports; raise other errors again."""
     if isinstance(error, BaseExceptionGroup):
         error = leading_error(error)
     if isinstance(error, asyncio.CancelledError) or not isinstance(

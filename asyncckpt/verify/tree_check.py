@@ -1,4 +1,4 @@
-"""Whether the OCDBT database says the same as the record and the chunk index.
+"""Comparison of the OCDBT database with the commit record and the chunk index.
 
 Restoring uses the chunk index; TensorStore and Orbax use the database. `verify` checks that both
 lead to the same bytes.
@@ -13,17 +13,16 @@ from asyncckpt.format.chunks import ChunkIndex
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.ocdbt import Location, decode_manifest, decode_tree
 from asyncckpt.format.record import CommitRecord
-from asyncckpt.format.zarr3 import chunk_keys, encode_metadata, metadata_key
-from asyncckpt.stages.serialize import TRAILER_NBYTES
+from asyncckpt.format.zarr3 import CRC_NBYTES, chunk_keys, encode_metadata, metadata_key
 
 PROBLEMS_MAX = 20
-"""Contradictions listed; one is enough to distrust the database."""
+"""Contradictions listed; a single one is reason enough to distrust the database."""
 
 
 def check_database(
     record: CommitRecord, index: ChunkIndex, contents: Mapping[int, bytes]
 ) -> list[str]:
-    """What contradicts what, in words; empty when nothing does. Blocking.
+    """Return contradictions, in words; none where all agree. Blocking.
 
     Args:
         record: its commit record.
@@ -89,5 +88,5 @@ def _same(
         return False
     if value is not None:
         # A tied leaf has a copy of the value under its own key.
-        return crc32c(value[:-TRAILER_NBYTES]) == int(index.crc32c[row])
+        return crc32c(value[:-CRC_NBYTES]) == int(index.crc32c[row])
     return file == names[int(index.file[row])] and offset == int(index.offset[row])

@@ -1,4 +1,4 @@
-"""Looking at a checkpoint: what it holds, and whether every byte of it is as it was saved."""
+"""Verification: whether every byte of a checkpoint is as it was saved."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from asyncckpt.checkpointer.foreign import verify_foreign
-from asyncckpt.checkpointer.runtime import Runtime
+from asyncckpt.checkpoint.metadata import RECORD, OpenCheckpoint, read_index
+from asyncckpt.checkpoint.open import MAX_ENTRIES, open_any
 from asyncckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -21,102 +21,21 @@ from asyncckpt.errors import (
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.format.chunks import ChunkIndex
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.record import CommitRecord, Piece, decode_scalar
+from asyncckpt.format.record import CommitRecord
+from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import Bytes, CheckpointFiles
 from asyncckpt.reports import (
-    CheckpointInfo,
     Damage,
-    FileInfo,
-    LeafInfo,
     Progress,
     VerifyReport,
 )
-from asyncckpt.stages.elsewhere import MAX_ENTRIES, open_any
-from asyncckpt.stages.opened import RECORD, Extents, OpenCheckpoint, extents_of, read_index
-from asyncckpt.stages.serialize import TRAILER_NBYTES
-from asyncckpt.stages.tree_check import check_database
-from asyncckpt.tree import unflatten
+from asyncckpt.runtime import Runtime
+from asyncckpt.verify.foreign import verify_foreign
+from asyncckpt.verify.tree_check import check_database
 
 DAMAGES_MAX = 1000
-"""Damages listed; a checkpoint with more is lost anyway."""
-
-
-async def info_of(opened: OpenCheckpoint, step: int | None) -> CheckpointInfo:
-    """What a checkpoint holds."""
-    structure = opened.structure()
-    paths = structure.paths()
-    table = opened.leaves
-    extents = await extents_of(opened) if opened.arrays.name else None
-    leaves: list[LeafInfo] = []
-    first: dict[tuple[int, ...], str] = {}
-    tied = opened.arrays.tied
-    for leaf, (path, pieces) in enumerate(zip(paths, opened.leaf_pieces(), strict=True)):
-        kind = table.kind[leaf]
-        if not pieces:
-            value = decode_scalar(kind, table.value[leaf])
-            leaves.append(LeafInfo(path, kind, value=value, location=opened.location))
-            continue
-        arrays = tuple(piece.array for piece in pieces)
-        shared = tuple(tied.get(array, -1) for array in arrays)
-        first[arrays] = path
-        leaves.append(_array_info(opened, extents, path, kind, pieces, first.get(shared)))
-    return CheckpointInfo(
-        location=opened.location,
-        step=step,
-        save_id=opened.save_id,
-        created_ns=opened.created_ns,
-        library=opened.library,
-        leaves=tuple(leaves),
-        files=tuple(FileInfo(file.path, file.nbytes, file.crc32c) for file in opened.stored_files),
-        metadata=opened.metadata,
-        metrics=opened.metrics,
-        tree=unflatten(structure, leaves),
-        format=opened.format,
-    )
-
-
-def _database(opened: OpenCheckpoint) -> str:
-    """Path or URL of the OCDBT database."""
-    return f"{opened.location}/{opened.database}".removesuffix("/.").rstrip("/")
-
-
-def _array_info(
-    opened: OpenCheckpoint,
-    extents: Extents | None,
-    path: str,
-    kind: str,
-    pieces: Sequence[Piece],
-    tied_to: str | None,
-) -> LeafInfo:
-    storages = [opened.storage(piece.array) for piece in pieces]
-    spec = opened.leaf_spec(pieces)
-    counts = [storage.grid.chunk_count for storage in storages]
-    stored = 0
-    for piece, count in zip(pieces, counts, strict=True):
-        start = opened.first_rows[piece.array]
-        stored += 0 if extents is None else int(extents.nbytes[start : start + count].sum())
-    names = opened.arrays.name
-    has_database = bool(opened.database) or opened.format == "ocdbt"
-    return LeafInfo(
-        path=path,
-        kind="array",
-        framework=kind,
-        shape=spec.shape,
-        dtype=spec.dtype,
-        chunk_shape=storages[0].chunk_shape,
-        chunk_count=sum(counts),
-        nbytes=spec.nbytes,
-        stored_nbytes=stored,
-        compression=storages[0].codec.name or None,
-        array=names[pieces[0].array],
-        tied_to=tied_to,
-        location=_database(opened) if has_database else "",
-        driver=storages[0].driver,
-        pieces=tuple((p.offset, names[p.array], opened.storage(p.array).spec.shape) for p in pieces)
-        if len(pieces) > 1
-        else (),
-    )
+"""Damages listed; a checkpoint with more is not worth a longer list."""
 
 
 async def verify_checkpoint(
@@ -125,21 +44,24 @@ async def verify_checkpoint(
     step: int | None,
     progress: Callable[[Progress], None] | None,
 ) -> VerifyReport:
-    """Every byte was read and checked against record, chunk index and B+tree.
+    """Read every byte and check it against record, chunk index and B+tree.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
-        CorruptCheckpointError: its record is damaged, so that it is none.
+        CorruptCheckpointError: its record is damaged, so that it is no checkpoint.
         UnsupportedFormatError: it is of a newer version.
     """
     begun = time.perf_counter()
-    opened = await open_any(files)
+    compute = runtime.engine.compute
+    opened = await open_any(files, compute)
     if opened.record is None:
         return await verify_foreign(runtime, opened, step, progress, begun)
     return await _Verify(runtime, opened, opened.record, progress).run(step, begun)
 
 
 class _Verify:
+    """The verification of one of our checkpoints."""
+
     def __init__(
         self,
         runtime: Runtime,
@@ -169,7 +91,7 @@ class _Verify:
         index: ChunkIndex | None = None
         index_file = record.files[record.chunk_index.file].path
         try:
-            index = await read_index(opened.files, record)
+            index = await read_index(opened.files, record, self._runtime.engine.compute)
         except (CorruptCheckpointError, UnsupportedFormatError, CheckpointNotFoundError) as error:
             self._damage(None, index_file, getattr(error, "offset", None), str(error))
         rows = self._rows_by_file(index)
@@ -243,7 +165,7 @@ class _Verify:
             self._lost(entry.path, offset, rows, index, error)
             return
         finally:
-            pool.give(slots)
+            pool.release(slots)
             pool.budget.release(copies)
         for row in checker.bad:
             if len(self._damages) > DAMAGES_MAX:
@@ -263,14 +185,14 @@ class _Verify:
             )
 
     async def _list(self) -> None:
-        """The sizes of all files, as the store lists them, are known."""
+        """Note the sizes of all files as the store lists them."""
         for directory in {posixpath.dirname(file.path) for file in self._record.files}:
             with contextlib.suppress(CheckpointNotFoundError):
                 for entry in await self._opened.files.entries(directory, max_entries=MAX_ENTRIES):
                     self._sizes[posixpath.join(directory, entry.name)] = entry.nbytes
 
     def _check_end(self, path: str, nbytes: int) -> None:
-        """Nothing follows the last byte that the record lists."""
+        """Check that nothing follows the last byte that the record lists."""
         if self._sizes.get(path, nbytes) > nbytes:
             raise CorruptCheckpointError(f"it is longer than the {nbytes} bytes of the record")
 
@@ -289,7 +211,7 @@ class _Verify:
             self._damage(leaf, path, offset, str(error))
 
     def _leaves_of(self, rows: Sequence[int]) -> list[str]:
-        """Paths of the leaves that these chunks belong to, tied ones included."""
+        """Return the paths of the leaves of these chunks, tied leaves included."""
         if not rows:
             return []
         if self._owners is None:
@@ -305,9 +227,9 @@ class _Verify:
 
 
 def _owners_of(opened: OpenCheckpoint) -> tuple[Sequence[str], Column, Column, Column]:
-    """Paths of all leaves; of all their pieces the leaf, the first chunk, and one past the last.
+    """Return the paths of all leaves; per piece its leaf, first chunk, and one past the last.
 
-    No leaves where the tree is damaged.
+    There are no leaves where the tree is damaged.
     """
     try:
         paths = opened.structure().paths()
@@ -324,7 +246,15 @@ def _owners_of(opened: OpenCheckpoint) -> tuple[Sequence[str], Column, Column, C
 
 
 class _FileChecker:
-    """Checksums of one file and of the chunks in it, fed from its start to its end."""
+    """Checksums of one file and of the chunks in it, fed from its start to its end.
+
+    Attributes:
+        crc: checksum of what was fed.
+        bad: rows of damaged chunks.
+    """
+
+    # What is fed may end anywhere, also within a chunk or its trailer: `_crc` is that of the
+    # current chunk up to `_position`, and `_trailer` holds the bytes that have come of its trailer.
 
     def __init__(self, rows: Sequence[int], index: ChunkIndex | None) -> None:
         self._rows = list(rows)
@@ -337,7 +267,7 @@ class _FileChecker:
         self.bad: list[int] = []
 
     def feed(self, data: Bytes) -> None:
-        """The next bytes of the file. Blocking."""
+        """Check the next bytes of the file. Blocking."""
         self.crc = crc32c(data, self.crc)
         view = memoryview(data)
         begin, end = self._position, self._position + len(view)
@@ -345,7 +275,7 @@ class _FileChecker:
             row = self._rows[self._next]
             start = int(self._index.offset[row])
             stop = start + int(self._index.nbytes[row])
-            payload_stop = stop - TRAILER_NBYTES
+            payload_stop = stop - CRC_NBYTES
             if start >= end:
                 break
             low, high = max(start, begin), min(payload_stop, end)

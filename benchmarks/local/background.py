@@ -1,4 +1,4 @@
-"""What only a library that saves in the background has: first save, loop lag, and stall."""
+"""First save, loop lag, stall and retention: costs of a library that saves in the background."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ import importlib.util
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks import files, measure
+from benchmarks.local.ours import AsyncCkpt
+from benchmarks.local.stall import JaxLoop, LagRun, NumpyLoop, StallRun
+from benchmarks.local.suite import Suite
+from benchmarks.local.transfers import FirstRun, RetainedRun
 from benchmarks.measure import Case
-from benchmarks.ours import AsyncCkpt
-from benchmarks.results import FIRST, LAG, OURS, STALL
-from benchmarks.stall import JaxLoop, LagRun, NumpyLoop, StallRun
-from benchmarks.transfers import FirstRun
+from benchmarks.results import FIRST, KEPT_ALL, KEPT_LAST, LAG, OURS, RETENTION, STALL
 from benchmarks.workloads import Workload
-
-if TYPE_CHECKING:
-    from benchmarks.suite import Suite
 
 
 def run(suite: Suite, workload: Workload) -> None:
-    """Everything of this that concerns the workload was measured."""
+    """Measure all of this that concerns the workload."""
     if workload.id == "W1":
         suite.attempt(f"{workload.id} {FIRST}", FIRST, lambda: _first(suite, workload))
     if workload.id in ("W1", "W4-10k"):
         suite.attempt(f"{workload.id} {LAG}", LAG, lambda: _lag(suite, workload))
+    if workload.id in ("W1", "W4-1k"):
+        what = f"{workload.id} {RETENTION}"
+        suite.attempt(what, RETENTION, lambda: _retention(suite, workload))
     for column, loop in _loops(workload):
         suite.attempt(
             f"{workload.id} {STALL} {column}",
@@ -70,11 +71,36 @@ def _stall(suite: Suite, workload: Workload, column: str, loop: Callable[[], Any
     suite.add(workload, STALL, OURS, column, "memcpy", samples)
 
 
+def _retention(suite: Suite, workload: Workload) -> None:
+    from asyncckpt import KeepLast
+
+    large = workload.is_large
+    floor = (lambda: suite.floors.write_s(workload.nbytes)) if large else None
+    with (
+        _opened(suite.directory / "kept-last", KeepLast(1)) as last,
+        _opened(suite.directory / "kept-all") as every,
+    ):
+        cases = []
+        for column, subject in ((KEPT_LAST, last), (KEPT_ALL, every)):
+            runs = RetainedRun(subject, workload)
+            case = Case(
+                name=column,
+                run=runs.run,
+                prepare=runs.prepare,
+                finish=runs.finish,
+                floor=floor,
+                fresh_nbytes=workload.fresh_nbytes,
+            )
+            cases.append(case)
+        for column, samples in suite.rounds(workload, RETENTION, cases).items():
+            suite.add(workload, RETENTION, OURS, column, "raw write" if large else "", samples)
+
+
 class _opened:
     # A subject of its own directory, closed and removed at the end of the block.
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, retention: Any = None) -> None:
         self._directory = directory
-        self._subject = AsyncCkpt(directory)
+        self._subject = AsyncCkpt(directory, retention=retention)
 
     def __enter__(self) -> AsyncCkpt:
         return self._subject

@@ -15,16 +15,17 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import asyncckpt
 from asyncckpt import blocking
 from benchmarks import files
+from benchmarks.local.suite import Suite
+from benchmarks.local.transfers import RestoreRun
 from benchmarks.measure import Case
 from benchmarks.peers import Orbax, Safetensors
 from benchmarks.results import CONVERT, FOREIGN, IN_PLACE, ORBAX, OURS, OWN, SAFETENSORS
 from benchmarks.subject import Reader, Restored, Saved, Subject
-from benchmarks.transfers import RestoreRun
 from benchmarks.workloads import (
     Tree,
     Workload,
@@ -33,9 +34,6 @@ from benchmarks.workloads import (
     leaves,
     targets_like,
 )
-
-if TYPE_CHECKING:
-    from benchmarks.suite import Suite
 
 TO_SAFETENSORS, FROM_SAFETENSORS = "to safetensors", "from safetensors"
 PLAIN = "through memory"
@@ -175,7 +173,7 @@ def _save_file(tree: Tree, path: Path) -> None:
 
 
 def run(suite: Suite, workload: Workload) -> None:
-    """What asyncckpt makes of checkpoints of others was measured, and of others its own."""
+    """Measure how asyncckpt and its peers restore and convert each other's checkpoints."""
     peers: dict[str, tuple[Callable[[Path], Subject], bool]] = {SAFETENSORS: (Safetensors, True)}
     if importlib.util.find_spec("orbax"):
         peers[ORBAX] = (Orbax, False)

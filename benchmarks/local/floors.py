@@ -72,7 +72,7 @@ class Floors:
         self._file_is_warm = False
 
     def choose(self) -> dict[str, Any]:
-        """The fastest ways are chosen; returns every rate found, in GB/s, for the report."""
+        """Choose the fastest ways; return every rate found, in GB/s, for the report."""
         nbytes = self._source.nbytes
         ways = [Way(threads, block) for threads in THREADS for block in BLOCKS_NBYTES]
         direct = [Way(w.threads, w.block_nbytes, direct=self.direct) for w in ways]

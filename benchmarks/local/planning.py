@@ -1,4 +1,4 @@
-"""How long planning takes by itself: no array is read, no file is touched.
+"""Time of planning by itself: no array is read, no file is touched.
 
 Three things grow: the leaves of a tree, the shards of one leaf, and the leaves whose plan is found
 in the cache. A plan of leaves has one chunk each, one of shards a chunk per shard.
@@ -10,14 +10,11 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from asyncckpt import options
-from asyncckpt.adapters import adapters_for_loaded_frameworks
-from asyncckpt.checkpointer.capture import capture
-from asyncckpt.checkpointer.layout import LayoutCache, layout_key, make_layout
 from asyncckpt.planning.pack import TRAILER_NBYTES
 from asyncckpt.planning.restore import (
     Request,
@@ -28,13 +25,13 @@ from asyncckpt.planning.restore import (
 )
 from asyncckpt.planning.save import LeafLayout, SavePlan, plan_save
 from asyncckpt.ports import Sizes, StoreCapabilities
+from asyncckpt.save.plan_cache import LayoutCache, layout_key, make_layout
+from asyncckpt.save.snapshot import take_snapshot
 from asyncckpt.spec import ChunkGrid, Shard, array_spec
+from benchmarks.local.suite import Suite
 from benchmarks.measure import Case
 from benchmarks.results import OURS, PLAN
 from benchmarks.workloads import Tree, Workload, flat_arrays
-
-if TYPE_CHECKING:
-    from benchmarks.suite import Suite
 
 LEAVES_PER_SHARD = 20
 """A shard of one large array is worth so many leaves: what plans them has boxes to look at."""
@@ -70,7 +67,7 @@ class Planned:
 
 
 def run(suite: Suite, workload: Workload) -> None:
-    """Everything was timed for the leaves of the workload."""
+    """Time everything for the leaves of the workload."""
     suite.attempt(f"{workload.id} {PLAN}", PLAN, lambda: _measure(suite, workload))
 
 
@@ -82,7 +79,7 @@ def _measure(suite: Suite, workload: Workload) -> None:
 
 
 def planned(tree: Tree) -> list[Planned]:
-    """What is timed for a tree: its leaves, and an array with shards in proportion."""
+    """Return what is timed for a tree: its leaves, and an array with shards in proportion."""
     leaves = [
         LeafLayout(path, array_spec(array.shape, array.dtype.name), options.DEFAULT_CHUNK_NBYTES)
         for path, array in flat_arrays(tree).items()
@@ -100,7 +97,7 @@ def _plans(what: str, count: int, leaves: list[LeafLayout]) -> list[Planned]:
 
 
 def save(leaves: list[LeafLayout]) -> SavePlan:
-    """The plan of a save as the library makes it."""
+    """Plan a save as the library does."""
     return plan_save(
         leaves,
         data_file_nbytes=options.DEFAULT_DATA_FILE_NBYTES,
@@ -162,10 +159,10 @@ def _cached(tree: Tree) -> Planned:
     def key() -> list[Any]:
         return layout_key(taken, options.SaveOptions(), BUDGET_NBYTES, SIZES)
 
-    taken = capture(tree, adapters_for_loaded_frameworks())
+    taken = take_snapshot(tree)
     layouts = LayoutCache()
     layouts.keep(key(), make_layout(taken, options.SaveOptions(), BUDGET_NBYTES, SIZES))
-    taken = capture(tree, adapters_for_loaded_frameworks())
+    taken = take_snapshot(tree)
 
     def find() -> None:
         if layouts.find(key()) is None:

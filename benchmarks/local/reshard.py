@@ -1,8 +1,8 @@
 """W7: a state sharded over eight devices, restored onto other shardings.
 
 The devices are emulated on the CPU. How many there are is settled when a process first uses JAX, so
-all of this runs in a child process: `python -m benchmarks.reshard`, which prints what it found as
-JSON.
+all of this runs in a child process, `python -m benchmarks.local.reshard`, which prints its results
+as JSON.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncckpt import blocking
-from benchmarks import files, measure, shardings, workloads
+from benchmarks import files, measure, workloads
+from benchmarks.local import shardings
+from benchmarks.local.suite import Suite
 from benchmarks.measure import Case, Protocol, Sample
 from benchmarks.peers import Orbax, quiet
 from benchmarks.results import ORBAX, OURS, RESHARD, Measurement
 from benchmarks.subject import Restored
 from benchmarks.workloads import Tree, Workload
-
-if TYPE_CHECKING:
-    from benchmarks.suite import Suite
 
 DEVICES = 8
 
@@ -85,7 +84,7 @@ def even_nbytes(nbytes: int) -> int:
 def run(
     suite: Suite, nbytes: int, *, layers: int = workloads.LAYERS, every_peer: bool = False
 ) -> None:
-    """Everything was measured, in a child process.
+    """Measure everything in a child process.
 
     Args:
         suite: gets what is found.
@@ -104,7 +103,7 @@ def run(
 
 
 def _in_child(suite: Suite, directory: Path, arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "benchmarks.reshard", *arguments]
+    command = [sys.executable, "-m", "benchmarks.local.reshard", *arguments]
     try:
         done = subprocess.run(
             command,
@@ -142,7 +141,7 @@ class Held:
 
 
 def restore(path: Path, only: str | None, target: Tree) -> Restored:
-    """What asyncckpt saved, onto the target; `read_nbytes` is what its report says."""
+    """Restore with asyncckpt onto the target; `read_nbytes` is what its report says."""
     held = {key: Held(part) for key, part in target.items()}
     include = None if only is None else f"{only}/**"
     start = time.perf_counter()
@@ -154,7 +153,7 @@ def restore(path: Path, only: str | None, target: Tree) -> Restored:
 
 
 def restore_with_orbax(orbax: Orbax, path: Path, only: str | None, target: Tree) -> Restored:
-    """What Orbax saved, onto the target, by Orbax."""
+    """Restore with Orbax, onto the target, what Orbax saved."""
     import orbax.checkpoint as ocp
 
     restore_args = workloads.map_leaves(
@@ -226,7 +225,7 @@ class ReshardRun:
             shardings.check(self.expected, restored.tree)
 
     def case(self, subject: str, samples: int | None = None) -> Case:
-        """This as the sampling protocol wants it."""
+        """Return this as a case of the sampling protocol."""
         fresh = sum(array.nbytes for _, array in workloads.leaves(self.expected))
         name = f"{subject}, {self.way.column}"
         return Case(name, self.run, self.prepare, self.finish, fresh_nbytes=fresh, samples=samples)
@@ -289,7 +288,7 @@ def _part(tree: Tree, only: str | None) -> Tree:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, and prints measurements and errors as one JSON object."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.reshard", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.local.reshard", description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("nbytes", type=int)
     parser.add_argument("--layers", type=int, default=workloads.LAYERS)

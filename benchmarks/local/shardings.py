@@ -1,4 +1,4 @@
-"""How the state of W7 is sharded, what it is restored onto, and whether it arrived."""
+"""Shardings of the state of W7, its targets, and the comparison after a restore."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HALVED = {HALF_ROWS: 0, HALF_COLUMNS: -1}
 
 
 def sharding(layout: str, shape: tuple[int, ...]) -> Any:
-    """The sharding of an array; one that the devices do not divide evenly is replicated."""
+    """Return the sharding of an array; an array that does not divide evenly is replicated."""
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -37,14 +37,14 @@ def sharding(layout: str, shape: tuple[int, ...]) -> Any:
 
 
 def shard(layout: str, tree: Tree) -> Tree:
-    """The tree as JAX arrays."""
+    """Return the tree as JAX arrays."""
     import jax
 
     return map_leaves(lambda array: jax.device_put(array, sharding(layout, array.shape)), tree)
 
 
 def target(layout: str, tree: Tree) -> Tree:
-    """What the tree is restored onto: abstract JAX arrays, or one half of each array in NumPy."""
+    """Return targets for the tree: abstract JAX arrays, or one half of each array in NumPy."""
     if layout in _HALVED:
         return map_leaves(lambda array: _half(array, _HALVED[layout]), tree)
     import jax

@@ -1,4 +1,4 @@
-"""What a training loop feels: the stall of a background save, and the lag of its event loop.
+"""Cost to a training loop: the stall of a background save, and the lag of its event loop.
 
 Stall is the time in `start_save` plus by how much the next three training steps take longer than
 those before. The step donates (or changes in place) the state that is being saved, which is what
@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.local.ours import AsyncCkpt
 from benchmarks.measure import cpu_seconds, median
-from benchmarks.ours import AsyncCkpt
 from benchmarks.workloads import Tree, Workload, difference, leaves, map_leaves
 
 STEPS_BEFORE = 5
 STEPS_AFTER = 3
 STEP_NBYTES = 64 << 20
-"""What the small step of the NumPy loop changes."""
+"""Bytes that a small step of the NumPy loop changes."""
 
 UPDATED_SHARE = 16
 """The small step of the JAX loop updates leaves that hold at least one part in so many."""
@@ -56,7 +56,7 @@ class NumpyLoop:
         return time.perf_counter() - start
 
     def snapshot(self) -> Tree:
-        """A copy of the state in NumPy arrays."""
+        """Copy the state into NumPy arrays."""
         return map_leaves(
             lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, self.state
         )
@@ -94,7 +94,7 @@ class JaxLoop:
         return time.perf_counter() - start
 
     def snapshot(self) -> Tree:
-        """A copy of the state in NumPy arrays."""
+        """Copy the state into NumPy arrays."""
         return map_leaves(lambda leaf: np.array(leaf, copy=True), self.state)
 
 
@@ -121,7 +121,7 @@ class StallRun:
         self._step: int | None = None
 
     def prepare(self) -> None:
-        """The pool is warm; before the first save a copy of the state is kept."""
+        """Warm the pool, and before the first save copy the state."""
         if not self._subject.is_open:
             self._subject.open(Workload(self._workload.id, "", self._loop.state))
         if not self._checked:
@@ -132,7 +132,7 @@ class StallRun:
         return self._subject.runner.run(self._measured())
 
     def finish(self) -> None:
-        """The first checkpoint was the state at the call; the step is gone."""
+        """Check that the first checkpoint holds the state at the call, and delete the step."""
         if self._step is None:
             return
         step, self._step = self._step, None
@@ -179,7 +179,7 @@ class LagRun:
         self._step: int | None = None
 
     def prepare(self) -> None:
-        """The pool is warm."""
+        """Warm the pool."""
         self._subject.open(self._workload)
 
     def run(self) -> Mapping[str, float]:
@@ -187,7 +187,7 @@ class LagRun:
         return self._subject.runner.run(self._measured())
 
     def finish(self) -> None:
-        """The step is gone."""
+        """Delete the step."""
         if self._step is not None:
             step, self._step = self._step, None
             self._subject.runner.run(self._subject.checkpointer.delete(step))
@@ -238,6 +238,6 @@ async def heartbeat(lags: list[float], clock: Callable[[], float] = time.perf_co
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The value that `share` of all values do not exceed; 0.0 of nothing."""
+    """Return the value that `share` of all values do not exceed; 0.0 of nothing."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

@@ -7,10 +7,13 @@ import math
 from benchmarks.measure import median
 from benchmarks.results import (
     IN_PLACE,
+    KEPT_ALL,
+    KEPT_LAST,
     OURS,
     OWN,
     PLAN,
     RESHARD,
+    RETENTION,
     SAFETENSORS,
     SAVE,
     STALL,
@@ -29,14 +32,18 @@ PER_LEAF_S = 10e-6
 PLAN_100K_S = 0.15
 CACHE_HIT_PER_LEAF_S = 0.5e-6
 EXPONENT = 1.05
+RETAINED = 1.05
+"""Most that `KeepLast(1)` may multiply the time of a durable save by."""
 
 
 def judge(results: Results) -> list[Verdict]:
-    """The targets of the short form, each with what was measured."""
+    """Judge the targets of the short form, each with what was measured."""
     verdicts: list[Verdict] = []
     for workload in ("W1", "W2", "W3", "W3-odd"):
         verdicts += _save_verdicts(results, workload)
         verdicts += _restore_verdicts(results, workload)
+    for workload in ("W1", f"{SMALL_LEAVES}-1k"):
+        verdicts += _retention_verdicts(results, workload)
     verdicts += _slope_verdicts(results)
     verdicts += _planning_verdicts(results)
     for found in results.measurements:
@@ -78,6 +85,17 @@ def _restore_verdicts(results: Results, workload: str) -> list[Verdict]:
         )
         for column, what in ((OWN, "load_file"), (IN_PLACE, "into the same arrays"))
     ]
+
+
+def _retention_verdicts(results: Results, workload: str) -> list[Verdict]:
+    kept = results.find(workload, RETENTION, OURS, KEPT_LAST)
+    plain = results.find(workload, RETENTION, OURS, KEPT_ALL)
+    ratio = None if plain is None else speedup(plain, kept)
+    if ratio is None:
+        return []
+    status = "PASS" if ratio <= RETAINED else "MISS"
+    metric = f"durable save, {KEPT_LAST} / {KEPT_ALL}"
+    return [Verdict(workload, metric, f"≤ {RETAINED}", f"{ratio:.2f}", status)]
 
 
 def _slope_verdicts(results: Results) -> list[Verdict]:

@@ -1,4 +1,4 @@
-"""Single saves and restores as the sampling protocol wants them: prepare, run, finish."""
+"""Single saves and restores in the form of the sampling protocol: prepare, run, finish."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import files, measure
-from benchmarks.ours import AsyncCkpt
+from benchmarks.local.ours import AsyncCkpt
 from benchmarks.subject import Reader, Restored, Saved, Subject
 from benchmarks.workloads import Tree, Workload, difference, flat_arrays, scribble
 
@@ -107,3 +107,32 @@ class FirstRun:
             self.subject = None
         shutil.rmtree(self.directory, ignore_errors=True)
         files.settle(self.directory.parent)
+
+
+@dataclass(slots=True)
+class RetainedRun:
+    """Saves the next step while one step before it exists.
+
+    With `KeepLast(1)` the older step is deleted by the save; else afterwards, outside the timing.
+    """
+
+    subject: AsyncCkpt
+    workload: Workload
+    before: Saved | None = None
+    saved: Saved | None = None
+
+    def prepare(self) -> None:
+        if self.before is None:
+            self.before = self.subject.save(self.workload)
+            files.settle(self.subject.directory)
+
+    def run(self) -> Mapping[str, float]:
+        self.saved = self.subject.save(self.workload)
+        return self.saved.values
+
+    def finish(self) -> None:
+        if self.saved is not None and self.before is not None:
+            if self.subject.retention is None:
+                self.subject.discard(self.before)
+            self.before, self.saved = self.saved, None
+        files.settle(self.subject.directory)

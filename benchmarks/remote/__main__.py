@@ -29,14 +29,14 @@ COPIES_IN_MEMORY = 24
 """At one time: staged in every process, restored, and of every process in the service."""
 
 COPIES_OF_ONE = 18
-"""Where only saves or only restores are measured, which 24 GiB then are enough for at 1 GiB."""
+"""Forms that measure only saves or only restores, so that 24 GiB are enough for 1 GiB."""
 
 SPARE_NBYTES = 2048 * MIB
 WORKLOADS = ("W1", "W3", "W4")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0; 1 when a scenario failed; 2 when the suite cannot run here."""
+    """Run, and return the exit status: 1 when a scenario failed, 2 when it cannot run here."""
     options = _parser().parse_args(arguments)
     form = FORMS["full" if options.full else "quick" if options.quick else "short"]
     if options.size is not None:

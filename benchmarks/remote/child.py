@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from asyncckpt.testing.objectstore.clients import KEY, SECRET, Endpoints
 from benchmarks.remote.raw import Point
+from tests.simulator.clients import KEY, SECRET, Endpoints
 
 REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 120.0
@@ -24,7 +24,7 @@ END_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Who a process is.
+    """Role of a process.
 
     Attributes:
         label: for tables; unique.
@@ -44,7 +44,7 @@ class Role:
 
 
 class Failed(Exception):
-    """What a process was asked to do was not done; says why."""
+    """A request to a process failed; the message says why."""
 
 
 class Child:
@@ -56,7 +56,7 @@ class Child:
         self.role = role
 
     def ask(self, do: str, **arguments: Any) -> dict[str, float]:
-        """The answer to a request.
+        """Ask the process, and return its answer.
 
         Raises:
             Failed: it raised, ended, or took too long; after the latter two it is gone.
@@ -88,7 +88,7 @@ class Child:
         return found
 
     def last_words(self) -> str:
-        """The last lines that it printed."""
+        """Return the last lines that it printed."""
         self._errors.seek(0)
         return " / ".join(self._errors.read().strip().splitlines()[-3:])
 
@@ -102,7 +102,7 @@ class Child:
 def child(
     role: Role, endpoints: Endpoints, directory: Path, prefix: str, budget_nbytes: int
 ) -> Iterator[Child]:
-    """A process in this role runs until the block ends.
+    """Run a process in this role until the block ends.
 
     Raises:
         Failed: it did not start.

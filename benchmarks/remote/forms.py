@@ -1,4 +1,4 @@
-"""How much is measured: sizes, samples and grids of each form of the suite."""
+"""Sizes, samples and grids of each form of the suite."""
 
 from __future__ import annotations
 

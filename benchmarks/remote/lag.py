@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from benchmarks.stall import HEARTBEAT_S, heartbeat, percentile
+from benchmarks.local.stall import HEARTBEAT_S, heartbeat, percentile
 
 
 async def watched(work: Callable[[], Awaitable[None]]) -> dict[str, float]:

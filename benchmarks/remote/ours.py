@@ -34,11 +34,11 @@ class Ours(Subject):
         self._checkpointer: Any = None
 
     def open(self, workload: Workload) -> None:
-        """A new `Checkpointer`, its pool warm."""
+        """Return a new `Checkpointer`, its pool warm."""
         self._runner.run(self._open(workload))
 
     def prepare(self, workload: Workload) -> None:
-        """The pool is warm for this workload, too."""
+        """Warm the pool for this workload too."""
         self._runner.run(self._checkpointer.prepare(workload.tree))
 
     async def _open(self, workload: Workload) -> None:
@@ -121,11 +121,11 @@ class Ours(Subject):
         return Restored(targets, self._runner.run(timed()))
 
     def discard(self, name: int) -> None:
-        """The step is deleted."""
+        """Delete the step."""
         self._runner.run(self._checkpointer.delete(name))
 
     def close(self) -> None:
-        """The checkpointer and its loop are closed."""
+        """Close the checkpointer and its loop."""
         try:
             if self._checkpointer is not None:
                 self._runner.run(self._checkpointer.close())

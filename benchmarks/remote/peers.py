@@ -178,7 +178,7 @@ class Dcp(Subject):
 
 
 def tensor(leaf: Any) -> Any:
-    """A tensor that shares the memory of the array."""
+    """Return a tensor that shares the memory of the array."""
     import torch
 
     found = np.asarray(leaf)
@@ -188,7 +188,7 @@ def tensor(leaf: Any) -> Any:
 
 
 def array(value: Any, dtype: np.dtype[Any]) -> np.ndarray:
-    """An array that shares the memory of the tensor."""
+    """Return an array that shares the memory of the tensor."""
     import torch
 
     bits = value.view(torch.int16) if value.dtype == torch.bfloat16 else value

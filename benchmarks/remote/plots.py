@@ -12,7 +12,7 @@ PER_ROW = 2
 
 
 def plot(results: Results, path: Path) -> None:
-    """A panel per service and direction on W1, every sample as a dot, and one per sweep."""
+    """Plot a panel per service and direction on W1, every sample as a dot, and one per sweep."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from asyncckpt.testing.objectstore.clients import Endpoints
+from tests.simulator.clients import Endpoints
 
 BUCKET = "bucket"
 CONNECTIONS = 64
@@ -37,25 +37,25 @@ class RawClient(ABC):
     """A client library without anything around it. Lives on one event loop."""
 
     body: ClassVar[Callable[[memoryview], Any]] = staticmethod(bytes)
-    """What it takes a body as."""
+    """Type of body that the client takes."""
 
     def __init__(self, endpoints: Endpoints) -> None:
         self.endpoints = endpoints
 
     @abstractmethod
     async def open(self) -> None:
-        """It is ready for requests."""
+        """Make the client ready for requests."""
 
     @abstractmethod
     async def put(self, key: str, body: Any) -> None:
-        """The object is there."""
+        """Put an object."""
 
     @abstractmethod
     async def get(self, key: str, start: int, stop: int) -> Any:
-        """That range of the object, as a buffer."""
+        """Return that range of the object, as a buffer."""
 
     async def close(self) -> None:
-        """Its session is closed."""
+        """Close the session."""
         return None
 
 

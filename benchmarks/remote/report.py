@@ -41,7 +41,7 @@ def write(results: Results, directory: Path, *, plots: bool = True) -> list[Path
 
 
 def markdown(results: Results, picture: str | None = None) -> str:
-    """The tables, targets first."""
+    """Return the tables, targets first."""
     facts = "".join(f"- {key}: {_text(value)}\n" for key, value in results.facts.items())
     parts = [f"# Benchmarks on object stores, {results.form} form\n", facts]
     if results.notes:

@@ -1,4 +1,4 @@
-"""What a run found, as values: measurements, points of sweeps, verdicts, and the JSON of all."""
+"""Results of a run: measurements, points of sweeps, verdicts, and their JSON."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Grid:
 
 @dataclass(slots=True)
 class Results:
-    """Everything one run found."""
+    """Everything that one run found."""
 
     form: str
     facts: dict[str, Any] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class Results:
     errors: list[str] = field(default_factory=list)
 
     def where(self, **wanted: Any) -> list[Measurement]:
-        """The measurements with these attributes."""
+        """Return the measurements with these attributes."""
         return [
             m
             for m in self.measurements
@@ -157,7 +157,7 @@ class Results:
         ]
 
     def floor(self, found: Measurement) -> Measurement | None:
-        """The fastest bare client in the rounds of this measurement."""
+        """Return the fastest bare client in the rounds of this measurement."""
         here = self.where(
             profile=found.profile, workload=found.workload, scenario=found.scenario, raw=True
         )
@@ -169,7 +169,7 @@ class Results:
         return None if floor is None else floor.wall_s / found.wall_s
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; figures with six significant digits."""
+        """Return plain values; figures with six significant digits."""
         return {
             "form": self.form,
             "facts": self.facts,

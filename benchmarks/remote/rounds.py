@@ -1,4 +1,4 @@
-"""How samples are taken: floors between them, shuffled rounds, CPU seconds of client and service.
+"""Sampling: floors between samples, shuffled rounds, CPU seconds of client and service.
 
 The floor is probed between any two samples, so that each has a probe right before and one right
 after it. On an unshaped service, where probes that differ mean a machine that was not steady, such
@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from asyncckpt.testing.objectstore import SimulatorProcess
 from benchmarks.measure import Sample, back_memory
+from tests.simulator import SimulatorProcess
 
 TOLERANCE = 0.10
 MAX_REPEATS = 5
@@ -25,7 +25,7 @@ def _nothing() -> None:
 
 @dataclass(slots=True)
 class Case:
-    """What is measured.
+    """One measured case.
 
     Attributes:
         name: unique within its rounds.
@@ -66,7 +66,7 @@ class Rounds:
     failed: Callable[[str, Exception], None]
 
     def take(self, cases: Sequence[Case]) -> dict[str, list[Sample]]:
-        """Samples by name of the case."""
+        """Take samples, and return them by name of the case."""
         taken: dict[str, list[Sample]] = {case.name: [] for case in cases}
         out: set[str] = set()
         until_s = time.monotonic() + self.steady_s
@@ -94,7 +94,7 @@ class Rounds:
     def _steady(
         self, case: Case, before_s: float | None, until_s: float
     ) -> tuple[Sample, float | None]:
-        """The steadiest of the attempts, and the last probe."""
+        """Return the steadiest of the attempts, and the last probe."""
         attempts: list[Sample] = []
         while True:
             values = self._one(case)

@@ -1,4 +1,4 @@
-"""How many round trips, one after the other, a commit took: read from the log of the service."""
+"""Number of successive round trips of a commit, read from the log of the service."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DATA = ("put_object", "put_part", "complete_upload")
 
 
 class Commit(NamedTuple):
-    """What followed the last byte of data that the service acknowledged.
+    """Requests that followed the last acknowledged byte of data.
 
     Attributes:
         to_record: requests that waited for one another until the record stood, itself included.
@@ -27,10 +27,10 @@ class Commit(NamedTuple):
 
 
 def commit(log: Iterable[Mapping[str, Any]], *, record: str, data: str) -> Commit | None:
-    """The commit of one save, whose log this is; None where it wrote no record or no data.
+    """Find the commit of one save in its log; None where it wrote no record or no data.
 
     Args:
-        log: entries of `Logged`, as dictionaries.
+        log: entries of the log of requests, as dictionaries.
         record: how the key of the record ends.
         data: what the keys of data have in them, and no others.
     """
@@ -48,7 +48,7 @@ def commit(log: Iterable[Mapping[str, Any]], *, record: str, data: str) -> Commi
 
 
 def chain(entries: Iterable[Mapping[str, Any]]) -> int:
-    """The longest chain of requests each of which began after the one before had ended."""
+    """Return the longest chain of requests, each begun after the one before had ended."""
     count, free = 0, float("-inf")
     for entry in sorted(entries, key=lambda entry: entry["ended_s"]):
         if entry["began_s"] >= free:

@@ -31,7 +31,7 @@ class Described:
 
 
 def write(workload: Workload, path: Path) -> Described:
-    """The file holds the workload: a description in JSON, then the bytes of all arrays."""
+    """Write the workload to the file: a description in JSON, then the bytes of all arrays."""
     entries: list[list[Any]] = []
     offset = 0
     arrays = []
@@ -57,7 +57,7 @@ def write(workload: Workload, path: Path) -> Described:
 
 
 def read(path: Path) -> Workload:
-    """The workload, its arrays in memory that all processes share until one of them writes."""
+    """Load the workload, in memory that all processes share until one of them writes."""
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(HEAD_NBYTES), "little")
         name, title, entries = json.loads(file.read(size))
@@ -74,7 +74,7 @@ def read(path: Path) -> Workload:
 
 
 def shared(path: Path) -> np.ndarray:
-    """The bytes of a file, mapped and touched. A dozen processes with a copy each would not fit."""
+    """Map and touch the bytes of a file. A dozen processes with a copy each would not fit."""
     with open(path, "rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     data = np.frombuffer(memory, dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Who is measured: somebody who saves workloads to an object store and restores them."""
+"""Subjects of the remote benchmarks: each saves workloads to an object store and restores them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncckpt.testing.objectstore.clients import Endpoints
 from benchmarks.remote.lag import watched
 from benchmarks.workloads import Tree, Workload
+from tests.simulator.clients import Endpoints
 
 Values = dict[str, float]
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a subject is told when its process begins.
+    """Arguments that a subject gets when its process begins.
 
     Attributes:
         endpoints: of the service.
@@ -37,7 +37,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What came back (nested, or flat by path), and what was timed."""
+    """A finished restore: its tree (nested, or flat by path), and what was timed."""
 
     tree: Tree
     values: Values
@@ -51,7 +51,7 @@ class Subject(ABC):
         self.setup = setup
 
     def open(self, workload: Workload) -> None:
-        """Whatever is done once for a workload, and not for every save, was done."""
+        """Do what is done once for a workload, and not for every save."""
         return None
 
     def prepare(self, workload: Workload) -> None:
@@ -60,14 +60,14 @@ class Subject(ABC):
 
     @abstractmethod
     def save(self, workload: Workload, name: int) -> Values:
-        """The workload is saved; `wall_s` is how long that took."""
+        """Save the workload; `wall_s` is how long that took."""
 
     @abstractmethod
     def restore(self, workload: Workload, name: int) -> Restored:
-        """What was saved, in memory that the package allocates."""
+        """Restore a save, in memory that the package allocates."""
 
     def restore_into(self, targets: Tree, name: int) -> Restored:
-        """What was saved, in the arrays of `targets`."""
+        """Restore a save into the arrays of `targets`."""
         raise NotImplementedError(f"{type(self).__name__} cannot restore into given arrays")
 
     def background(self, workload: Workload, name: int) -> Values:
@@ -82,7 +82,7 @@ class Subject(ABC):
         return run(watched(saved))
 
     def discard(self, name: int) -> None:
-        """Whoever remembers what he saved knows that it is gone."""
+        """Forget a save that was deleted."""
         return None
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class Subject(ABC):
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns, on a loop of its own."""
+    """Run `work` on a loop of its own."""
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(work)
 

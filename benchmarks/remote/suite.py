@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncckpt.testing.objectstore import SimulatorProcess, simulator_process
 from benchmarks import workloads
 from benchmarks.measure import Sample, median
 from benchmarks.remote import roundtrips, state
@@ -40,6 +39,7 @@ from benchmarks.remote.results import (
 from benchmarks.remote.rounds import Case, Rounds
 from benchmarks.remote.state import Described
 from benchmarks.workloads import Workload
+from tests.simulator import SimulatorProcess, simulator_process
 
 RECORD, DATA = "checkpoint.json", "/d/"
 """Parts of our keys: the commit record, and everything that is data."""
@@ -67,7 +67,7 @@ LABELS = {
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Who is measured on a service.
+    """Subjects that are measured on a service.
 
     Attributes:
         clients: libraries, alone and under ours.
@@ -104,14 +104,14 @@ CASTS = {
 }
 
 PEERS_NOT = {"W3": ("dcp", "safetensors", "orbax")}
-"""Who is left out of which workload, where he would do what he did with W1, and take as long."""
+"""Subjects left out of a workload, because they would do there what they do with W1, as slowly."""
 
 SLOW = {
     "dcp": (RESTORE, BACKGROUND),
     "safetensors": (BACKGROUND,),
     "orbax": (SAVE, RESTORE, BACKGROUND),
 }
-"""Who takes so long for what that there are `Form.slow_samples` of it."""
+"""Subjects and scenarios that are so slow that they get `Form.slow_samples` samples."""
 
 
 @dataclass(slots=True)
@@ -138,12 +138,12 @@ class Suite:
     _files: dict[str, tuple[Described, Path]] = field(default_factory=dict, init=False)
 
     def run(self, profile: str) -> None:
-        """Everything about this service was measured; failures are in `found.errors`."""
-        with simulator_process(profile, bucket=BUCKET) as service:
+        """Measure everything about this service; failures are in `found.errors`."""
+        with simulator_process(profile, buckets=[BUCKET]) as service:
             _OnService(self, profile, service).run()
 
     def workload(self, name: str) -> tuple[Described, Path]:
-        """What a workload is like, and the file that it is in."""
+        """Return the description of a workload, and the file that it is in."""
         if name not in self._files:
             makers: dict[str, Callable[[], Workload]] = {
                 "W1": functools.partial(workloads.llama, self.form.nbytes),
@@ -156,7 +156,7 @@ class Suite:
         return self._files[name]
 
     def attempt(self, what: str, scenario: str | None, work: Callable[[], Any]) -> None:
-        """The work was done if its scenario is to be run; what it raised is among the errors."""
+        """Do the work if its scenario is to be run; record what it raises as an error."""
         if scenario is not None and scenario not in self.scenarios:
             return
         start = time.perf_counter()
@@ -168,7 +168,7 @@ class Suite:
             self.log(f"  {what}: {time.perf_counter() - start:.1f} s")
 
     def report(self, what: str, error: Exception) -> None:
-        """The error is among those found."""
+        """Record the error."""
         self.found.errors.append(f"{what}: {error}")
         trace = "" if isinstance(error, Failed) else "".join(traceback.format_exception(error))
         self.log(f"  {what} failed: {error}\n{trace}")
@@ -381,7 +381,7 @@ class _OnService:
     def _saving(
         self, process: Child, how: str
     ) -> tuple[Callable[[], dict[str, float]], Callable[[], None]]:
-        """A save, and what is done after it; nothing is deleted behind anybody's back."""
+        """Save, and do what follows a save; nothing is deleted in the background."""
         saved: list[int] = []
 
         def run() -> dict[str, float]:
@@ -493,7 +493,7 @@ class _OnService:
         client: str,
         column: str,
     ) -> None:
-        """The floor is one of those who were measured, with all its probes as samples."""
+        """Record the floor as a measurement, with all its probes as samples."""
         probes = dict.fromkeys(
             probe
             for samples in taken.values()
@@ -634,7 +634,7 @@ class _OnService:
 
 
 def grid(sizes: tuple[int, ...], streams: tuple[int, ...], nbytes: int) -> Iterator[Point]:
-    """The points that differ: more streams than there are objects change nothing."""
+    """Return the points that differ: more streams than there are objects change nothing."""
     for size in sizes:
         count = -(-nbytes // size)
         enough = False

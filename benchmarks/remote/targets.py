@@ -42,7 +42,7 @@ def judge(results: Results) -> list[Verdict]:
 
 
 def _floors(results: Results) -> Iterator[Verdict]:
-    """The best of ours against the best bare client, at its streams and under ``"auto"``."""
+    """Compare our best with the best bare client, at its streams and under ``"auto"``."""
     for profile, workload in _places(results):
         for scenario, share in ((SAVE, SAVE_SHARE), (RESTORE, RESTORE_SHARE)):
             for how in (SAME, AUTO):

@@ -17,12 +17,12 @@ from typing import IO, Any
 
 import numpy as np
 
-from asyncckpt.testing.objectstore.clients import Endpoints
 from benchmarks import measure
 from benchmarks.remote import ours, peers, raw, state
 from benchmarks.remote.raw import CLIENTS, Point
 from benchmarks.remote.subject import Restored, Setup, Subject, Values, loop_factory
 from benchmarks.workloads import Tree, Workload, difference, flat_arrays, targets_like
+from tests.simulator.clients import Endpoints
 
 PEERS: dict[str, Callable[[Setup], Subject]] = {
     "tensorstore": peers.TensorStore,
@@ -52,7 +52,7 @@ class SubjectWorker:
         return ours.Ours(self._setup, self._kind, point, reads)
 
     def load(self, path: str) -> Values:
-        """The workload is the one in this file, and whatever is done once was done."""
+        """Load the workload of this file, and do what is done once."""
         self._workload = state.read(Path(path))
         before = measure.resident_nbytes()
         self._subject.open(self._workload)
@@ -93,7 +93,7 @@ class SubjectWorker:
         return values
 
     def point(self, name: int, nbytes: int, streams: int) -> Values:
-        """A save with files of this size and so many streams, by a `Checkpointer` of its own."""
+        """Save with files of this size and so many streams, by a `Checkpointer` of its own."""
         subject = self._made(Point(nbytes, streams))
         try:
             subject.open(TINY)
@@ -110,7 +110,7 @@ class SubjectWorker:
         return self._measured(lambda: self._subject.background(self._workload, name))
 
     def restore(self, name: int, in_place: bool) -> Values:
-        """What came back was compared with the source."""
+        """Compare what came back with the source."""
         targets = targets_like(self._workload.tree) if in_place else None
         restored: Restored | None = None
 
@@ -186,7 +186,7 @@ class RawWorker:
 
 
 def measured(work: Callable[[], Mapping[str, float]]) -> Values:
-    """What `work` says, with the CPU seconds and the peak of memory of this process meanwhile."""
+    """Run `work`; add the CPU seconds and the peak of memory of this process meanwhile."""
     gc.collect()
     baseline = measure.resident_nbytes()
     measure.reset_peak()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from asyncckpt import errors
-from asyncckpt.adapters.scalars import (
+from asyncckpt.adapters.python import (
     array_from_scalar,
     bytes_as_array,
     scalar_as_array,

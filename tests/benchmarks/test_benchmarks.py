@@ -13,27 +13,31 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from benchmarks import files, machine, measure, report, results, targets, workloads
+from benchmarks import files, machine, measure, report, results, workloads
 from benchmarks.__main__ import main
-from benchmarks.floors import Floors
+from benchmarks.local import scenarios, targets
+from benchmarks.local.floors import Floors
+from benchmarks.local.stall import heartbeat, percentile
+from benchmarks.local.suite import Suite
 from benchmarks.measure import Case, Protocol, Sample
 from benchmarks.peers import Safetensors
 from benchmarks.results import (
     CONVERT,
     FOREIGN,
     IN_PLACE,
+    KEPT_ALL,
+    KEPT_LAST,
     ORBAX,
     OURS,
     OWN,
     PLAN,
     RESHARD,
+    RETENTION,
     SAFETENSORS,
     SAVE,
     STALL,
     WARM,
 )
-from benchmarks.stall import heartbeat, percentile
-from benchmarks.suite import Suite
 from tests import children
 
 MIB = 1 << 20
@@ -351,6 +355,22 @@ def test_verdicts_compare_medians_of_ratios_with_the_targets(found: results.Resu
     assert measured["cached plan, per leaf"] == "0.4 µs"
 
 
+@pytest.mark.parametrize(("kept_s", "status"), [(1.04, "PASS"), (1.07, "MISS")])
+def test_retention_is_judged_against_saves_without_it(
+    found: results.Results, kept_s: float, status: str
+) -> None:
+    found.measurements = [
+        taken("W1", RETENTION, OURS, KEPT_LAST, sample(kept_s)),
+        taken("W1", RETENTION, OURS, KEPT_ALL, sample(1.0)),
+    ]
+    (verdict,) = targets.judge(found)
+    assert (verdict.metric, verdict.target) == (
+        "durable save, KeepLast(1) / no retention",
+        "≤ 1.05",
+    )
+    assert (verdict.measured, verdict.status) == (f"{kept_s:.2f}", status)
+
+
 def test_growth_of_time_is_fitted_over_all_sizes(found: results.Results) -> None:
     found.measurements = [
         taken("W4", PLAN, OURS, "x", sample(3e-6 * n**1.5), leaves=n) for n in (10, 700, 5000)
@@ -421,6 +441,12 @@ def test_suite_runs_every_scenario_without_errors_and_cleans_up(tmp_path: Path) 
     assert list(scratch.iterdir()) == []
     keys = {(m["workload"], m["scenario"], m["subject"]) for m in data["measurements"]}
     assert ("W1", STALL, OURS) in keys
+    waited = [m for m in data["measurements"] if "waited_s" in m["samples"][0]]
+    assert {m["scenario"] for m in waited if m["workload"] == "W1"} == {SAVE, RETENTION}
+    assert all(m["samples"][0]["waited_s"] >= m["samples"][0]["wall_s"] for m in waited)
+    retained = {m["column"] for m in data["measurements"] if m["scenario"] == RETENTION}
+    assert retained == {KEPT_LAST, KEPT_ALL}
+    assert "until wait() returns" in (out / "short.md").read_text()
     for workload in ("W1", "W4-1k"):
         for subject in (OURS, SAFETENSORS):
             assert (workload, SAVE, subject) in keys
@@ -458,7 +484,7 @@ def test_restored_bytes_that_differ_are_an_error_and_no_sample(
     try:
         subject = Safetensors(tmp_path / "st")
         saved = {SAFETENSORS: subject.save(workload)}
-        suite._restores(workload, {SAFETENSORS: subject}, saved, cold=False)
+        scenarios.restores(suite, workload, {SAFETENSORS: subject}, saved, cold=False)
     finally:
         floors.close()
     assert [(m.scenario, m.column) for m in found.measurements] == [(WARM, IN_PLACE)]

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from asyncckpt import ShardedArray, blocking
-from benchmarks import elsewhere, planning, reshard, results, shardings, workloads
-from benchmarks.floors import Floors
+from benchmarks import results, workloads
+from benchmarks.local import elsewhere, planning, reshard, shardings
+from benchmarks.local.floors import Floors
+from benchmarks.local.suite import Suite
 from benchmarks.measure import Protocol
 from benchmarks.peers import Safetensors
 from benchmarks.results import ORBAX, OURS, RESHARD
-from benchmarks.suite import Suite
 
 MIB = 1 << 20
 

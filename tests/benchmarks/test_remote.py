@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from asyncckpt.testing.objectstore import simulator_process
 from benchmarks import workloads
 from benchmarks.measure import Sample
 from benchmarks.remote import report, roundtrips, state, targets
@@ -30,6 +29,7 @@ from benchmarks.remote.results import (
     Swept,
 )
 from benchmarks.remote.suite import CASTS, Cast, Suite, grid
+from tests.simulator import simulator_process
 
 MIB = 1 << 20
 TINY = dataclasses.replace(

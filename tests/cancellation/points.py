@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 import asyncckpt
-from asyncckpt.checkpointer.core import Core
 from asyncckpt.flow.buffers import AnonymousMemory, SlotPool
 from asyncckpt.flow.engine import Engine
 from asyncckpt.options import KIB, MIB, LeafOptions, SaveOptions
+from asyncckpt.session.session import Session
 from asyncckpt.spec import ArraySpec
-from asyncckpt.stores import local
+from asyncckpt.stores.local import store as local
 
 SLOT_NBYTES = 64 * KIB
 """Small slots make many windows out of a small state, and a budget that is used up."""
@@ -114,10 +114,10 @@ def _site(coroutine: Any) -> str:
     return ">".join(lines[-2:]) or "?"
 
 
-def small_slots(ckpt: asyncckpt.Checkpointer, monkeypatch: pytest.MonkeyPatch) -> Core:
+def small_slots(ckpt: asyncckpt.Checkpointer, monkeypatch: pytest.MonkeyPatch) -> Session:
     """The checkpointer stages in slots of 64 KiB, of which it has eight."""
     monkeypatch.setattr(local, "SLOT_NBYTES", SLOT_NBYTES)
-    core = ckpt._core
+    core = ckpt._session
     runtime = core.runtime
     runtime.pool = SlotPool(
         runtime.budget, runtime.engine.compute, AnonymousMemory(), slot_nbytes=SLOT_NBYTES
@@ -171,8 +171,8 @@ def assert_equal(found: Any, expected: Any) -> None:
 class Quiet:
     """What an engine holds when it does nothing; compared again after each cancellation."""
 
-    def __init__(self, core: Core, root: Path) -> None:
-        self._core = core
+    def __init__(self, core: Session, root: Path) -> None:
+        self._session = core
         self._root = root
         self._before: tuple[object, ...] = ()
 
@@ -184,14 +184,14 @@ class Quiet:
         """Nothing more is held than then: task, thread, descriptor, slot, file."""
         held = await self._held()
         assert held == self._before, f"{held} instead of {self._before}"
-        runtime = self._core.runtime
+        runtime = self._session.runtime
         assert runtime.budget.in_use == 0
         assert runtime.budget.waiting == 0
         assert not runtime.pool._quarantined
         assert len(runtime.pool._free) == runtime.pool._allocated
 
     async def _held(self) -> tuple[object, ...]:
-        engine = self._core.runtime.engine
+        engine = self._session.runtime.engine
 
         async def tasks() -> int:
             return len(asyncio.all_tasks())
@@ -204,7 +204,7 @@ class Quiet:
                 await asyncio.wrap_future(call)
         control = self._root / ".asyncckpt"
         return (
-            await self._core.call(tasks).wait(),
+            await self._session.call(tasks).wait(),
             sorted(t.name for t in threading.enumerate() if t.name.startswith("asyncckpt")),
             len(os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd")),
             [p for p in sorted(control.rglob("*")) if not p.is_dir()],
@@ -228,7 +228,7 @@ async def warm_up() -> None:
     await engine.aclose()
 
 
-async def count_tasks_of(core: Core, points: Points) -> None:
+async def count_tasks_of(core: Session, points: Points) -> None:
     """All tasks that the engine makes from now on are counted by `points`."""
 
     async def count() -> None:

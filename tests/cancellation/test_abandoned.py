@@ -13,12 +13,11 @@ import pytest
 
 import asyncckpt
 from asyncckpt.flow.threads import ThreadAbandonedError
-from asyncckpt.stages import saving
-from asyncckpt.stages.decode import Decode
-from asyncckpt.stages.serialize import WindowChecksums
-from asyncckpt.stages.stage import Staging
-from asyncckpt.stores.datafile import LocalDataFile
-from asyncckpt.stores.files import LocalFiles
+from asyncckpt.restore.decode import Decode
+from asyncckpt.save.serialize import Compressor, WindowChecksums
+from asyncckpt.save.stage import Staging
+from asyncckpt.stores.local.datafile import LocalDataFile
+from asyncckpt.stores.local.files import LocalFiles
 from tests.cancellation.points import assert_equal, options, small_slots, state
 
 ABANDON_S = 0.05
@@ -53,7 +52,7 @@ PLACES = {
     "copying": (Staging, "_copy_windows", "_copy_windows"),
     "copying a chunk": (Staging, "_copy_chunks", "_copy_chunks"),
     "checksums": (WindowChecksums, "seal", "seal"),
-    "compressing": (saving.Compressor, "compress", "compress"),
+    "compressing": (Compressor, "compress", "compress"),
     "writing": (LocalDataFile, "_write", "_write"),
 }
 
@@ -71,7 +70,7 @@ async def test_a_save_with_a_stuck_thread_ends_names_it_and_spares_its_memory(
         monkeypatch.setattr(owner, name, stuck.wrap(getattr(owner, name)))
         task = asyncio.create_task(ckpt.save(1, state(1)))
         await asyncio.to_thread(stuck.reached.wait, 60)
-        (pending,) = core.in_flight()
+        (pending,) = core.saves.pending()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -115,8 +114,8 @@ async def test_reading_that_is_stuck_is_abandoned_too(
 ) -> None:
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:
         await ckpt.save(0, {"a": np.arange(5.0)})
-        monkeypatch.setattr(LocalFiles, "_read", stuck.wrap(LocalFiles._read))
-        ckpt._core.runtime.engine.io._abandon_s = ABANDON_S
+        monkeypatch.setattr(LocalFiles, "_open_file", stuck.wrap(LocalFiles._open_file))
+        ckpt._session.runtime.engine.io._abandon_s = ABANDON_S
         task = asyncio.create_task(ckpt.restore(0))
         await asyncio.to_thread(stuck.reached.wait, 60)
         task.cancel()

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import asyncckpt
-from asyncckpt.checkpointer import filling
 from asyncckpt.options import KIB
-from asyncckpt.stages import runs
-from asyncckpt.stages.decode import Decode
-from asyncckpt.stages.fetch import Fetch
+from asyncckpt.restore import pipeline as filling
+from asyncckpt.restore import ranges as runs
+from asyncckpt.restore.decode import Decode
+from asyncckpt.restore.fetch import Fetch
 from tests.cancellation.points import (
     Points,
     Quiet,

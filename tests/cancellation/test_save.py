@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import asyncckpt
-from asyncckpt.checkpointer.core import Core
 from asyncckpt.errors import SaveAbortedError
 from asyncckpt.reports import SaveReport
+from asyncckpt.session.session import Session
 from tests.cancellation.points import (
     Points,
     Quiet,
@@ -35,10 +35,10 @@ SITES_MIN = 20
 class Saves:
     """Saves of step 1 beside an intact step 0, cancelled at chosen suspensions."""
 
-    def __init__(self, ckpt: asyncckpt.Checkpointer, core: Core, root: Path) -> None:
+    def __init__(self, ckpt: asyncckpt.Checkpointer, core: Session, root: Path) -> None:
         self._ckpt = ckpt
         self._root = root
-        self._core = core
+        self._session = core
         self.points = Points(core.runtime.engine)
         self._quiet = Quiet(core, root)
         self._new = state(1)
@@ -46,7 +46,7 @@ class Saves:
 
     async def prepare(self) -> None:
         """Step 0 is there, every thread has started, every suspension is counted."""
-        await count_tasks_of(self._core, self.points)
+        await count_tasks_of(self._session, self.points)
         await self._ckpt.save(0, state(0))
         await self._save(overwrite=False)
         await self._ckpt.delete(1)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncckpt.checkpoint.casts import check_values_fit, may_lose
 from asyncckpt.errors import DtypeMismatchError
+from asyncckpt.restore.place import cast_values, numeric_class
 from asyncckpt.spec import DTYPES
-from asyncckpt.stages.casting import check_values_fit, may_lose
-from asyncckpt.stages.place import cast_values, numeric_class
 
 NUMBERS = [
     *(0.0, -0.0, 1.5, -128.5, 127.5, 255.5, 1e9, -1e19, 1e300),

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncckpt.adapters.numpy import NumpyAdapter
+from asyncckpt.checkpoint import payload
+from asyncckpt.checkpoint.payload import ArrayReader, gather
 from asyncckpt.errors import DtypeMismatchError
 from asyncckpt.ports import Source
 from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid, Shard
-from asyncckpt.stages import payload
-from asyncckpt.stages.payload import ArrayReader, gather
 
 SHAPE = (7, 6)
 

@@ -18,11 +18,11 @@ import pytest
 
 import asyncckpt
 from asyncckpt import blocking
-from asyncckpt.checkpointer.collecting import COLLECT_MIN_S
-from asyncckpt.stores.locks import Machine, this_machine, write_owner
+from asyncckpt.session.gc import COLLECT_MIN_S
+from asyncckpt.stores.local.locks import Machine, this_machine, write_owner
 from asyncckpt.stores.objects import store as objects
-from asyncckpt.testing.objectstore import Simulator, simulator
 from tests.cli.ran import Ran, Run
+from tests.simulator import Simulator, simulator
 from tests.stores.children import answer, end, start
 
 DAY_S = 24 * 3600.0

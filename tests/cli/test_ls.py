@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +51,62 @@ def test_metrics_and_metadata_stand_in_columns(
     assert third[metrics:metadata].rstrip() == "loss=0.123457 accuracy=1 steps_per_s=1e+09 …"
     assert third[metadata:].startswith('{"notes":"long long ') and third.endswith("…")
     assert len(third) == metadata + SHORT
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_a_step_is_one_line_of_any_terminal(
+    capsys: pytest.CaptureFixture[str], root: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", listed(capsys, root))
+    lines = [line.rstrip() for line in shown.splitlines()]
+    assert len(lines) == 4 and max(map(len, lines)) <= width
+    if width >= 80:
+        assert "loss=nan best=-inf" in lines[2]
+        assert "loss=0.123457 " in lines[3] and "…" in lines[3]
+    assert ('{"a":[1,null]}' in lines[2]) == (width >= 120)
+
+
+def test_the_steps_of_an_orbax_root_are_listed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    orbax = pytest.importorskip("orbax.checkpoint")
+    with orbax.PyTreeCheckpointer() as checkpointer:
+        for step in (1, 20):
+            checkpointer.save(tmp_path / str(step), {"w": np.arange(9.0)})
+    (tmp_path / "7").mkdir()  # which is no checkpoint
+    head, *steps = listed(capsys, tmp_path).splitlines()
+    assert "format" in head.split()
+    assert [(line.split()[0], "orbax" in line.split()) for line in steps] == [
+        ("1", True),
+        ("20", True),
+    ]
+    entries = json.loads(listed(capsys, tmp_path, "--json"))
+    assert [(entry["step"], entry["format"]) for entry in entries] == [(1, "orbax"), (20, "orbax")]
+
+
+def test_a_file_is_said_to_be_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "a.npz").write_bytes(b"PK")
+    assert main(["ls", str(tmp_path / "a.npz")]) == 1
+    assert "this is a file, not the root of a run; try `asyncckpt show" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
+@pytest.mark.parametrize("words", [("ls",), ("ls", "--json"), ("show",), ("--help",)])
+def test_output_that_cannot_be_written_is_an_error_without_a_traceback(
+    root: Path, words: tuple[str, ...]
+) -> None:
+    place = [] if words == ("--help",) else [str(root)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "asyncckpt", *words, *place],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert (done.returncode, done.stderr) == (1, "asyncckpt: output: No space left on device\n")
 
 
 def test_json_is_complete(capsys: pytest.CaptureFixture[str], root: Path) -> None:

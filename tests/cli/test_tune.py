@@ -14,7 +14,7 @@ import pytest
 
 from asyncckpt.cli import main
 from asyncckpt.cli.tune import PLOT_INSTALL_LINE
-from asyncckpt.testing.objectstore import Simulator, simulator
+from tests.simulator import Simulator, simulator
 
 
 class Ran(NamedTuple):

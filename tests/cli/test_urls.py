@@ -16,7 +16,7 @@ from asyncckpt import UsageError, blocking
 from asyncckpt.cli import main
 from asyncckpt.cli.opening import full_name, step_of
 from asyncckpt.cli.storage import storage_options
-from asyncckpt.testing.objectstore import Simulator, simulator
+from tests.simulator import Simulator, simulator
 
 SECRET = "hunter2/of+the=test"
 TREE = {"params": {"w": np.arange(300_000, dtype=np.float32), "b": np.zeros(3)}, "epoch": 1}

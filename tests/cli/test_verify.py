@@ -77,9 +77,7 @@ def test_a_step_deleted_meanwhile_is_skipped_with_a_note(
     assert done.status == 0
     found = json.loads(done.out)
     assert found["ok"] and [one["step"] for one in found["checkpoints"]] == [1, 20]
-    assert done.err == (
-        f"asyncckpt: {root}/3: deleted since the steps were listed; it is skipped\n"
-    )
+    assert done.err == (f"asyncckpt: {root}/3: deleted since the steps were listed; skipped\n")
 
 
 def test_damage_of_the_others_is_still_found(run: Run, tmp_path: Path) -> None:

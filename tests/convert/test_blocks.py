@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncckpt.checkpointer.blocks import Block, Blocks
+from asyncckpt.convert.reader import Block, Blocks
 
 NBYTES = 8
 
@@ -38,8 +38,7 @@ class Loads:
 
 
 def value(block: Block, row: int) -> int:
-    assert block.values is not None
-    return int(block.values[row][0])
+    return int(block.loaded.result()[row][0])
 
 
 def test_a_block_is_loaded_once_and_goes_when_all_of_it_was_read() -> None:
@@ -48,9 +47,9 @@ def test_a_block_is_loaded_once_and_goes_when_all_of_it_was_read() -> None:
     for row in (0, 1):
         block = blocks.take(row)
         assert value(block, row) == row
-        blocks.give(block, NBYTES)
+        blocks.release(block, NBYTES)
     assert loads.loaded == [[0, 1]]
-    blocks.give(blocks.take(1), NBYTES)
+    blocks.release(blocks.take(1), NBYTES)
     assert loads.loaded == [[0, 1], [1, 2]]
 
 
@@ -58,10 +57,10 @@ def test_room_is_made_by_what_was_used_longest_ago() -> None:
     loads = Loads()
     blocks = Blocks(3 * NBYTES, loads.group, loads.load)
     for row in (0, 1, 2, 0, 3):
-        blocks.give(blocks.take(row), 1)
-    blocks.give(blocks.take(0), 1)
+        blocks.release(blocks.take(row), 1)
+    blocks.release(blocks.take(0), 1)
     assert [rows[0] for rows in loads.loaded] == [0, 1, 2, 3]
-    blocks.give(blocks.take(1), 1)
+    blocks.release(blocks.take(1), 1)
     assert [rows[0] for rows in loads.loaded] == [0, 1, 2, 3, 1]
     assert blocks.peak_nbytes == 3 * NBYTES
 
@@ -70,9 +69,9 @@ def test_a_block_beyond_the_bound_is_loaded_alone() -> None:
     loads = Loads()
     blocks = Blocks(NBYTES // 2, loads.group, loads.load)
     first = blocks.take(0)
-    thread = threading.Thread(target=lambda: blocks.give(blocks.take(1), NBYTES))
+    thread = threading.Thread(target=lambda: blocks.release(blocks.take(1), NBYTES))
     thread.start()
-    blocks.give(first, 1)
+    blocks.release(first, 1)
     thread.join(30)
     assert loads.loaded == [[0], [1]]
     assert blocks.peak_nbytes == NBYTES
@@ -87,7 +86,7 @@ def test_threads_wait_for_one_load_of_the_same_row() -> None:
     def read() -> None:
         block = blocks.take(7)
         found.append(value(block, 7))
-        blocks.give(block, 0)
+        blocks.release(block, 0)
 
     threads = [threading.Thread(target=read) for _ in range(4)]
     for thread in threads:
@@ -105,9 +104,9 @@ def test_a_failed_load_fails_for_all_and_is_tried_again() -> None:
     with pytest.raises(OSError, match="gone"):
         blocks.take(3)
     loads.errors.clear()
-    blocks.give(blocks.take(3), NBYTES)
+    blocks.release(blocks.take(3), NBYTES)
     assert loads.loaded == [[3], [3]]
-    blocks.give(blocks.take(4), NBYTES)
+    blocks.release(blocks.take(4), NBYTES)
     assert blocks.peak_nbytes == NBYTES
 
 
@@ -121,7 +120,7 @@ def test_many_threads_within_a_small_bound_read_everything() -> None:
             block = blocks.take(row)
             if value(block, row) != row:
                 wrong.append(row)
-            blocks.give(block, NBYTES)
+            blocks.release(block, NBYTES)
 
     threads = [threading.Thread(target=read, args=(first,)) for first in range(4)]
     for thread in threads:

@@ -137,7 +137,7 @@ def test_export_makes_one_array_of_the_pieces(run: Run, tmp_path: Path) -> None:
 
 def test_export_says_for_whom_and_what_cannot_be(run: Run, a: Path, tmp_path: Path) -> None:
     done = run("export", a, tmp_path / "b")
-    assert done == Ran(2, "", "asyncckpt: export: say for whom: --orbax\n")
+    assert done == Ran(2, "", "asyncckpt: export: pass --orbax, the only format so far\n")
     saved(tmp_path / "raw", {"deep": {"raw": b"\0"}})
     done = run("export", "--orbax", tmp_path / "raw", tmp_path / "b")
     assert done.status == 2 and "deep/raw: Orbax cannot hold this bytes" in done.err

@@ -27,7 +27,7 @@ from asyncckpt import (
     UsageError,
     blocking,
 )
-from asyncckpt.checkpointer.comparing import Difference
+from asyncckpt.convert.differences import Difference
 from asyncckpt.options import MIB
 from asyncckpt.spec import DTYPES, Box
 from tests.convert.trees import dtypes, everything, numbers, saved

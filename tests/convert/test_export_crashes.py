@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from asyncckpt.stores import export, publish
-from asyncckpt.stores.local import LocalStore
+from asyncckpt.stores.local import export, publish
+from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.testing.conformance import PAGE, pattern
 from tests.stores.checkpoints import write_file
 from tests.stores.children import attempted, fresh, unsupported, with_store
@@ -87,7 +87,7 @@ if sys.platform == "linux":  # the library that interferes is built on LD_PRELOA
     @pytest.fixture(scope="module")
     def server() -> Iterator[ForkServer]:
         with ForkServer(
-            imports=("numpy", "asyncckpt.stores.local", "tests.stores.children")
+            imports=("numpy", "asyncckpt.stores.local.store", "tests.stores.children")
         ) as running:
             yield running
 

@@ -20,8 +20,8 @@ import asyncckpt
 from asyncckpt import SaveOptions, ShardedArray, blocking
 from asyncckpt.options import MIB
 from asyncckpt.tree import flatten
+from tests.checkpoint.foreign.orbax_writers import WRITERS, as_orbax_likes_it, manager, pytree
 from tests.convert.trees import numbers, same, saved
-from tests.elsewhere.orbax_writers import WRITERS, as_orbax_likes_it, manager, pytree
 
 SMALL = SaveOptions(host_memory_nbytes=64 * MIB)
 

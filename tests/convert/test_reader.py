@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncckpt import CorruptCheckpointError, LeafOptions, SaveOptions, ShardedArray
-from asyncckpt.checkpointer.origin import open_origin, shares
-from asyncckpt.checkpointer.reader import AHEAD_NBYTES, LeafReader
-from asyncckpt.checkpointer.runtime import Runtime
+from asyncckpt.convert.reader import AHEAD_NBYTES, LeafReader
+from asyncckpt.convert.source import open_origin, shares
+from asyncckpt.flow.driver import run_blocking
 from asyncckpt.options import KIB, MIB
+from asyncckpt.runtime import Runtime
 from asyncckpt.spec import DTYPES, Box
 from tests.convert.trees import everything, numbers, saved
 
@@ -38,7 +39,7 @@ def opened() -> Iterator[Open]:
 
     yield opened
     for runtime in runtimes:
-        runtime.close()
+        run_blocking(runtime.aclose())
 
 
 def whole(reader: LeafReader, leaf: int) -> np.ndarray[Any, Any]:

@@ -28,10 +28,10 @@ from asyncckpt import (
     UsageError,
     blocking,
 )
-from asyncckpt.checkpointer.safetensors_plan import tensor_names
-from asyncckpt.format import safetensors_tree
-from asyncckpt.format.safetensors import CODES
-from asyncckpt.format.safetensors_tree import PART_CHARS
+from asyncckpt.convert.safetensors_plan import tensor_names
+from asyncckpt.format.foreign import safetensors_tree
+from asyncckpt.format.foreign.safetensors import CODES
+from asyncckpt.format.foreign.safetensors_tree import PART_CHARS
 from asyncckpt.options import MIB
 from tests.convert.trees import dtypes, everything, listed, numbers, same, saved
 
@@ -284,11 +284,11 @@ async def test_only_what_is_of_the_kind_is_replaced(tmp_path: Path) -> None:
     for place in (file, folder, tmp_path / "work"):
         with pytest.raises(CheckpointExistsError, match="overwrite"):
             await asyncckpt.convert(tmp_path / "a", place, to="safetensors")
-    with pytest.raises(CheckpointExistsError, match="no directory of tensors stands here"):
+    with pytest.raises(CheckpointExistsError, match="not a directory of tensors exists here"):
         await asyncckpt.convert(tmp_path / "a", tmp_path / "work", to="safetensors", overwrite=True)
     (tmp_path / "dir.safetensors").mkdir()
     (tmp_path / "dir.safetensors" / "x").write_text("mine")
-    with pytest.raises(CheckpointExistsError, match="a directory stands here"):
+    with pytest.raises(CheckpointExistsError, match="a directory exists here"):
         await asyncckpt.convert(tmp_path / "a", tmp_path / "dir.safetensors", overwrite=True)
     assert listed(tmp_path) == sorted([*before, "dir.safetensors", "dir.safetensors/x"])
     saved(tmp_path / "b", {"w": numbers(9)})
@@ -353,6 +353,6 @@ async def test_a_tree_may_not_be_endless(tmp_path: Path, monkeypatch: pytest.Mon
     for count, tree in ((1003, leaves), (1002, leaves.rpartition(",{")[0])):
         told = f'{{"version":1,"nodes":[],"leaves":[{tree}]}}'
         save_numpy({"w": numbers(1)}, tmp_path / "x.safetensors", {"asyncckpt": told})
-        text = "more than 1002 containers or leaves" if count > 1002 else "no nodes, but 1002"
+        text = "more than 1002 items" if count > 1002 else "no nodes, but 1002"
         with pytest.raises(CorruptCheckpointError, match=text):
             blocking.inspect(tmp_path / "x.safetensors")

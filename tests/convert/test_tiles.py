@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncckpt.planning.raw import raw_pieces
+from asyncckpt.checkpoint.foreign.raw import raw_pieces
 from asyncckpt.planning.restore import cells_overlapping
 from asyncckpt.planning.tiles import Part, band_nbytes, chunk_shape_for, runs, tile_shape, tiles
 from asyncckpt.spec import Box, ChunkGrid

@@ -11,11 +11,11 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-from asyncckpt.stores import attempt, datafile, posix, publish
-from asyncckpt.stores.attempt import LocalAttempt
-from asyncckpt.stores.datafile import LocalDataFile
-from asyncckpt.stores.layout import RECORD_FILE
-from asyncckpt.stores.local import LocalStore
+from asyncckpt.stores.local import attempt, datafile, posix, publish
+from asyncckpt.stores.local.attempt import LocalAttempt
+from asyncckpt.stores.local.datafile import LocalDataFile
+from asyncckpt.stores.local.store import LocalStore
+from asyncckpt.stores.paths import RECORD_FILE
 
 
 def data_after_publication() -> None:

@@ -22,7 +22,7 @@ import numpy.random  # here, so that no forked process imports it
 import asyncckpt
 from asyncckpt import KeepLast, SaveOptions, blocking
 from asyncckpt.errors import AsyncCheckpointError
-from asyncckpt.stores import posix, publish
+from asyncckpt.stores.local import posix, publish
 from tests.crash import controls
 from tests.crash.faults import Call
 

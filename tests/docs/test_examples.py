@@ -29,10 +29,10 @@ from safetensors.numpy import save_file
 
 import asyncckpt
 from asyncckpt import blocking, errors
-from asyncckpt.stores.failures import store_error
-from asyncckpt.stores.objects.client import Kind, RequestError
+from asyncckpt.stores.local.failures import store_error
+from asyncckpt.stores.objects.clients.client import Kind, RequestError
 from asyncckpt.stores.objects.failures import store_error as request_failed
-from asyncckpt.testing.objectstore import Simulator, simulator
+from tests.simulator import Simulator, simulator
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -284,7 +284,7 @@ def in_the_way(where: Path) -> None:
 FLOATS = np.zeros(3)
 
 CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
-    "existing": ("a checkpoint stands here already; pass overwrite=True to replace it", exists),
+    "existing": ("a checkpoint already exists here; pass overwrite=True to replace it", exists),
     "leaf": (
         "cannot be stored",
         lambda where: blocking.save(where / "x", {"x": {1, 2}}),
@@ -300,7 +300,7 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
     ),
     "full": ("No space left on device (ENOSPC)", system(errno.ENOSPC, "No space left on device")),
     "permission": (
-        "this user may not do that: check the owner and mode of the directory",
+        "permission denied: check the owner and mode of the directory",
         system(errno.EACCES, "Permission denied"),
     ),
     "read-only": (
@@ -309,6 +309,12 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
     ),
     "deadline": ("the save did not finish within", late),
     "cancelled": ("the save was cancelled in", cancelled),
+    "shared options": (
+        "all saves of a Checkpointer share this",
+        lambda where: blocking.Checkpointer(where).save(
+            1, {"x": 1}, options=asyncckpt.SaveOptions(exit_deadline_s=5.0)
+        ),
+    ),
     "no step": (
         "there is no checkpoint to restore",
         lambda where: blocking.Checkpointer(where).restore(),
@@ -339,10 +345,10 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "irregular": ("allows 4 per shard and 2 % of padding", irregular),
     "root": ("this is no checkpoint, but it has the directories of steps", root_of_a_run),
     "other files": (
-        "there is no checkpoint here: no checkpoint.json, nor what Orbax",
+        "there is no checkpoint here: no checkpoint.json, and nothing that Orbax",
         other_files,
     ),
-    "torch.save": ("this looks like a file of torch.save", torch_file),
+    "torch.save": ("this is a file of torch.save", torch_file),
     "pickle": ("nothing is executed from a checkpoint", dcp_with_an_object),
     "zarr": ("which is not read here", zarr_of_records),
     "fill values": ("said to be fill values", unstored),
@@ -353,7 +359,7 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
     ),
     "no dtype": ("safetensors has no dtype", converted(FLOATS * 1j, "x.safetensors")),
     "export": ("Orbax cannot restore this tree, so it was not exported", exported),
-    "taken": ("something stands here already", converted({"x": FLOATS}, "saved")),
+    "taken": ("something already exists here", converted({"x": FLOATS}, "saved")),
     "closed": ("is closed; create a new Checkpointer", closed),
     "no bucket": ("there is no such bucket", requested("no_bucket")),
     "credentials": (
@@ -377,7 +383,7 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
         "holds credentials, or what looks like them",
         lambda where: blocking.restore("s3://key:secret@bucket/run"),
     ),
-    "in the way": ("a directory stands here", in_the_way),
+    "in the way": ("a directory exists here", in_the_way),
     "local options": (
         "storage_options apply to object stores",
         lambda where: blocking.restore(where, storage_options={"anon": True}),

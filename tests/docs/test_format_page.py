@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import hashlib
 import json
 import math
 import shutil
@@ -24,6 +25,8 @@ import pytest
 import zstandard
 
 from asyncckpt import CorruptCheckpointError, LeafOptions, SaveOptions, ShardedArray, blocking
+from tests.checkpoint.test_version_1 import assert_same, expected
+from tests.simulator import simulator
 
 SCALARS = ("int", "float", "complex", "bool", "str", "bytes")
 
@@ -36,8 +39,9 @@ def read_record(directory: Path) -> dict[str, Any]:
     tail = data[-12:]
     assert tail == b'"%08x"}\n' % crc32c.crc32c(data[:-12])
     record: dict[str, Any] = json.loads(data)
-    assert list(record)[:2] == ["format", "version"] and list(record)[-1] == "crc32c"
-    assert (record["format"], record["version"]) == ("asyncckpt", 1)
+    assert list(record)[:3] == ["format", "version", "save_id"] and list(record)[-1] == "crc32c"
+    assert record["format"] == "asyncckpt" and record["version"] in (1, 2)
+    assert (record["version"] == 2) == ("fixed" in record) == ("data" in record["chunk_index"])
     return record
 
 
@@ -147,6 +151,9 @@ def read_index(directory: Path, record: dict[str, Any]) -> list[Row]:
     place = record["chunk_index"]
     data = (directory / record["files"][place["file"]]["path"]).read_bytes()
     data = data[place["offset"] : place["offset"] + place["nbytes"]]
+    if record["version"] > 1:
+        inside = place["data"] and base64.b64decode(place["data"])
+        assert inside == (data if len(data) <= 24 << 10 else None)
     magic, version, rows = struct.unpack_from("<4sIQ", data)
     assert (magic, version) == (b"ACKI", 1)
     (stored,) = struct.unpack("<I", data[-4:])
@@ -213,12 +220,25 @@ def joined(pieces: list[tuple[list[int], np.ndarray[Any, Any]]]) -> np.ndarray[A
     return whole
 
 
+def check_fixed(directory: Path, record: dict[str, Any]) -> None:
+    for entry in record.get("fixed", []):
+        if entry["object"] is None:
+            data = base64.b64decode(record["manifest"])
+            assert entry["path"] == "default/manifest.ocdbt"
+        else:
+            data = (directory / entry["object"]).read_bytes()
+        assert (len(data), f"{crc32c.crc32c(data):08x}") == (entry["nbytes"], entry["crc32c"])
+        assert hashlib.md5(data).hexdigest() == entry["md5"]
+        assert (directory / entry["path"]).read_bytes() == data
+
+
 def restore(directory: Path) -> tuple[list[str], Any]:
     """Paths and tree of a checkpoint."""
     record = read_record(directory)
     for entry in record["files"]:
         data = (directory / entry["path"]).read_bytes()
         assert len(data) == entry["nbytes"] and f"{crc32c.crc32c(data):08x}" == entry["crc32c"]
+    check_fixed(directory, record)
     table = record["leaves"]
     index, starts = read_index(directory, record), first_rows(record)
 
@@ -512,6 +532,30 @@ def test_the_page_suffices_to_restore_what_was_saved(saved: Path) -> None:
     assert record["arrays"]["tied"] and len(record["files"]) >= 4
 
 
+def test_the_page_covers_object_stores(tmp_path: Path) -> None:
+    tree = {"w": np.arange(2000.0), "n": 3, "s": "text"}
+    with simulator() as sim:
+        blocking.save("s3://bucket/x", tree, storage_options=sim.s3_options())
+        stored = sim.objects("bucket")
+    for key, data in stored.items():
+        path = tmp_path / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    record = read_record(tmp_path / "x")
+    assert len(record["fixed"]) >= 3
+    assert not [entry for entry in record["files"] if record["save_id"] not in entry["path"]]
+    _, found = restore(tmp_path / "x")
+    assert np.array_equal(found["w"], tree["w"]) and (found["n"], found["s"]) == (3, "text")
+
+
+@pytest.mark.parametrize("store", ["local", "objects"])
+def test_the_page_covers_version_1(store: str) -> None:
+    directory = Path(__file__).parents[1] / "checkpoint" / "version_1" / store / "3"
+    assert read_record(directory)["version"] == 1
+    _, found = restore(directory)
+    assert_same(found, expected())
+
+
 @pytest.mark.parametrize("tree", [np.arange(5.0), 3, {}, None])
 def test_the_page_covers_small_trees(tree: Any, tmp_path: Path) -> None:
     blocking.save(tmp_path / "small", tree)
@@ -600,5 +644,5 @@ def test_index_and_data_of_another_save_are_refused(tmp_path: Path) -> None:
         (old,) = (tmp_path / "1" / "default" / "d").glob(f"*-{suffix}")
         (new,) = (tmp_path / "2" / "default" / "d").glob(f"*-{suffix}")
         shutil.copyfile(old, new)
-    with pytest.raises(CorruptCheckpointError, match=r"the chunk index in .* is damaged"):
+    with pytest.raises(CorruptCheckpointError, match=r"chunk at byte \d+ of .* is damaged"):
         blocking.restore(tmp_path / "2")

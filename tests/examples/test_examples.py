@@ -148,7 +148,7 @@ def test_killed_run_resumes_with_equal_losses(runs: Runs) -> None:
 
 def test_second_run_against_the_same_root_goes_on(runs: Runs) -> None:
     assert f"resuming from step {HALF - 1}" in runs.longer_output
-    assert "training was held up for" in runs.longer_output
+    assert "training was blocked for" in runs.longer_output
     assert losses(runs.longer) == losses(runs.whole)[HALF:]
 
 
@@ -216,10 +216,10 @@ def test_demo_kills_resumes_and_compares(tmp_path: Path) -> None:
     done = run_demo("--root", str(tmp_path / "demo"))
     assert done.returncode == 0, done.stdout
     for text in (
-        "saves held up training for",
+        "saves blocked training for",
         "which was not published, and killed",
         "$ asyncckpt ls",
-        "Left of the save that was killed:",
+        "Leftovers of the killed save:",
         "Resuming in a new process",
         "no damage",
         "Identical, bit by bit",
@@ -247,7 +247,7 @@ def test_demo_leaves_a_directory_alone_that_is_not_empty(tmp_path: Path) -> None
         ("parameters", "parameters: ab, expected aa"),
         ("optimizer", "optimizer: ab, expected bb"),
         ("missing", "steps without a loss: 1"),
-        ("unfinished", "a run did not come to its end"),
+        ("unfinished", "a run did not reach its end"),
         ("beyond", "step 2: the bits of the loss are 00000000, expected None"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncckpt.flow.budget import ByteBudget, Share
+from asyncckpt.flow.budget import Account, ByteBudget
 
 
 async def settle() -> None:
@@ -89,22 +89,22 @@ async def test_a_limit_does_not_count_what_is_kept() -> None:
     task = asyncio.create_task(budget.acquire(2, limit=3))
     await settle()
     assert not task.done()  # the four may come back
-    budget.stand(4)
+    budget.keep(4)
     await task  # they will not
     assert budget.in_use == 6
     assert not budget.try_acquire(2, limit=3)
     assert budget.try_acquire(1, limit=3)
     assert not budget.try_acquire(2, limit=100)  # the capacity is one, whatever stands
-    budget.stand(-4)
+    budget.keep(-4)
     budget.release(7)
-    assert not budget.in_use and not budget.standing
+    assert not budget.in_use and not budget.kept
 
 
 async def standing_line(count: int) -> tuple[ByteBudget, asyncio.Task[None]]:
     """A budget of eight slots, of which five stand, and a first in its line."""
     budget = ByteBudget(8)
     await budget.acquire(5)
-    budget.stand(5)
+    budget.keep(5)
     first = asyncio.create_task(budget.acquire(count))
     await settle()
     assert not first.done()
@@ -124,7 +124,7 @@ async def test_who_cannot_be_served_while_others_keep_theirs_holds_up_nobody() -
     budget.release(2)
     await settle()
     assert (large.done(), budget.in_use, budget.waiting) == (False, 5, 1)
-    budget.stand(-5)
+    budget.keep(-5)
     budget.release(5)
     await large
     assert (budget.in_use, budget.waiting) == (6, 0)
@@ -135,7 +135,7 @@ async def test_who_was_passed_over_has_kept_his_place() -> None:
     await budget.acquire(3)
     small = asyncio.create_task(budget.acquire(3))
     await settle()
-    budget.stand(-5)  # from here on the large one is a first like any other
+    budget.keep(-5)  # from here on the large one is a first like any other
     budget.release(5)
     await settle()
     assert (large.done(), small.done(), budget.in_use) == (False, False, 3)
@@ -152,7 +152,7 @@ async def test_who_can_be_served_is_not_passed_over() -> None:
     """Three beside the five that stand are as many as there can be: those behind wait."""
     budget = ByteBudget(8)
     await budget.acquire(6)
-    budget.stand(5)
+    budget.keep(5)
     first = asyncio.create_task(budget.acquire(3))
     await settle()
     behind = asyncio.create_task(budget.acquire(1))
@@ -173,7 +173,7 @@ async def test_who_was_passed_over_may_be_cancelled(when: str) -> None:
     small = asyncio.create_task(budget.acquire(3))
     await settle()
     if when != "passed over":
-        budget.stand(-5)
+        budget.keep(-5)
     if when == "granted":
         budget.release(8)
         assert budget.in_use == 6
@@ -191,38 +191,38 @@ async def test_who_was_passed_over_may_be_cancelled(when: str) -> None:
 
 
 async def test_a_share_has_a_limit_that_others_do_not_use_up() -> None:
-    budget, share = ByteBudget(12), Share()
+    budget, account = ByteBudget(12), Account()
     await budget.acquire(6)  # somebody else
-    budget.stand(6)  # which makes no room for more in the share
-    await budget.acquire(2, limit=2, share=share)
-    assert (budget.in_use, share.in_use) == (8, 2)
-    waiting = [asyncio.create_task(budget.acquire(1, limit=2, share=share)) for _ in range(3)]
+    budget.keep(6)  # which makes no room for more in the account
+    await budget.acquire(2, limit=2, account=account)
+    assert (budget.in_use, account.in_use) == (8, 2)
+    waiting = [asyncio.create_task(budget.acquire(1, limit=2, account=account)) for _ in range(3)]
     await settle()
-    budget.release(1, share=share)
+    budget.release(1, account=account)
     await settle()
     # One slot lets one of them through, though there are more in the budget.
     assert [task.done() for task in waiting] == [True, False, False]
-    budget.stand(1, share=share)
+    budget.keep(1, account=account)
     await settle()
     assert [task.done() for task in waiting] == [True, True, False]
     waiting[2].cancel()
     await asyncio.wait(waiting)
-    budget.stand(-1, share=share)
-    budget.release(3, share=share)
-    assert (share.in_use, share.standing, budget.in_use, budget.standing) == (0, 0, 6, 6)
+    budget.keep(-1, account=account)
+    budget.release(3, account=account)
+    assert (account.in_use, account.kept, budget.in_use, budget.kept) == (0, 0, 6, 6)
 
 
 async def test_a_share_has_no_part_in_what_is_taken_beside_it() -> None:
-    budget, share = ByteBudget(4), Share()
-    await budget.acquire(3, share=share, beside=1)
-    assert (budget.in_use, share.in_use) == (3, 2)
-    task = asyncio.create_task(budget.acquire(3, share=share, beside=2))
+    budget, account = ByteBudget(4), Account()
+    await budget.acquire(3, account=account, extra=1)
+    assert (budget.in_use, account.in_use) == (3, 2)
+    task = asyncio.create_task(budget.acquire(3, account=account, extra=2))
     await settle()
-    budget.release(2, share=share)
+    budget.release(2, account=account)
     task.cancel()  # it was granted its slots and has not run since
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert (budget.in_use, share.in_use) == (1, 0)
+    assert (budget.in_use, account.in_use) == (1, 0)
 
 
 async def test_releasing_more_than_is_in_use_is_an_error() -> None:
@@ -331,29 +331,29 @@ def test_whatever_stands_everybody_is_served_in_the_end(
     wants: list[tuple[int, str, int | None, bool]],
 ) -> None:
     async def run() -> None:
-        budget, share = ByteBudget(5), Share()
+        budget, account = ByteBudget(5), Account()
         keeping = asyncio.Lock()  # as one save at a time keeps memory, and needs one more slot
 
         async def use(count: int, fate: str, limit: int | None, shared: bool) -> None:
-            of = share if shared else None
+            of = account if shared else None
             if fate != "keep":
-                await budget.acquire(count, limit=limit, share=of)
+                await budget.acquire(count, limit=limit, account=of)
                 try:
                     await asyncio.sleep(0)
                 finally:
-                    budget.release(min(count, 5), share=of)
+                    budget.release(min(count, 5), account=of)
                 return
             async with keeping:
                 kept = min(count, 4)
-                await budget.acquire(kept, share=of)
-                budget.stand(kept, share=of)
+                await budget.acquire(kept, account=of)
+                budget.keep(kept, account=of)
                 for _ in range(3):
-                    await budget.acquire(1, limit=limit, share=of)
+                    await budget.acquire(1, limit=limit, account=of)
                     assert budget.in_use <= 5
                     await asyncio.sleep(0)
-                    budget.release(1, share=of)
-                budget.stand(-kept, share=of)
-                budget.release(kept, share=of)
+                    budget.release(1, account=of)
+                budget.keep(-kept, account=of)
+                budget.release(kept, account=of)
 
         tasks = [asyncio.create_task(use(*want)) for want in wants]
         await asyncio.sleep(0)
@@ -363,7 +363,7 @@ def test_whatever_stands_everybody_is_served_in_the_end(
         async with asyncio.timeout(10):
             ended = await asyncio.gather(*tasks, return_exceptions=True)
         assert not [error for error in ended if isinstance(error, Exception)]
-        assert (budget.in_use, budget.standing, budget.waiting) == (0, 0, 0)
-        assert (share.in_use, share.standing) == (0, 0)
+        assert (budget.in_use, budget.kept, budget.waiting) == (0, 0, 0)
+        assert (account.in_use, account.kept) == (0, 0)
 
     asyncio.run(run())

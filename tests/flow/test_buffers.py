@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from asyncckpt.errors import ResourceError
 from asyncckpt.flow import buffers
 from asyncckpt.flow.budget import ByteBudget
 from asyncckpt.flow.buffers import (
     PIPELINE_SLOTS,
     AnonymousMemory,
-    ByteArrayMemory,
     Slot,
     SlotPool,
 )
@@ -54,7 +54,7 @@ class CountingMemory:
 
 @pytest.fixture
 def workers() -> Iterator[Workers]:
-    made = Workers(2, "asyncckpt-test", abandon_s=0.05)
+    made = Workers(2, "flow-test", abandon_s=0.05)
     yield made
     made.shutdown()
 
@@ -84,7 +84,7 @@ async def test_memory_is_allocated_at_first_use_and_kept(
     for _ in range(3):
         slots = await pool.take(2)
         assert len({id(slot.buffer) for slot in slots}) == 2
-        pool.give(slots)
+        pool.release(slots)
     assert (memory.allocated, pool.allocated_nbytes, pool.budget.in_use) == (2, 2 * SLOT, 0)
     pool.close()
     assert (memory.freed, pool.allocated_nbytes) == (2, 0)
@@ -96,7 +96,7 @@ async def test_a_request_beyond_the_budget_gets_all_of_it(
     pool = pool_of(3, workers, memory)
     slots = await pool.take(10, extra=4)
     assert (len(slots), pool.budget.in_use) == (3, 3)
-    pool.give(slots)
+    pool.release(slots)
     assert pool.budget.in_use == 0
 
 
@@ -106,7 +106,7 @@ async def test_extra_units_have_no_buffer_and_go_back_through_the_budget(
     pool = pool_of(4, workers, memory)
     slots = await pool.take(1, extra=2)
     assert (len(slots), memory.allocated, pool.budget.in_use) == (1, 1, 3)
-    pool.give(slots)
+    pool.release(slots)
     pool.budget.release(2)
     assert pool.budget.in_use == 0
 
@@ -117,7 +117,7 @@ async def test_take_ready_touches_no_new_memory(workers: Workers, memory: Counti
     await pool.prepare(2)
     slots = pool.take_ready(3)
     assert (len(slots), memory.allocated) == (2, 2)
-    pool.give(slots)
+    pool.release(slots)
 
 
 async def test_without_grow_new_memory_is_bounded_by_the_pipeline(
@@ -129,10 +129,10 @@ async def test_without_grow_new_memory_is_bounded_by_the_pipeline(
     for _ in range(5):
         await asyncio.sleep(0)
     assert not task.done()
-    pool.give([held.pop()])
+    pool.release([held.pop()])
     held += await task
     assert memory.allocated == PIPELINE_SLOTS
-    pool.give(held)
+    pool.release(held)
 
 
 @pytest.mark.parametrize("beside", [1, 3])
@@ -143,16 +143,16 @@ async def test_one_slot_that_comes_back_lets_one_of_those_who_wait_through(
     memory = CountingMemory()
     pool = SlotPool(ByteBudget(10), workers, memory, slot_nbytes=SLOT, pipeline_slots=2)
     await pool.acquire(beside)
-    pool.budget.stand(beside)
+    pool.budget.keep(beside)
     held = await pool.take(2, grow=False)
     waiting = [asyncio.create_task(pool.take(1, grow=False)) for _ in range(4)]
     for number in range(4):
         await asyncio.sleep(0)
         assert [task.done() for task in waiting] == [True] * number + [False] * (4 - number)
-        pool.give([held.pop()])
+        pool.release([held.pop()])
         held += await waiting[number]
     assert memory.allocated == 2
-    pool.give(held)
+    pool.release(held)
 
 
 async def test_prepare_stops_at_the_budget(workers: Workers, memory: CountingMemory) -> None:
@@ -168,14 +168,14 @@ async def test_a_failed_allocation_leaves_nothing_taken(
 ) -> None:
     pool = pool_of(4, workers, memory)
     kept = await pool.take(1)
-    pool.give(kept)
+    pool.release(kept)
     memory.fail_next = 1
-    with pytest.raises(MemoryError):
+    with pytest.raises(ResourceError):
         await pool.take(3)
     assert (pool.budget.in_use, pool.allocated_nbytes) == (0, SLOT)
     slots = await pool.take(4)
     assert len(slots) == 4
-    pool.give(slots)
+    pool.release(slots)
 
 
 async def test_a_cancelled_take_leaves_nothing_taken(
@@ -207,7 +207,7 @@ async def test_those_who_wait_for_anothers_allocation_take_over_when_it_fails(
     memory.gate.set()
     with pytest.raises(BaseExceptionGroup):
         await preparing
-    pool.give(await waiting)
+    pool.release(await waiting)
     assert pool.budget.in_use == 0
 
 
@@ -228,7 +228,7 @@ async def test_a_slot_that_an_abandoned_thread_uses_is_quarantined_until_it_ends
     task.cancel()
     with pytest.raises(ThreadAbandonedError) as caught:
         await task
-    pool.give(slots, caught.value)
+    pool.release(slots, caught.value)
     assert pool.budget.in_use == 1
     others = await pool.take(1)
     assert others[0] is not slots[0]
@@ -238,13 +238,13 @@ async def test_a_slot_that_an_abandoned_thread_uses_is_quarantined_until_it_ends
     back = await pool.take(1)
     assert back == slots
     assert (back[0].buffer == 9).all()
-    pool.give([*others, *back])
+    pool.release([*others, *back])
     assert pool.budget.in_use == 0
 
 
 async def test_slots_that_do_not_come_back_are_nothing_to_wait_for(workers: Workers) -> None:
     """Memory beyond a few slots is not touched while used ones come back, but these do not."""
-    pool = SlotPool(ByteBudget(8), workers, ByteArrayMemory(), slot_nbytes=SLOT, pipeline_slots=2)
+    pool = SlotPool(ByteBudget(8), workers, AnonymousMemory(), slot_nbytes=SLOT, pipeline_slots=2)
     lent = await pool.take(2, grow=False)
     waiting = asyncio.create_task(pool.take(2, grow=False))
     await asyncio.sleep(0)
@@ -257,17 +257,17 @@ async def test_slots_that_do_not_come_back_are_nothing_to_wait_for(workers: Work
     assert pool.budget.in_use == 4
     held.clear()
     await until(lambda: pool.discarded == 0)
-    assert (pool.budget.in_use, pool.budget.standing) == (2, 0)
-    pool.give(fresh)
+    assert (pool.budget.in_use, pool.budget.kept) == (2, 0)
+    pool.release(fresh)
     assert pool.budget.in_use == 0
 
 
 # ------------------------------------------------------------- slots that clients are given to send
 
 
-def bytes_pool(capacity: int, workers: Workers, *, units: int = 1) -> SlotPool:
+def client_pool(capacity: int, workers: Workers, *, units: int = 1) -> SlotPool:
     budget = ByteBudget(capacity)
-    return SlotPool(budget, workers, ByteArrayMemory(), slot_nbytes=SLOT, units=units)
+    return SlotPool(budget, workers, AnonymousMemory(), slot_nbytes=SLOT, units=units)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -276,44 +276,13 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_a_bytearray_slot_is_sent_from_where_it_lies_and_used_again(workers: Workers) -> None:
-    pool = bytes_pool(1, workers)
-    await pool.prepare(1)
-    await workers.run(int)  # the thread has let go of what it allocated
-    await workers.run(int)
-    (slot,) = await pool.take()
-    address = slot.buffer.ctypes.data
-    slot.buffer[:] = 7
-    nbytes = SLOT * 3 // 4  # what is much shorter may be moved
-    body = slot.body(nbytes)
-    assert isinstance(body, bytearray) and bytes(body) == b"\x07" * nbytes
-    assert np.frombuffer(body, np.uint8).ctypes.data == address
-    del body
-    pool.give([slot])
-    (again,) = await pool.take()
-    assert (again.buffer.nbytes, again.buffer.ctypes.data) == (SLOT, address)
-    pool.give([again])
-
-
-async def test_a_slot_of_which_a_view_is_alive_is_sent_as_a_copy(workers: Workers) -> None:
-    pool = bytes_pool(1, workers)
-    (slot,) = await pool.take()
-    view = slot.buffer[:3]
-    view[:] = 5
-    body = slot.body(3)
-    view[:] = 6
-    assert bytes(body) == b"\x05" * 3
-    pool.give([slot])
-    assert pool.discarded == 0
-
-
 async def test_a_slot_that_a_client_still_holds_is_discarded_until_it_lets_go(
     workers: Workers,
 ) -> None:
-    pool = bytes_pool(1, workers)
+    pool = client_pool(1, workers)
     (slot,) = await pool.take()
     held = memoryview(slot.body(SLOT))
-    pool.give([slot])
+    pool.discard([slot])
     del slot
     assert (pool.discarded, pool.budget.in_use) == (1, 1)
     waiting = asyncio.create_task(pool.take())
@@ -323,7 +292,7 @@ async def test_a_slot_that_a_client_still_holds_is_discarded_until_it_lets_go(
     del held
     (fresh,) = await waiting
     assert pool.discarded == 0
-    pool.give([fresh])
+    pool.release([fresh])
     assert pool.budget.in_use == 0
 
 
@@ -332,7 +301,7 @@ async def test_a_discarded_slot_in_a_cycle_of_garbage_comes_back(
 ) -> None:
     """Errors are kept in cycles, and nobody who waits for memory makes garbage."""
     monkeypatch.setattr(buffers, "COLLECT_AFTER_S", 0.01)
-    pool = bytes_pool(1, workers)
+    pool = client_pool(1, workers)
     (slot,) = await pool.take()
     cycle: list[object] = [slot.body(SLOT)]
     cycle.append(cycle)
@@ -344,7 +313,7 @@ async def test_a_discarded_slot_in_a_cycle_of_garbage_comes_back(
             (fresh,) = await pool.take()
     finally:
         gc.enable()
-    pool.give([fresh])
+    pool.release([fresh])
 
 
 async def test_memory_discarded_late_is_looked_for_as_soon_as_the_first(
@@ -352,7 +321,7 @@ async def test_memory_discarded_late_is_looked_for_as_soon_as_the_first(
 ) -> None:
     """Also while a client still holds what was discarded long ago, and looks have become rare."""
     monkeypatch.setattr(buffers, "COLLECT_AFTER_S", 0.01)
-    pool = bytes_pool(2, workers)
+    pool = client_pool(2, workers)
     first, late = await pool.take(2)
     held = first.body(SLOT)
     pool.discard([first])
@@ -370,21 +339,21 @@ async def test_memory_discarded_late_is_looked_for_as_soon_as_the_first(
     finally:
         gc.enable()
     assert pool.discarded == 1
-    pool.give([fresh])
+    pool.release([fresh])
     del held
 
 
 async def test_a_slot_takes_the_units_of_what_its_client_copies(workers: Workers) -> None:
-    pool = bytes_pool(6, workers, units=3)
+    pool = client_pool(6, workers, units=3)
     assert pool.capacity == 2
     slots = await pool.take(2)
     assert pool.budget.in_use == 6
-    pool.give(slots)
+    pool.release(slots)
     assert pool.budget.in_use == 0
 
 
 async def test_a_replacement_takes_the_part_of_what_was_discarded(workers: Workers) -> None:
-    pool = bytes_pool(1, workers)
+    pool = client_pool(1, workers)
     (slot,) = await pool.take()
     held = slot.body(SLOT)
     pool.discard([slot], keep=True)
@@ -393,7 +362,7 @@ async def test_a_replacement_takes_the_part_of_what_was_discarded(workers: Worke
     del held, slot
     await until(lambda: pool.discarded == 0)
     assert pool.budget.in_use == 1
-    pool.give([fresh])
+    pool.release([fresh])
     assert pool.budget.in_use == 0
 
 
@@ -404,7 +373,7 @@ async def test_pools_of_one_budget_hold_no_more_memory_than_it(workers: Workers)
         budget, workers, CountingMemory(), slot_nbytes=2 * SLOT_NBYTES, units=2, siblings=siblings
     )
     for pool, count in ((small, 4), (large, 2), (small, 3), (large, 1)):
-        pool.give(await pool.take(count))
+        pool.release(await pool.take(count))
         assert small.allocated_nbytes + large.allocated_nbytes <= 4 * SLOT_NBYTES
     large.close()
     assert large.allocated_nbytes == 0
@@ -446,7 +415,7 @@ class Pools:
         slots = await pool.take(count, extra=extra, grow=grow)
         self.elsewhere += extra
         self.check()
-        pool.give(slots)
+        pool.release(slots)
         self.release(extra)
         self.check()
 
@@ -464,10 +433,10 @@ async def test_the_limit_of_a_pool_does_not_count_what_others_use(workers: Worke
         own = asyncio.create_task(pools.small.take(1, grow=False))
         await asyncio.sleep(0)
         assert not own.done()  # its own two are as many as it touches
-        pools.small.give([read.pop()])
+        pools.small.release([read.pop()])
         read += await own
-    pools.large.give(sent)
-    pools.small.give(read)
+    pools.large.release(sent)
+    pools.small.release(read)
     assert pools.budget.in_use == 0
 
 
@@ -499,7 +468,7 @@ async def test_what_a_client_copies_makes_idle_slots_go(workers: Workers) -> Non
     pools.elsewhere = 2  # the copy
     pools.check()
     assert pools.small.allocated_nbytes == 4 * SLOT_NBYTES
-    pools.large.give([slot])
+    pools.large.release([slot])
 
 
 async def test_slots_are_prepared_only_where_nothing_else_is_in_use(workers: Workers) -> None:
@@ -536,9 +505,9 @@ async def test_those_who_are_granted_slots_at_once_find_them_idle(workers: Worke
     slots = await pools.small.take(4)
     waiting = [asyncio.create_task(pools.small.take(1)) for _ in range(4)]
     await asyncio.sleep(0)
-    pools.small.give(slots)
+    pools.small.release(slots)
     for task in waiting:
-        pools.small.give(await task)
+        pools.small.release(await task)
     assert (pools.memory.allocated, pools.memory.freed) == (4, 0)
 
 
@@ -546,7 +515,7 @@ async def test_a_request_beyond_a_budget_that_slots_do_not_fill_gives_all_of_it_
     workers: Workers,
 ) -> None:
     pool = SlotPool(ByteBudget(10), workers, CountingMemory(), slot_nbytes=SLOT, units=3)
-    pool.give(await pool.take(10))
+    pool.release(await pool.take(10))
     assert pool.budget.in_use == 0
 
 
@@ -555,14 +524,14 @@ async def test_slots_that_a_closed_pool_discarded_are_looked_for(
 ) -> None:
     """A pool is closed when windows get another size; its budget is the next one's."""
     monkeypatch.setattr(buffers, "COLLECT_AFTER_S", 0.01)
-    closed = bytes_pool(1, workers)
+    closed = client_pool(1, workers)
     (slot,) = await closed.take()
     cycle: list[object] = [slot.body(SLOT)]
     cycle.append(cycle)
     closed.discard([slot])
     del slot, cycle
     closed.close()
-    after = SlotPool(closed.budget, workers, ByteArrayMemory(), slot_nbytes=SLOT)
+    after = SlotPool(closed.budget, workers, AnonymousMemory(), slot_nbytes=SLOT)
     gc.disable()
     try:
         async with asyncio.timeout(10):
@@ -570,7 +539,7 @@ async def test_slots_that_a_closed_pool_discarded_are_looked_for(
     finally:
         gc.enable()
     assert closed.discarded == 0
-    after.give([fresh])
+    after.release([fresh])
 
 
 async def test_a_slot_given_back_to_a_closed_pool_is_freed(workers: Workers) -> None:
@@ -578,5 +547,5 @@ async def test_a_slot_given_back_to_a_closed_pool_is_freed(workers: Workers) -> 
     pool = pool_of(2, workers, memory)
     slots = await pool.take(2)
     pool.close()
-    pool.give(slots)
+    pool.release(slots)
     assert (memory.freed, pool.allocated_nbytes, pool.budget.in_use) == (2, 0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
 import threading
@@ -13,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from asyncckpt.errors import ClosedError, EngineDiedError, UsageError
+from asyncckpt.errors import ClosedError, EngineDiedError, ResourceError, UsageError
+from asyncckpt.flow import engine as module
 from asyncckpt.flow.engine import Engine, Job, wait_quietly
 
 
@@ -321,3 +323,29 @@ def test_a_drained_engine_ends_within_its_deadline(caplog: pytest.LogCaptureFixt
     with pytest.raises((ClosedError, FutureCancelledError)):
         job.future.result(30)
     engine.close()
+
+
+@pytest.mark.parametrize("fails", ["the thread", "the loop", "the exit hook"])
+async def test_an_engine_whose_thread_cannot_start_says_so_and_may_start_later(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def no_loop() -> asyncio.AbstractEventLoop:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        if fails == "the thread":
+            patch.setattr(threading.Thread, "start", fail)
+        elif fails == "the loop":
+            patch.setattr(module, "_new_loop", no_loop)
+        else:
+            patch.setattr(module, "_hook_registered", False)
+            patch.setattr(threading, "_register_atexit", fail)
+        for _ in range(2):
+            with pytest.raises(ResourceError, match="asyncckpt-test: a thread could not be start"):
+                engine.submit(answer)
+        assert not engine.usable and names() == set()
+    assert await engine.submit(answer).wait() == 42
+    await engine.aclose()

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
+import aiofiles
 import pytest
 
+from asyncckpt.errors import ResourceError
 from asyncckpt.flow.threads import ThreadAbandonedError, Workers, finished
 
 
 @pytest.fixture
 def workers() -> Iterator[Workers]:
-    made = Workers(2, "asyncckpt-test", abandon_s=0.05)
+    made = Workers(2, "flow-test", abandon_s=0.05)
     yield made
     made.shutdown()
 
@@ -73,7 +77,7 @@ async def test_threads_are_few_named_and_joined() -> None:
 
 @pytest.mark.parametrize("times", [1, 3])
 async def test_a_cancelled_run_returns_after_its_thread(times: int) -> None:
-    workers = Workers(1, "asyncckpt-test")
+    workers = Workers(1, "flow-test")
     held = Held()
     task = asyncio.create_task(workers.run(held))
     await asyncio.to_thread(held.started.wait, 30)
@@ -90,7 +94,7 @@ async def test_a_cancelled_run_returns_after_its_thread(times: int) -> None:
 
 
 async def test_a_cancelled_run_hides_the_error_of_its_call() -> None:
-    workers = Workers(1, "asyncckpt-test")
+    workers = Workers(1, "flow-test")
     held = Held()
     task = asyncio.create_task(workers.run(held, OSError("late")))
     await asyncio.to_thread(held.started.wait, 30)
@@ -103,7 +107,7 @@ async def test_a_cancelled_run_hides_the_error_of_its_call() -> None:
 
 
 async def test_a_call_that_has_not_begun_is_dropped_when_it_is_cancelled() -> None:
-    workers = Workers(1, "asyncckpt-test")
+    workers = Workers(1, "flow-test")
     held = Held()
     running = asyncio.create_task(workers.run(held))
     await asyncio.to_thread(held.started.wait, 30)
@@ -219,3 +223,79 @@ async def test_finished_waits_through_cancellations_and_stops_at_its_limit() -> 
         await asyncio.sleep(0)
     future.set_result(None)
     assert await task
+
+
+async def test_clean_up_of_a_mount_that_does_not_answer_is_abandoned(workers: Workers) -> None:
+    held = Held()
+    with pytest.raises(ThreadAbandonedError, match=r"stuck in .* after clean-up began") as caught:
+        await workers.clean_up(held)
+    held.go.set()
+    await asyncio.wrap_future(caught.value.future)
+
+
+async def test_a_cancelled_clean_up_returns_after_its_thread() -> None:
+    workers = Workers(1, "asyncckpt-clean")
+    held = Held()
+    task = asyncio.create_task(workers.clean_up(held))
+    await asyncio.to_thread(held.started.wait, 30)
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    held.go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    workers.shutdown()
+
+
+@pytest.mark.parametrize("opens", [True, False])
+async def test_what_a_cancelled_open_opens_after_all_is_closed(
+    workers: Workers, tmp_path: Path, opens: bool
+) -> None:
+    """`aiofiles.open` alone returns at once when it is cancelled, and its thread goes on."""
+    held = Held()
+    fds: list[int] = []
+
+    def opener(path: str, flags: int) -> int:
+        held()
+        if not opens:
+            raise FileExistsError(path)
+        fds.append(os.open(path, flags, 0o600))
+        return fds[0]
+
+    async def write() -> None:
+        file = await aiofiles.open(tmp_path / "x", "xb", opener=opener, executor=workers)
+        await file.write(b"data")
+        await file.close()
+
+    task = asyncio.create_task(workers.complete(write(), "writing x"))
+    await asyncio.to_thread(held.started.wait, 30)
+    with pytest.raises(ThreadAbandonedError, match="stuck in writing x") as caught:
+        task.cancel()
+        await task
+    held.go.set()
+    await asyncio.wrap_future(caught.value.future)
+    if opens:
+        assert (tmp_path / "x").read_bytes() == b"data"
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fds[0])
+
+
+def test_threads_that_cannot_start_are_a_clear_error_and_not_missed_where_there_are_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workers = Workers(3, "asyncckpt-none")
+    start = threading.Thread.start
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _no_thread)
+        with pytest.raises(ResourceError, match="asyncckpt-none: a thread could not be started"):
+            workers.submit(int)
+        patch.setattr(threading.Thread, "start", start)
+        assert workers.submit(int).result(30) == 0
+        patch.setattr(threading.Thread, "start", _no_thread)
+        assert [workers.submit(int, n).result(30) for n in range(5)] == list(range(5))
+    workers.shutdown()
+    assert _alive("asyncckpt-none") == []
+
+
+def _no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from asyncckpt.format.chunks import ChunkIndex
-from asyncckpt.format.ocdbt import dump as ocdbt
 from asyncckpt.format.record import CommitRecord, decode_record, encode_record, seal
 from asyncckpt.format.zarr import Chain, ChunkKeys, Shards, ZarrArray
 from asyncckpt.spec import ArraySpec
+from tests.format import ocdbt_dump as ocdbt
 
 Structure = ocdbt.Structure | ChunkIndex | CommitRecord | ZarrArray
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncckpt.format.crc import combine, combine_arrays, combine_many, crc32c
+from asyncckpt.format.crc import combine, crc32c
 
 
 def test_crc_of_the_check_string_is_the_published_one() -> None:
@@ -29,28 +29,6 @@ def test_combined_crc_is_that_of_the_concatenation(a: bytes, b: bytes) -> None:
     assert combine(crc32c(a), crc32c(b), len(b)) == crc32c(a + b)
 
 
-@given(st.lists(st.binary(max_size=300), max_size=120))
-def test_combining_many_is_the_crc_of_all(parts: list[bytes]) -> None:
-    rows = [(crc32c(part), len(part)) for part in parts]
-    whole = b"".join(parts)
-    assert combine_many(rows) == (crc32c(whole), len(whole))
-    assert combine_many(iter(rows)) == (crc32c(whole), len(whole))
-    crcs = np.array([crc for crc, _ in rows], np.uint32)
-    assert combine_arrays(crcs, np.array([n for _, n in rows], np.int64)) == (
-        crc32c(whole),
-        len(whole),
-    )
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**50))
-def test_combining_is_the_same_one_by_one_and_at_once(a: int, b: int, nbytes: int) -> None:
-    parts = [(a, 5), (b, nbytes), *[(0, 0)] * 100, (a, 1)]
-    crc = 0
-    for part, length in parts:
-        crc = combine(crc, part, length)
-    assert combine_many(parts) == (crc, nbytes + 6)
-
-
 def test_combining_zeros_of_any_length_agrees_with_computing_them() -> None:
     for nbytes in (0, 1, 255, 256, 65_535, 65_536, 1 << 20, (1 << 24) + 3):
         zeros = bytes(nbytes)
@@ -61,8 +39,6 @@ def test_combining_zeros_of_any_length_agrees_with_computing_them() -> None:
 def test_impossible_lengths_are_refused(nbytes: int) -> None:
     with pytest.raises(ValueError, match="cannot be combined"):
         combine(1, 2, nbytes)
-    with pytest.raises(ValueError, match="cannot be combined"):
-        combine_many([(1, nbytes)] * 60)
 
 
 def test_any_contiguous_buffer_has_a_crc_and_others_are_refused() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncckpt.format.paths import path_fault
+from asyncckpt.format.damage import path_fault
 
 
 @pytest.mark.parametrize(

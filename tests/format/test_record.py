@@ -20,14 +20,18 @@ from asyncckpt.format.record import (
     ArrayTable,
     CommitRecord,
     FileEntry,
+    FixedName,
     IndexExtent,
     JsonValue,
     LeafTable,
+    Outline,
     Piece,
     StoredSpec,
     decode_record,
     encode_record,
     encode_scalar,
+    outline_of,
+    seal,
 )
 from asyncckpt.spec import ArraySpec
 
@@ -83,7 +87,7 @@ def test_records_round_trip_and_are_deterministic() -> None:
 def test_the_record_ends_with_the_checksum_of_all_before_it() -> None:
     data = encode_record(SMALL)
     head, tail = data[:-12], data[-12:]
-    assert head.startswith(b'{"format":"asyncckpt","version":1,')
+    assert head.startswith(b'{"format":"asyncckpt","version":2,')
     assert head.endswith(b',"crc32c":')
     assert tail == b'"%08x"}\n' % crc32c(head)
     assert json.loads(data)["save_id"] == SMALL.save_id
@@ -201,7 +205,7 @@ def nested(depth: int) -> JsonValue:
         ("leaves.kinds", ["Jax", "a", "b", "c"], "has 'Jax'"),
         ("leaves.kinds", 5, "leaves.kinds is not a list"),
         ("leaves.kind", [0, 9], "not between 0 and 3"),
-        ("leaves.kind", [0, True], "no integer"),
+        ("leaves.kind", [0, True], "not an integer"),
         ("leaves.values", [], "has 0 entries for 1 scalar leaves"),
         ("leaves.values", [7], r"leaves\.values \(leaf 2\)"),
         ("leaves.extra", {"9": {}}, "has the key '9', not an index below 6"),
@@ -228,7 +232,7 @@ def nested(depth: int) -> JsonValue:
         ("arrays.name", ["w", "x" * 70_000, "a", "b", "c", "d"], "empty or too long"),
         ("arrays.name", ["w", "a\0b", "a", "b", "c", "d"], "NUL"),
         ("arrays.name", ["w", "\ud800", "a", "b", "c", "d"], "not valid Unicode"),
-        ("arrays.name", [1] * 6, "no string"),
+        ("arrays.name", [1] * 6, "not a string"),
         ("arrays.spec", [0], "has 1 entries for 6 names"),
         ("arrays.spec", [0, 0, 3, 3, 1, 7], "not between 0 and 3"),
         ("arrays.tied", {"0": 1}, "not an earlier array"),
@@ -257,17 +261,17 @@ def test_wrong_members_are_named(path: str, value: object, reason: str) -> None:
 
 def test_a_newer_version_is_named_with_what_is_supported() -> None:
     with pytest.raises(
-        UnsupportedFormatError, match=r"run/12: .* has version 2, .* up to 1; .*newer release"
+        UnsupportedFormatError, match=r"run/12: .* has version 3, .* up to 2; .*newer release"
     ) as caught:
-        decode_record(changed("version", 2), location="run/12")
-    assert (caught.value.found, caught.value.expected) == (2, 1)
+        decode_record(changed("version", 3), location="run/12")
+    assert (caught.value.found, caught.value.expected) == (3, 2)
 
 
 @pytest.mark.parametrize(
     "text",
     [
         "[]}",
-        '{"format":"asyncckpt","version":1,"x":NaN}',
+        '{"format":"asyncckpt","version":2,"x":NaN}',
         "[" * 100_000 + "}",
         '{"a":' * 100_000 + "}",
         '{"format":"asyncckpt","version":' + "9" * 5000 + "}",
@@ -299,7 +303,7 @@ def test_changed_bytes_with_a_right_checksum_are_a_record_or_an_error(data: st.D
     [
         ({"a": math.nan}, "cannot be written as JSON"),
         ({"a": object()}, "holds a object"),
-        ({"a": {1: 2}}, "has the key 1, which is no string"),
+        ({"a": {1: 2}}, "has the key 1, which is not a string"),
         ({"a": nested(300)}, "nested deeper than 256"),
         ({"a": "\ud800"}, "not valid Unicode"),
         ({"a": 10**5000}, "cannot be written as JSON"),
@@ -433,3 +437,91 @@ def test_a_hundred_thousand_leaves_take_a_fraction_of_a_second(scalars: int) -> 
     # Measured 0.23 and 0.10 s; the bounds leave room for a busy machine.
     assert encoded - begin < 0.8
     assert decoded - encoded < 0.6
+
+
+# ----------------------------------------------------------------------------------- fixed names
+
+FIXED = (
+    FixedName.of("default/manifest.ocdbt", SMALL.manifest),
+    FixedName.of("default/_METADATA", b"{}" * 50, ".asyncckpt-0123456789abcdef-fixed-0"),
+)
+NAMED = dataclasses.replace(
+    SMALL,
+    files=(*SMALL.files, *(FileEntry(name.path, name.nbytes, name.crc32c) for name in FIXED)),
+    fixed=FIXED,
+)
+
+
+def test_fixed_names_round_trip_and_are_files_too() -> None:
+    data = encode_record(NAMED)
+    assert same(decode_record(data, location="x"), NAMED)
+    assert [row["path"] for row in json.loads(data)["files"]] == [
+        "default/d/data-0",
+        "default/d/index",
+    ]
+    assert FIXED[1].matches(b"{}" * 50) and not FIXED[1].matches(b"{)" * 50)
+
+
+def test_an_outline_has_what_a_store_needs() -> None:
+    outline = outline_of(encode_record(NAMED))
+    assert outline is not None
+    assert (outline.save_id, outline.fixed) == (SMALL.save_id, FIXED)
+    assert outline.paths == {entry.path for entry in NAMED.files}
+    assert outline.contents == {"default/manifest.ocdbt": SMALL.manifest}
+
+
+@pytest.mark.parametrize("nbytes", [0, 60, 100, 300, 600, 4096])
+def test_the_beginning_of_a_record_tells_its_fixed_names_or_nothing(nbytes: int) -> None:
+    head = encode_record(NAMED)[:nbytes]
+    outline = outline_of(head, head=True)
+    assert (outline is None) == (b',"step"' not in head)
+    assert outline is None or (outline.save_id, outline.fixed) == (SMALL.save_id, FIXED)
+
+
+def test_a_damaged_record_has_no_outline() -> None:
+    data = encode_record(NAMED)
+    assert outline_of(data[:-1]) is None
+    assert outline_of(data.replace(b'"step":12', b'"step":13')) is None
+    assert outline_of(b"", head=True) is None
+
+
+def test_of_a_newer_version_only_the_save_id_is_known() -> None:
+    newer = json.loads(encode_record(NAMED)) | {"version": 3}
+    newer.pop("crc32c")
+    assert outline_of(seal(json.dumps(newer, separators=(",", ":")))) == Outline(SMALL.save_id)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"path": "../x"}, "part '..'"),
+        ({"object": "/x"}, "is absolute"),
+        ({"object": None}, "object is missing"),
+        ({"md5": "x"}, "md5"),
+        ({"crc32c": 1}, "crc32c"),
+        ({"path": "default/d/data-0"}, "names a path twice"),
+    ],
+    ids=str,
+)
+def test_fixed_names_that_make_no_sense_are_refused(
+    change: dict[str, object], complaint: str
+) -> None:
+    bad = json.loads(encode_record(NAMED))
+    bad.pop("crc32c")
+    bad["fixed"][1] |= change
+    with pytest.raises(CorruptCheckpointError, match=complaint):
+        decode_record(seal(json.dumps(bad)), location="x")
+
+
+def test_an_index_in_the_record_is_the_one_that_its_checksum_names() -> None:
+    index = bytes(range(index_nbytes(5)))
+    place = IndexExtent(1, 100, len(index), crc32c(index[:-4]), index)
+    record = dataclasses.replace(SMALL, chunk_index=place)
+    assert same(decode_record(encode_record(record), location="x"), record)
+    with pytest.raises(ValueError, match=r"chunk_index\.data"):
+        encode_record(dataclasses.replace(SMALL, chunk_index=dataclasses.replace(place, crc32c=1)))
+
+
+def test_fixed_names_are_the_last_of_the_files() -> None:
+    with pytest.raises(ValueError, match="last of the files"):
+        encode_record(dataclasses.replace(NAMED, files=NAMED.files[::-1]))

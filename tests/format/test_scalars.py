@@ -70,7 +70,7 @@ def test_integers_up_to_the_limit_round_trip_and_longer_ones_are_refused() -> No
 
 @pytest.mark.parametrize("value", [None, [], np.float32(1), object()])
 def test_other_types_are_refused_by_name(value: object) -> None:
-    with pytest.raises(UnsupportedLeafError, match=f"a {type(value).__name__} is no scalar"):
+    with pytest.raises(UnsupportedLeafError, match=f"a {type(value).__name__} is not a scalar"):
         encode_scalar(value)  # type: ignore[arg-type]
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from asyncckpt.checkpoint.metadata import resolve
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.chunks import (
     ChunkIndex,
@@ -48,7 +49,6 @@ from asyncckpt.format.record import (
     encode_scalar,
 )
 from asyncckpt.spec import ArraySpec
-from asyncckpt.stages.opened import resolve
 from asyncckpt.tree import flatten, unflatten
 from tests.fuzz import hostile
 from tests.fuzz.engine import Target
@@ -193,7 +193,7 @@ def _commit_record() -> Target:
 
     def decode(data: bytes) -> object:
         record = decode_record(recorded(data), location="run/12")
-        opened = resolve(files, record)
+        opened = resolve(files, record, cast(Any, None))
         structure = opened.structure()
         paths = structure.paths()
         return unflatten(structure, paths), opened.leaf_arrays(), record.row_ranges()

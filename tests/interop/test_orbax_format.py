@@ -66,7 +66,7 @@ def write_database(directory: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> 
         if value.size:
             payload = value.tobytes()
             stored = payload + crc32c(payload).to_bytes(4, "little")
-            extents[zarr3.chunk_key(name, (0,) * value.ndim)] = (len(data), len(stored))
+            extents[zarr3.chunk_keys(name, (1,) * value.ndim)[0]] = (len(data), len(stored))
             data += stored
     keys = sorted({*inline, *extents})
     rows = [extents.get(key, (0, 0)) for key in keys]

@@ -18,7 +18,6 @@ import zstandard
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.ocdbt import (
     Config,
-    InlineValue,
     Location,
     Manifest,
     TreeColumns,
@@ -30,7 +29,6 @@ from asyncckpt.format.ocdbt import (
     encode_manifest,
     encode_tree,
     prepare_keys,
-    walk,
 )
 from asyncckpt.format.ocdbt.manifest import numbered_name
 from asyncckpt.format.zarr import Chain
@@ -105,9 +103,15 @@ def read_database(directory: Path) -> dict[bytes, bytes]:
             file.seek(location.offset)
             return file.read(location.nbytes)
 
+    columns = decode_tree(version, fetch)
+    places = zip(
+        columns.file.tolist(), columns.offset.tolist(), columns.nbytes.tolist(), strict=True
+    )
     return {
-        key: value.value if isinstance(value, InlineValue) else fetch(value)
-        for key, value in walk(version, fetch)
+        key: fetch(Location(columns.files[file], offset, nbytes)) if value is None else value
+        for key, value, (file, offset, nbytes) in zip(
+            columns.keys, columns.inline, places, strict=True
+        )
     }
 
 

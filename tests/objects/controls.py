@@ -6,9 +6,9 @@ import pytest
 
 from asyncckpt.errors import CheckpointExistsError
 from asyncckpt.stores.objects.attempt import ObjectAttempt
-from asyncckpt.stores.objects.client import Body
-from asyncckpt.stores.objects.datafile import ObjectDataFile, Sending
-from asyncckpt.stores.objects.fixed import FixedContents
+from asyncckpt.stores.objects.clients.client import Body
+from asyncckpt.stores.objects.datafile import Sending, WindowFile
+from asyncckpt.stores.objects.export import ObjectExport
 from asyncckpt.stores.objects.layout import join
 from asyncckpt.stores.objects.publish import Publication
 
@@ -18,7 +18,7 @@ def record_first(patch: pytest.MonkeyPatch) -> None:
     late: list[tuple[Sending, str, bytes]] = []
     publish = ObjectAttempt._publish
 
-    async def write(self: ObjectDataFile, body: Body) -> bool:
+    async def write(self: WindowFile, body: Body) -> bool:
         late.append((self._sending, self._key, bytes(body)))
         return True
 
@@ -28,7 +28,7 @@ def record_first(patch: pytest.MonkeyPatch) -> None:
             if sending is self._sending:
                 await sending.send(key, body)
 
-    patch.setattr(ObjectDataFile, "_send_whole", write)
+    patch.setattr(WindowFile, "_send", write)
     patch.setattr(ObjectAttempt, "_publish", publish_early)
 
 
@@ -48,8 +48,10 @@ def fixed_names_first(patch: pytest.MonkeyPatch) -> None:
     """Names that all attempts share are written before the record."""
     put = ObjectAttempt.put
 
-    async def put_at_once(self: ObjectAttempt, path: str, data: bytes | memoryview) -> None:
-        await put(self, path, data)
+    async def put_at_once(
+        self: ObjectAttempt, path: str, data: bytes | memoryview, *, in_record: bool = False
+    ) -> None:
+        await put(self, path, data, in_record=in_record)
         if self._save_id not in path:
             await self._context.requests.replace(join(self._name, path), bytes(data))
 
@@ -57,15 +59,17 @@ def fixed_names_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def first_contents_stay(patch: pytest.MonkeyPatch) -> None:
-    """Of the contents that a save has kept of one name, the oldest become the file's."""
-    put = FixedContents.put
+    """Of the contents that a save has given of one name, the oldest become the file's."""
+    put = ObjectAttempt.put
 
-    async def put_once(self: FixedContents, path: str, data: bytes) -> None:
-        before = dict(self.files)
-        await put(self, path, data)
-        self.files |= before
+    async def put_once(
+        self: ObjectAttempt, path: str, data: bytes | memoryview, *, in_record: bool = False
+    ) -> None:
+        before = dict(self._fixed)
+        await put(self, path, data, in_record=in_record)
+        self._fixed |= before
 
-    patch.setattr(FixedContents, "put", put_once)
+    patch.setattr(ObjectAttempt, "put", put_once)
 
 
 def errors_are_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -83,9 +87,9 @@ def errors_are_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def uploads_are_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """An attempt that fails leaves its uploads open."""
+    """An export that fails leaves its uploads open."""
 
-    async def abort_nothing(self: ObjectAttempt) -> None:
+    async def abort_nothing(self: ObjectExport) -> None:
         pass
 
-    patch.setattr(ObjectAttempt, "_abort_uploads", abort_nothing)
+    patch.setattr(ObjectExport, "_abort", abort_nothing)

@@ -17,12 +17,12 @@ from asyncckpt.errors import AsyncCheckpointError, CheckpointExistsError
 from asyncckpt.flow import buffers
 from asyncckpt.format.ocdbt.manifest import MANIFEST_NAME
 from asyncckpt.format.record import decode_record
-from asyncckpt.stores.objects.collect import collect
+from asyncckpt.stores.objects.gc import remove_garbage
 from asyncckpt.stores.objects.layout import RECORD, owner
 from asyncckpt.stores.objects.store import ObjectStore
-from asyncckpt.testing.objectstore import Fault
 from tests.crash.scenarios import same
 from tests.objects.stores import HURRIED, SAVE_OPTIONS, Place, state
+from tests.simulator import Fault
 
 FAULTS: dict[str, dict[str, Any]] = {
     "500": {"status": 500},
@@ -63,7 +63,7 @@ class Point:
     @property
     def lasts(self) -> bool:
         """Whether it happens to all tries of a request, and to those that tidy up after it."""
-        return self.times >= (2 if self.name in REFUSALS else HURRIED.patience.tries)
+        return self.times >= (2 if self.name in REFUSALS else HURRIED.retry.tries)
 
     def fault(self) -> Fault:
         """As the simulator takes it."""
@@ -128,8 +128,8 @@ class Matrix:
         self._place = place
         self._sim = place.sim
         self._ckpt = ckpt
-        self._core = ckpt._core
-        store = self._core.store
+        self._session = ckpt._session
+        store = self._session.root.store
         assert isinstance(store, ObjectStore)
         self._store = store
         self._intact: dict[str, int] = {}
@@ -242,7 +242,7 @@ class Matrix:
 
     async def _check_quiet(self, point: Point) -> None:
         """Nothing is held that was not held before: task, slot, upload; step 0 is untouched."""
-        runtime = self._core.runtime
+        runtime = self._session.runtime
         tasks = await self._count_tasks()
         if tasks > self._tasks:
             self._wrong(point, f"{tasks - self._tasks} tasks are left on the engine's loop")
@@ -320,7 +320,9 @@ class Matrix:
 
     async def _collect(self) -> None:
         """What is left of dead attempts is gone, as if a week had passed."""
-        await self._core.call(lambda: collect(self._store._context, -5.0, dry_run=False)).wait()
+        await self._session.call(
+            lambda: remove_garbage(self._store._context, -5.0, dry_run=False)
+        ).wait()
 
     async def _again(self, point: Point, error: Failure | None) -> None:
         """A save that failed can be repeated, or its step stands after all."""
@@ -344,13 +346,13 @@ class Matrix:
             for work in self._store._settling:
                 await work.settled()
 
-        await self._core.call(wait).wait()
+        await self._session.call(wait).wait()
 
     async def _count_tasks(self) -> int:
         async def count() -> int:
             return len(asyncio.all_tasks())
 
-        return await self._core.call(count).wait()
+        return await self._session.call(count).wait()
 
     def _generations(self) -> dict[str, int]:
         below = f"{self._place.root}/0/"

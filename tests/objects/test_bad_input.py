@@ -22,11 +22,11 @@ from asyncckpt.errors import (
     UsageError,
 )
 from asyncckpt.flow.threads import Workers
-from asyncckpt.stores.objects import requests
-from asyncckpt.testing.objectstore import Credentials, Fault, Gate, Simulator
+from asyncckpt.stores.objects.requests import sending
 from tests import children
 from tests.cancellation.points import assert_equal
 from tests.objects.stores import CLIENTS, SAVE_OPTIONS, Place, place, state
+from tests.simulator import Credentials, Fault, Gate, Simulator
 
 SECRET = "zXsecretX0815"
 TOKEN = "zXtokenX4711"
@@ -193,7 +193,7 @@ async def test_an_endpoint_at_which_nobody_listens(told: Told, kind: str) -> Non
 async def test_a_store_that_never_answers(
     told: Told, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requests, "SILENT_S", 0.1)  # and not the two minutes of others
+    monkeypatch.setattr(sending, "SILENT_S", 0.1)  # and not the two minutes of others
     async with Simulator(credentials=KNOWN) as sim:
         scheme, options = options_of(kind, sim)
         url = f"{scheme}://bucket/run/1"
@@ -214,6 +214,26 @@ async def test_a_store_that_never_answers(
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
+async def test_a_store_that_stops_answering_during_an_upload(
+    told: Told, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deadline is not followed by two minutes of cleaning up."""
+    monkeypatch.setattr(sending, "SILENT_S", 0.1)
+    async with Simulator(credentials=KNOWN) as sim:
+        scheme, options = options_of(kind, sim)
+        sim.faults.append(Fault(kind="put_object", number=2, hang=True))
+        sim.faults.append(Fault(kind=("delete_object", "delete_objects"), number=0, hang=True))
+        async with asyncio.timeout(100):
+            call = asyncckpt.save(
+                f"{scheme}://bucket/run/1",
+                state(1),
+                storage_options=options,
+                options=SaveOptions(deadline_s=1.0),
+            )
+            await told.error(call, DeadlineExceededError, "did not finish within 1.0 s")
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
 async def test_no_secret_is_in_a_checkpoint_or_a_log(told: Told, kind: str) -> None:
     async with Simulator(credentials=KNOWN) as sim:
         scheme, options = options_of(kind, sim)
@@ -223,8 +243,8 @@ async def test_no_secret_is_in_a_checkpoint_or_a_log(told: Told, kind: str) -> N
             sim.faults.append(Fault(kind="put_object", number=1, status=503))
             report = await ckpt.save(1, state(1))
             assert_equal(await ckpt.restore(1), state(1))
-            core = ckpt._core
-            store: Any = core.store
+            core = ckpt._session
+            store: Any = core.root.store
             things = (ckpt, core, core.runtime, store, store._requests, store._requests.client)
             told.texts += [repr(thing) for thing in (*things, report, await ckpt.inspect(1))]
         told.check(objects=sim.objects("bucket").values())
@@ -293,7 +313,7 @@ async def test_bytes_that_are_damaged_on_their_way(told: Told, kind: str) -> Non
             at.sim.faults.append(Fault(kind="get_object", key="*/d/*-0", number=0, flip=5000))
             text = r"^w: .*d/[0-9a-f]{32}-0.*CRC-32C"
             error = await told.error(ckpt.restore(1), CorruptCheckpointError, text)
-            assert (error.path, error.location) == ("w", f"{ckpt._core.store.url}/1")
+            assert (error.path, error.location) == ("w", f"{ckpt._session.root.store.url}/1")
             assert error.file is not None and error.offset is not None
 
 
@@ -325,8 +345,8 @@ async def test_a_store_that_ignores_conditions(
         at.sim.faults.append(Fault(kind="put_object", number=0, hook=ignore))
         async with asyncckpt.Checkpointer(at.store(), save_options=SAVE_OPTIONS) as ckpt:
             await ckpt.save(1, state(1))
-            assert not ckpt._core.store.capabilities.conditional_create
-            await told.error(ckpt.save(1, state(2)), CheckpointExistsError, "stands here already")
+            assert not ckpt._session.root.store.capabilities.conditional_create
+            await told.error(ckpt.save(1, state(2)), CheckpointExistsError, "already exists here")
             assert_equal(await ckpt.restore(1), state(1))
         warned = [
             r.getMessage() for r in caplog.records if "creates objects cond" in r.getMessage()

@@ -8,11 +8,11 @@ import signal
 import pytest
 
 import asyncckpt
-from asyncckpt.stores.objects.collect import collect
-from asyncckpt.testing.objectstore import Fault, Gate
+from asyncckpt.stores.objects.gc import remove_garbage
 from tests import children
 from tests.cancellation.points import assert_equal
 from tests.objects.stores import SAVE_OPTIONS, place, state
+from tests.simulator import Fault, Gate
 from tests.stores.objects.stores import options_of
 
 CHILD = """
@@ -75,11 +75,11 @@ async def test_a_process_that_ends_in_an_upload_leaves_a_whole_step_or_none(
                 await ckpt.save(1, state(1))
             await ckpt.save(2, state(2))
             assert_equal(await ckpt.restore(1), state(1))
-            core = ckpt._core
-            store = core.store
+            core = ckpt._session
+            store = core.root.store
             before = {step: at.keys(f"{step}/") for step in range(3)}
             removed = await core.call(
-                lambda: collect(store._context, -5.0, dry_run=False)  # type: ignore[attr-defined]
+                lambda: remove_garbage(store._context, -5.0, dry_run=False)  # type: ignore[attr-defined]
             ).wait()
             assert all(key.startswith("1/") for key in removed)
             assert (removed == []) == committed

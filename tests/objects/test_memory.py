@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from asyncckpt.options import GIB, KIB, MIB
-from asyncckpt.testing.objectstore import simulator_process
 from tests import children
+from tests.simulator import simulator_process
 from tests.test_memory import MEASURE
 
 CHILD = (

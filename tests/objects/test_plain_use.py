@@ -13,7 +13,7 @@ import pytest
 
 import asyncckpt
 from asyncckpt import SaveOptions
-from asyncckpt.testing.objectstore import Simulator, simulator
+from tests.simulator import Simulator, simulator
 
 PLACES = ("disk", "memory", "s3fs", "obstore", "gcsfs")
 

@@ -13,18 +13,18 @@ import pytest
 
 import asyncckpt
 from asyncckpt import SaveOptions
-from asyncckpt.checkpointer.core import Core
 from asyncckpt.errors import AsyncCheckpointError, StoreError
-from asyncckpt.flow.retry import Patience
 from asyncckpt.options import MIB
 from asyncckpt.ports import Sizes
-from asyncckpt.stores.objects.client import Body
+from asyncckpt.session.session import Session
+from asyncckpt.stores.objects.clients.client import Body
 from asyncckpt.stores.objects.datafile import ObjectDataFile
-from asyncckpt.stores.objects.policy import RequestPolicy
+from asyncckpt.stores.objects.requests.policy import RequestPolicy
+from asyncckpt.stores.objects.requests.retry import RetryPolicy
 from asyncckpt.stores.objects.store import ObjectStore
-from asyncckpt.testing.objectstore import Fault, Gate, Request
 from tests.cancellation.points import assert_equal
 from tests.objects.stores import CLIENTS, SAVE_OPTIONS, Place, place, state
+from tests.simulator import Fault, Gate, Request
 
 WINDOW_NBYTES = 8 * MIB
 WINDOWS = 9
@@ -33,7 +33,7 @@ OPTIONS = SaveOptions(host_memory_nbytes=64 * MIB, chunk_nbytes=2 * MIB)
 PATIENT = RequestPolicy(
     timeout_s=0.3,
     floor_nbytes_per_s=64.0 * MIB,
-    patience=Patience(tries=9, total_s=60.0, backoff_s=0.01, backoff_cap_s=0.05),
+    retry=RetryPolicy(tries=9, total_s=60.0, backoff_s=0.01, backoff_cap_s=0.05),
 )
 
 
@@ -98,7 +98,7 @@ class Watched:
         self.at = at
         self.ckpt = ckpt
         self.client = client
-        self.core: Core = ckpt._core
+        self.core: Session = ckpt._session
         self.arrived: list[tuple[str, int]] = []
         at.sim.faults.append(
             Fault(kind="put_object", key="*/d/*", number=0, hook=self._note, name="watched")
@@ -203,11 +203,11 @@ async def test_memory_that_is_used_too_early_is_noticed(monkeypatch: pytest.Monk
 async def test_saves_that_failed_leave_memory_for_the_next_one_while_their_errors_are_kept(
     kind: str, fault: dict[str, Any]
 ) -> None:
-    policy = RequestPolicy(timeout_s=0.1, patience=Patience(tries=1))
+    policy = RequestPolicy(timeout_s=0.1, retry=RetryPolicy(tries=1))
     async with place(kind) as at:
         store = at.store(policy=policy)
         async with asyncckpt.Checkpointer(store, save_options=SAVE_OPTIONS) as ckpt:
-            pool = ckpt._core.runtime.budget
+            pool = ckpt._session.runtime.budget
             errors: list[AsyncCheckpointError] = []
             at.sim.faults.append(
                 # Every name, that of a slow upload's second request too.

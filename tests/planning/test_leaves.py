@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from asyncckpt.errors import UsageError
 from asyncckpt.options import KIB, MIB
-from asyncckpt.planning import sources
-from asyncckpt.planning.arrays import LeafLayout, Part
+from asyncckpt.planning import pack
+from asyncckpt.planning.leaves import LeafLayout, Part
+from asyncckpt.planning.pack import ChunkSources, chunk_sources
 from asyncckpt.planning.save import SavePlan, plan_save
-from asyncckpt.planning.sources import ChunkSources, chunk_sources
 from asyncckpt.spec import ArraySpec, Box, ChunkGrid, Shard
 from asyncckpt.tree import array_names
 
@@ -206,7 +206,7 @@ def test_sources_are_found_alike_without_a_table_of_all_cells(
     )
     plan = plan_save([leaf], **SIZES)
     assert len(plan.row_array) > 12 and (plan.row_source >= 0).any()
-    monkeypatch.setattr(sources, "TABLE_CELLS_PER_SHARD", 0)
+    monkeypatch.setattr(pack, "TABLE_CELLS_PER_SHARD", 0)
     other = plan_save([leaf], **SIZES)
     assert other.row_source.tolist() == plan.row_source.tolist()
     assert other.row_shard.tolist() == plan.row_shard.tolist()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncckpt.options import MIB, PAGE_NBYTES
-from asyncckpt.planning.arrays import LeafLayout
+from asyncckpt.planning.leaves import LeafLayout
 from asyncckpt.planning.pack import pack
 from asyncckpt.planning.save import plan_save
 from asyncckpt.planning.waves import CHUNKS_MAX, NEAR, REQUEST_NBYTES, WAVES, even_data_files

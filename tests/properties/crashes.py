@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from asyncckpt.errors import StoreError
-from asyncckpt.stores.local import LocalStore
+from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.testing.faults import Fault, FaultAttempt, FaultStore, Operation
 
 

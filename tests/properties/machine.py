@@ -191,7 +191,7 @@ class CheckpointMachine(RuleBasedStateMachine):
             assert not taken
             self.root.published(step, saved)
             expected = trainer.deletes(self.root.steps, step)
-            deleted = [int(name) for name in did("delete")]
+            deleted = [int(name) for name in (*did("delete"), *did("unlist"))]
             assert deleted == expected[: len(deleted)]
             self.root.gone(deleted)
         if trainer.store.down:
@@ -201,7 +201,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         above = [number for number in reversed(self.root.listed()) if number > step]
         with trainer.dying(at, after) as did:
             trainer.ckpt.delete_after(step)
-        deleted = [int(name) for name in did("delete")]
+        deleted = [int(name) for name in (*did("delete"), *did("unlist"))]
         assert deleted == above[: len(deleted)]
         self.root.gone(deleted)
         if trainer.store.down:
@@ -219,7 +219,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         self, who: int, step: int, seed: int, metrics: Metrics, overwrite: bool, at: int
     ) -> None:
         trainer = self.root.idle(who)
-        # With retention, failures behind the commit are notes: tests/checkpointer/test_retain.py.
+        # With retention, failures behind the commit are notes: tests/session/test_pruning.py.
         assume(trainer.keep == Keep() and not self.root.taken(step, overwrite))
         saved = Saved.of(seed, metrics)
         published = len(trainer.store.did("publish"))

@@ -73,8 +73,8 @@ class Keep:
         return policy
 
     def kept(self, steps: Mapping[int, Saved]) -> set[int]:
-        """The steps that such a policy should keep."""
-        last = sorted(steps, reverse=True)[: self.last]
+        """The steps that such a policy should keep, of all steps, the newest last."""
+        last = list(steps)[-self.last :] if self.last else []
         every = [step for step in steps if self.every and step % self.every == 0]
         with_loss = {
             step: saved.metrics["loss"]
@@ -84,7 +84,7 @@ class Keep:
         best: list[int] = []
         for _ in range(min(self.best, len(with_loss))):
             extreme = (min if self.mode == "min" else max)(with_loss.values())
-            best.append(max(step for step, loss in with_loss.items() if loss == extreme))
+            best.append([step for step, loss in with_loss.items() if loss == extreme][-1])
             del with_loss[best[-1]]
         if self.best and not best:
             return set(steps)

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from asyncckpt import KeepLast
-from asyncckpt.stages import decode
-from asyncckpt.stages.decode import Decode
-from asyncckpt.stores.local import LocalStore
+from asyncckpt.restore import decode
+from asyncckpt.restore.decode import Decode
+from asyncckpt.stores.local.store import LocalStore
 from tests.properties.machine import CheckpointMachine
 from tests.properties.roots import visited
 

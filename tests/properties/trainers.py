@@ -14,9 +14,10 @@ from tests.properties.crashes import CrashStore
 from tests.properties.model import Keep, Metrics, Saved, scribble, tree
 
 OPTIONS = {
-    False: SaveOptions(chunk_nbytes=4096, host_memory_nbytes=64 << 20),
-    True: SaveOptions(chunk_nbytes=4096, host_memory_nbytes=64 << 20, compression="zstd"),
+    False: SaveOptions(chunk_nbytes=4096),
+    True: SaveOptions(chunk_nbytes=4096, compression="zstd"),
 }
+SHARED = SaveOptions(host_memory_nbytes=64 << 20)
 # A restore that hangs ends with an error that is not expected.
 DEADLINE = RestoreOptions(deadline_s=60.0)
 
@@ -41,21 +42,28 @@ class Trainer:
     def __init__(self, root: Path, keep: Keep) -> None:
         self.keep = keep
         self.flight: Flight | None = None
-        self.ckpt = blocking.Checkpointer(root, keep=keep.policy(), restore_options=DEADLINE)
-        self.store = CrashStore(self.ckpt._core.store)  # type: ignore[arg-type]
-        self.ckpt._core.store = self.store
+        self.ckpt = blocking.Checkpointer(
+            root, keep=keep.policy(), save_options=SHARED, restore_options=DEADLINE
+        )
+        self.store = CrashStore(self.ckpt._session.root.store)  # type: ignore[arg-type]
+        self.ckpt._session.root.store = self.store
         self.ckpt.__enter__()
         self._known: dict[int, Saved] = {}
+        self._own: set[int] = set()
 
     def save(self, step: int, saved: Saved, overwrite: bool, packed: bool = False) -> SaveReport:
-        return self.ckpt.save(
-            step,
-            saved.tree,
-            metrics=saved.metrics,
-            metadata=saved.metadata,
-            overwrite=overwrite,
-            options=OPTIONS[packed],
-        )
+        try:
+            return self.ckpt.save(
+                step,
+                saved.tree,
+                metrics=saved.metrics,
+                metadata=saved.metadata,
+                overwrite=overwrite,
+                options=OPTIONS[packed],
+            )
+        finally:
+            # Bytes of deleted steps go in the background: the same operations in every run.
+            self.ckpt.wait()
 
     def start(self, step: int, seed: int, metrics: Metrics, overwrite: bool, held: str) -> None:
         """A save is in flight, held at its first operation of a kind; what it took has changed."""
@@ -71,12 +79,12 @@ class Trainer:
             options=OPTIONS[False],
         )
         scribble(taken)
-        self.ckpt._core.call(gate.reached.wait).result()
+        self.ckpt._session.call(gate.reached.wait).result()
         self.flight = Flight(pending, gate, step, saved, overwrite)
 
     def release(self, flight: Flight) -> None:
         """The held operation goes on."""
-        self.ckpt._core.runtime.engine.post(flight.gate.release.set)
+        self.ckpt._session.runtime.engine.post(flight.gate.release.set)
         self.flight = None
 
     @contextlib.contextmanager
@@ -106,11 +114,15 @@ class Trainer:
         A step counts as it was seen first. It goes only if it is still the same.
         """
         self._known.pop(saved, None)
+        self._own.add(saved)
         if self.keep == Keep():
             return []
         view = {
             step: self._known.get(step, entry)
-            for step, entry in sorted(steps.items())
+            # What this run has saved is newer than the higher steps of a branch that it left.
+            for step, entry in sorted(
+                steps.items(), key=lambda item: (item[0] in self._own, item[0])
+            )
             if step in self._known or entry.listed
         }
         self._known = dict(view)

@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 
 import asyncckpt
 from asyncckpt import LeafOptions, RestoreOptions, SaveOptions
-from asyncckpt.checkpointer import filling, layout
 from asyncckpt.options import KIB, MIB
 from asyncckpt.planning.restore import Part, ReadBatch
 from asyncckpt.planning.table import Table
-from asyncckpt.stages import runs
-from asyncckpt.stages.runs import Read, far, near, span
+from asyncckpt.restore import pipeline as filling
+from asyncckpt.restore import ranges as runs
+from asyncckpt.restore.ranges import Read, far, near, span
+from asyncckpt.save import plan_cache as layout
 from asyncckpt.stores.objects.files import ObjectFiles
-from asyncckpt.testing.objectstore import simulator
+from tests.simulator import simulator
 
 GAP = 64 * KIB
 LARGE = 256 * KIB
@@ -144,7 +145,7 @@ async def test_leaves_of_any_mixture_of_sizes_are_restored(
                 await ckpt.delete(seed)
 
 
-@pytest.mark.parametrize(("budget", "least", "most"), [(64 * MIB, 40, 64), (512 * MIB, 80, 128)])
+@pytest.mark.parametrize(("budget", "least", "most"), [(64 * MIB, 24, 64), (512 * MIB, 80, 128)])
 async def test_a_large_chunk_has_no_more_in_flight_than_the_budget_counts(
     budget: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +161,11 @@ async def test_a_large_chunk_has_no_more_in_flight_than_the_budget_counts(
     values = np.arange(80 * MIB // 8)
     with simulator() as sim:
         where, options = "s3://bucket/run", sim.s3_options(client="fsspec")
-        whole = SaveOptions(leaf_options=lambda *_: LeafOptions(chunk_shape=values.shape))
+        whole = SaveOptions(
+            leaf_options=lambda *_: LeafOptions(chunk_shape=values.shape),
+            target_data_file_nbytes=96 * MIB,
+            host_memory_nbytes=2048 * MIB,
+        )
         async with asyncckpt.Checkpointer(
             where, save_options=whole, storage_options=options
         ) as ckpt:

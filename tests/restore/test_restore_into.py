@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,10 +19,12 @@ from asyncckpt.errors import (
     MismatchError,
     RestoreError,
     StoreError,
+    TreeMismatchError,
     UnsupportedLeafError,
     UsageError,
 )
-from tests.checkpointer.script import Script
+from tests.restore.loader import Loader
+from tests.script import Script
 
 pytestmark = pytest.mark.usefixtures("no_blocking")
 
@@ -48,7 +52,7 @@ async def test_the_targets_own_memory_is_filled(tmp_path: Path) -> None:
     assert target["small"].detach().numpy().tobytes() == tree["small"].tobytes()
     assert target["small"].requires_grad and target["small"]._version > version
     assert (report.leaf_count, report.nbytes) == (2, 600_000 * 8 + 96)
-    assert report.changed == report.missing == report.unexpected == ()
+    assert report.replaced == report.missing == report.unexpected == ()
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
@@ -89,7 +93,7 @@ async def test_conjugate_views_and_other_byte_orders_are_filled(tmp_path: Path) 
     assert target["t"].resolve_conj().numpy().tolist() == values.tolist()
     assert base.numpy().tolist() == values.conj().tolist()
     assert target["n"].tolist() == [0, 1, 2] and target["k"] == 7
-    assert report.changed == ()
+    assert report.replaced == ()
 
 
 async def test_a_read_only_target_is_refused_before_anything_is_read(tmp_path: Path) -> None:
@@ -112,36 +116,123 @@ async def test_a_target_that_overlaps_itself_is_refused(tmp_path: Path) -> None:
         await asyncckpt.restore_into(place, {"w": torch.zeros(3).double().expand(4, 3)})
 
 
-async def test_immutable_leaves_that_differ_are_an_error_or_are_listed(tmp_path: Path) -> None:
-    tree = {"w": np.ones(3), "j": jnp.arange(3.0), "n": 5, "s": "new", "same": 1, "r": np.int32(3)}
+@dataclasses.dataclass
+class Progress:
+    epoch: int
+    best: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    epoch: int
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+async def test_immutable_leaves_are_replaced_in_what_holds_them(tmp_path: Path) -> None:
+    saved_progress = Progress(3, jnp.arange(4.0))
+    tree = {
+        "w": np.ones(3),
+        "j": jnp.arange(3.0),
+        "n": 5,
+        "s": "new",
+        "r": np.int32(3),
+        "list": [1.5, {"deep": True}],
+        "progress": saved_progress,
+        "long": b"x" * 5000,
+    }
     place = await saved(tmp_path, tree)
-    target = {
+    target: dict[str, Any] = {
         "w": np.zeros(3),
         "j": jnp.zeros(3),
         "n": 4,
         "s": "old",
-        "same": 1,
         "r": np.int32(2),
+        "list": [0.5, {"deep": False}],
+        "progress": Progress(0, jnp.zeros(4)),
+        "long": b"",
     }
-    for key in ("j", "n", "s", "r"):
-        with pytest.raises(MismatchError, match=f"{key}: the target's value differs") as caught:
-            await asyncckpt.restore_into(place, {**tree, key: target[key], "w": np.zeros(3)})
-        assert caught.value.path == key
-        assert "restore(like=...)" in str(caught.value)
-    report = await asyncckpt.restore_into(place, target, strict=False)
-    assert sorted(report.changed) == ["j", "n", "r", "s"]
-    assert (target["w"] == 1).all()
-    # Immutable leaves that agree are fine, bit by bit.
-    report = await asyncckpt.restore_into(place, {**tree, "w": np.zeros(3)})
-    assert report.changed == ()
+    inner, progress, w = target["list"], target["progress"], target["w"]
+    report = await asyncckpt.restore_into(place, target)
+    assert (target["n"], target["s"], target["long"]) == (5, "new", b"x" * 5000)
+    assert target["j"].tolist() == [0, 1, 2] and isinstance(target["j"], jax.Array)
+    assert target["r"] == 3 and type(target["r"]) is np.int32
+    assert target["list"] is inner and inner == [1.5, {"deep": True}]
+    assert target["progress"] is progress and progress.epoch == 3
+    assert progress.best.tolist() == [0, 1, 2, 3]
+    assert target["w"] is w and (w == 1).all()
+    assert sorted(report.replaced) == [
+        "j", "list/0", "list/1/deep", "long", "n", "progress/best", "progress/epoch", "r", "s",
+    ]  # fmt: skip
+    assert report.missing == report.unexpected == ()
 
 
-async def test_a_differing_scalar_is_an_error_before_any_array_is_touched(tmp_path: Path) -> None:
-    place = await saved(tmp_path, {"w": np.ones(3), "n": 5})
-    target = {"w": np.zeros(3), "n": 4}
-    with pytest.raises(MismatchError):
-        await asyncckpt.restore_into(place, target)
-    assert (target["w"] == 0).all()
+@pytest.mark.parametrize(
+    ("tree", "target", "path"),
+    [
+        ({"w": np.ones(3), "t": (5, 6)}, {"w": np.zeros(3), "t": (5, 7)}, "t/1"),
+        ({"w": np.ones(3), "p": Pair(1, 2)}, {"w": np.zeros(3), "p": Pair(0, 2)}, "p/first"),
+        ({"w": np.ones(3), "f": Frozen(1)}, {"w": np.zeros(3), "f": Frozen(0)}, "f/epoch"),
+        ({"w": np.ones(3), "j": (jnp.ones(2),)}, {"w": np.zeros(3), "j": (jnp.ones(2),)}, "j/0"),
+        (5, 4, "the tree itself"),
+    ],
+    ids=["tuple", "namedtuple", "frozen dataclass", "array in a tuple", "root"],
+)
+@pytest.mark.parametrize("strict", [True, False])
+async def test_what_can_be_neither_filled_nor_replaced_is_an_error_before_anything_is_read(
+    tmp_path: Path, tree: Any, target: Any, path: str, strict: bool
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(1, tree)
+        script = Script(ckpt)
+        with pytest.raises(MismatchError, match=f"{path}: this .* is immutable, and so is") as e:
+            await ckpt.restore_into(target, strict=strict)
+        assert "restore(like=...)" in str(e.value) and "nothing was read" in str(e.value)
+        assert script.count("read_into") == 0 and e.value.written == ()
+        assert not isinstance(target, dict) or not target["w"].any()
+
+
+async def test_scalars_in_tuples_that_agree_are_no_error(tmp_path: Path) -> None:
+    place = await saved(tmp_path, {"w": np.ones(3), "t": (5, "relu", float("nan"))})
+    target = {"w": np.zeros(3), "t": (5, "relu", float("nan"))}
+    report = await asyncckpt.restore_into(place, target)
+    assert report.replaced == () and target["w"].all()
+
+
+async def test_a_model_its_fresh_optimizer_and_an_epoch_are_restored_as_they_are(
+    tmp_path: Path,
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    place = await saved(tmp_path, {"model": model, "opt": optimizer, "epoch": 7})
+    fresh = torch.nn.Linear(3, 2)
+    fresh_optimizer = torch.optim.AdamW(fresh.parameters(), lr=0.5)
+    target: dict[str, Any] = {"model": fresh, "opt": fresh_optimizer, "epoch": 0}
+    report = await asyncckpt.restore_into(place, target)
+    assert target["epoch"] == 7 and report.replaced == ("epoch",)
+    assert target["model"] is fresh and torch.equal(fresh.weight, model.weight)
+    for own, other in zip(optimizer.state.values(), fresh_optimizer.state.values(), strict=True):
+        assert all(torch.equal(own[key], other[key]) for key in own)
+    # What `like` cannot do for an optimizer without moments names what can.
+    again = torch.optim.AdamW(fresh.parameters(), lr=0.5)
+    with pytest.raises(TreeMismatchError, match=r"use restore_into\(\), which gives objects"):
+        await asyncckpt.restore(place, like={"model": fresh, "opt": again, "epoch": 0})
+
+
+async def test_a_dict_that_refuses_a_leaf_is_named(tmp_path: Path) -> None:
+    class Refusing(dict[str, Any]):
+        def __setitem__(self, key: str, value: Any) -> None:
+            raise TypeError("read only")
+
+    place = await saved(tmp_path, {"d": {"n": 1, "w": np.ones(2)}})
+    with pytest.raises(RestoreError, match=r"d/n: this Refusing refused .*read only") as caught:
+        await asyncckpt.restore_into(place, {"d": Refusing(n=0, w=np.zeros(2))})
+    assert set(caught.value.written) == {"d/w", "d/n"}
 
 
 async def test_targets_that_overlap_are_an_error_unless_they_are_one_saved_array(
@@ -243,21 +334,21 @@ async def test_atomic_leaves_the_targets_as_they_were_also_when_a_value_does_not
     assert all((array == 7).all() for array in target.values())
 
 
-async def test_atomic_leaves_the_targets_as_they_were_also_when_an_immutable_leaf_differs(
+async def test_atomic_replaces_immutable_leaves_when_everything_has_arrived(
     tmp_path: Path,
 ) -> None:
-    place = await saved(tmp_path, {"a": np.arange(5.0), "j": np.ones(3, "f4"), "n": 3})
-    target = {"a": np.full(5, 7.0), "j": jnp.zeros(3), "n": np.array(7)}
     atomic = asyncckpt.RestoreOptions(atomic=True)
-    with pytest.raises(MismatchError, match="j: the target's value differs") as caught:
+    place = await saved(tmp_path, {**damaged_tree(), "n": 3, "j": jnp.ones(3)})
+    target: dict[str, Any] = {key: np.zeros_like(value) for key, value in damaged_tree().items()}
+    target |= {"n": 7, "j": jnp.zeros(3)}
+    await asyncckpt.restore_into(place, target, options=atomic)
+    assert target["n"] == 3 and target["j"].tolist() == [1, 1, 1]
+    target |= {"n": 7, "j": jnp.zeros(3)}
+    await asyncio.to_thread(flip_a_byte, place, 0.9)
+    with pytest.raises(CorruptCheckpointError) as caught:
         await asyncckpt.restore_into(place, target, options=atomic)
     assert caught.value.written == ()
-    assert (target["a"] == 7).all() and target["n"] == 7
-    with pytest.raises(MismatchError, match="j: the target's value differs") as caught:
-        await asyncckpt.restore_into(place, target)
-    assert caught.value.written == ("a", "n")
-    await asyncckpt.restore_into(place, target, options=atomic, strict=False)
-    assert target["a"].tolist() == [0, 1, 2, 3, 4] and target["n"] == 3
+    assert target["n"] == 7 and target["j"].tolist() == [0, 0, 0]
 
 
 async def test_targets_that_overlap_are_found_before_any_of_them_is_touched(
@@ -283,20 +374,8 @@ async def test_a_read_error_lists_what_was_written(tmp_path: Path) -> None:
         assert target["b"].tobytes() == damaged_tree()["b"].tobytes()
 
 
-class Counter:
-    """An object with a state dict, as data loaders have."""
-
-    def __init__(self) -> None:
-        self.state: dict[str, Any] = {"position": 0, "seen": np.zeros(3)}
-        self.refuse = False
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.refuse:
-            raise ValueError("not mine")
-        self.state = state
+def counter() -> Loader:
+    return Loader(position=0, seen=np.zeros(3))
 
 
 async def test_objects_are_given_their_state_dict(tmp_path: Path) -> None:
@@ -304,12 +383,12 @@ async def test_objects_are_given_their_state_dict(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
     model(torch.ones(3)).sum().backward()
     optimizer.step()
-    loader = Counter()
+    loader = counter()
     loader.state = {"position": 12, "seen": np.arange(3.0), "added": [1, 2]}
     place = await saved(tmp_path, {"model": model, "opt": optimizer, "loader": loader})
     fresh = torch.nn.Linear(3, 2)
     fresh_optimizer = torch.optim.AdamW(fresh.parameters(), lr=0.5)
-    fresh_loader = Counter()
+    fresh_loader = counter()
     weight = fresh.weight.data_ptr()
     await asyncckpt.restore_into(
         place, {"model": fresh, "opt": fresh_optimizer, "loader": fresh_loader}
@@ -334,11 +413,11 @@ async def test_a_sharded_target_that_holds_no_element_is_left_alone(
 ) -> None:
     """As on a process that has no part of an array which others hold."""
     values = np.arange(48.0).reshape(8, 6)
-    loader = Counter()
+    loader = counter()
     loader.state = {"position": 12, "seen": values}
     place = await saved(tmp_path, {"w": values, "v": np.ones(3), "n": 3, "loader": loader})
     empty = asyncckpt.ShardedArray((8, 6), "float64", shards, padded=True)
-    fresh = Counter()
+    fresh = counter()
     fresh.state = {"position": 0, "seen": empty}
     target = {
         "w": empty,
@@ -348,17 +427,17 @@ async def test_a_sharded_target_that_holds_no_element_is_left_alone(
     }
     options = asyncckpt.RestoreOptions(atomic=atomic)
     report = await asyncckpt.restore_into(place, target, options=options)
-    assert report.changed == ()
+    assert report.replaced == ()
     assert target["v"].tolist() == [1, 1, 1]
     assert fresh.state["position"] == 12 and fresh.state["seen"] is empty
     assert (ALL_PADDING[0][1] == 7).all()
 
 
 async def test_an_object_that_refuses_its_state_is_named(tmp_path: Path) -> None:
-    place = await saved(tmp_path, {"loader": Counter()})
-    target = Counter()
+    place = await saved(tmp_path, {"loader": counter()})
+    target = counter()
     target.refuse = True
     with pytest.raises(
-        RestoreError, match=r"loader: Counter\.load_state_dict refused .*ValueError: not mine"
+        RestoreError, match=r"loader: Loader\.load_state_dict refused .*ValueError: not mine"
     ):
         await asyncckpt.restore_into(place, {"loader": target})

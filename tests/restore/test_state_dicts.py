@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
-from asyncckpt.checkpointer.state_dicts import as_it_was, in_kind
-from asyncckpt.format.dcp import nest
+from asyncckpt.format.foreign.torch.dcp import nest
+from asyncckpt.restore.state_dicts import as_it_was, in_kind
 
 
 def through_dcp(state: dict[str, Any]) -> Any:

@@ -12,30 +12,11 @@ import safetensors.torch
 import torch
 
 import asyncckpt
-from asyncckpt.checkpointer.stateful import lacking
 from asyncckpt.errors import RestoreError, RestoreWarning, TreeMismatchError, UsageError
-from asyncckpt.tree import flatten
-from tests.checkpointer.script import Script
+from tests.restore.loader import Loader
+from tests.script import Script
 
 pytestmark = pytest.mark.usefixtures("no_blocking")
-
-
-class Loader:
-    """An object with a state dict, whose `load_state_dict` takes nothing else."""
-
-    def __init__(self, **state: Any) -> None:
-        self.state: dict[str, Any] = state
-        self.loads = 0
-        self.refuse = False
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.refuse:
-            raise ValueError("not mine")
-        self.state = state
-        self.loads += 1
 
 
 class Net(torch.nn.Module):
@@ -96,9 +77,11 @@ async def test_not_strict_lists_an_object_that_the_checkpoint_lacks(tmp_path: Pa
     assert (report.missing, report.unexpected) == (("extra", "loader"), ())
     assert net.fills() == {1} and (loader.state, loader.loads) == ({"position": 3}, 0)
     renamed = Net(7, head=False)
-    report = await asyncckpt.restore_into(place, {"net": renamed}, strict=False)
+    target = {"net": renamed, "n": np.zeros(2)}
+    with pytest.warns(RestoreWarning, match="only 1 of the 3 leaves that the target wants"):
+        report = await asyncckpt.restore_into(place, target, strict=False)
     assert report.missing == ("net",)
-    assert report.unexpected == ("model/body.weight", "model/body.bias", "n")
+    assert report.unexpected == ("model/body.weight", "model/body.bias")
     assert renamed.fills() == {7}
 
 
@@ -120,18 +103,6 @@ async def test_an_object_without_leaves_is_not_missing_where_the_format_drops_it
     assert target["w"].tolist() == [1, 1, 1]
     with pytest.raises(TreeMismatchError, match="model: the target has an object"):
         await asyncckpt.restore_into(tmp_path / "x.safetensors", {**target, "model": Net(0)})
-
-
-def test_what_an_object_is_given_may_be_a_leaf_or_a_container_of_any_kind() -> None:
-    flat = flatten({"a": 1, "b": {}, "c": [2], "d": Loader(x=1), "e": None})
-    roots = ["a", "b", "c", "d", "e", "f", "g"]
-
-    def absent(keeps_empty: bool) -> list[str]:
-        wanted = ["a", "f/x"]
-        return lacking(roots, flat.structure, flat.paths, wanted, keeps_empty=keeps_empty)
-
-    assert (absent(True), absent(False)) == (["f", "g"], ["f"])
-    assert lacking([""], flat.structure, flat.paths, [""], keeps_empty=True) == []
 
 
 # ------------------------------------------------------------------------ what they are given
@@ -215,7 +186,7 @@ async def test_not_strict_is_passed_on_to_modules_and_their_answer_is_reported(
     report = await asyncckpt.restore_into(large, {"model": net}, strict=False)
     assert (report.missing, report.unexpected) == ((), ("model/head.weight", "model/head.bias"))
     assert net.fills() == {1}
-    with pytest.raises(RestoreError, match=r"(?s)model: Net.*refused.*Missing key.*head\.weight"):
+    with pytest.raises(TreeMismatchError, match=r"model/head\.weight: the target has this key"):
         await asyncckpt.restore_into(small, {"model": Net(7), "n": 1})
 
 
@@ -321,3 +292,118 @@ async def test_an_object_that_refuses_its_state_leaves_written_what_is_listed(
     assert all(array.tolist() == [1, 1] for array in arrays) and w == 1.5
     assert (first.loads, last.loads, last.state["n"]) == (1, 0, 0)
     assert "5 targets have been written" in caught.value.__notes__[-1]
+
+
+# ------------------------------------------------------------- what is known before the read
+
+
+async def test_a_module_whose_keys_differ_is_an_error_before_anything_is_read(
+    tmp_path: Path,
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(1, {"first": Loader(n=1), "model": Net(1), "w": np.ones(2)})
+        script = Script(ckpt)
+        first, w = Loader(n=0), np.zeros(2)
+        renamed = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+        with pytest.raises(TreeMismatchError) as caught:
+            await ckpt.restore_into({"first": first, "model": renamed, "w": w})
+        assert "model/0.weight: the target has this key in the state" in str(caught.value)
+        assert "model/head.bias: the checkpoint has this key in the state" in str(caught.value)
+        assert "nothing was read" in str(caught.value) and "strict=False" in str(caught.value)
+        assert script.count("read_into") == 0 and first.loads == 0 and not w.any()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+async def test_an_optimizer_of_other_parameters_is_an_error_before_anything_is_read(
+    tmp_path: Path, strict: bool
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(1, {"w": np.ones(2), "opt": adamw(Net(1, head=False))})
+        script = Script(ckpt)
+        w = np.zeros(2)
+        with pytest.raises(
+            TreeMismatchError, match=r"opt/param_groups/0/params/2: the target has this key"
+        ) as caught:
+            await ckpt.restore_into({"w": w, "opt": adamw(Net(1))}, strict=strict)
+        assert "Pass an object built as the saved one was" in str(caught.value)
+        assert script.count("read_into") == 0 and not w.any()
+
+
+class Renaming(Net):
+    """Loads what an older version saved under other names."""
+
+    def __init__(self, fill: float) -> None:
+        super().__init__(fill, head=False)
+        self.register_load_state_dict_pre_hook(self._rename)
+
+    @staticmethod
+    def _rename(_: Any, state: Any, prefix: str, *rest: Any) -> None:
+        for key in [key for key in state if key.startswith("trunk.")]:
+            state[key.replace("trunk.", "body.")] = state.pop(key)
+
+
+async def test_a_module_that_renames_keys_is_asked(tmp_path: Path) -> None:
+    older = Loader(**{"trunk.weight": torch.ones(3, 3), "trunk.bias": torch.ones(3)})
+    place = await saved(tmp_path, {"model": older})
+    model = Renaming(7)
+    await asyncckpt.restore_into(place, {"model": model})
+    assert model.fills() == {1}
+
+
+async def test_batch_norm_may_lack_its_count_and_keeps_its_own(tmp_path: Path) -> None:
+    state = torch.nn.BatchNorm1d(3).state_dict()
+    del state["num_batches_tracked"]
+    safetensors.torch.save_file(state, tmp_path / "x.safetensors")
+    with pytest.warns(RestoreWarning, match="no checksum"):
+        await asyncckpt.restore_into(tmp_path / "x.safetensors", torch.nn.BatchNorm1d(3))
+
+
+# --------------------------------------------------------------------- what matches at all
+
+
+@pytest.mark.parametrize("root", [True, False], ids=["the tree itself", "below a key"])
+async def test_nothing_matched_is_an_error_with_strict_false_too(
+    tmp_path: Path, root: bool
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(1, Net(1) if root else {"net": Net(1)})
+        script = Script(ckpt)
+        other = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+        for target in (other if root else {"net": other}, {"model": {"w": np.zeros(3)}}):
+            with pytest.raises(
+                TreeMismatchError, match="no leaf of the checkpoint matches the target"
+            ) as caught:
+                await ckpt.restore_into(target, strict=False)
+            assert "body.weight" in str(caught.value) and "nothing was read" in str(caught.value)
+        with pytest.raises(TreeMismatchError, match="no leaf of the checkpoint matches"):
+            await ckpt.restore(like={"w": np.zeros(3)}, strict=False)
+        assert script.count("read_into") == 0
+
+
+async def test_not_strict_tells_first_how_much_matched_and_warns_of_less_than_half(
+    tmp_path: Path,
+) -> None:
+    place = await saved(tmp_path, {key: np.ones(2) for key in "abcxyz"})
+    with pytest.warns(RestoreWarning, match="only 1 of the 3 leaves that the target wants are in"):
+        report = await asyncckpt.restore_into(
+            place, {key: np.zeros(2) for key in "ade"}, strict=False
+        )
+    assert str(report).startswith("1 of 3 leaves matched, 2 missing, 5 unexpected: restored ")
+    assert (report.matched, report.wanted, report.strict) == (1, 3, False)
+    report = await asyncckpt.restore_into(place, {k: np.zeros(2) for k in "abde"}, strict=False)
+    assert str(report).startswith("2 of 4 leaves matched, 2 missing, 4 unexpected: restored ")
+    whole = await asyncckpt.restore_into(place, {key: np.zeros(2) for key in "abcxyz"})
+    assert str(whole).startswith("restored ") and whole.matched == whole.wanted == 6
+    with pytest.warns(RestoreWarning, match="only 4 of the 9 leaves"):
+        half = torch.nn.Sequential(*[torch.nn.Linear(1, 1) for _ in range(4)])
+        await asyncckpt.save(tmp_path / "half", {"m": half[:2]})
+        target = {"m": half, "w": np.zeros(1)}
+        report = await asyncckpt.restore_into(tmp_path / "half", target, strict=False)
+    assert report.missing == ("w", "m/2.weight", "m/2.bias", "m/3.weight", "m/3.bias")
+
+
+async def test_an_object_that_takes_other_keys_is_no_mismatch(tmp_path: Path) -> None:
+    place = await saved(tmp_path, {"l": Loader(position=3)})
+    loader = Loader(place=1)
+    report = await asyncckpt.restore_into(place, {"l": loader}, strict=False)
+    assert loader.state == {"position": 3} and report.notes == ()

@@ -13,10 +13,10 @@ import pytest
 import asyncckpt
 from asyncckpt import RestoreOptions, SaveOptions
 from asyncckpt.options import MIB
-from asyncckpt.stages.decode import Decode
+from asyncckpt.restore.decode import Decode
 from asyncckpt.stores.objects.files import ObjectFiles
-from asyncckpt.stores.objects.requests import Requests
-from asyncckpt.testing.objectstore import Fault, Gate, Signal, Simulator, simulator
+from asyncckpt.stores.objects.requests.requests import Requests
+from tests.simulator import Fault, Gate, Signal, Simulator, simulator
 
 ROOT = "s3://bucket/run"
 OPTIONS = SaveOptions(target_data_file_nbytes=8 * MIB)
@@ -67,7 +67,7 @@ async def test_a_step_that_exists_is_refused_and_nothing_is_left(sim: Simulator,
     async with checkpointer(sim) as ckpt:
         await ckpt.save(1, state())
         before = sim.objects("bucket")
-        with pytest.raises(asyncckpt.CheckpointExistsError, match="stands here already"):
+        with pytest.raises(asyncckpt.CheckpointExistsError, match="already exists here"):
             await getattr(ckpt, how)(1, state(3))
         assert sim.objects("bucket") == before
         assert not sim.uploads
@@ -204,11 +204,11 @@ async def test_memory_is_prepared_where_saves_stage(sim: Simulator) -> None:
     tree = state(6)
     async with checkpointer(sim, save_options=SaveOptions()) as ckpt:
         nbytes = await ckpt.prepare(tree)
-        pool = ckpt._core.runtime._window_pool
+        pool = ckpt._session.runtime._window_pool
         assert pool is not None
         assert nbytes == pool.allocated_nbytes >= 6 * 7 * MIB
         await ckpt.save(1, tree)
-        assert ckpt._core.runtime._window_pool is pool
+        assert ckpt._session.runtime._window_pool is pool
         assert pool.allocated_nbytes == nbytes
 
 
@@ -232,8 +232,8 @@ async def test_no_more_of_a_run_is_in_flight_than_is_allowed(
         sim, save_options=SaveOptions(target_data_file_nbytes=96 * MIB)
     ) as ckpt:
         await ckpt.save(1, tree)
-        store = ckpt._core.store
-        (entry,) = [e for e in await ckpt._core.call(lambda: _data_files(store)).wait()]
+        store = ckpt._session.root.store
+        (entry,) = [e for e in await ckpt._session.call(lambda: _data_files(store)).wait()]
         buffer = np.empty(80 * MIB, np.uint8)
         monkeypatch.setattr(Requests, "get", counted)
         for ahead, expected in ((None, 5), (40 * MIB, 2), (1, 1)):
@@ -242,7 +242,7 @@ async def test_no_more_of_a_run_is_in_flight_than_is_allowed(
             async def read(ahead: int | None = ahead) -> None:
                 await store.files("1").read_into(entry, 0, [buffer], ahead_nbytes=ahead)
 
-            await ckpt._core.call(read).wait()
+            await ckpt._session.call(read).wait()
             assert peak == expected
 
 

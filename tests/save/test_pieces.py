@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 import asyncckpt
 from asyncckpt import LeafOptions, SaveOptions, ShardedArray, UsageError
-from asyncckpt.checkpointer import filling
 from asyncckpt.options import MIB
+from asyncckpt.restore import pipeline as filling
 from asyncckpt.spec import DTYPES, Box
-from tests.checkpointer.script import Script
+from tests.script import Script
 
 Values = np.ndarray[Any, Any]
 

@@ -15,12 +15,11 @@ import torch
 
 import asyncckpt
 from asyncckpt import LeafOptions, SaveOptions, ShardedArray
-from asyncckpt.adapters import adapters_for_loaded_frameworks
-from asyncckpt.checkpointer import layout
-from asyncckpt.checkpointer.capture import Capture, capture
-from asyncckpt.checkpointer.layout import LayoutCache, layout_key, make_layout
 from asyncckpt.options import GIB, SLOT_NBYTES
 from asyncckpt.ports import Sizes
+from asyncckpt.save import plan_cache as layout
+from asyncckpt.save.plan_cache import LayoutCache, layout_key, make_layout
+from asyncckpt.save.snapshot import Snapshot, take_snapshot
 from asyncckpt.spec import Shard
 from tests.eight_devices import eight_devices as eight_devices
 from tests.eight_devices import on_eight_devices
@@ -181,8 +180,8 @@ async def test_hits_and_misses_are_counted_in_the_reports(tmp_path: Path) -> Non
 # ------------------------------------------------------------------------------ parts of the key
 
 
-def taken(value: Any) -> Capture:
-    return capture(value, adapters_for_loaded_frameworks())
+def taken(value: Any) -> Snapshot:
+    return take_snapshot(value)
 
 
 def flat(key: list[object]) -> list[object]:

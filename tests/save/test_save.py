@@ -22,7 +22,7 @@ from asyncckpt.errors import CheckpointExistsError, StagingError, UsageError
 from asyncckpt.options import KIB, MIB
 from asyncckpt.reports import Progress
 from asyncckpt.spec import ArraySpec
-from tests.checkpointer.script import Script
+from tests.script import Script
 
 
 def tree(seed: int = 0) -> dict[str, Any]:
@@ -118,6 +118,7 @@ async def test_progress_grows_to_the_whole(tmp_path: Path) -> None:
             assert len({state.total_nbytes for state in seen}) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*the progress callback raised")
 async def test_a_progress_callback_that_raises_is_logged_once_and_breaks_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -137,6 +138,24 @@ async def test_a_progress_callback_that_raises_is_logged_once_and_breaks_nothing
                 await call()
             assert caplog.text.count("the progress callback failed") == 1
         assert await ckpt.steps() == [1]
+
+
+@pytest.mark.filterwarnings("ignore:.*the progress callback raised")
+async def test_a_progress_callback_that_raises_is_a_note_of_the_report(tmp_path: Path) -> None:
+    def broken(state: Progress) -> None:
+        raise ZeroDivisionError("in the callback")
+
+    state = {"a": np.zeros(3 * MIB), "step": 1}
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        saved = await ckpt.save(1, state, progress=broken)
+        restored = await ckpt.restore_into(state, progress=broken)
+        assert (await ckpt.save(2, state)).notes == ()
+    for report in (saved, restored):
+        (note,) = report.notes
+        assert note == (
+            "the progress callback raised ZeroDivisionError: in the callback; it was not called "
+            "again"
+        )
 
 
 async def test_reports_add_up(tmp_path: Path) -> None:
@@ -192,7 +211,7 @@ async def test_prepare_allocates_what_the_first_save_needs(tmp_path: Path) -> No
         nbytes = await ckpt.prepare(state)
         assert 80 * MIB <= nbytes <= 112 * MIB
         await (await ckpt.start_save(1, state))
-        assert ckpt._core.runtime.pool.allocated_nbytes == nbytes
+        assert ckpt._session.runtime.pool.allocated_nbytes == nbytes
 
 
 async def test_prepare_stops_at_the_budget(tmp_path: Path) -> None:
@@ -248,9 +267,9 @@ async def test_saves_and_restores_share_one_budget_and_may_overlap(tmp_path: Pat
         assert [task.result().step for task in saves] == [1, 2]
         for task in restores:
             assert all(task.result()[key].tobytes() == state[key].tobytes() for key in state)
-        budget = ckpt._core.runtime.budget
+        budget = ckpt._session.runtime.budget
         assert budget.peak <= budget.capacity and budget.in_use == 0
-        assert ckpt._core.runtime.pool.allocated_nbytes <= 64 * MIB
+        assert ckpt._session.runtime.pool.allocated_nbytes <= 64 * MIB
 
 
 async def test_an_int_that_outgrows_64_bits_is_not_served_from_the_plan_cache(
@@ -273,9 +292,9 @@ async def test_a_one_shot_save_moves_no_directory_away(
     monkeypatch.chdir(tmp_path / "project")
     before = sorted(tmp_path.rglob("*"))
     for location, text in (
-        (".", r"no checkpoint \(it has train.py\) stands here and was left as it is; choose"),
-        (tmp_path, r"no checkpoint \(it has project, run\) stands here"),
-        ("../run", r"the root of a run \(it has step 3\) stands here .*Checkpointer\('.*/run'\)"),
+        (".", r"not a checkpoint \(it has train.py\) exists here and was left untouched; choose"),
+        (tmp_path, r"not a checkpoint \(it has project, run\) exists here"),
+        ("../run", r"the root of a run \(it has step 3\) exists here .*Checkpointer\('.*/run'\)"),
     ):
         with pytest.raises(CheckpointExistsError, match=text):
             await asyncckpt.save(location, tree())

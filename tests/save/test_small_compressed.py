@@ -13,9 +13,9 @@ import pytest
 import asyncckpt
 from asyncckpt import Checkpointer, LeafOptions, SaveOptions
 from asyncckpt.options import KIB, MIB, SLOT_NBYTES
-from asyncckpt.stages import stage
-from asyncckpt.stages.serialize import Compressed, Compressor
-from asyncckpt.testing.objectstore import simulator
+from asyncckpt.save import stage
+from asyncckpt.save.serialize import Compressed, Compressor
+from tests.simulator import simulator
 
 Tree = dict[str, np.ndarray[Any, Any]]
 

@@ -50,13 +50,13 @@ async def test_copies_of_mutable_leaves_may_outnumber_the_slots_in_use(
     mutable = np.arange(3 << 20, dtype=np.int64)
     options = asyncckpt.SaveOptions(snapshot="reference", host_memory_nbytes=128 << 20)
     async with asyncio.timeout(60), asyncckpt.Checkpointer(tmp_path, save_options=options) as ckpt:
-        monkeypatch.setattr(ckpt._core.runtime.pool, "_pipeline_slots", 1)
+        monkeypatch.setattr(ckpt._session.runtime.pool, "_pipeline_slots", 1)
         pending = await ckpt.start_save(1, {"mutable": mutable, "held": jnp.zeros(1000)})
         mutable[:] = -1
         report = await pending
         assert report.referenced_nbytes == 4000
         restored = await ckpt.restore(1)
-        assert ckpt._core.runtime.budget.standing == 0
+        assert ckpt._session.runtime.budget.kept == 0
     np.testing.assert_array_equal(restored["mutable"], np.arange(3 << 20))
 
 
@@ -88,8 +88,8 @@ async def test_copies_leave_room_for_what_is_compressed(
         report = await pending
         assert report.referenced_nbytes == (4000 if held else 0)
         restored = await ckpt.restore(1)
-        budget = ckpt._core.runtime.budget
-        assert (budget.in_use, budget.standing) == (0, 0)
+        budget = ckpt._session.runtime.budget
+        assert (budget.in_use, budget.kept) == (0, 0)
     np.testing.assert_array_equal(
         restored["mutable"].reshape(1 << 10, -1), [np.arange(15 << 10)] * (1 << 10)
     )

@@ -1,46 +1,30 @@
-"""Packing compressed chunks into slots that are sent: memory comes back, whatever happens."""
+"""Writing windows and packing chunks into them: memory comes back, whatever happens."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from asyncckpt.flow.budget import ByteBudget
-from asyncckpt.flow.buffers import ByteArrayMemory, SlotPool
+from asyncckpt.flow.buffers import AnonymousMemory, SlotPool
 from asyncckpt.flow.threads import Workers
-from asyncckpt.stages.serialize import Compressed
-from asyncckpt.stages.upload import ChunkPacker, Filled, Placed
+from asyncckpt.save.serialize import Compressed
+from asyncckpt.save.upload import ChunkPacker, FileWindow, Placed, PositionalFiles, SealedFiles
 
 SLOT = 64 << 10
-
-
-@pytest.fixture
-def workers() -> Iterator[Workers]:
-    made = Workers(2, "asyncckpt-test")
-    yield made
-    made.shutdown()
 
 
 class Packed:
     """A packer, and what it has sent on its way."""
 
     def __init__(self, workers: Workers) -> None:
-        self.pool = SlotPool(ByteBudget(16), workers, ByteArrayMemory(), slot_nbytes=SLOT)
-        self.sent: list[Filled] = []
-        self.files: dict[int, tuple[str, int, int]] = {}
+        self.pool = SlotPool(ByteBudget(16), workers, AnonymousMemory(), slot_nbytes=SLOT)
+        self.sent: list[FileWindow] = []
         self.packer = ChunkPacker(
-            lambda file: f"d/{file}",
-            3,
-            SLOT,
-            self.pool,
-            workers,
-            emit=self.sent.append,
-            announce=lambda file, path, nbytes, count: self.files.update(
-                {file: (path, nbytes, count)}
-            ),
-            written=lambda _: None,
+            3, SLOT, self.pool, workers, emit=self.sent.append, written=lambda _: None
         )
 
     async def add(self, nbytes: int) -> None:
@@ -71,11 +55,13 @@ async def test_chunks_share_a_file_and_a_large_one_has_its_own(workers: Workers)
         await packed.add(nbytes)
     await packed.packer.finish()
     assert packed.packer.file_nbytes == [SLOT, SLOT // 4, 2 * SLOT + 10, 100]
-    assert [packed.files[file][1:] for file in sorted(packed.files)] == [
-        (SLOT, 1),
-        (SLOT // 4, 1),
-        (2 * SLOT + 10, 3),
-        (100, 1),
+    assert [(sent.file, sent.offset, sent.nbytes, sent.file_nbytes) for sent in packed.sent] == [
+        (3, 0, SLOT, SLOT),
+        (4, 0, SLOT // 4, SLOT // 4),
+        (5, 0, SLOT, 2 * SLOT + 10),
+        (5, SLOT, SLOT, 2 * SLOT + 10),
+        (5, 2 * SLOT, 10, 2 * SLOT + 10),
+        (6, 0, 100, 100),
     ]
 
 
@@ -119,11 +105,11 @@ async def test_what_is_reserved_leaves_room_for_what_is_kept_and_for_the_next_ch
     packed = Packed(workers)
     budget = packed.pool.budget
     await packed.pool.acquire(kept)
-    budget.stand(kept)
+    budget.keep(kept)
     assert await packed.packer.reserve(9, beside=beside) == count
-    assert (budget.in_use, budget.standing) == (kept + count, kept + count)
+    assert (budget.in_use, budget.kept) == (kept + count, kept + count)
     packed.packer.release()
-    assert (budget.in_use, budget.standing) == (kept, kept)
+    assert (budget.in_use, budget.kept) == (kept, kept)
 
 
 async def test_slots_of_a_failed_write_stand_once_until_their_memory_is_gone(
@@ -137,12 +123,12 @@ async def test_slots_of_a_failed_write_stand_once_until_their_memory_is_gone(
     slot = packed.sent.pop().slot
     body = slot.body(SLOT)  # which a client goes on sending
     packed.packer.done(slot, OSError("lost"), False)
-    assert (budget.in_use, budget.standing) == (2, 2)
+    assert (budget.in_use, budget.kept) == (2, 2)
     packed.packer.release()
-    assert (budget.in_use, budget.standing) == (1, 1)
+    assert (budget.in_use, budget.kept) == (1, 1)
     del body, slot
     assert await packed.at_rest()
-    assert budget.standing == 0
+    assert budget.kept == 0
 
 
 async def test_a_packer_whose_slots_were_discarded_leaves_the_pool_as_it_was(
@@ -156,7 +142,119 @@ async def test_a_packer_whose_slots_were_discarded_leaves_the_pool_as_it_was(
     assert await packed.at_rest()
     slots = await packed.pool.take(16)
     assert not packed.pool.budget.try_acquire()
-    packed.pool.give(slots)
+    packed.pool.release(slots)
     assert packed.pool.allocated_nbytes == 16 * SLOT
-    share = packed.pool._share
-    assert (share.in_use, share.standing) == (0, 0)
+    account = packed.pool._account
+    assert (account.in_use, account.kept) == (0, 0)
+
+
+# -------------------------------------------------------------------------- files of windows
+
+
+class ScriptedFile:
+    """A data file of an attempt that only notes what it is asked for."""
+
+    def __init__(self, attempt: ScriptedAttempt, path: str) -> None:
+        self.path = path
+        self._attempt = attempt
+
+    async def write(self, offset: int, data: Any) -> bool:
+        self._attempt.log.append(("write", self.path, offset, len(data)))
+        await asyncio.sleep(0)
+        if self._attempt.error is not None:
+            raise self._attempt.error
+        self.path += self._attempt.renamed
+        return not self._attempt.renamed
+
+    async def seal(self, nbytes: int) -> None:
+        self._attempt.log.append(("seal", self.path, nbytes))
+
+
+class ScriptedAttempt:
+    def __init__(self) -> None:
+        self.log: list[tuple[Any, ...]] = []
+        self.error: Exception | None = None
+        self.renamed = ""
+
+    async def create(self, path: str, *, nbytes: int, window_nbytes: int | None = None) -> Any:
+        self.log.append(("create", path, nbytes, window_nbytes))
+        await asyncio.sleep(0)
+        return ScriptedFile(self, path)
+
+
+class Windows:
+    """Windows of files of two and a half slots, and what became of their slots."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.pool = SlotPool(ByteBudget(16), workers, AnonymousMemory(), slot_nbytes=SLOT)
+        self.attempt: Any = ScriptedAttempt()
+        self.done: list[tuple[BaseException | None, bool]] = []
+        self.progress: list[int] = []
+
+    async def of(self, file: int, numbers: Sequence[int]) -> list[FileWindow]:
+        slots = await self.pool.take(len(numbers))
+        return [
+            FileWindow(
+                file,
+                number * SLOT,
+                min(SLOT, 5 * SLOT // 2 - number * SLOT),
+                5 * SLOT // 2,
+                slot,
+                10 + number,
+                lambda slot, error, reusable: self.done.append((error, reusable)),
+            )
+            for number, slot in zip(numbers, slots, strict=True)
+        ]
+
+
+async def test_a_file_is_created_once_and_sealed_after_its_last_window(workers: Workers) -> None:
+    made = Windows(workers)
+    files = PositionalFiles(made.attempt, "x", SLOT, made.progress.append)
+    async with asyncio.TaskGroup() as group:
+        for window in await made.of(7, (2, 0, 1)):
+            group.create_task(files.write(window))
+    kinds = [entry[0] for entry in made.attempt.log]
+    assert kinds == ["create", "write", "write", "write", "seal"]
+    assert made.attempt.log[0] == ("create", "default/d/x-7", 5 * SLOT // 2, None)
+    assert ("write", "default/d/x-7", 2 * SLOT, SLOT // 2) in made.attempt.log
+    assert made.attempt.log[-1] == ("seal", "default/d/x-7", 5 * SLOT // 2)
+    assert made.done == [(None, True)] * 3 and sorted(made.progress) == [10, 11, 12]
+
+
+async def test_positional_writes_are_whole_pages_and_requests_are_exact(workers: Workers) -> None:
+    made = Windows(workers)
+    (slot,) = await made.pool.take(1)
+    window = FileWindow(0, 0, 5000, 5000, slot, 0, lambda *_: None)
+    await PositionalFiles(made.attempt, "x", SLOT, made.progress.append).write(window)
+    await SealedFiles(made.attempt, "y", SLOT, made.progress.append).write(window)
+    assert made.attempt.log[1] == ("write", "default/d/x-0", 0, 8192)
+    assert made.attempt.log[3:5] == [
+        ("create", "default/d/y-0", 5000, SLOT),
+        ("write", "default/d/y-0", 0, 5000),
+    ]
+
+
+@pytest.mark.parametrize(("kind", "reusable"), [(PositionalFiles, True), (SealedFiles, False)])
+async def test_a_slot_of_a_failed_write_is_used_again_only_where_nobody_sends_it(
+    workers: Workers, kind: Any, reusable: bool
+) -> None:
+    made = Windows(workers)
+    made.attempt.error = OSError("lost")
+    (window,) = await made.of(0, (0,))
+    with pytest.raises(OSError, match="lost"):
+        await kind(made.attempt, "x", SLOT, made.progress.append).write(window)
+    assert made.done == [(made.attempt.error, reusable)] and made.progress == []
+
+
+async def test_a_file_that_was_sent_under_another_name_is_told_with_its_path(
+    workers: Workers,
+) -> None:
+    made = Windows(workers)
+    files = SealedFiles(made.attempt, "x", 5 * SLOT // 2, made.progress.append)
+    told: list[str] = []
+    files.renamed = lambda: told.append(files.path(0))
+    made.attempt.renamed = ".r1"
+    slots = await made.pool.take(1)
+    assert files.path(0) == "default/d/x-0"
+    await files.write(FileWindow(0, 0, SLOT, SLOT, slots[0], 0, lambda *_: None))
+    assert told == ["default/d/x-0.r1"] and files.renames == 1

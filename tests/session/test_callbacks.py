@@ -14,7 +14,7 @@ import pytest
 
 from asyncckpt import blocking
 from asyncckpt.errors import UsageError
-from tests.checkpointer.script import Script
+from tests.script import Script
 
 TREE = {"w": np.ones(1 << 18)}
 OWN_THREAD = r"called on the library's own thread \(by progress=, .* would wait for itself"
@@ -30,7 +30,7 @@ def used(ckpt: blocking.Checkpointer) -> Iterator[blocking.Checkpointer]:
     try:
         yield ckpt
     except TimeoutError:
-        ckpt._core.runtime.engine.abandoned = True
+        ckpt._session.runtime.engine.abandoned = True
         raise
     finally:
         ckpt.close()

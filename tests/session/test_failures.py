@@ -13,8 +13,9 @@ import pytest
 import asyncckpt
 from asyncckpt import blocking
 from asyncckpt.errors import DeadlineExceededError, SaveError, StoreError, UsageError
+from asyncckpt.save import save as saving
 from asyncckpt.testing.faults import Fault
-from tests.checkpointer.script import Script, in_thread
+from tests.script import Script, in_thread
 
 TREE = {"w": np.arange(20_000.0), "step": 1}
 
@@ -26,9 +27,9 @@ async def failed_unseen(ckpt: asyncckpt.Checkpointer, error: Exception | None = 
     script = Script(ckpt)
     script.fail("seal", error or StoreError("disk on fire"))
     await ckpt.start_save(1, TREE)
-    for pending in ckpt._core.in_flight():
+    for pending in ckpt._session.saves.pending():
         with pytest.raises(StoreError):
-            await ckpt._core.call(lambda p=pending: wait_quietly(p)).wait()
+            await ckpt._session.call(lambda p=pending: wait_quietly(p)).wait()
     return script
 
 
@@ -95,7 +96,7 @@ async def test_a_store_that_cannot_be_closed_hides_no_failed_save(
     closed = OSError("handle is gone")
     script.store.script.append(Fault("close", 0, error=closed))
     # Closes what is given to the checkpointer, as a store of somebody else.
-    ckpt._core.runtime._stores[:] = [script.store]
+    ckpt._session.runtime._stores[:] = [script.store]
     with pytest.raises(StoreError, match="disk on fire") as caught:
         if isinstance(ckpt, blocking.Checkpointer):
             await in_thread(lambda: (ckpt.start_save(1, TREE), ckpt.close()))
@@ -210,8 +211,26 @@ async def test_a_deadline_aborts_the_save_says_where_it_was_and_cleans_up(tmp_pa
         assert (caught.value.stage, caught.value.location) == ("upload", str(tmp_path / "1"))
         assert isinstance(caught.value, SaveError) and not caught.value.visible
         assert await ckpt.steps() == [0]
-        assert ckpt._core.runtime.budget.in_use == 0
+        assert ckpt._session.runtime.budget.in_use == 0
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+async def test_a_store_that_stops_answering_delays_a_deadline_by_a_bounded_clean_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "ABORT_S", 0.1)
+    options = asyncckpt.SaveOptions(deadline_s=0.1)
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        script = Script(ckpt)
+        script.hold("write")
+        script.hold("abort")
+        async with asyncio.timeout(30):
+            with pytest.raises(DeadlineExceededError) as caught:
+                await ckpt.save(1, TREE, options=options)
+        (note,) = caught.value.__notes__
+        assert note.startswith("cleaning up did not end within 0.1 s")
+        await ckpt.save(2, TREE)
+        assert await ckpt.steps() == [2]
 
 
 async def test_a_deadline_counts_from_the_call_also_behind_another_save(tmp_path: Path) -> None:
@@ -230,7 +249,7 @@ async def test_a_deadline_counts_from_the_call_also_behind_another_save(tmp_path
 async def test_a_restore_past_its_deadline_is_aborted(tmp_path: Path) -> None:
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:
         await ckpt.save(1, TREE)
-        Script(ckpt).hold("read_into", 2)
+        Script(ckpt).hold("read_into")
         with pytest.raises(DeadlineExceededError, match=r"restore did not finish within 0\.05 s"):
             await ckpt.restore(options=asyncckpt.RestoreOptions(deadline_s=0.05))
         assert (await ckpt.restore())["step"] == 1

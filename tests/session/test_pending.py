@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import asyncckpt
-from asyncckpt.errors import SaveAbortedError, StoreError
-from tests.checkpointer.script import Script
+from asyncckpt.errors import SaveAbortedError, StoreError, UsageError
+from tests.script import Script
 
 pytestmark = pytest.mark.usefixtures("no_blocking")
 
@@ -126,7 +126,7 @@ async def test_cancel_aborts_the_save_and_leaves_nothing(tmp_path: Path) -> None
         assert script.count("abort") == 1
         assert not pending.cancel()
         assert await ckpt.steps() == []
-        assert ckpt._core.runtime.budget.in_use == 0
+        assert ckpt._session.runtime.budget.in_use == 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -164,7 +164,7 @@ async def test_cancelling_the_call_aborts_the_save_and_returns_after_its_clean_u
             abort.go()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert ckpt._core.in_flight() == []
+        assert ckpt._session.saves.pending() == []
         assert await ckpt.steps() == []
         await ckpt.save(2, tree())
     assert [path.name for path in tmp_path.iterdir()] == ["2"]
@@ -200,3 +200,19 @@ async def test_saves_commit_in_the_order_of_their_calls(tmp_path: Path) -> None:
         assert await ckpt.steps() == [5]
         await (await second)
         assert await ckpt.steps() == [4, 5]
+
+
+async def test_result_of_an_async_save_says_what_to_write_instead(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        pending = await ckpt.start_save(1, {"a": 1})
+        with pytest.raises(UsageError, match=r"write `report = await pending`, or use .*blocking"):
+            pending.result()
+        assert (await pending).step == 1
+
+
+async def test_future_outside_a_loop_says_what_to_use_instead(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        pending = await ckpt.start_save(1, {"a": 1})
+        with pytest.raises(UsageError, match=r"future\(\) belongs to an event loop, and none is"):
+            await asyncio.to_thread(pending.future)
+        assert (await pending.future()).step == 1

@@ -18,7 +18,7 @@ import asyncckpt
 from asyncckpt import KeepBest, KeepEvery, KeepLast
 from asyncckpt.errors import StoreError
 from asyncckpt.format.record import seal
-from tests.checkpointer.script import Script
+from tests.script import Script
 
 pytestmark = pytest.mark.usefixtures("no_blocking")
 

@@ -13,14 +13,14 @@ import pytest
 
 import asyncckpt
 from asyncckpt import RestoreOptions, SaveOptions, ShardedArray
-from asyncckpt.checkpointer.runtime import Runtime
 from asyncckpt.flow.budget import ByteBudget
 from asyncckpt.flow.buffers import SlotPool
 from asyncckpt.options import MIB, SLOT_NBYTES
-from asyncckpt.stages.fetch import Fetch
-from asyncckpt.stages.stage import Staging
+from asyncckpt.restore.fetch import Fetch
+from asyncckpt.runtime import Runtime
+from asyncckpt.save.stage import Staging
 from asyncckpt.testing.faults import Fault, Gate
-from tests.checkpointer.script import Held, Script
+from tests.script import Held, Script
 
 BUDGET = 64 * MIB
 
@@ -63,15 +63,15 @@ async def test_a_background_save_and_a_restore_do_not_wait_for_each_other(
         script = Script(ckpt)
         gate = Gate()
         script.store.script.append(Fault("write", 0, gate=gate))
-        budget = ckpt._core.runtime.budget
+        budget = ckpt._session.runtime.budget
         saving = asyncio.create_task(ckpt.save(2, new))
-        await until(lambda: budget.standing > 0 and budget.waiting > 0)
+        await until(lambda: budget.kept > 0 and budget.waiting > 0)
         restoring = asyncio.create_task(ckpt.restore(1))
         await until(lambda: budget.waiting > 1)
-        Held(ckpt._core, gate).go()
+        Held(ckpt._session, gate).go()
         await saving
         np.testing.assert_array_equal((await restoring)["w"], old["w"])
-        assert (budget.in_use, budget.standing, budget.waiting) == (0, 0, 0)
+        assert (budget.in_use, budget.kept, budget.waiting) == (0, 0, 0)
 
 
 # ----------------------------------------------------------------------------- memory in use
@@ -81,7 +81,7 @@ class Watch:
     """What is in use and idle in one checkpointer's pools, whenever it is looked at."""
 
     def __init__(self, ckpt: asyncckpt.Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.runtime: Runtime = ckpt._core.runtime
+        self.runtime: Runtime = ckpt._session.runtime
         self.looks = 0
         self.most_nbytes = 0
         self.elsewhere_nbytes = 0
@@ -127,7 +127,7 @@ async def test_idle_windows_of_a_save_make_way_for_what_a_restore_reads(
     options = SaveOptions(host_memory_nbytes=BUDGET)
     async with asyncio.timeout(30), asyncckpt.Checkpointer(root, save_options=options) as ckpt:
         await (await ckpt.start_save(2, {"b": noise(32 * MIB)}))
-        pools = ckpt._core.runtime._pools
+        pools = ckpt._session.runtime._pools
         assert sum(pool.allocated_nbytes for pool in pools) >= BUDGET // 2
         watch = Watch(ckpt, monkeypatch)
         read = Fetch._read
@@ -150,7 +150,7 @@ async def test_idle_slots_of_a_save_make_way_for_the_copies_of_the_next(
     options = SaveOptions(host_memory_nbytes=BUDGET)
     async with asyncio.timeout(30), asyncckpt.Checkpointer(tmp_path, save_options=options) as ckpt:
         await (await ckpt.start_save(1, {"a": np.zeros(BUDGET, np.uint8)}))
-        assert ckpt._core.runtime.pool.allocated_nbytes == BUDGET
+        assert ckpt._session.runtime.pool.allocated_nbytes == BUDGET
         watch = Watch(ckpt, monkeypatch)
         copy = Staging._copy_mutable
 
@@ -173,10 +173,10 @@ async def test_one_budget_serves_pools_that_are_made_anew(tmp_path: Path) -> Non
         for step, size in enumerate((8 * MIB, 9 * MIB, 8 * MIB)):
             own = SaveOptions(target_data_file_nbytes=size)
             await ckpt.save(step, {"a": noise(20 * MIB)}, options=own)
-            pools |= set(ckpt._core.runtime._pools)
+            pools |= set(ckpt._session.runtime._pools)
             assert sum(pool.allocated_nbytes for pool in pools) <= BUDGET
         assert len(pools) == 4
-        assert len(ckpt._core.runtime._pools) == 2
+        assert len(ckpt._session.runtime._pools) == 2
 
 
 # --------------------------------------------------------------------- chunks beyond the budget
@@ -208,4 +208,4 @@ async def test_shards_that_do_not_fit_the_budget_compressed_are_refused(
         assert f"layer/w: its shards can only be cut into chunks of {nbytes} bytes" in str(error)
         assert 'LeafOptions(compression="none")' in str(error)
         assert await ckpt.steps() == []
-        assert ckpt._core.runtime.budget.in_use == 0
+        assert ckpt._session.runtime.budget.in_use == 0

@@ -5,18 +5,19 @@
         ...
         assert [r.status for r in sim.requests if r.kind == "put_object"][2] == 503
 
-It runs in a thread with an event loop of its own; `with` and `async with` both do. For benchmarks,
-`simulator_process` runs it in another process, and so does `python -m
-asyncckpt.testing.objectstore`. It listens on 127.0.0.1 only and keeps everything in memory.
+It runs in a thread with an event loop of its own; `with` and `async with` both do. Benchmarks use
+`simulator_process`, which runs it in another process. It listens on 127.0.0.1 only and keeps
+everything in memory. `dialects/` holds the APIs of S3 and GCS; the rest knows neither.
 """
 
-from asyncckpt.testing.objectstore.credentials import Credentials
-from asyncckpt.testing.objectstore.faults import Fault, Gate, Signal
-from asyncckpt.testing.objectstore.process import SimulatorProcess, simulator_process
-from asyncckpt.testing.objectstore.profiles import GCS, LOOPBACK, PROFILES, S3, Profile
-from asyncckpt.testing.objectstore.requests import Logged, Request
-from asyncckpt.testing.objectstore.running import Simulator, Stats
-from asyncckpt.testing.objectstore.running import Simulator as simulator
+from tests.simulator.dialects.credentials import Credentials
+from tests.simulator.faults import Fault, Gate, Signal
+from tests.simulator.process import SimulatorProcess, simulator_process
+from tests.simulator.profiles import GCS, LOOPBACK, PROFILES, S3, Profile
+from tests.simulator.requests import Request
+from tests.simulator.running import Simulator
+from tests.simulator.running import Simulator as simulator
+from tests.simulator.server import Stats
 
 __all__ = [
     "GCS",
@@ -26,7 +27,6 @@ __all__ = [
     "Credentials",
     "Fault",
     "Gate",
-    "Logged",
     "Profile",
     "Request",
     "Signal",

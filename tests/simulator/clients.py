@@ -1,4 +1,4 @@
-"""What clients need to be told to use the simulator."""
+"""Options with which client libraries use the simulator."""
 
 from __future__ import annotations
 

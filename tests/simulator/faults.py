@@ -1,8 +1,8 @@
-"""What goes wrong, by script.
+"""Scripted faults.
 
 faults = [
     Fault(kind="put_object", number=3, status=503),  # the third PUT
-    Fault(key="*/checkpoint.json", reset=True, applied=True),  # a lost answer
+    Fault(key="*/checkpoint.json", reset=True, applied=True),  # a lost response
     Fault(kind="get_object", number=0, flip=100),  # every GET
 ]
 """
@@ -12,100 +12,82 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from asyncckpt.testing.objectstore.requests import Request
+from tests.simulator.requests import Request
+
+Hook = Callable[[Request], Awaitable[None] | None]
 
 
 class Signal:
-    """Is set once; any thread and any event loop may wait for it."""
+    """An event that is set once; any thread and any event loop may wait for it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._wakers: list[Callable[[], None]] = []
-        self._is_set = False
+        self._future: Future[None] = Future()
 
     @property
     def is_set(self) -> bool:
         """Whether it was set."""
-        return self._is_set
+        return self._future.done()
 
     def set(self) -> None:
-        """Everybody who waits goes on."""
-        with self._lock:
-            self._is_set = True
-            wakers, self._wakers = self._wakers, []
-        for wake in wakers:
-            with contextlib.suppress(RuntimeError):  # the loop of a waiter has ended
-                wake()
-
-    def _add(self, waker: Callable[[], None]) -> None:
-        with self._lock:
-            if not self._is_set:
-                self._wakers.append(waker)
-                return
-        waker()
+        """Wake all that wait."""
+        with contextlib.suppress(InvalidStateError):
+            self._future.set_result(None)
 
     async def wait(self) -> None:
-        """It was set."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
+        """Wait until it is set."""
+        own: Future[None] = Future()  # a cancelled waiter must not cancel the signal
 
-        def wake() -> None:
-            if not future.done():
-                future.set_result(None)
+        def wake(_: Future[None]) -> None:
+            with contextlib.suppress(InvalidStateError):
+                own.set_result(None)
 
-        def wake_soon() -> None:
-            loop.call_soon_threadsafe(wake)
-
-        self._add(wake_soon)
-        await future
+        self._future.add_done_callback(wake)
+        await asyncio.wrap_future(own)
 
     def wait_blocking(self, timeout_s: float = 30.0) -> None:
-        """It was set. For tests without an event loop.
+        """Wait until it is set, without an event loop.
 
         Raises:
             TimeoutError: not within `timeout_s`.
         """
-        event = threading.Event()
-        self._add(event.set)
-        if not event.wait(timeout_s):
-            raise TimeoutError(f"nothing was signalled within {timeout_s} s")
+        try:
+            self._future.result(timeout_s)
+        except TimeoutError:
+            raise TimeoutError(f"nothing was signalled within {timeout_s} s") from None
 
 
 class Gate:
-    """Holds requests: it sets `reached`, and they go on once `release` was called."""
+    """Holds requests: sets `reached`, and lets them go on after `release`."""
 
     def __init__(self) -> None:
         self.reached = Signal()
         self.released = Signal()
 
     def release(self) -> None:
-        """Requests that wait here, and those to come, go on."""
+        """Let the requests that wait here go on, and those to come."""
         self.released.set()
 
     async def hold(self) -> None:
-        """The gate was released. Called by the server."""
+        """Wait until the gate is released. Called by the server."""
         self.reached.set()
         await self.released.wait()
 
 
-Hook = Callable[[Request], Awaitable[None] | None]
-
-
 @dataclass(slots=True, eq=False)
 class Fault:
-    """Something that happens to one request, or to several.
+    """A fault that happens to one request, or to several.
 
-    Which: those that fit all of `service`, `kind`, `method`, `bucket`, `key` and `when` are counted
+    Requests that fit all of `service`, `kind`, `method`, `bucket`, `key` and `when` are counted
     from 1, and the fault happens to `times` of them from the one with `number` on.
 
-    What, in this order: `gate` and `delay_s` hold the request, `hook` is called, then the request
-    takes effect if `applied`, and then one of `status`, `reset`, `hang` happens instead of its
-    answer. Without any of those three it takes effect and is answered, changed by `flip`,
+    In this order: `gate` and `delay_s` hold the request, `hook` is called, then the request takes
+    effect if `applied`, and then one of `status`, `reset`, `close`, `hang` happens instead of its
+    response. Without any of those four it takes effect and is answered, changed by `flip`,
     `truncate` or `stall`.
 
     Attributes:
@@ -113,29 +95,29 @@ class Fault:
         kind: see `requests.Kind`, or None for all; or a tuple of kinds.
         method: of HTTP, or None.
         bucket: name, or None.
-        key: pattern as of a shell, in which ``*`` stands for slashes too, or None.
-        when: called with the request; has the last word on whether it counts.
-        number: first one it happens to; 0 for every one.
-        times: how many of them.
-        early: it happens when the head has come, before the body. With `status`, `reset`, `close`
-            or `hang` the body is not taken; else the request goes on once it is there.
-        gate: the request waits here.
-        delay_s: the request waits so long.
-        hook: called on the server's thread, and awaited if it returns something to await.
-        status: of the answer instead of the true one.
-        code: of that answer's error; by default the usual one of the status.
-        message: of that answer's error.
+        key: shell pattern whose ``*`` matches slashes too, or None.
+        when: called last with the request; decides whether it counts.
+        number: first request it happens to; 0 for every one.
+        times: to how many requests it happens.
+        early: it happens after the head, before the body is received. With `status`, `reset`,
+            `close` or `hang` the body is never received.
+        gate: holds the request.
+        delay_s: delays the request.
+        hook: called on the server's thread; its result is awaited if it is awaitable.
+        status: sent instead of the true response.
+        code: of that response's error; by default the usual one of the status.
+        message: of that response's error.
         retry_after_s: sent as `Retry-After`.
         reset: the connection is reset.
-        close: the connection is closed in order, without an answer.
-        hang: there is never an answer; ends when the client closes the connection.
-        applied: the request takes effect before; the answer is lost.
-        flip: in an answer with contents, or in contents as stored, the lowest bit of the byte with
-            this offset is changed.
-        truncate: the answer announces all of its body; the connection is closed after this many
-            bytes of it.
-        stall: after this many bytes of its body nothing more of the answer comes, until the client
-            closes the connection; shorter ones are whole.
+        close: the connection is closed in order, without a response.
+        hang: there is no response; ends when the client closes the connection.
+        applied: the request takes effect before; the response is lost.
+        flip: the lowest bit of the byte with this offset is changed, in contents as stored or in
+            the body of a response.
+        truncate: the response announces its whole body, but the connection is closed after this
+            many bytes of it.
+        stall: after this many bytes of its body the response stops until the client closes the
+            connection; shorter ones are whole.
         name: for the log.
         met: how many requests counted so far.
         happened: to how many of them it happened.
@@ -170,15 +152,15 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.early and self.applied:
-            raise ValueError("a request does not take effect before its body has come")
+            raise ValueError("an early fault is not applied: a request takes effect after its body")
 
     @property
     def replaces(self) -> bool:
-        """Whether the true answer never comes."""
+        """Whether the true response never comes."""
         return self.status is not None or self.reset or self.close or self.hang
 
     def fits(self, service: str, request: Request) -> bool:
-        """Whether the request counts."""
+        """Return whether the request counts."""
         kinds = (self.kind,) if isinstance(self.kind, str) else self.kind
         return (
             (self.service is None or self.service == service)
@@ -190,7 +172,7 @@ class Fault:
         )
 
     def takes(self, service: str, request: Request) -> bool:
-        """Count the request; returns whether the fault happens to it."""
+        """Count the request; return whether the fault happens to it."""
         if not self.fits(service, request):
             return False
         self.met += 1
@@ -200,7 +182,7 @@ class Fault:
         return True
 
     async def before(self, request: Request) -> None:
-        """Gate, delay and hook are behind the request."""
+        """Pass gate, delay and hook."""
         if self.gate is not None:
             await self.gate.hold()
         if self.delay_s:

@@ -1,57 +1,382 @@
-"""HTTP/1.1 on one connection of the server: heads, bodies into their buffers, answers.
+"""HTTP/1.1 on one connection: heads, bodies into their buffers, responses.
 
 Bodies of known length are received into the buffer in which they are stored; chunked ones, and the
 `aws-chunked` bodies inside them, are decoded with one copy.
 """
 
-# Rule 1: one request at a time; what a client sends ahead waits.
-# Rule 2: reading goes on while a request is handled, so that a lost connection is noticed, but
-#   nobody's handling ends because of it: a service applies what it has received.
+# Rule 1: one coroutine per connection reads a request, answers it, and reads the next one.
+# Rule 2: a connection reads ahead a little while a request is handled, so that it notices when the
+#   client disconnects. Handling never ends because of that: a service applies what it received.
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterator
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
 from http import HTTPStatus
-from typing import Protocol, cast
+from typing import cast
 
-from asyncckpt.testing.objectstore.buffers import Buffers
-from asyncckpt.testing.objectstore.requests import Request, Response
+import numpy as np
+import numpy.typing as npt
 
-SCRATCH_NBYTES = 256 * 1024
-"""Heads and chunked bodies are read into a buffer of this size."""
+from tests.simulator.requests import Request, Response
 
-HEAD_MAX_NBYTES = 64 * 1024
-AHEAD_MAX_NBYTES = 1024 * 1024
-BODY_MAX_NBYTES = 5 * 1024**3
-PIECE_NBYTES = 1024 * 1024
-"""An answer is handed to the transport in pieces of this size, each when the last one is gone."""
+KIB = 1024
+MIB = 1024 * KIB
+HEAD_MAX_NBYTES = 64 * KIB
+BODY_MAX_NBYTES = 5 * 1024 * MIB
+SCRATCH_NBYTES = 64 * KIB
+"""Heads and bytes that nobody waits for yet are received in pieces of this size."""
+
+AHEAD_MAX_NBYTES = 64 * KIB
+"""A connection stops reading once it holds more than this ahead of its coroutine."""
+
+PIECE_NBYTES = MIB
+"""A response is handed to the transport in pieces of this size, each once the last one is gone."""
+
+SMALL_NBYTES = 64 * KIB
+"""Up to this size a response is one write of head and body, and a body's buffer a bytearray."""
+
+REUSED_NBYTES = MIB
+"""Buffers of this size and more are reused. They are multiples of it, and there are at most four
+sizes from one power of two to the next, so that a spare buffer often fits a new body."""
 
 KERNEL_PACES = sys.platform == "linux"
 SO_MAX_PACING_RATE = 47
 """Of <asm-generic/socket.h>. Works on the loopback device, within 1 % at 8 to 85 MB/s."""
 
 PACE_S = 0.004
-"""Where the server itself limits a connection, it is at most this far ahead of its bandwidth."""
-
-SMALL_NBYTES = 64 * 1024
-"""Up to this size an answer is one write of head and body."""
+"""Where the server itself limits a connection, it moves this much time's worth of bytes at once."""
 
 REASONS = {status.value: status.phrase for status in HTTPStatus} | {308: "Resume Incomplete"}
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+Room = npt.NDArray[np.uint8]
 
 
 class BadRequest(Exception):
-    """What came is not HTTP/1.1 as we know it."""
+    """The client sent something else than the HTTP/1.1 that the simulator knows."""
+
+
+class Buffers:
+    """Buffers for bodies; those of objects that are gone are used again.
+
+    The kernel clears every new page, which costs more than receiving the bytes.
+
+    Attributes:
+        spare_max_nbytes: most bytes kept for later.
+        spare_nbytes: bytes kept now.
+    """
+
+    def __init__(self, spare_max_nbytes: int) -> None:
+        self.spare_max_nbytes = spare_max_nbytes
+        self.spare_nbytes = 0
+        self._spare: defaultdict[int, list[Room]] = defaultdict(list)
+
+    def get(self, nbytes: int) -> memoryview:
+        """Return a buffer of this length, with any contents."""
+        if nbytes <= SMALL_NBYTES:
+            return memoryview(bytearray(nbytes))
+        if nbytes < REUSED_NBYTES:
+            return memoryview(np.empty(nbytes, np.uint8))
+        step = max(REUSED_NBYTES, 1 << (nbytes.bit_length() - 3))
+        size = -(-nbytes // step) * step
+        if spare := self._spare[size]:
+            room = spare.pop()
+            self.spare_nbytes -= size
+        else:
+            room = np.empty(size, np.uint8)
+        view = np.frombuffer(room, np.uint8, nbytes)
+        # The array `view` dies with the last memoryview of it; `room`, which the finalizer holds,
+        # does not.
+        weakref.finalize(view, self._take_back, room).atexit = False
+        return memoryview(view)
+
+    def _take_back(self, room: Room) -> None:
+        if self.spare_nbytes + room.nbytes <= self.spare_max_nbytes:
+            self.spare_nbytes += room.nbytes
+            self._spare[room.nbytes].append(room)
+
+    def close(self) -> None:
+        """Drop the spare buffers, and keep none from now on."""
+        self.spare_max_nbytes = self.spare_nbytes = 0
+        self._spare.clear()
+
+
+class Inbox:
+    """Bytes in the order in which a client sends them.
+
+    An inbox without a connection serves bytes in memory, for bodies that are encoded twice.
+    """
+
+    def __init__(
+        self, resume: Callable[[], None] | None = None, ahead: bytes | bytearray = b""
+    ) -> None:
+        self._resume = resume
+        self._ahead = bytearray(ahead)
+        self._ended = resume is None
+        self._discards = False
+        self._scratch = memoryview(bytearray(SCRATCH_NBYTES if resume else 0))
+        self._target: memoryview | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._rate: float | None = None
+        self._paced_from_s = self._paced_nbytes = 0.0
+
+    # The connection's side
+
+    def room(self) -> memoryview:
+        """Return where the next bytes go."""
+        return self._scratch if self._target is None else self._target
+
+    def received(self, nbytes: int) -> bool:
+        """Take `nbytes` that were written to `room()`; return whether more should be read now."""
+        if self._target is not None:
+            rest = self._target[nbytes:]
+            self._target = rest if rest.nbytes else None
+            if self._target is None:
+                self._wake()
+            return True
+        if self._discards:
+            return True
+        self._ahead += self._scratch[:nbytes]
+        self._wake()
+        return self._waiter is not None or len(self._ahead) <= AHEAD_MAX_NBYTES
+
+    def end(self) -> None:
+        """Expect no more bytes."""
+        self._ended = True
+        self._wake()
+
+    def discard(self) -> None:
+        """Drop what was received and what will be."""
+        self._discards = True
+        self._ahead.clear()
+        if self._resume is not None:
+            self._resume()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # The reader's side; every method raises EOFError if the bytes end before
+
+    async def _more(self) -> None:
+        if self._ended or self._resume is None:
+            raise EOFError
+        self._waiter = asyncio.get_running_loop().create_future()
+        self._resume()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def pace(self, rate: float | None) -> None:
+        """Limit the bytes per second of the body that begins now."""
+        self._rate = rate
+        self._paced_from_s, self._paced_nbytes = asyncio.get_running_loop().time(), 0.0
+
+    async def until(self, mark: bytes) -> bytes:
+        """Return the bytes before `mark`, and drop the mark."""
+        while (end := self._ahead.find(mark)) < 0:
+            if len(self._ahead) > HEAD_MAX_NBYTES:
+                raise BadRequest("a head or a line without an end")
+            await self._more()
+        found = bytes(self._ahead[:end])
+        del self._ahead[: end + len(mark)]
+        return found
+
+    async def into(self, view: memoryview) -> None:
+        """Fill `view`."""
+        if self._rate is None:
+            return await self._fill(view)
+        step = max(16 * KIB, int(self._rate * PACE_S))
+        for at in range(0, view.nbytes, step):
+            await self._fill(view[at : at + step])
+            self._paced_nbytes += min(step, view.nbytes - at)
+            until_s = self._paced_from_s + self._paced_nbytes / self._rate
+            await asyncio.sleep(until_s - asyncio.get_running_loop().time())
+
+    async def _fill(self, view: memoryview) -> None:
+        have = min(view.nbytes, len(self._ahead))
+        view[:have] = self._ahead[:have]
+        del self._ahead[:have]
+        self._target = view[have:] if have < view.nbytes else None
+        try:
+            while self._target is not None:
+                await self._more()
+        finally:
+            self._target = None
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One connection of a client.
+
+    Attributes:
+        inbox: what the client sends.
+        closed: resolves when the connection is closed or lost.
+        keep_alive: whether it is used for another request after this one.
+        number: of the connection, from 1.
+    """
+
+    def __init__(
+        self, begin: Callable[[Connection], None], number: int, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.inbox = Inbox(self._resume_reading)
+        self.closed: asyncio.Future[None] = loop.create_future()
+        self.keep_alive = True
+        self.number = number
+        self._begin = begin
+        self._loop = loop
+        self._transport: asyncio.Transport = asyncio.Transport()
+        self._reads = True
+        self._drained: asyncio.Future[None] | None = None
+        self._pace: float | None = None
+
+    # asyncio.BufferedProtocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin to serve the client."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport.set_write_buffer_limits(high=PIECE_NBYTES, low=PIECE_NBYTES // 4)
+        self._begin(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wake all that wait for the client."""
+        if not self.closed.done():
+            self.closed.set_result(None)
+        self.inbox.end()
+        self.resume_writing()
+
+    def eof_received(self) -> bool:
+        """Close the connection: a client that sends no more is not answered either."""
+        return False
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return where the next bytes go."""
+        return self.inbox.room()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Take bytes, and stop reading once there are enough ahead."""
+        if not self.inbox.received(nbytes):
+            self._reads = False
+            self._transport.pause_reading()
+
+    def pause_writing(self) -> None:
+        """Make `send` wait for the client."""
+        self._drained = self._drained or self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        """Let `send` go on."""
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+        self._drained = None
+
+    def _resume_reading(self) -> None:
+        if not self._reads and not self._transport.is_closing():
+            self._reads = True
+            self._transport.resume_reading()
+
+    # Requests and responses
+
+    async def head(self) -> Request:
+        """Receive the head of the next request. Raises `BadRequest` or EOFError."""
+        request = parse_head(await self.inbox.until(b"\r\n\r\n"))
+        self.keep_alive = request.headers.get("connection", "").lower() != "close"
+        return request
+
+    async def body(self, request: Request, buffers: Buffers, rate: float | None) -> None:
+        """Receive the body of the request. Raises `BadRequest` or EOFError."""
+        self.inbox.pace(rate)
+        if request.headers.get("expect", "").lower() == "100-continue":
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        await receive_body(self.inbox, request, buffers)
+
+    async def send(
+        self, response: Response, *, rate: float | None = None, stop: int | None = None
+    ) -> int:
+        """Hand the response to the kernel, and return how many bytes of its body were taken.
+
+        `rate` limits bytes per second. `stop` ends the response before that byte of the body, with
+        the connection still open.
+        """
+        if self._transport.is_closing():
+            return 0
+        head = encode_head(response, keep_alive=self.keep_alive)
+        total = response.nbytes
+        left = total if stop is None else max(0, min(stop, total))
+        if total <= SMALL_NBYTES:
+            body = b"".join(response.body)[:left]
+            self._transport.write(head + body)
+            return len(body)
+        if rate is not None and self._kernel_paces(rate):
+            rate = None
+        self._transport.write(head)
+        sent = 0
+        began_s = self._loop.time()
+        step = PIECE_NBYTES if rate is None else max(16 * KIB, int(rate * PACE_S))
+        for buffer in response.body:
+            view = memoryview(buffer)
+            for at in range(0, view.nbytes, step):
+                piece = view[at : at + min(step, left - sent)]
+                self._transport.write(piece)
+                if (drained := self._drained) is not None:
+                    await drained
+                if self._transport.is_closing():
+                    return sent
+                sent += piece.nbytes
+                if sent == left:
+                    return sent
+                if rate is not None:
+                    ahead_s = began_s + sent / rate - self._loop.time()
+                    await asyncio.wait((self.closed,), timeout=max(0.0, ahead_s))
+        return sent
+
+    async def refuse(self, reason: str) -> None:
+        """Answer a request that makes no sense, and close the connection."""
+        self.keep_alive = False
+        text = f"{reason}\n".encode()
+        await self.send(Response(400, body=(text,)))
+        self.close()
+
+    async def wait_closed(self) -> None:
+        """Wait until the client has closed the connection, or it is lost."""
+        self.inbox.discard()
+        await asyncio.wait((self.closed,))
+
+    def close(self) -> None:
+        """Send what was handed over, then end the connection."""
+        self._transport.close()
+
+    def reset(self) -> None:
+        """End the connection so that the client gets ECONNRESET."""
+        self._set_option(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._transport.abort()
+
+    def _kernel_paces(self, rate: float) -> bool:
+        if KERNEL_PACES and rate != self._pace:
+            if self._set_option(socket.SOL_SOCKET, SO_MAX_PACING_RATE, int(rate)):
+                self._pace = rate
+        return rate == self._pace
+
+    def _set_option(self, level: int, name: int, value: int | bytes) -> bool:
+        own = self._transport.get_extra_info("socket")
+        if own is None or own.fileno() < 0:
+            return False
+        # uvloop's socket has no setsockopt; a duplicate of the descriptor does.
+        try:
+            with socket.socket(fileno=os.dup(own.fileno())) as other:
+                other.setsockopt(level, name, value)
+        except OSError:
+            return False
+        return True
 
 
 def parse_head(head: bytes) -> Request:
-    """The request whose head this is, without the empty line."""
+    """Parse a head without its empty line."""
     lines = head.decode("latin-1").split("\r\n")
     try:
         method, target, version = lines[0].split(" ")
@@ -68,414 +393,8 @@ def parse_head(head: bytes) -> Request:
     return Request(method, target, headers)
 
 
-class ChunkDecoder:
-    """Chunks, as in `Transfer-Encoding: chunked` and in `aws-chunked`: size, data, trailers."""
-
-    def __init__(self, emit: Callable[[memoryview], None]) -> None:
-        self._emit = emit
-        self._line = bytearray()
-        self._left = 0
-        self._state = "size"
-        self.trailers: dict[str, str] = {}
-
-    @property
-    def ended(self) -> bool:
-        """Whether the last byte of the body came."""
-        return self._state == "end"
-
-    def feed(self, data: memoryview) -> int:
-        """Decode `data`; returns how many bytes belonged to the body."""
-        at = 0
-        while at < len(data) and self._state != "end":
-            if self._state == "data":
-                piece = data[at : at + self._left]
-                self._emit(piece)
-                at += len(piece)
-                self._left -= len(piece)
-                if not self._left:
-                    self._state = "after"
-                continue
-            end = bytes(data[at : at + HEAD_MAX_NBYTES]).find(b"\n")
-            if end < 0:
-                self._line += data[at:]
-                if len(self._line) > HEAD_MAX_NBYTES:
-                    raise BadRequest("a chunk without a length")
-                return len(data)
-            self._line += data[at : at + end]
-            at += end + 1
-            line = bytes(self._line).rstrip(b"\r").decode("latin-1")
-            self._line.clear()
-            self._take(line)
-        return at
-
-    def _take(self, line: str) -> None:
-        if self._state == "after":
-            if line:
-                raise BadRequest("a chunk longer than it said")
-            self._state = "size"
-        elif self._state == "size":
-            try:
-                self._left = int(line.partition(";")[0], 16)
-            except ValueError:
-                raise BadRequest(f"no length of a chunk: {line[:40]!r}") from None
-            self._state = "data" if self._left else "trailers"
-        elif line:
-            name, _, value = line.partition(":")
-            self.trailers[name.strip().lower()] = value.strip()
-        else:
-            self._state = "end"
-
-
-class Body:
-    """Receives the body of one request."""
-
-    def __init__(self, request: Request, buffers: Buffers) -> None:
-        headers = request.headers
-        self.request = request
-        self.position = 0
-        self._decoders: list[ChunkDecoder] = []
-        self._growing = False
-        aws = "aws-chunked" in headers.get("content-encoding", "") or headers.get(
-            "x-amz-content-sha256", ""
-        ).startswith("STREAMING-")
-        chunked = "chunked" in headers.get("transfer-encoding", "").lower()
-        length = headers.get("x-amz-decoded-content-length") if aws else None
-        if length is None and not chunked and not aws:
-            length = headers.get("content-length", "0")
-        if length is None:
-            self._growing = True
-            length = "0"
-        if not length.isdecimal() or int(length) > BODY_MAX_NBYTES:
-            raise BadRequest(f"a body of {length[:40]!r} bytes")
-        self.nbytes = int(length)
-        self._grown = bytearray()
-        request.body = buffers.get(self.nbytes)
-        emit = self._store
-        if aws:
-            self._decoders.append(ChunkDecoder(emit))
-            emit = self._feed_inner
-        if chunked:
-            self._decoders.append(ChunkDecoder(emit))
-        # Without an outer layer, aws-chunked bytes come as they are.
-        self._raw_left = int(headers.get("content-length", "0")) if aws and not chunked else 0
-
-    def _feed_inner(self, piece: memoryview) -> None:
-        self._decoders[0].feed(piece)
-
-    def _store(self, piece: memoryview) -> None:
-        end = self.position + len(piece)
-        if self._growing:
-            if end > BODY_MAX_NBYTES:
-                raise BadRequest("a body without an end")
-            self._grown += piece
-        elif end > self.nbytes:
-            raise BadRequest("a body longer than it said")
-        else:
-            self.request.body[self.position : end] = piece
-        self.position = end
-
-    @property
-    def direct(self) -> memoryview | None:
-        """Where the next bytes go as they are, or None if they must be decoded."""
-        return None if self._decoders else self.request.body[self.position :]
-
-    @property
-    def complete(self) -> bool:
-        """Whether the last byte has come."""
-        if self._decoders:
-            return self._decoders[-1].ended and self._raw_left <= 0
-        return self.position == self.nbytes
-
-    def feed(self, data: memoryview) -> int:
-        """Take what belongs to the body; returns how many bytes that were."""
-        if not self._decoders:
-            piece = data[: self.nbytes - self.position]
-            self._store(piece)
-            return len(piece)
-        taken = self._decoders[-1].feed(data)
-        self._raw_left -= taken
-        return taken
-
-    def end(self) -> None:
-        """The body is complete, its trailers are known."""
-        if self._growing:
-            self.request.body = memoryview(self._grown)
-        for decoder in self._decoders:
-            self.request.trailers |= decoder.trailers
-        if self._decoders and not self._growing and self.position != self.nbytes:
-            raise BadRequest("a body shorter than it said")
-
-
-class Served(Protocol):
-    """What a connection asks of the server behind it."""
-
-    buffers: Buffers
-
-    def connected(self, connection: Connection) -> None:
-        """A client is there."""
-        ...
-
-    def head(self, connection: Connection, request: Request) -> float | None:
-        """A request has begun; returns the bandwidth of its body, or None for no limit."""
-        ...
-
-    def complete(self, connection: Connection, request: Request) -> None:
-        """All of a request is there: handle it, then call `connection.next()`."""
-        ...
-
-    def disconnected(self, connection: Connection) -> None:
-        """A client is gone."""
-        ...
-
-    def failed(self, error: Exception) -> None:
-        """What the server raised where no client is to blame."""
-        ...
-
-
-class Connection(asyncio.BufferedProtocol):
-    """One connection of a client."""
-
-    def __init__(self, served: Served, number: int, loop: asyncio.AbstractEventLoop) -> None:
-        self.number = number
-        self.closed: asyncio.Future[None] = loop.create_future()
-        self._served = served
-        self._loop = loop
-        self._transport: asyncio.Transport = asyncio.Transport()
-        self._scratch = memoryview(bytearray(SCRATCH_NBYTES))
-        self._ahead = bytearray()
-        self._body: Body | None = None
-        self._request: Request | None = None
-        self._drained: asyncio.Future[None] | None = None
-        self._paused = False
-        self._keep_alive = True
-        self._rate: float | None = None
-        self._body_began = 0.0
-        self._body_nbytes = 0
-        self._pace: float | None = None
-
-    # asyncio.BufferedProtocol
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """As asyncio says."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
-        self._transport.set_write_buffer_limits(high=PIECE_NBYTES, low=PIECE_NBYTES // 4)
-        self._served.connected(self)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """As asyncio says."""
-        if not self.closed.done():
-            self.closed.set_result(None)
-        self.resume_writing()
-        self._served.disconnected(self)
-
-    def eof_received(self) -> bool:
-        """As asyncio says; a client that sends no more reads no more."""
-        return False
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        """As asyncio says."""
-        if self._body is not None and (direct := self._body.direct) is not None:
-            return direct
-        return self._scratch
-
-    def buffer_updated(self, nbytes: int) -> None:
-        """As asyncio says."""
-        with self._refusing():
-            if self._body is not None and self._body.direct is not None:
-                self._body.position += nbytes
-                self._received(nbytes)
-            else:
-                self._take(self._scratch[:nbytes])
-
-    def pause_writing(self) -> None:
-        """As asyncio says."""
-        if self._drained is None:
-            self._drained = self._loop.create_future()
-
-    def resume_writing(self) -> None:
-        """As asyncio says."""
-        if self._drained is not None and not self._drained.done():
-            self._drained.set_result(None)
-        self._drained = None
-
-    # Requests
-
-    def _take(self, data: memoryview) -> None:
-        body = self._body
-        if body is not None:
-            taken = body.feed(data)
-            data = data[taken:]
-            if data:
-                self._ahead += data
-            self._received(taken)
-            return
-        self._ahead += data
-        if self._request is None:
-            self._parse()
-        elif len(self._ahead) > AHEAD_MAX_NBYTES:
-            self._transport.pause_reading()
-
-    def _parse(self) -> None:
-        end = self._ahead.find(b"\r\n\r\n")
-        if end < 0:
-            if len(self._ahead) > HEAD_MAX_NBYTES:
-                raise BadRequest("a head without an end")
-            return
-        request = parse_head(bytes(self._ahead[:end]))
-        rest = bytes(self._ahead[end + 4 :])
-        self._ahead.clear()
-        self._keep_alive = request.headers.get("connection", "").lower() != "close"
-        body = Body(request, self._served.buffers)
-        self._request = request
-        self._rate = self._served.head(self, request)
-        if self._transport.is_closing():
-            return
-        self._body = body
-        self._body_began = self._loop.time()
-        self._body_nbytes = 0
-        if request.headers.get("expect", "").lower() == "100-continue":
-            self._transport.write(CONTINUE)
-        self._take(memoryview(rest))
-
-    def _received(self, nbytes: int) -> None:
-        body, request = self._body, self._request
-        assert body is not None and request is not None
-        self._body_nbytes += nbytes
-        if self._rate is not None:
-            ahead_s = self._body_began + self._body_nbytes / self._rate - self._loop.time()
-            if ahead_s > PACE_S or (body.complete and ahead_s > 0.0):
-                self._transport.pause_reading()
-                self._loop.call_later(ahead_s, self._paced)
-                return
-        self._complete()
-
-    def _paced(self) -> None:
-        if not self._transport.is_closing():
-            self._transport.resume_reading()
-        with self._refusing():
-            self._complete()
-
-    def _complete(self) -> None:
-        body, request = self._body, self._request
-        if body is not None and request is not None and body.complete:
-            self._body = None
-            body.end()
-            self._served.complete(self, request)
-
-    def next(self) -> None:
-        """The request has been answered: go on with the next one."""
-        self._request = None
-        if self._transport.is_closing():
-            return
-        if not self._keep_alive:
-            self._transport.close()
-            return
-        if self._ahead:
-            self._transport.resume_reading()
-            with self._refusing():
-                self._parse()
-
-    @contextlib.contextmanager
-    def _refusing(self) -> Iterator[None]:
-        try:
-            yield
-        except BadRequest as error:
-            self._refuse(str(error))
-        except Exception as error:  # of ours, or of a hook
-            self._served.failed(error)
-            self.reset()
-
-    def _refuse(self, reason: str) -> None:
-        self._body = None
-        text = f"{reason}\n".encode()
-        self._keep_alive = False
-        self._transport.write(encode_head(Response(400, length=len(text)), keep_alive=False))
-        self._transport.write(text)
-        self._transport.close()
-
-    # Answers
-
-    async def send(
-        self, response: Response, *, rate: float | None = None, stop: int | None = None
-    ) -> int:
-        """The answer is handed to the kernel; returns how many bytes of its body were.
-
-        `rate` limits bytes per second; `stop` ends it before that byte of the body, with the
-        connection still open.
-        """
-        if self._transport.is_closing():
-            return 0
-        head = encode_head(response, keep_alive=self._keep_alive)
-        total = response.nbytes
-        left = total if stop is None else max(0, min(stop, total))
-        if total <= SMALL_NBYTES:
-            body = b"".join(response.body)[:left]
-            self._transport.write(head + body)
-            return len(body)
-        if rate is not None and self._set_pace(rate):
-            rate = None
-        self._transport.write(head)
-        sent = 0
-        began = self._loop.time()
-        piece_nbytes = PIECE_NBYTES if rate is None else max(16 * 1024, int(rate * PACE_S))
-        for buffer in response.body:
-            view = memoryview(buffer)
-            at = 0
-            while at < view.nbytes and left:
-                piece = view[at : at + min(piece_nbytes, left)]
-                self._transport.write(piece)
-                if (drained := self._drained) is not None:
-                    await drained
-                if self._transport.is_closing():
-                    return sent
-                at += len(piece)
-                sent += len(piece)
-                left -= len(piece)
-                if rate is not None:
-                    ahead_s = began + sent / rate - self._loop.time()
-                    if ahead_s > 0.0:
-                        await asyncio.wait((self.closed,), timeout=ahead_s)
-        return sent
-
-    async def wait_closed(self) -> None:
-        """The client has closed the connection, or it is lost."""
-        await asyncio.wait((self.closed,))
-
-    def _set_pace(self, rate: float) -> bool:
-        """Whether the kernel limits what is sent from now on."""
-        if not KERNEL_PACES:
-            return False
-        if rate != self._pace and self._set_option(
-            socket.SOL_SOCKET, SO_MAX_PACING_RATE, int(rate)
-        ):
-            self._pace = rate
-        return rate == self._pace
-
-    def close(self) -> None:
-        """What was handed over is sent, then the connection ends."""
-        self._transport.close()
-
-    def reset(self) -> None:
-        """The client gets ECONNRESET."""
-        self._set_option(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self._transport.abort()
-
-    def _set_option(self, level: int, name: int, value: int | bytes) -> bool:
-        """Whether the socket has taken the option."""
-        own = self._transport.get_extra_info("socket")
-        if own is None or own.fileno() < 0:
-            return False
-        # uvloop's socket has no setsockopt; one more name for the descriptor does.
-        try:
-            with socket.socket(fileno=os.dup(own.fileno())) as other:
-                other.setsockopt(level, name, value)
-        except OSError:
-            return False
-        return True
-
-
 def encode_head(response: Response, *, keep_alive: bool) -> bytes:
-    """Status line, headers and the empty line."""
+    """Encode status line, headers and the empty line."""
     status = response.status
     lines = [f"HTTP/1.1 {status} {REASONS.get(status, 'Unknown')}"]
     lines += [f"{name}: {value}" for name, value in response.headers.items()]
@@ -484,3 +403,57 @@ def encode_head(response: Response, *, keep_alive: bool) -> bytes:
         lines.append(f"Content-Length: {length}")
     lines.append(f"Connection: {'keep-alive' if keep_alive else 'close'}\r\n\r\n")
     return "\r\n".join(lines).encode("latin-1", "replace")
+
+
+async def receive_body(inbox: Inbox, request: Request, buffers: Buffers) -> None:
+    """Receive and decode the body of the request, and its trailers."""
+    headers = request.headers
+    is_chunked = "chunked" in headers.get("transfer-encoding", "").lower()
+    is_aws = "aws-chunked" in headers.get("content-encoding", "") or headers.get(
+        "x-amz-content-sha256", ""
+    ).startswith("STREAMING-")
+    nbytes = _length(headers.get("content-length", "0"))
+    if not is_chunked and not is_aws:
+        request.body = buffers.get(nbytes)
+        return await inbox.into(request.body)
+    body, request.trailers = await decode_chunks(inbox)
+    if is_chunked and is_aws:
+        try:
+            body, request.trailers = await decode_chunks(Inbox(ahead=body))
+        except EOFError:
+            raise BadRequest("a body that ends within a chunk") from None
+    wanted = headers.get("x-amz-decoded-content-length") if is_aws else None
+    if wanted is not None and _length(wanted) != len(body):
+        raise BadRequest(f"a body of {len(body)} bytes, not {wanted}")
+    request.body = memoryview(body)
+
+
+def _length(text: str) -> int:
+    if not text.isdecimal() or int(text) > BODY_MAX_NBYTES:
+        raise BadRequest(f"a body of {text[:40]!r} bytes")
+    return int(text)
+
+
+async def decode_chunks(inbox: Inbox) -> tuple[bytearray, dict[str, str]]:
+    """Decode a chunked body: size, data and so on, then trailers. Returns body and trailers."""
+    body = bytearray()
+    while True:
+        line = await inbox.until(b"\n")
+        try:
+            nbytes = int(line.partition(b";")[0], 16)
+        except ValueError:
+            raise BadRequest(f"no length of a chunk: {line[:40]!r}") from None
+        if not 0 <= nbytes <= BODY_MAX_NBYTES - len(body):
+            raise BadRequest("a body without an end")
+        if not nbytes:
+            break
+        chunk = bytearray(nbytes)
+        await inbox.into(memoryview(chunk))
+        body += chunk
+        if (await inbox.until(b"\n")).strip():
+            raise BadRequest("a chunk longer than it said")
+    trailers = {}
+    while line := (await inbox.until(b"\n")).strip():
+        name, _, value = line.decode("latin-1").partition(":")
+        trailers[name.strip().lower()] = value.strip()
+    return body, trailers

@@ -1,19 +1,16 @@
-"""A request, its answer, and what the log keeps of both."""
+"""Requests, which are the entries of the log, and responses."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import parse_qsl, unquote
 
-from asyncckpt.testing.objectstore.state import Content
+from tests.simulator.state import Content
 
 Kind = Literal[
     "abort_upload",
     "complete_upload",
-    "compose_object",
-    "control",
     "copy_object",
     "create_bucket",
     "create_upload",
@@ -34,32 +31,52 @@ Kind = Literal[
 ]
 """What a request does; the same word for the same thing in S3 and GCS."""
 
-WRITES: frozenset[str] = frozenset(
-    (
-        "abort_upload",
-        "complete_upload",
-        "compose_object",
-        "copy_object",
-        "create_bucket",
-        "create_upload",
-        "delete_bucket",
-        "delete_object",
-        "delete_objects",
-        "put_object",
-        "put_part",
-    )
+READS: frozenset[str] = frozenset(
+    "get_bucket get_object head_object list_buckets list_objects list_parts list_uploads "
+    "query_upload unknown".split()
 )
-"""Kinds that change something: they have the latency and the rate limit of writes."""
+"""Kinds that change nothing. All others have the latency and the rate limit of writes."""
 
 COMMITS: frozenset[str] = frozenset(
-    ("put_object", "complete_upload", "compose_object", "copy_object", "delete_object")
+    ("put_object", "complete_upload", "copy_object", "delete_object")
 )
 """Kinds that change one object."""
+
+SECRETS: frozenset[str] = frozenset(
+    ("authorization", "cookie", "x-amz-security-token", "x-goog-iam-authorization-token")
+)
+"""Headers that are not logged."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request. `body` is complete when it is handled; `stored` is what was kept of it."""
+    """One request, and its entry in the log.
+
+    Attributes:
+        method: of HTTP.
+        target: path and query as sent.
+        headers: by lower-case name, without those that carry credentials.
+        secrets: the headers that carry credentials; dropped with the response.
+        path: the decoded path.
+        query: the decoded parameters.
+        kind: what it does.
+        bucket: that it is about, or ``""``.
+        key: that it is about, or ``""``.
+        body: decoded, and complete once the request is handled; dropped with the response.
+        trailers: headers that followed a chunked body.
+        stored: what was kept of the body; dropped with the response.
+        number: of the request, from 1.
+        service: ``"s3"`` or ``"gcs"``.
+        connection: number of the connection.
+        nbytes: length of its decoded body.
+        answered_nbytes: bytes of the response's body that were handed to the kernel.
+        status: of the response; 0 without one.
+        began_s: time of its head, on the monotonic clock.
+        received_s: time of the last byte of its body; 0.0 before.
+        applied_s: time at which it took effect; 0.0 if it did not.
+        ended_s: time at which the response was sent or given up; 0.0 before.
+        faults: names of the faults that it met.
+    """
 
     method: str
     target: str
@@ -69,26 +86,48 @@ class Request:
     kind: Kind = "unknown"
     bucket: str = ""
     key: str = ""
-    body: memoryview = field(default_factory=lambda: memoryview(b""))
+    body: memoryview = field(default=memoryview(b""), repr=False)
     trailers: dict[str, str] = field(default_factory=dict)
-    stored: Content | None = None
+    stored: Content | None = field(default=None, repr=False)
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)
+    number: int = 0
+    service: str = ""
+    connection: int = 0
+    nbytes: int = 0
+    answered_nbytes: int = 0
+    status: int = 0
+    began_s: float = 0.0
+    received_s: float = 0.0
+    applied_s: float = 0.0
+    ended_s: float = 0.0
+    faults: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.target.startswith(("http://", "https://")):  # of a proxy, or within a batch
+        if self.target.startswith(("http://", "https://")):  # sent to a proxy, or in a batch
             self.target = "/" + self.target.split("/", 3)[-1]
-        raw, _, query = self.target.partition("?")
-        self.path = unquote(raw)
-        self.query = dict(parse_qsl(query, keep_blank_values=True)) if query else {}
+        self.path = unquote(self.raw_path)
+        self.query = dict(parse_qsl(self.target.partition("?")[2], keep_blank_values=True))
+        self.secrets = {name: self.headers.pop(name) for name in SECRETS & self.headers.keys()}
+
+    @property
+    def raw_path(self) -> str:
+        """The path as sent."""
+        return self.target.partition("?")[0]
 
     @property
     def is_write(self) -> bool:
         """Whether it changes something."""
-        return self.kind in WRITES
+        return self.kind not in READS
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        left_out = ("body", "secrets", "stored")
+        return {name: getattr(self, name) for name in self.__slots__ if name not in left_out}
 
 
 @dataclass(slots=True, eq=False)
 class Response:
-    """One answer. `length` is announced when it is not that of the body (an answer to HEAD)."""
+    """One response. `length` is announced where it differs from the body's (HEAD)."""
 
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
@@ -99,67 +138,3 @@ class Response:
     def nbytes(self) -> int:
         """Length of the body."""
         return sum(memoryview(piece).nbytes for piece in self.body)
-
-
-@dataclass(slots=True, eq=False)
-class Logged:
-    """What is known about a request that came.
-
-    Attributes:
-        number: of the request, from 1.
-        service: ``"s3"``, ``"gcs"`` or ``"control"``.
-        method: of HTTP.
-        kind: what it does; see `Kind`.
-        bucket: that it is about, or ``""``.
-        key: that it is about, or ``""``.
-        query: its parameters.
-        headers: lower-case names; without those that carry credentials.
-        nbytes: length of its body as decoded.
-        answered_nbytes: length of the body of the answer that was handed to the kernel.
-        status: of the answer; 0 if there was none.
-        began_s: time of its head, on the monotonic clock.
-        received_s: time of the last byte of its body; 0.0 before.
-        applied_s: time at which it took effect; 0.0 if it did not.
-        ended_s: time at which the answer was sent or given up; 0.0 before.
-        connection: number of the connection.
-        faults: names of the faults that it met.
-    """
-
-    number: int
-    service: str
-    method: str
-    kind: Kind
-    bucket: str
-    key: str
-    query: Mapping[str, str]
-    headers: Mapping[str, str]
-    connection: int
-    began_s: float
-    nbytes: int = 0
-    answered_nbytes: int = 0
-    status: int = 0
-    received_s: float = 0.0
-    applied_s: float = 0.0
-    ended_s: float = 0.0
-    faults: tuple[str, ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {name: getattr(self, name) for name in self.__slots__} | {
-            "query": dict(self.query),
-            "headers": dict(self.headers),
-        }
-
-
-Handler = Callable[[Request], Awaitable[Response]]
-"""Answers requests of one kind."""
-
-SECRETS: frozenset[str] = frozenset(
-    ("authorization", "cookie", "x-amz-security-token", "x-goog-iam-authorization-token")
-)
-"""Headers that are not logged."""
-
-
-def without_secrets(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """The headers that carry no credentials."""
-    return {name: value for name, value in headers if name not in SECRETS}

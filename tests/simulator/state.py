@@ -1,6 +1,7 @@
-"""Buckets, objects and uploads in memory. Nothing here waits or knows a protocol."""
+"""Buckets, objects and uploads in memory, without waiting and without a protocol."""
 
-# Rule 1: a change is one call under the lock, with its precondition; of two, one is first.
+# Rule 1: a change is one call under the lock together with its precondition, so that of two
+#   conditional writes that race exactly one succeeds.
 # Rule 2: contents are never copied or changed; an overwritten one is freed with its last reader.
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from typing import NamedTuple
 LAST = "\U0010ffff"
 """Above every character of a key."""
 
+KEY_MAX_NBYTES = 1024
+"""Both services refuse longer keys, counted in UTF-8."""
+
 
 class Refused(Exception):
-    """The state does not allow the operation; `code` is the name that S3 has for the reason."""
+    """The service refuses the request; `code` is S3's name for the reason."""
 
     def __init__(self, code: str, detail: str = "", **fields: str) -> None:
         super().__init__(f"{code}: {detail}" if detail else code)
@@ -39,11 +43,11 @@ class Content:
 
     @classmethod
     def joined(cls, contents: Sequence[Content]) -> Content:
-        """The contents one after the other, without a copy."""
+        """Join contents without a copy."""
         return cls(*(segment for content in contents for segment in content.segments))
 
     def slices(self, start: int, stop: int) -> Iterator[memoryview]:
-        """Views of the bytes from `start` to `stop`."""
+        """Iterate over views of the bytes from `start` to `stop`."""
         for segment in self.segments:
             if start < segment.nbytes and stop > 0 and start < stop:
                 yield segment[max(start, 0) : stop]
@@ -51,11 +55,11 @@ class Content:
             stop -= segment.nbytes
 
     def tobytes(self) -> bytes:
-        """A copy of all bytes."""
+        """Copy all bytes."""
         return b"".join(self.segments)
 
     def flip(self, offset: int) -> None:
-        """The lowest bit of one byte is changed; the offset is taken modulo the length."""
+        """Change the lowest bit of one byte; the offset is taken modulo the length."""
         at = offset % self.nbytes if self.nbytes else 0
         for segment in self.segments:
             if at < segment.nbytes:
@@ -66,24 +70,24 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """What is known about some contents.
+    """Known digests of some contents.
 
     Attributes:
         etag: without quotes.
-        md5: digest, where it was computed.
-        crc32c: value, where it was computed.
-        checksums: what the client sent or asked for, by algorithm, in base64.
+        md5: in base64, where it was computed.
+        crc32c: in base64, where it was computed.
+        checksums: those that the client sent, by algorithm, in base64.
     """
 
     etag: str
-    md5: bytes | None = None
-    crc32c: int | None = None
+    md5: str | None = None
+    crc32c: str | None = None
     checksums: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Precondition:
-    """What must hold at the moment of a change.
+    """A condition on an object at the moment of a change.
 
     Attributes:
         absent: no object has the key.
@@ -98,7 +102,7 @@ class Precondition:
     generation_not: int | None = None
 
     def check(self, found: StoredObject | None) -> None:
-        """Raise `Refused` unless it holds of `found`."""
+        """Raise `Refused` unless the condition holds of `found`."""
         generation = 0 if found is None else found.generation
         if self.absent and found is not None:
             raise Refused("PreconditionFailed", Condition="If-None-Match")
@@ -107,27 +111,24 @@ class Precondition:
                 raise Refused("NoSuchKey")
             if self.etag != "*" and self.etag.strip('"') != found.digests.etag:
                 raise Refused("PreconditionFailed", Condition="If-Match")
-        if self.generation is not None and self.generation != generation:
-            raise Refused("PreconditionFailed")
-        if self.generation_not is not None and self.generation_not == generation:
+        if self.generation not in (None, generation) or self.generation_not == generation:
             raise Refused("PreconditionFailed")
 
 
 NO_CONDITION = Precondition()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class StoredObject:
-    """One version of an object."""
+    """One version of an object; generation and time are set when it is stored."""
 
     key: str
     content: Content
     digests: Digests
-    generation: int
-    modified_s: float
     content_type: str = "binary/octet-stream"
     metadata: dict[str, str] = field(default_factory=dict)
-    parts: int = 0
+    generation: int = 0
+    modified_s: float = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -145,7 +146,7 @@ class Part(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Upload:
-    """A multipart or resumable upload that is open."""
+    """An open multipart or resumable upload."""
 
     id: str
     bucket: str
@@ -154,6 +155,7 @@ class Upload:
     content_type: str = "binary/octet-stream"
     metadata: dict[str, str] = field(default_factory=dict)
     algorithm: str | None = None
+    full_checksum: bool = False
     condition: Precondition = NO_CONDITION
     parts: dict[int, Part] = field(default_factory=dict)
     chunks: list[Content] = field(default_factory=list)
@@ -161,9 +163,8 @@ class Upload:
     @property
     def nbytes(self) -> int:
         """Bytes that are stored for it."""
-        return sum(part.content.nbytes for part in self.parts.values()) + sum(
-            chunk.nbytes for chunk in self.chunks
-        )
+        contents = [part.content for part in self.parts.values()] + self.chunks
+        return sum(content.nbytes for content in contents)
 
 
 class Bucket:
@@ -175,19 +176,6 @@ class Bucket:
         self.created_s = time.time()
         self.objects: dict[str, StoredObject] = {}
         self.keys: list[str] = []
-
-    def put(self, item: StoredObject) -> None:
-        """The object is there, in place of one with its key."""
-        if item.key not in self.objects:
-            bisect.insort(self.keys, item.key)
-        self.objects[item.key] = item
-
-    def remove(self, key: str) -> StoredObject | None:
-        """No object has the key; returns the one that had."""
-        item = self.objects.pop(key, None)
-        if item is not None:
-            del self.keys[bisect.bisect_left(self.keys, key)]
-        return item
 
 
 class Page(NamedTuple):
@@ -209,12 +197,12 @@ class State:
         self._generation = 0
 
     def next_generation(self) -> int:
-        """Microseconds since 1970, as in GCS, and never the same number twice."""
+        """Return microseconds since 1970, as GCS does, and never the same number twice."""
         self._generation = max(self._generation + 1, time.time_ns() // 1000)
         return self._generation
 
     def create_bucket(self, name: str, region: str | None = None) -> Bucket:
-        """The bucket is there, and empty. Raises `Refused`: it was there before."""
+        """Create an empty bucket. Raises `Refused` if it exists."""
         with self._lock:
             if name in self.buckets:
                 raise Refused("BucketAlreadyOwnedByYou", BucketName=name)
@@ -222,61 +210,60 @@ class State:
             return bucket
 
     def delete_bucket(self, name: str) -> None:
-        """The bucket is gone. Raises `Refused`: it holds something, or was not there."""
+        """Delete an empty bucket. Raises `Refused` if it does not exist or is not empty."""
         with self._lock:
             if self.bucket(name).objects:
                 raise Refused("BucketNotEmpty", BucketName=name)
             del self.buckets[name]
 
     def bucket(self, name: str) -> Bucket:
-        """The bucket. Raises `Refused`: there is none."""
+        """Return the bucket. Raises `Refused` if it does not exist."""
         bucket = self.buckets.get(name)
         if bucket is None:
             raise Refused("NoSuchBucket", BucketName=name)
         return bucket
 
     def get(self, bucket: str, key: str) -> StoredObject:
-        """The object. Raises `Refused`: there is none."""
+        """Return the object. Raises `Refused` if it does not exist."""
         item = self.bucket(bucket).objects.get(key)
         if item is None:
+            _check_key(key)
             raise Refused("NoSuchKey", Key=key)
         return item
 
     def put(
         self,
         bucket: str,
-        key: str,
-        content: Content,
-        digests: Digests,
-        *,
+        item: StoredObject,
         condition: Precondition = NO_CONDITION,
-        content_type: str = "binary/octet-stream",
-        metadata: dict[str, str] | None = None,
+        ending: Upload | None = None,
     ) -> StoredObject:
-        """The object is `content`."""
+        """Create or replace an object, and close its upload; a failed condition keeps that open."""
         with self._lock:
             target = self.bucket(bucket)
-            condition.check(target.objects.get(key))
-            item = StoredObject(
-                key,
-                content,
-                digests,
-                self.next_generation(),
-                time.time(),
-                content_type,
-                metadata or {},
-            )
-            target.put(item)
+            _check_key(item.key)
+            if ending is not None and ending.id not in self.uploads:
+                raise Refused("NoSuchUpload", UploadId=ending.id)
+            condition.check(target.objects.get(item.key))
+            item.generation, item.modified_s = self.next_generation(), time.time()
+            if item.key not in target.objects:
+                bisect.insort(target.keys, item.key)
+            target.objects[item.key] = item
+            if ending is not None:
+                del self.uploads[ending.id]
             return item
 
     def delete(
         self, bucket: str, key: str, condition: Precondition = NO_CONDITION
     ) -> StoredObject | None:
-        """No object has the key; returns the one that had."""
+        """Delete the object, and return it if it existed."""
         with self._lock:
             target = self.bucket(bucket)
             condition.check(target.objects.get(key))
-            return target.remove(key)
+            item = target.objects.pop(key, None)
+            if item is not None:
+                del target.keys[bisect.bisect_left(target.keys, key)]
+            return item
 
     def list(
         self,
@@ -289,74 +276,52 @@ class State:
         end: str = "",
         limit: int,
     ) -> Page:
-        """At most `limit` objects and common prefixes behind `after`, in order.
+        """List at most `limit` objects and common prefixes behind `after`, in order.
 
-        Keys are from `start` on and before `end`; empty ones do not limit.
+        Keys are from `start` on and before `end`; empty strings do not limit.
         """
         with self._lock:
             return _page(self.bucket(bucket), prefix, delimiter, after, start, end, limit)
 
     def begin_upload(self, upload: Upload) -> Upload:
-        """The upload is open."""
+        """Open the upload."""
         with self._lock:
             self.bucket(upload.bucket)
+            _check_key(upload.key)
             self.uploads[upload.id] = upload
             return upload
 
     def new_upload_id(self) -> str:
-        """Unlike every other, and not to be guessed from the number of uploads."""
+        """Return a unique id; ids are in the order of their uploads, but cannot be guessed."""
         number = next(self._numbers)
-        return hashlib.sha256(b"%d %d" % (number, time.time_ns())).hexdigest()[:40]
+        secret = hashlib.sha256(b"%d %d" % (number, time.time_ns())).hexdigest()
+        return f"{number:08x}{secret[:32]}"
 
     def upload(self, bucket: str, key: str | None, upload_id: str) -> Upload:
-        """The open upload; of any key if that is None. Raises `Refused`: there is none."""
+        """Return the open upload, of any key if that is None. Raises `Refused`."""
         self.bucket(bucket)
         upload = self.uploads.get(upload_id)
         if upload is None or upload.bucket != bucket or key not in (None, upload.key):
             raise Refused("NoSuchUpload", UploadId=upload_id)
         return upload
 
-    def end_upload(
-        self,
-        upload: Upload,
-        content: Content,
-        digests: Digests,
-        *,
-        condition: Precondition = NO_CONDITION,
-        parts: int = 0,
-    ) -> StoredObject:
-        """The object is `content` and the upload is no more; a failed condition keeps it open."""
-        with self._lock:
-            target = self.bucket(upload.bucket)
-            if upload.id not in self.uploads:
-                raise Refused("NoSuchUpload", UploadId=upload.id)
-            condition.check(target.objects.get(upload.key))
-            item = StoredObject(
-                upload.key,
-                content,
-                digests,
-                self.next_generation(),
-                time.time(),
-                upload.content_type,
-                upload.metadata,
-                parts,
-            )
-            target.put(item)
-            del self.uploads[upload.id]
-            return item
-
     def abort_upload(self, upload: Upload) -> None:
-        """The upload and its parts are gone."""
+        """Drop the upload and its parts."""
         with self._lock:
             self.uploads.pop(upload.id, None)
 
     def clear(self) -> None:
-        """Buckets are empty, no upload is open."""
+        """Empty all buckets and drop all uploads."""
         with self._lock:
             for bucket in self.buckets.values():
                 bucket.objects.clear()
                 bucket.keys.clear()
             self.uploads.clear()
+
+
+def _check_key(key: str) -> None:
+    if len(key.encode()) > KEY_MAX_NBYTES:
+        raise Refused("KeyTooLongError", MaxSizeAllowed=str(KEY_MAX_NBYTES))
 
 
 def _page(

@@ -13,8 +13,8 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 from s3fs import S3FileSystem
 
-from asyncckpt.testing.objectstore import Credentials, Simulator, simulator
-from tests.testing.objectstore.asking import ask
+from tests.simulator import Credentials, Simulator, simulator
+from tests.simulator_tests.asking import ask
 
 KEYS = ("plain", "a/b c", "ü/&+%=?#", "~.-_!*'()")
 CREDENTIALS = Credentials(expired_tokens=frozenset(["old"]))

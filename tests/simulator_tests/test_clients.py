@@ -17,7 +17,7 @@ from gcsfs import GCSFileSystem
 from obstore.exceptions import AlreadyExistsError
 from s3fs import S3FileSystem
 
-from asyncckpt.testing.objectstore import Simulator, simulator
+from tests.simulator import Simulator, simulator
 
 MIB = 1024**2
 OFF = {"asynchronous": True, "skip_instance_cache": True, "use_listings_cache": False}

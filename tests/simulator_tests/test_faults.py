@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from asyncckpt.testing.objectstore import Fault, Gate, Request, Simulator, simulator
-from tests.testing.objectstore.asking import Answer, ask
+from tests.simulator import Fault, Gate, Request, Simulator, simulator
+from tests.simulator_tests.asking import Answer, ask
 
 LOST = (ConnectionError, http.client.HTTPException)
 
@@ -277,7 +277,7 @@ def test_requests_are_counted_as_the_fault_sees_them(sim: Simulator) -> None:
 
 
 def test_a_fault_before_the_body_cannot_be_applied() -> None:
-    with pytest.raises(ValueError, match="does not take effect"):
+    with pytest.raises(ValueError, match="an early fault is not applied"):
         Fault(early=True, applied=True, reset=True)
 
 

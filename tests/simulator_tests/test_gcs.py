@@ -10,8 +10,8 @@ from urllib.parse import quote, urlsplit
 import pytest
 
 from asyncckpt.format.crc import crc32c
-from asyncckpt.testing.objectstore import Fault, Simulator, simulator
-from tests.testing.objectstore.asking import Answer, ask
+from tests.simulator import Fault, Simulator, simulator
+from tests.simulator_tests.asking import Answer, ask
 
 KIB = 1024
 OBJECTS = "/storage/v1/b/bucket/o"
@@ -219,35 +219,64 @@ def test_a_batch_deletes_and_says_what_came_of_each(sim: Simulator) -> None:
     assert sim.objects() == {}
 
 
-def test_objects_are_copied_and_composed(sim: Simulator) -> None:
+def test_a_batch_has_at_most_100_requests(sim: Simulator) -> None:
+    insert(sim, "a", b"x")
+    asked = f"\n--==\nContent-Type: application/http\n\nDELETE {OBJECTS}/a HTTP/1.1\n"
+    kind = {"Content-Type": 'multipart/mixed; boundary="=="'}
+    body = f"{asked * 101}\n--==--".encode()
+    assert ask(sim.gcs_endpoint, "POST", "/batch/storage/v1", body, kind).status == 400
+    assert sim.objects() == {"a": b"x"}
+
+
+@pytest.mark.parametrize("query", ["ifMetagenerationMatch=7", "ifSomethingNew=1"])
+def test_a_condition_that_is_not_simulated_is_refused(sim: Simulator, query: str) -> None:
+    insert(sim, "a", b"x")
+    for method in ("DELETE", "GET"):
+        answer = ask(sim.gcs_endpoint, method, f"{OBJECTS}/a?{query}")
+        assert (answer.status, reason(answer)) == (501, "notImplemented")
+    assert ask(sim.gcs_endpoint, "DELETE", f"{OBJECTS}/a/acl/allUsers").status == 405
+    assert sim.objects() == {"a": b"x"}
+
+
+def test_an_object_is_copied(sim: Simulator) -> None:
     insert(sim, "a", b"one")
-    insert(sim, "b", b"two")
     target = f"{OBJECTS}/a/rewriteTo/b/bucket/o/c%2Fd"
     assert ask(sim.gcs_endpoint, "POST", target).json["done"] is True
-    asked = {"sourceObjects": [{"name": "a"}, {"name": "b"}]}
-    composed = ask(
-        sim.gcs_endpoint, "POST", f"{OBJECTS}/e/compose", json.dumps(asked).encode()
-    ).json
-    assert (composed["crc32c"], "md5Hash" in composed) == (crc(b"onetwo"), False)
-    assert sim.objects() == {"a": b"one", "b": b"two", "c/d": b"one", "e": b"onetwo"}
+    assert sim.objects() == {"a": b"one", "c/d": b"one"}
     assert ask(sim.gcs_endpoint, "POST", f"{OBJECTS}/z/rewriteTo/b/bucket/o/y").status == 404
 
 
-def test_buckets_are_made_shown_and_removed(sim: Simulator) -> None:
-    made = ask(sim.gcs_endpoint, "POST", "/storage/v1/b?project=p", b'{"name": "new"}')
-    assert made.json["name"] == "new"
-    assert ask(sim.gcs_endpoint, "POST", "/storage/v1/b", b'{"name": "new"}').status == 409
-    names = [b["name"] for b in ask(sim.gcs_endpoint, "GET", "/storage/v1/b").json["items"]]
-    assert names == ["bucket", "new"]
-    assert ask(sim.gcs_endpoint, "DELETE", "/storage/v1/b/new").status == 204
-    assert ask(sim.gcs_endpoint, "GET", "/storage/v1/b/new").status == 404
-    assert ask(sim.gcs_endpoint, "PATCH", "/storage/v1/b/bucket", b"{}").status == 405
+@pytest.mark.parametrize("verb", ["rewriteTo", "copyTo"])
+def test_a_copy_obeys_the_generations_of_source_and_target(sim: Simulator, verb: str) -> None:
+    source = insert(sim, "a", b"new").json["generation"]
+    target = insert(sim, "b", b"old").json["generation"]
+    where = f"{OBJECTS}/a/{verb}/b/bucket/o/b"
+    for query in (
+        f"ifGenerationMatch={source}",
+        "ifGenerationMatch=0",
+        f"ifSourceGenerationMatch={target}",
+    ):
+        refused = ask(sim.gcs_endpoint, "POST", f"{where}?{query}")
+        assert (refused.status, reason(refused)) == (412, "conditionNotMet")
+    assert ask(sim.gcs_endpoint, "POST", f"{where}?sourceGeneration={target}").status == 404
+    assert sim.objects() == {"a": b"new", "b": b"old"}
+    query = f"ifGenerationMatch={target}&ifSourceGenerationMatch={source}"
+    assert ask(sim.gcs_endpoint, "POST", f"{where}?{query}").status == 200
+    assert sim.objects() == {"a": b"new", "b": b"new"}
+
+
+def test_a_bucket_is_described_and_never_changed(sim: Simulator) -> None:
+    assert ask(sim.gcs_endpoint, "GET", "/storage/v1/b/bucket").json["name"] == "bucket"
+    assert ask(sim.gcs_endpoint, "GET", "/storage/v1/b/none").status == 404
+    for method, target in (("DELETE", "/bucket"), ("PATCH", "/bucket"), ("POST", "?project=p")):
+        assert ask(sim.gcs_endpoint, method, f"/storage/v1/b{target}", b"{}").status == 405
+    assert list(sim.buckets) == ["bucket"]
 
 
 @pytest.mark.parametrize(
     ("method", "target", "body"),
     [
-        ("POST", "/storage/v1/b", b"no json"),
+        ("POST", f"{UPLOADS}?uploadType=resumable", b"no json"),
         ("POST", f"{UPLOADS}?uploadType=multipart&name=a", b"no parts"),
         ("POST", f"{UPLOADS}?uploadType=media&name=a&ifGenerationMatch=no", b""),
         ("GET", f"{OBJECTS}?maxResults=no", b""),

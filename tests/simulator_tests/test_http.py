@@ -15,12 +15,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncckpt.testing.objectstore import Fault, Simulator, simulator
-from asyncckpt.testing.objectstore import http as protocol
-from asyncckpt.testing.objectstore import running as running_module
-from asyncckpt.testing.objectstore.buffers import CLASS_NBYTES, Buffers
-from asyncckpt.testing.objectstore.http import BadRequest, Body, ChunkDecoder, parse_head
-from tests.testing.objectstore.asking import ask
+from tests.simulator import Fault, Simulator, simulator
+from tests.simulator import http as protocol
+from tests.simulator import running as running_module
+from tests.simulator.http import (
+    REUSED_NBYTES,
+    BadRequest,
+    Buffers,
+    Inbox,
+    decode_chunks,
+    parse_head,
+    receive_body,
+)
+from tests.simulator_tests.asking import ask
 
 MIB = 1024**2
 
@@ -37,9 +44,9 @@ def sim(running: Simulator) -> Simulator:
     return running
 
 
-def talk(sim: Simulator, *pieces: bytes, end: bytes) -> bytes:
-    """What the server says to these pieces, up to and with `end`."""
-    parts = urlsplit(sim.s3_endpoint)
+def talk(endpoint: str, *pieces: bytes, end: bytes) -> bytes:
+    """Send these pieces, and return the response up to and with `end`."""
+    parts = urlsplit(endpoint)
     with socket.create_connection((parts.hostname or "", parts.port or 0), 10) as client:
         for piece in pieces:
             client.sendall(piece)
@@ -69,7 +76,7 @@ def test_one_connection_serves_many_requests(sim: Simulator) -> None:
     one = b"PUT /bucket/a HTTP/1.1\r\nContent-Length: 3\r\n\r\none"
     two = b"PUT /bucket/b HTTP/1.1\r\nContent-Length: 0\r\n\r\n"
     three = b"GET /bucket/a HTTP/1.1\r\nConnection: close\r\n\r\n"
-    said = talk(sim, one + two + three, end=b"one")
+    said = talk(sim.s3_endpoint, one + two + three, end=b"one")
     assert said.count(b"HTTP/1.1 200 OK") == 3
     assert said.count(b"keep-alive") == 2
     assert sim.objects() == {"a": b"one", "b": b""}
@@ -79,14 +86,14 @@ def test_one_connection_serves_many_requests(sim: Simulator) -> None:
 def test_a_request_may_come_byte_by_byte(sim: Simulator) -> None:
     text = b"PUT /bucket/a HTTP/1.1\r\nContent-Length: 3\r\n\r\none"
     pieces = [text[at : at + 1] for at in range(len(text))]
-    assert b"200 OK" in talk(sim, *pieces, end=b"\r\n\r\n")
+    assert b"200 OK" in talk(sim.s3_endpoint, *pieces, end=b"\r\n\r\n")
     assert sim.objects() == {"a": b"one"}
 
 
 def test_a_client_that_asks_is_told_to_go_on(sim: Simulator) -> None:
     head = b"PUT /bucket/a HTTP/1.1\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\n"
-    assert talk(sim, head, end=b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-    assert b"200 OK" in talk(sim, head, b"one", end=b"keep-alive\r\n\r\n")
+    assert talk(sim.s3_endpoint, head, end=b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    assert b"200 OK" in talk(sim.s3_endpoint, head, b"one", end=b"keep-alive\r\n\r\n")
     assert sim.objects() == {"a": b"one"}
 
 
@@ -108,7 +115,7 @@ def test_aws_chunks_are_decoded_and_their_trailers_checked(
         else:
             head += f"Content-Length: {len(body)}\r\n\r\n"
         again = b"GET /bucket/a HTTP/1.1\r\nX-Amz-Checksum-Mode: ENABLED\r\n\r\n"
-        said = talk(sim, head.encode(), body + again, end=data[-300:])
+        said = talk(sim.s3_endpoint, head.encode(), body + again, end=data[-300:])
         assert said.startswith(f"HTTP/1.1 {status} ".encode())
         assert (b"BadDigest" in said) == (status == 400)
         assert said.endswith(data)
@@ -118,8 +125,11 @@ def test_aws_chunks_are_decoded_and_their_trailers_checked(
 def test_chunked_bodies_of_unknown_length_are_received(sim: Simulator) -> None:
     data = bytes(300_000)
     head = b"PUT /bucket/a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
-    assert b"200 OK" in talk(sim, head, aws_chunks(data, 7000), end=b"keep-alive\r\n\r\n")
-    assert sim.objects() == {"a": data}
+    body = aws_chunks(data, 7000)
+    for endpoint in (sim.s3_endpoint, sim.gcs_endpoint):
+        sim.clear()
+        assert b"200 OK" in talk(endpoint, head, body, end=b"keep-alive\r\n\r\n")
+        assert sim.objects() == {"a": data}
 
 
 @pytest.mark.parametrize(
@@ -138,7 +148,7 @@ def test_chunked_bodies_of_unknown_length_are_received(sim: Simulator) -> None:
     ],
 )
 def test_what_is_no_request_is_refused(sim: Simulator, text: bytes) -> None:
-    said = talk(sim, text, end=b"close\r\n\r\n")
+    said = talk(sim.s3_endpoint, text, end=b"close\r\n\r\n")
     assert said.startswith(b"HTTP/1.1 400 ")
     assert sim.objects() == {}
     assert ask(sim.s3_endpoint, "GET", "/bucket").status == 200
@@ -149,40 +159,56 @@ def test_chunks_are_decoded_however_they_are_cut(
     data: bytes, chunk_nbytes: int, cuts: list[int]
 ) -> None:
     text = aws_chunks(data, chunk_nbytes, "a: b\r") + b"GET"
-    found = bytearray()
-    decoder = ChunkDecoder(found.extend)
-    at = 0
-    for cut in [*cuts, len(text)]:
-        taken = decoder.feed(memoryview(text)[at : at + cut])
-        at += taken
-        if decoder.ended:
-            break
-    assert (bytes(found), text[at:], decoder.trailers) == (data, b"GET", {"a": "b"})
+
+    async def decode() -> tuple[bytes, dict[str, str], bytes]:
+        pieces = iter(cuts)
+        at = 0
+
+        def receive() -> None:
+            nonlocal at
+            room = inbox.room()
+            taken = text[at : at + min(next(pieces, len(text)), len(room))]
+            room[: len(taken)] = taken
+            at += len(taken)
+            inbox.received(len(taken))
+
+        def resume() -> None:
+            loop.call_soon(receive)
+
+        inbox = Inbox(resume)
+        loop = asyncio.get_running_loop()
+        body, trailers = await decode_chunks(inbox)
+        rest = bytearray(3)
+        await inbox.into(memoryview(rest))
+        return bytes(body), trailers, bytes(rest)
+
+    assert asyncio.run(decode()) == (data, {"a": "b"}, b"GET")
 
 
-def test_a_body_of_known_length_is_received_where_it_stays() -> None:
+async def test_a_body_of_known_length_is_received_where_it_stays() -> None:
     request = parse_head(b"PUT /b/k HTTP/1.1\r\nContent-Length: 4")
-    body = Body(request, Buffers(0))
-    direct = body.direct
-    assert direct is not None
-    direct[:4] = b"body"
-    body.position += 4
-    assert body.complete
+    inbox = Inbox(lambda: None, b"b")
+    task = asyncio.ensure_future(receive_body(inbox, request, Buffers(0)))
+    await asyncio.sleep(0)
+    inbox.room()[:3] = b"ody"
     assert bytes(request.body) == b"body"
+    inbox.received(3)
+    await task
 
 
-def test_a_body_that_is_longer_than_it_said_is_refused() -> None:
+@pytest.mark.parametrize("nbytes", [2, 4])
+async def test_a_body_of_another_length_than_it_said_is_refused(nbytes: int) -> None:
     text = "PUT /b/k HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Encoding: aws-chunked"
-    request = parse_head(f"{text}\r\nX-Amz-Decoded-Content-Length: 2".encode())
-    body = Body(request, Buffers(0))
-    with pytest.raises(BadRequest, match="longer than it said"):
-        body.feed(memoryview(aws_chunks(aws_chunks(b"abc", 10), 100)))
+    request = parse_head(f"{text}\r\nX-Amz-Decoded-Content-Length: {nbytes}".encode())
+    inbox = Inbox(ahead=aws_chunks(aws_chunks(b"abc", 10), 100))
+    with pytest.raises(BadRequest, match=f"a body of 3 bytes, not {nbytes}"):
+        await receive_body(inbox, request, Buffers(0))
 
 
 def test_room_of_objects_that_are_gone_is_used_again() -> None:
     buffers = Buffers(spare_max_nbytes=3 * MIB)
-    first = buffers.get(CLASS_NBYTES + 5)
-    assert (first.nbytes, buffers.spare_nbytes) == (CLASS_NBYTES + 5, 0)
+    first = buffers.get(REUSED_NBYTES + 5)
+    assert (first.nbytes, buffers.spare_nbytes) == (REUSED_NBYTES + 5, 0)
     part = first[10:20]
     del first
     assert buffers.spare_nbytes == 0, "somebody still looks at it"

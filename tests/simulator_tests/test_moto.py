@@ -15,8 +15,8 @@ import pytest
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
-from asyncckpt.testing.objectstore import Simulator, simulator
 from tests.moto_s3 import moto_server
+from tests.simulator import Simulator, simulator
 
 MIB = 1024**2
 BUCKET = "bkt"

@@ -9,22 +9,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from urllib.error import HTTPError, URLError
 
 import pytest
 
-from asyncckpt.testing.objectstore import S3, SimulatorProcess, simulator_process
-from asyncckpt.testing.objectstore.__main__ import parser
-from asyncckpt.testing.objectstore.process import arguments
-from asyncckpt.testing.objectstore.profiles import with_overrides
-from tests.testing.objectstore.asking import ask
+from tests.simulator import S3, SimulatorProcess, simulator_process
+from tests.simulator.__main__ import options_of
+from tests.simulator.process import arguments
+from tests.simulator_tests.asking import ask
 
-COMMAND = [sys.executable, "-m", "asyncckpt.testing.objectstore"]
+COMMAND = [sys.executable, "-m", "tests.simulator"]
 
 
 @pytest.fixture(scope="module")
 def sim() -> Iterator[SimulatorProcess]:
-    with simulator_process(bucket=["one", "two"], part_min_nbytes=0) as running:
+    with simulator_process(buckets=["one", "two"], part_min_nbytes=0) as running:
         yield running
 
 
@@ -53,7 +51,7 @@ def test_faults_are_set_from_outside(sim: SimulatorProcess) -> None:
     statuses = [ask(sim.s3_endpoint, "PUT", "/one/a", b"x").status for _ in range(3)]
     assert statuses == [200, 503, 200]
     sim.set_faults([])
-    with pytest.raises(HTTPError, match="400"):
+    with pytest.raises(ValueError, match="not a plain value of a fault: hook"):
         sim.set_faults([{"hook": "os.abort"}])
 
 
@@ -61,7 +59,7 @@ def test_it_ends_with_its_block() -> None:
     with simulator_process(replace(S3, seed=4), region="eu-west-1") as sim:
         assert sim.region == "eu-west-1"
         assert sim.stats()["requests"] == 0
-    with pytest.raises(URLError):
+    with pytest.raises(ValueError, match="closed"):
         sim.stats()
     with pytest.raises(ProcessLookupError):
         os.kill(sim.pid, 0)
@@ -72,19 +70,17 @@ def test_it_ends_with_a_failure_where_it_cannot_begin() -> None:
         raise AssertionError("it must not begin")
 
 
-def test_arguments_make_the_same_profile() -> None:
+def test_arguments_make_the_same_simulator() -> None:
     profile = replace(S3, name="mine", seed=9, get_bandwidth=None)
-    options = parser().parse_args(arguments(profile, {"keep_log": False, "bucket": ["a", "b"]}))
-    overrides = dict(text.partition("=")[::2] for text in options.set)
-    assert with_overrides(S3, overrides) == profile
-    assert (options.keep_log, options.bucket, options.verify_checksums) == (False, ["a", "b"], True)
+    given = options_of(arguments(profile, {"keep_log": False, "buckets": ["a", "b"]}))
+    assert (given["profile"], given["keep_log"], given["buckets"]) == (profile, False, ["a", "b"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_serves_until_it_is_interrupted(number: signal.Signals) -> None:
-    with subprocess.Popen([*COMMAND, "--set", "put_latency_s=0.01"], stdout=-1) as process:
+    with subprocess.Popen([*COMMAND, "put_latency_s=0.01"], stdout=-1) as process:
         assert process.stdout is not None
         endpoints = json.loads(process.stdout.readline())
-        assert ask(endpoints["s3"], "PUT", "/bucket/a", b"x").status == 200
+        assert ask(endpoints[0], "PUT", "/bucket/a", b"x").status == 200
         process.send_signal(number)
         assert process.wait(30) == 0

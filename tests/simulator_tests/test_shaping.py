@@ -8,12 +8,18 @@ from dataclasses import replace
 
 import pytest
 
-from asyncckpt.testing.objectstore import GCS, LOOPBACK, S3, Profile, Request, simulator
-from asyncckpt.testing.objectstore import http as protocol
-from asyncckpt.testing.objectstore.profiles import profile_of, with_overrides
-from asyncckpt.testing.objectstore.requests import Kind
-from asyncckpt.testing.objectstore.shaping import UNSHAPED, Shape, Shaper, TokenBucket
-from tests.testing.objectstore.asking import ask
+from tests.simulator import GCS, LOOPBACK, S3, Profile, Request, simulator
+from tests.simulator import http as protocol
+from tests.simulator.profiles import (
+    UNSHAPED,
+    Shape,
+    Shaper,
+    TokenBucket,
+    profile_of,
+    with_overrides,
+)
+from tests.simulator.requests import Kind
+from tests.simulator_tests.asking import ask
 
 MIB = 1024**2
 DRAWS = 4000
@@ -135,12 +141,12 @@ def test_a_connection_has_its_bandwidth(kernel: bool, monkeypatch: pytest.Monkey
         assert 4.19 / 16 * 0.8 < get_s < 5.0
 
 
-def test_profiles_are_found_by_name_and_changed_by_text() -> None:
+def test_profiles_are_found_by_name_and_changed() -> None:
     assert profile_of("s3") is S3
     assert profile_of(GCS) is GCS
-    changed = with_overrides(S3, {"put_latency_s": "0.5", "get_bandwidth": "none", "seed": "3"})
+    changed = with_overrides(S3, {"put_latency_s": 0.5, "get_bandwidth": None, "seed": 3})
     assert changed == replace(S3, put_latency_s=0.5, get_bandwidth=None, seed=3)
     with pytest.raises(ValueError, match="no profile 'azure'; there are gcs, loopback, s3"):
         profile_of("azure")
     with pytest.raises(ValueError, match="a profile has no 'latency'"):
-        with_overrides(S3, {"latency": "1"})
+        with_overrides(S3, {"latency": 1})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncckpt.testing.objectstore.state import Content, Digests, State
+from tests.simulator.state import Content, Digests, State, StoredObject
 
 NAMES = st.text("ab/-", min_size=1, max_size=6)
 
@@ -45,7 +45,7 @@ def test_pages_hold_every_key_and_prefix_once_and_in_order(
     state = State()
     state.create_bucket("bucket")
     for key in keys:
-        state.put("bucket", key, Content(b"x"), Digests("e"))
+        state.put("bucket", StoredObject(key, Content(b"x"), Digests("e")))
     for key in deleted:
         state.delete("bucket", key)
     found: list[str] = []

@@ -100,7 +100,7 @@ def test_functions_in_an_equinox_module_are_named_and_filtered_ones_come_from_li
     tmp_path: Path,
 ) -> None:
     model, _ = jax_runs.classifier(0)
-    with pytest.raises(asyncckpt.UnsupportedLeafError, match=r"^mlp/activation: .*code is not"):
+    with pytest.raises(asyncckpt.UnsupportedLeafError, match=r"mlp/activation: .*code is not"):
         blocking.save(tmp_path / "whole", model)
     arrays = eqx.filter(model, eqx.is_array)
     blocking.save(tmp_path / "arrays", arrays)

@@ -20,8 +20,8 @@ import numpy as np
 
 from asyncckpt.errors import AsyncCheckpointError, SaveError
 from asyncckpt.flow.threads import Workers
-from asyncckpt.stores import posix
-from asyncckpt.stores.local import LocalStore
+from asyncckpt.stores.local import posix
+from asyncckpt.stores.local.store import LocalStore
 
 REPOSITORY = Path(__file__).parents[2]
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import inspect
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -16,13 +16,16 @@ import pytest
 
 import asyncckpt
 from asyncckpt import blocking
-from asyncckpt.checkpointer.tuning import Tuning
 from asyncckpt.errors import StoreError, UsageError
+from asyncckpt.flow.threads import Workers
 from asyncckpt.options import GIB, KIB, MIB
-from asyncckpt.planning.tuning import GridPoint
 from asyncckpt.reports import Progress
-from asyncckpt.stores.objects.policy import HASTY
-from asyncckpt.testing.objectstore import Fault, Gate, Simulator, simulator
+from asyncckpt.stores.objects.clients.opening import open_client
+from asyncckpt.stores.objects.requests.policy import HASTY, RequestPolicy
+from asyncckpt.stores.objects.requests.requests import Requests
+from asyncckpt.tune.measure import POLICY, Measurement
+from asyncckpt.tune.recommend import GridPoint
+from tests.simulator import Fault, Gate, Simulator, simulator
 
 FEW = 65 * MIB
 """Enough for the first point, a shorter one, and none of the large ones."""
@@ -145,31 +148,42 @@ async def test_orphans_of_lost_answers_are_removed_too(sim: Simulator) -> None:
     assert sim.objects("bucket") == {}
 
 
-def tuning(sim: Simulator, **more: Any) -> Tuning:
-    arguments: dict[str, Any] = {
-        "max_nbytes": FEW,
-        "max_s": 60.0,
-        "state_nbytes": GIB,
-        "host_memory_nbytes": None,
-        "storage_options": options(sim, "obstore"),
-        "progress": None,
-        **more,
-    }
-    return Tuning("s3://bucket/run", **arguments)
-
-
-async def run(work: Tuning) -> asyncckpt.TuneReport:
+async def measure(
+    sim: Simulator,
+    *,
+    planned: tuple[GridPoint, ...] = (),
+    policy: RequestPolicy = POLICY,
+    max_s: float = 60.0,
+) -> asyncckpt.TuneReport:
+    """A measurement on the test's own loop, so that its parts can be set."""
+    workers = Workers(1, "test-tune")
+    client = open_client(
+        "s3://bucket/run", storage_options=options(sim, "obstore"), workers=workers
+    )
     try:
-        return await work.submit().wait()
+        work = Measurement(
+            Requests(client, policy=policy),
+            max_nbytes=FEW,
+            max_s=max_s,
+            state_nbytes=GIB,
+            budget_nbytes=GIB,
+            body=random_body,
+        )
+        work.planned = planned or work.planned
+        return await work.run()
     finally:
-        await work.aclose()
+        await client.close()
+        workers.shutdown()
+
+
+async def random_body(nbytes: int) -> bytes:
+    return random.Random(0).randbytes(nbytes)
 
 
 async def test_when_time_runs_out_what_was_measured_is_reported(sim: Simulator) -> None:
-    work = tuning(sim, max_s=1.0)
-    work.planned = (GridPoint(4 * MIB, 1, 1), GridPoint(1 * MIB, 1, 1), GridPoint(8 * MIB, 1, 1))
+    planned = (GridPoint(4 * MIB, 1, 1), GridPoint(1 * MIB, 1, 1), GridPoint(8 * MIB, 1, 1))
     sim.faults.append(Fault(kind="put_object", key="*/1-0.r0", hang=True, times=9))
-    report = await run(work)
+    report = await measure(sim, planned=planned, max_s=1.0)
     assert {point.nbytes for point in report.points} == {4 * MIB}
     assert report.notes == (
         "1 of 3 points were measured within 1 s; allow more time for the others",
@@ -181,7 +195,7 @@ async def test_when_time_runs_out_what_was_measured_is_reported(sim: Simulator) 
 async def test_a_store_so_slow_that_nothing_was_measured_is_an_error(sim: Simulator) -> None:
     sim.faults.append(Fault(kind="get_object", hang=True, number=0))
     with pytest.raises(StoreError, match=r"nothing was measured within 0\.3 s") as caught:
-        await run(tuning(sim, max_s=0.3))
+        await measure(sim, max_s=0.3)
     assert caught.value.retryable
     assert sim.objects("bucket") == {}
 
@@ -189,7 +203,7 @@ async def test_a_store_so_slow_that_nothing_was_measured_is_an_error(sim: Simula
 async def test_a_store_that_refuses_says_what_to_do(sim: Simulator) -> None:
     sim.faults.append(Fault(kind="put_object", status=403, code="AccessDenied", number=0))
     with pytest.raises(StoreError, match="measuring failed: these credentials may not") as caught:
-        await run(tuning(sim))
+        await measure(sim)
     assert caught.value.location is not None
     assert caught.value.location.startswith("s3://bucket/run/asyncckpt-tune-")
 
@@ -198,30 +212,30 @@ async def test_a_removal_that_fails_does_not_hide_why_the_measurement_did(sim: S
     kinds = ("put_object", "list_objects")
     sim.faults.append(Fault(kind=kinds, status=403, code="AccessDenied", number=0))
     with pytest.raises(StoreError, match="measuring failed") as caught:
-        await run(tuning(sim))
+        await measure(sim)
     assert "could not be removed" in caught.value.__notes__[0]
 
 
 async def test_what_could_not_be_removed_is_named(sim: Simulator) -> None:
     sim.faults.append(Fault(kind="list_objects", status=403, code="AccessDenied", number=0))
-    work = tuning(sim, policy=dataclasses.replace(HASTY))
     with pytest.raises(StoreError, match="could not be removed") as caught:
-        await run(work)
-    assert caught.value.location == work.prefix
+        await measure(sim, policy=HASTY)
+    assert str(caught.value.location).startswith("s3://bucket/run/asyncckpt-tune-")
     assert "by hand" in str(caught.value)
     for key in sim.objects("bucket"):
         sim.delete("bucket", key)
 
 
 async def test_wrong_arguments_are_refused_before_anything_is_sent(sim: Simulator) -> None:
-    with pytest.raises(UsageError, match="this is no URL of one"):
+    url, given = "s3://bucket/run", options(sim, "obstore")
+    with pytest.raises(UsageError, match="this is not the URL of one"):
         await asyncckpt.tune("/data/run")
     with pytest.raises(UsageError, match="max_s=0: pass a positive number"):
-        await run(tuning(sim, max_s=0))
+        await asyncckpt.tune(url, max_s=0, storage_options=given)
     with pytest.raises(UsageError, match="max_nbytes=True: pass a positive number"):
-        await run(tuning(sim, max_nbytes=True))
+        await asyncckpt.tune(url, max_nbytes=True, storage_options=given)
     with pytest.raises(UsageError, match="the smallest measurement moves more"):
-        await run(tuning(sim, max_nbytes=MIB))
+        await asyncckpt.tune(url, max_nbytes=MIB, storage_options=given)
     assert sim.requests == []
 
 

@@ -14,10 +14,18 @@ import pytest
 
 import asyncckpt
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StoreError
+from asyncckpt.save import index as save_index
 from asyncckpt.testing.faults import Fault
-from tests.checkpointer.script import Script
+from tests.script import Script
 
 pytestmark = pytest.mark.usefixtures("no_blocking")
+
+
+@pytest.fixture(autouse=True)
+def index_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every read goes on to a second file, also that of metadata alone."""
+    monkeypatch.setattr(save_index, "INDEX_IN_RECORD_NBYTES", 0)
+
 
 Read = Callable[[asyncckpt.Checkpointer, int | None], Awaitable[Any]]
 
@@ -187,7 +195,7 @@ async def test_retention_leaves_alone_what_begins_to_be_read_as_it_decides(
 
 async def test_what_is_no_longer_read_is_not_remembered(tmp_path: Path) -> None:
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:
-        counts = ckpt._core._access.counts
+        counts = ckpt._session.reads.pinned
         await ckpt.save(1, tree(1))
         index = Script(ckpt).hold("read_into")
         reading = [asyncio.create_task(read(ckpt, 1)) for read in (inspect, verify)]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import asyncckpt
-from asyncckpt.checkpointer import reading
 from asyncckpt.tree import Structure
+from asyncckpt.verify import verify as verification
 
 LEAVES = 60
 
@@ -40,7 +40,7 @@ PATHS = {*(f"k{i:02}" for i in range(LEAVES)), "tied/a", "tied/b", "pieces"}
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """How often the paths of all leaves were made, and the leaves of chunks were looked for."""
     made: Counter[str] = Counter()
-    for owner, name in ((Structure, "paths"), (reading._Verify, "_leaves_of")):
+    for owner, name in ((Structure, "paths"), (verification._Verify, "_leaves_of")):
         function = getattr(owner, name)
 
         def counted(*args: Any, name: str = name, function: Any = function) -> Any:
@@ -113,7 +113,7 @@ async def test_every_damage_names_its_leaf_and_place(tmp_path: Path) -> None:
 async def test_leaves_behind_more_damages_than_are_told_are_not_looked_for(
     tmp_path: Path, calls: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "DAMAGES_MAX", 5)
+    monkeypatch.setattr(verification, "DAMAGES_MAX", 5)
     async with asyncckpt.Checkpointer(tmp_path, save_options=OPTIONS) as ckpt:
         await ckpt.save(1, state())
         damage(data_file(tmp_path), every=512)

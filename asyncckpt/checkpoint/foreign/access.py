@@ -1,4 +1,4 @@
-"""The files of a foreign checkpoint: how large they are, and what errors call them."""
+"""Files of a foreign checkpoint: their sizes, and their names in errors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
+from asyncckpt.checkpoint.metadata import StoredFile, missing
 from asyncckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -14,13 +15,12 @@ from asyncckpt.errors import (
 )
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.ports import CheckpointFiles
-from asyncckpt.stages.opened import StoredFile, missing
 
 MAX_ENTRIES = 1 << 20
 """Names in one directory."""
 
 CONCURRENCY = 8
-"""Reads of metadata in flight, at least: enough to hide the hop to another thread."""
+"""Least reads of metadata in flight: enough to hide the hop to another thread."""
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -29,10 +29,9 @@ R = TypeVar("R")
 async def side_by_side(
     files: CheckpointFiles, work: Callable[[A], Awaitable[R]], items: Sequence[A]
 ) -> list[R]:
-    """The results for all items, in their order; as many at a time as the store likes.
+    """Do the work for all items, as many at a time as the store prefers; return results in order.
 
-    Raises:
-        …: the first failure.
+    The first failure is raised.
     """
     found: dict[int, R] = {}
     waiting = iter(enumerate(items))
@@ -52,7 +51,7 @@ async def side_by_side(
 
 @contextlib.contextmanager
 def located(files: CheckpointFiles, path: str) -> Iterator[str]:
-    """What to call a file in errors; those raised inside get to know location and file."""
+    """Yield the name of a file for errors; add location and file to those raised inside."""
     try:
         yield f"{files.location}/{path}" if path else files.location
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
@@ -61,10 +60,10 @@ def located(files: CheckpointFiles, path: str) -> Iterator[str]:
 
 
 async def stored_files(files: CheckpointFiles, paths: Iterable[str]) -> dict[str, StoredFile]:
-    """The files by path, in the order of `paths`.
+    """Return the files by path, in the order of `paths`.
 
     Raises:
-        CorruptCheckpointError: one is missing, no regular file, or a symbolic link.
+        CorruptCheckpointError: one is missing, not a regular file, or a symbolic link.
     """
     paths = list(paths)
     first = {path.rpartition("/")[0]: path for path in reversed(paths)}
@@ -89,6 +88,6 @@ async def stored_files(files: CheckpointFiles, paths: Iterable[str]) -> dict[str
 
 
 async def _why_not(files: CheckpointFiles, path: str) -> None:
-    """Raises what the store has against a file that is there and was not listed, such as a link."""
+    """Raise the store's error for a file that exists but was not listed, such as a link."""
     with contextlib.suppress(CheckpointNotFoundError):
         await files.read_into(path, 0, [])

@@ -1,11 +1,11 @@
-"""Reading the archives of `torch.save` in the files of a DCP checkpoint.
+"""Archives of `torch.save` in the files of a DCP checkpoint.
 
-Of a tensor only the head is read, which tells where its elements stand and in which order; other
-values are read as a whole and decoded.
+Of a tensor only the head is read, which gives the place and order of its elements; other values are
+read whole and decoded.
 """
 
-# Rule 1: what is wrong with an archive is kept as the fault of its entry, and raised to nobody
-#   here: other entries are intact.
+# Rule 1: damage of an archive is kept as the fault of its entry and not raised here: other entries
+#   are intact.
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from asyncckpt.checkpoint.foreign.access import located
+from asyncckpt.checkpoint.metadata import StoredFile, missing
 from asyncckpt.errors import (
     AsyncCheckpointError,
     CheckpointNotFoundError,
@@ -24,47 +26,50 @@ from asyncckpt.errors import (
     UnsupportedFormatError,
 )
 from asyncckpt.flow.shield import leading_error
-from asyncckpt.format.allowance import Allowance
-from asyncckpt.format.dcp import Entry, Item, layout_of
-from asyncckpt.format.faults import corrupt
-from asyncckpt.format.plain_values import load_value
-from asyncckpt.format.strided import Layout
-from asyncckpt.format.torch_pickle import DTYPES, SavedTensor
-from asyncckpt.format.torch_zip import HEAD_NBYTES, LONG_HEAD_NBYTES, Archive, ShortHeadError
+from asyncckpt.format.damage import corrupt
+from asyncckpt.format.foreign.torch.dcp import Entry, Item, layout_of
+from asyncckpt.format.foreign.torch.plain_values import load_value
+from asyncckpt.format.foreign.torch.strided import Layout
+from asyncckpt.format.foreign.torch.torch_pickle import DTYPES, SavedTensor
+from asyncckpt.format.foreign.torch.torch_zip import (
+    HEAD_NBYTES,
+    LONG_HEAD_NBYTES,
+    Archive,
+    ShortHeadError,
+)
+from asyncckpt.format.foreign.torch.unpickle import ALLOWANCE_RATIO, Allowance
 from asyncckpt.options import MIB
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.spec import array_spec
-from asyncckpt.stages.elsewhere.access import located
-from asyncckpt.stages.opened import StoredFile, missing
 
 MAX_VALUE_NBYTES = 256 * MIB
-"""Longest archive of a value that is no tensor: it is read whole when the checkpoint is opened."""
+"""Longest archive of a value other than a tensor: these are read when a checkpoint is opened."""
 
 READ_NBYTES = 1 * MIB
-"""Archives are read together up to this size."""
+"""Neighbouring archives are read together up to this size."""
 
 GAP_NBYTES = 16 << 10
-"""What a read takes along between the heads of two archives."""
+"""Largest gap between two heads that one read covers."""
 
 STREAMS = 8
 """Reads in flight, at least: 1 MiB of memory each."""
 
 MAX_HEADS = 4096
-"""Different heads that are kept to be recognised."""
+"""Different heads that are remembered."""
 
 HEAD_OBJECTS_NBYTES = 1 * MIB
-"""What the objects of one head may take; they are dropped again."""
+"""Memory of the objects of one head, which are dropped again."""
 
 
 class Place(NamedTuple):
-    """Where the elements of a shard stand: the first byte in its file, and how."""
+    """Location of a shard's elements: the first byte in the file, and their order."""
 
     start: int
     layout: Layout
 
 
 class _Want(NamedTuple):
-    """The first bytes of one archive: those of its head, or all of it."""
+    """First bytes of one archive: its head, or all of it."""
 
     offset: int
     nbytes: int
@@ -73,11 +78,11 @@ class _Want(NamedTuple):
 
 
 class Archives:
-    """What the archives of a checkpoint say.
+    """Decoded archives of a checkpoint.
 
     Attributes:
         values: decoded values, by number of the entry.
-        places: by number of the entry and of the shard in it.
+        places: locations of shards, by number of the entry and of the shard in it.
         faults: why an entry cannot be read, by its number.
     """
 
@@ -99,7 +104,7 @@ class Archives:
         self._head_sizes: list[int] = []
 
     async def read(self) -> None:
-        """Every entry has its value, the places of its shards, or a fault.
+        """Give every entry its value, the places of its shards, or a fault.
 
         Raises:
             CorruptCheckpointError: a file is gone.
@@ -121,7 +126,7 @@ class Archives:
             raise leading_error(errors) from None
 
     def _wants(self) -> dict[str, list[_Want]]:
-        """What is to be read of every file; nothing of entries whose fault is known before."""
+        """Return what to read of every file; nothing for entries whose fault is known already."""
         wants: dict[str, list[_Want]] = {path: [] for path in self._stored}
         for number, entry in enumerate(self._entries):
             for shard, item in enumerate(entry.items):
@@ -159,14 +164,14 @@ class Archives:
             what = f"the archive of {entry.key[:200]!r}"
             archive = Archive(data, item.nbytes, what, shown, item.offset)
             if entry.shape is None:
-                self._allowance.give(3 * len(data))
+                self._allowance.left += ALLOWANCE_RATIO * len(data)
                 value = load_value(archive.pickle(), self._allowance, depth=len(entry.path))
                 self.values[want.number] = value
             else:
                 self.places[want.number, want.shard] = self._place(archive, entry, want.shard)
 
     def _place(self, archive: Archive, entry: Entry, shard: int) -> Place:
-        """Where the elements of a shard stand, as its archive says.
+        """Return the place of a shard's elements, from its archive.
 
         Raises:
             ShortHeadError: the archive's head is longer than what was read.
@@ -199,7 +204,7 @@ class Archives:
         return Place(archive.base + start, layout)
 
     def _head(self, archive: Archive) -> tuple[SavedTensor, int]:
-        """The tensor and where its payload begins. Equal tensors have equal heads."""
+        """Return the tensor and where its payload begins. Equal tensors have equal heads."""
         for size in self._head_sizes:
             known = self._heads.get(archive.data[:size])
             if known is not None:
@@ -213,17 +218,17 @@ class Archives:
 
     @contextlib.contextmanager
     def _blamed(self, number: int, path: str) -> Iterator[str]:
-        """What is wrong in here with a file is the fault of an entry."""
+        """Turn damage found inside into the fault of an entry."""
         try:
             with located(self._files, path) as shown:
                 yield shown
         except (CorruptCheckpointError, UnsupportedFormatError) as error:
-            # A copy: the traceback of the error keeps everything that was half decoded.
+            # A copy: the error's traceback would keep everything that was half decoded alive.
             self.faults[number] = copy.copy(error)
 
 
 def _check(entry: Entry, item: Item, size: int, file: str) -> None:
-    """The archive lies within its file of `size` bytes, and may hold what can be restored."""
+    """Raise unless the archive is within its file of `size` bytes and can be restored."""
     end = item.offset + item.nbytes
     where = f"{entry.key[:200]!r}"
     if end > size:
@@ -231,7 +236,7 @@ def _check(entry: Entry, item: Item, size: int, file: str) -> None:
         raise corrupt("the file", reason, file=file, offset=size, expected=end, found=size)
     found = ""
     if entry.shape is None and item.nbytes > MAX_VALUE_NBYTES:
-        found = f"a value of {item.nbytes} bytes that is no tensor"
+        found = f"a value of {item.nbytes} bytes that is not a tensor"
     elif entry.shape is not None and DTYPES[entry.dtype] is None:
         found = f"a tensor of the dtype {entry.dtype}"
     if found:
@@ -246,7 +251,7 @@ def _check(entry: Entry, item: Item, size: int, file: str) -> None:
 
 
 def _runs(wants: Sequence[_Want]) -> Iterator[list[_Want]]:
-    """Archives of one file that are read together; `wants` are sorted by offset."""
+    """Yield archives of one file to be read together; `wants` are sorted by offset."""
     run: list[_Want] = []
     end = 0
     for want in wants:

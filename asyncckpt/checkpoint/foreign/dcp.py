@@ -1,45 +1,54 @@
 """Directories of `torch.distributed.checkpoint`, opened as checkpoints."""
 
-# Rule 1: nothing is unpickled but by `format/unpickle.py`, which executes nothing.
-# Rule 2: what is wrong with one archive concerns its leaf alone: whoever does not want that leaf
-#   never hears of it.
+# Rule 1: only `format.foreign.torch.unpickle` reads pickles, and it executes nothing.
+# Rule 2: damage of one archive concerns its leaf alone: restores that leave the leaf out succeed.
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
 
+from asyncckpt.checkpoint.foreign.access import located, stored_files
+from asyncckpt.checkpoint.foreign.archives import Archives
+from asyncckpt.checkpoint.foreign.raw import Run, RunTables
+from asyncckpt.checkpoint.metadata import OpenCheckpoint, StoredFile
 from asyncckpt.errors import AsyncCheckpointError
-from asyncckpt.format.allowance import Allowance
-from asyncckpt.format.dcp import (
+from asyncckpt.format.damage import corrupt
+from asyncckpt.format.foreign.torch.dcp import (
     MAX_METADATA_NBYTES,
     METADATA_NAME,
     Entry,
     decode_entries,
     nest,
 )
-from asyncckpt.format.faults import corrupt
-from asyncckpt.format.opcodes import PickleSource
-from asyncckpt.format.torch_pickle import DTYPES, metadata_names
-from asyncckpt.format.unpickle import Unpickler
+from asyncckpt.format.foreign.torch.torch_pickle import DTYPES, metadata_names
+from asyncckpt.format.foreign.torch.unpickle import (
+    ALLOWANCE_RATIO,
+    Allowance,
+    PickleSource,
+    Unpickler,
+)
 from asyncckpt.options import MIB
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.spec import array_spec
-from asyncckpt.stages.elsewhere.access import located, stored_files
-from asyncckpt.stages.elsewhere.archives import Archives
-from asyncckpt.stages.elsewhere.runs import Run, RunTables
-from asyncckpt.stages.opened import OpenCheckpoint, StoredFile
 from asyncckpt.tree import flatten
 
 FREE_NBYTES = 48 * MIB
-"""What decoded metadata may take in memory beyond three times its size."""
+"""Memory that decoded metadata may take beyond `ALLOWANCE_RATIO` times its size."""
 
 OPCODES_PER_TURN = 1 << 15
-"""Opcodes done before others get their turn on the event loop: some 30 ms."""
+"""Opcodes interpreted before the event loop gets its turn: about 30 ms."""
+
+
+NEWER = (
+    "it was written by a newer version of torch.distributed.checkpoint than this release was "
+    "tested with ({fields}); it was read without them"
+)
+"""Note about fields that torch 2.13 did not have."""
 
 
 class _Placed:
-    """Stands in the tree for an entry that is an array."""
+    """Placeholder in the tree of an entry that is an array."""
 
     __slots__ = ("number",)
 
@@ -48,14 +57,14 @@ class _Placed:
 
 
 async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
-    """The metadata and the head of every archive have been read; what is no tensor is decoded.
+    """Read the metadata and the head of every archive; decode values that are not tensors.
 
     Raises:
         CorruptCheckpointError: the metadata is malformed, or a file is missing.
-        UnsupportedFormatError: it is of another version, or names what is not read here.
+        UnsupportedFormatError: it has another version, or names something that is not read here.
     """
     data = await files.read(METADATA_NAME, max_nbytes=MAX_METADATA_NBYTES)
-    allowance = Allowance(3 * len(data) + FREE_NBYTES)
+    allowance = Allowance(ALLOWANCE_RATIO * len(data) + FREE_NBYTES)
     with located(files, METADATA_NAME) as shown:
         source = PickleSource(data, "the metadata of torch.distributed.checkpoint", shown)
         unpickler = Unpickler(source, metadata_names(), allowance)
@@ -64,6 +73,7 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
                 break
             await asyncio.sleep(0)
         entries = decode_entries(unpickler.value, file=shown)
+    newer = sorted(unpickler.unknown)
     del data, source, unpickler
     stored = await stored_files(files, dict.fromkeys(i.file for e in entries for i in e.items))
     archives = Archives(files, stored, entries, allowance)
@@ -91,13 +101,14 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
         list(stored.values()),
         library="torch.distributed.checkpoint",
         metadata={},
+        notes=(NEWER.format(fields=", ".join(newer)),) if newer else (),
     )
 
 
 def _add_tensor(
     tables: RunTables, number: int, entry: Entry, archives: Archives, numbers: Mapping[str, int]
 ) -> None:
-    """The next leaf is a tensor; its shards are where their archives say."""
+    """Add a tensor as the next leaf; its archives locate its shards."""
     assert entry.shape is not None
     runs: list[Run] = []
     for shard, (box, item) in enumerate(zip(entry.boxes, entry.items, strict=True)):
@@ -114,7 +125,7 @@ def _add_refused(
     fault: AsyncCheckpointError,
     stored: Mapping[str, StoredFile],
 ) -> None:
-    """The next leaf is what the fault keeps from being read."""
+    """Add an unreadable entry as the next leaf."""
     item = entry.items[0]
     size = stored[item.file].nbytes
     start = min(item.offset, size)

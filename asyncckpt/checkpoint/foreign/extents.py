@@ -1,44 +1,66 @@
-"""Where the chunks of zarr arrays stand: under a key each, or inside of shards."""
+"""Chunk extents of foreign zarr arrays, found by the keys of their chunks."""
 
-# Rule 1: only the arrays that are asked for are looked at, and only the indices of their shards are
-#   read.
-# Rule 2: what is returned is plausible: chunks that are stored as they are have their size, others
-#   cannot unpack to much more than they are, and all together are not much more than the files.
+# Rule 1: only the keys of wanted arrays are looked up.
+# Rule 2: extents are plausible before anything is read through them: chunks that are stored as they
+#   are have their exact size, packed ones cannot unpack to much more than they hold, and all
+#   together are not much larger than the files.
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from asyncckpt.checkpoint.foreign.listing import Listing, refuse_link
+from asyncckpt.checkpoint.foreign.tables import KeyTable
+from asyncckpt.checkpoint.metadata import Extents, Storage, StoredFile, number_rows
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.format.paths import path_fault
+from asyncckpt.format.damage import path_fault
 from asyncckpt.format.record import ArrayTable
+from asyncckpt.format.zarr import ZarrArray
 from asyncckpt.ports import CheckpointFiles
-from asyncckpt.stages.elsewhere.found import Columns, FoundArray
-from asyncckpt.stages.elsewhere.listing import Listing, refuse_link
-from asyncckpt.stages.elsewhere.shards import IndexReader, shards_of
-from asyncckpt.stages.opened import Extents, Storage, StoredFile, number_rows
 
 MAX_RATIO = 1 << 16
-"""To how many times its stored size a chunk may unpack: zstd reaches 2^15, the others less."""
+"""How many times its stored size a chunk may unpack to: zstd reaches 2^15, others less."""
 
 MAX_RATIO_BZ2 = 1 << 21
 """The same for bzip2, which stores 45 MB of zeros in about 40 bytes."""
 
 PADDING_NBYTES = 64 << 20
-"""What a packed chunk may have beyond four times the bytes of its array."""
+"""Size of a packed chunk beyond four times the bytes of its array."""
 
 OVERLAP_NBYTES = 64 << 20
-"""What all chunks may take beyond four times the files: few bytes could stand for many chunks."""
+"""Size of all chunks beyond four times the files: a few bytes could be claimed by many chunks."""
 
 ARRAYS_PER_TURN = 512
-"""Arrays looked at before others get their turn on the event loop: some 20 ms."""
+"""Arrays looked up before the event loop gets its turn: about 20 ms."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundArray:
+    """zarr array found in a foreign checkpoint.
+
+    Attributes:
+        name: its name in the checkpoint.
+        table: the keys of its chunks.
+        base: prefix of these keys.
+        zarr: its decoded metadata document.
+        document: path of that document, for errors.
+        complete: every chunk is stored; a missing one is damage.
+    """
+
+    name: str
+    table: KeyTable
+    base: bytes
+    zarr: ZarrArray
+    document: str
+    complete: bool
 
 
 class ExtentReader:
-    """Makes `Extents` of keys and of the indices of shards."""
+    """Makes `Extents` of the keys of chunks."""
 
     def __init__(
         self,
@@ -54,44 +76,45 @@ class ExtentReader:
         self._spec = table.spec
         first_rows, self._row_count = number_rows(storages, table)
         self._first_rows = np.array(first_rows, np.int64)
+        self._stored_files = stored_files
         self._number_of = {file.path: number for number, file in enumerate(stored_files)}
         listings = {id(a.table): a.table.listing for a in arrays}.values()
         nbytes_of = {path: n for listing in listings for path, n in listing.nbytes_of.items()}
         self._listing = Listing(files, "", nbytes_of)
 
     async def read(self, wanted: Sequence[int] | None) -> Extents:
-        """The extents of the chunks of these arrays (None: of all); rows of others are empty.
+        """Return the extents of these arrays' chunks (None: of all); other rows are empty.
 
         Raises:
-            CorruptCheckpointError: a chunk or an index is damaged, outside its file, of a size
-                that cannot be, or missing where all are stored.
+            CorruptCheckpointError: a chunk is outside its file, has an impossible size, or is
+                missing where all are stored.
         """
-        columns = Columns(self._number_of)
-        indices = IndexReader(self._listing, columns)
-        arrays = range(len(self._arrays)) if wanted is None else wanted
-        for turn, array in enumerate(arrays, 1):
-            found, first_row = self._arrays[array], int(self._first_rows[array])
-            keyed = await self._find(found)
-            if found.shards is None:
-                _place(columns, found, first_row, keyed)
-            else:
-                for shard in shards_of(found, found.shards, first_row, keyed):
-                    await indices.add(shard)
-            if turn % ARRAYS_PER_TURN == 0:
-                await asyncio.sleep(0)
-        await indices.flush()
-        self._check_sizes(columns)
-        self._check_overlap(columns)
         file = np.full(self._row_count, -1, np.int64)
         offset, nbytes = np.zeros((2, self._row_count), np.int64)
-        file[columns.row] = columns.file
-        offset[columns.row] = columns.offset
-        nbytes[columns.row] = columns.nbytes
-        nbytes[list(columns.values)] = [len(value) for value in columns.values.values()]
-        return Extents(file, offset, nbytes, None, columns.values)
+        values: dict[int, bytes] = {}
+        extents = Extents(file, offset, nbytes, None, values)
+        arrays = range(len(self._arrays)) if wanted is None else wanted
+        for turn, array in enumerate(arrays, 1):
+            found = self._arrays[array]
+            table = found.table
+            for row, key in enumerate(await self._find(found), int(self._first_rows[array])):
+                if key < 0:
+                    continue
+                value = table.inline[key]
+                nbytes[row] = table.nbytes[key] if value is None else len(value)
+                if value is None:
+                    file[row] = self._number_of[table.paths[table.file[key]]]
+                    offset[row] = table.offset[key]
+                else:
+                    values[row] = value
+            if turn % ARRAYS_PER_TURN == 0:
+                await asyncio.sleep(0)
+        self._check_sizes(extents)
+        self._check_overlap(int(nbytes[file >= 0].sum()))
+        return extents
 
     async def _find(self, found: FoundArray) -> list[int]:
-        """The row in the table for everything that has a key of its own; -1 where it is missing."""
+        """Return the row in the key table of every chunk; -1 for chunks that are not stored."""
         table = found.table
         keys = found.zarr.keys.all(found.base, found.zarr.grid.counts)
         rows = [table.find(key) for key in keys]
@@ -101,18 +124,32 @@ class ExtentReader:
                 if table.is_directory and path_fault(path) is None:
                     await refuse_link(self._files, path)
                 if found.complete:
-                    raise found.missing(f"{key.decode()!r}")
+                    raise self._missing(found, key.decode())
             elif table.inline[row] is None:
                 path = table.paths[table.file[row]]
                 await self._listing.check(path, int(table.offset[row]), int(table.nbytes[row]))
         return rows
 
-    def _check_sizes(self, columns: Columns) -> None:
-        """Chunks that are stored as they are have their size; others cannot unpack to much more."""
-        rows = np.array([*columns.row, *columns.values], np.int64)
+    def _missing(self, found: FoundArray, chunk: str) -> CorruptCheckpointError:
+        location = self._files.location
+        return CorruptCheckpointError(
+            f"{location}: chunk {chunk!r} of array {found.name!r} is missing, and this checkpoint "
+            "says that all are stored; use another checkpoint, or leave this array out with "
+            "include=",
+            file=found.document,
+            location=location,
+            expected="a chunk",
+            found="nothing",
+        )
+
+    def _check_sizes(self, extents: Extents) -> None:
+        """Raise if a chunk has another size than its array needs, or cannot hold so much."""
+        present = extents.file >= 0
+        present[list(extents.values)] = True
+        rows = np.flatnonzero(present)
         if not len(rows):
             return
-        stored = np.array([*columns.nbytes, *map(len, columns.values.values())], np.int64)
+        stored = extents.nbytes[rows]
         array = np.searchsorted(self._first_rows, rows, "right") - 1
         spec = np.array(self._spec, np.int64)[array]
         kinds = self._storages
@@ -129,11 +166,11 @@ class ExtentReader:
         if good.all():
             return
         bad = int(np.argmin(good))
-        found = self._arrays[int(array[bad])]
+        row, found = int(rows[bad]), self._arrays[int(array[bad])]
         file, offset, where = None, None, "in the metadata"
-        if bad < len(columns.row):
-            offset = columns.offset[bad]
-            file = next(p for p, n in self._number_of.items() if n == columns.file[bad])
+        if extents.file[row] >= 0:
+            file = self._stored_files[int(extents.file[row])].path
+            offset = int(extents.offset[row])
             where = f"at byte {offset} of {file}"
         raise CorruptCheckpointError(
             f"{self._files.location}: a chunk of array {found.name!r} {where} is {stored[bad]} "
@@ -146,9 +183,9 @@ class ExtentReader:
             found=int(stored[bad]),
         )
 
-    def _check_overlap(self, columns: Columns) -> None:
-        """Chunks may share bytes, as copies inside of a database do, but not without end."""
-        claimed, stored = sum(columns.nbytes), self._listing.nbytes
+    def _check_overlap(self, claimed: int) -> None:
+        """Raise if chunks share bytes without bounds; copies inside of a database share some."""
+        stored = self._listing.nbytes
         if claimed > 4 * stored + OVERLAP_NBYTES:
             raise CorruptCheckpointError(
                 f"{self._files.location}: the metadata places {claimed} bytes of chunks in files "
@@ -157,19 +194,6 @@ class ExtentReader:
                 expected=stored,
                 found=claimed,
             )
-
-
-def _place(columns: Columns, found: FoundArray, first_row: int, keyed: Sequence[int]) -> None:
-    table = found.table
-    for row, key in enumerate(keyed, first_row):
-        if key < 0:
-            continue
-        value = table.inline[key]
-        if value is None:
-            path = table.paths[table.file[key]]
-            columns.add(row, path, int(table.offset[key]), int(table.nbytes[key]))
-        else:
-            columns.values[row] = value
 
 
 def _ratio(storage: Storage) -> int:

@@ -1,7 +1,7 @@
-"""The files below a directory with their sizes, and reading many small ranges of them."""
+"""Files below a directory with their sizes, and reads of many small ranges of them."""
 
-# Rule 1: nothing is read, nor memory taken for it, before the listing says that it is there. Links
-#   are not listed: what is reached through one is refused as the store refuses it.
+# Rule 1: nothing is read or allocated before the listing shows that it exists. Links are not
+#   listed: files reached through one are refused by the store.
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from asyncckpt.checkpoint.foreign.access import side_by_side
+from asyncckpt.checkpoint.foreign.ours import is_our_data, without_record
+from asyncckpt.checkpoint.metadata import missing
 from asyncckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
-from asyncckpt.format.paths import path_fault
+from asyncckpt.format.damage import path_fault
 from asyncckpt.planning.coalesce import coalesce
 from asyncckpt.ports import Bytes, CheckpointFiles
-from asyncckpt.stages.elsewhere.access import side_by_side
-from asyncckpt.stages.elsewhere.ours import is_our_data, without_record
-from asyncckpt.stages.opened import missing
 
 MAX_FILES = 1 << 20
 """Files and directories of one checkpoint."""
 
 MAX_DEPTH = 320
-"""Directories inside each other: as many as a tree has containers, and a cell has dimensions."""
+"""Deepest directory: a tree's deepest container plus the dimensions of a cell."""
 
 GAP_NBYTES = 64 << 10
-"""Unwanted bytes that a read takes along instead of ending."""
+"""Largest gap of unwanted bytes inside of one read."""
 
 READ_NBYTES = 4 << 20
 """Longest read of several ranges."""
@@ -43,7 +43,7 @@ Range = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Listing:
-    """The regular files below one directory of a checkpoint.
+    """Regular files below one directory of a checkpoint.
 
     Attributes:
         files: access to the checkpoint.
@@ -61,18 +61,18 @@ class Listing:
         return sum(self.nbytes_of.values())
 
     def path(self, name: str) -> str:
-        """The path of what has this name in the directory."""
+        """Return the path of a name in the directory."""
         return posixpath.join(self.directory, name)
 
     def has(self, name: str) -> bool:
-        """Whether there is a regular file of this name in the directory."""
+        """Return whether the directory has a regular file of this name."""
         return self.path(name) in self.nbytes_of
 
     def refuse_ours(self) -> None:
-        """None of the files is one that only a checkpoint of ours has.
+        """Raise if a file is one that only asyncckpt checkpoints have.
 
         Raises:
-            CheckpointNotFoundError: one is: it lacks its record, or this would not be asked.
+            CheckpointNotFoundError: one is: the checkpoint has lost its record.
         """
         prefix = self.path("d/")
         for path in self.nbytes_of:
@@ -80,10 +80,10 @@ class Listing:
                 raise without_record(self.files.location, is_database=not self.directory)
 
     async def check(self, path: str, offset: int, nbytes: int) -> None:
-        """The range is inside its file.
+        """Raise unless the range is inside its file.
 
         Raises:
-            CorruptCheckpointError: it is not, or there is no such file, or it is a link.
+            CorruptCheckpointError: it is outside, or the file is missing or a link.
         """
         size = self.nbytes_of.get(path)
         if size is None:
@@ -101,7 +101,7 @@ class Listing:
             )
 
     async def read(self, ranges: Sequence[Range]) -> list[bytes]:
-        """The bytes of every range; neighbours are read together.
+        """Read the bytes of every range; neighbours are read together.
 
         Raises:
             CorruptCheckpointError: a range is outside its file.
@@ -146,7 +146,7 @@ class Listing:
 
 
 async def refuse_link(files: CheckpointFiles, path: str) -> None:
-    """There is nothing at `path`, or something that is not reached through a link.
+    """Raise if a path is or leads through a link.
 
     Raises:
         CorruptCheckpointError: there is a link.
@@ -158,7 +158,7 @@ async def refuse_link(files: CheckpointFiles, path: str) -> None:
 
 
 async def list_files(files: CheckpointFiles, directory: str) -> Listing:
-    """All regular files below a directory. Links are neither listed nor followed.
+    """List all regular files below a directory. Links are neither listed nor followed.
 
     Raises:
         CheckpointNotFoundError: there is no such directory.
@@ -174,7 +174,7 @@ async def list_files(files: CheckpointFiles, directory: str) -> Listing:
         if count > MAX_FILES or depth > MAX_DEPTH:
             raise CorruptCheckpointError(
                 f"{files.location}: more than {MAX_FILES} files, or deeper than {MAX_DEPTH} "
-                "directories; this is no checkpoint, or a hostile one",
+                "directories; this is not a checkpoint, or a hostile one",
                 file=path,
                 location=files.location,
                 expected=MAX_FILES,
@@ -199,13 +199,13 @@ async def list_files(files: CheckpointFiles, directory: str) -> Listing:
 
 
 def place(files: CheckpointFiles, directory: str) -> str:
-    """The directory as errors name it."""
+    """Return the directory's name for errors."""
     return posixpath.join(files.location, directory) if directory else files.location
 
 
 @contextmanager
 def located(files: CheckpointFiles, directory: str = "") -> Iterator[None]:
-    """Errors of parsers come out with the location, their files relative to the checkpoint."""
+    """Add the location to errors of parsers; their files become relative to the checkpoint."""
     try:
         yield
     except (CorruptCheckpointError, UnsupportedFormatError) as error:

@@ -1,29 +1,29 @@
-"""Plain OCDBT databases of TensorStore: any zarr arrays in them, nested by their names."""
+"""Plain OCDBT databases of TensorStore: all zarr arrays in them, nested by their names."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from asyncckpt.checkpoint.foreign.listing import list_files, place
+from asyncckpt.checkpoint.foreign.tables import KeyTable, read_database
+from asyncckpt.checkpoint.foreign.zarr_arrays import array_keys, make_checkpoint, read_arrays
+from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
-from asyncckpt.format.foreign_tree import Branch, ForeignLeaf, add
+from asyncckpt.format.foreign.foreign_tree import Branch, ForeignLeaf, add
 from asyncckpt.ports import CheckpointFiles
-from asyncckpt.stages.elsewhere.arrays import array_keys, make_checkpoint, read_arrays
-from asyncckpt.stages.elsewhere.listing import list_files, place
-from asyncckpt.stages.elsewhere.tables import KeyTable, read_database
-from asyncckpt.stages.opened import OpenCheckpoint
 
 
 async def open_ocdbt(files: CheckpointFiles) -> OpenCheckpoint:
-    """The arrays of the newest version of a database, as a tree of dicts.
+    """Open the arrays of the newest version of a database, as a tree of dicts.
 
     The parts of an array's name between ``/`` are its keys; an array at the root of the database is
     the tree itself. Chunks that are not stored consist of the fill value.
 
     Raises:
-        CheckpointNotFoundError: there is no array in it, or it is the database of a checkpoint of
-            ours that lacks its record.
+        CheckpointNotFoundError: it has no arrays, or it is the database of an asyncckpt checkpoint
+            that lacks its record.
         CorruptCheckpointError: it is damaged or passes a limit.
-        UnsupportedFormatError: it is of a newer version, or stores an array in a way that is not
+        UnsupportedFormatError: it has a newer version, or an array with a feature that is not
             read here.
     """
     listing = await list_files(files, "")
@@ -33,7 +33,7 @@ async def open_ocdbt(files: CheckpointFiles) -> OpenCheckpoint:
 
 
 async def tree_of(table: KeyTable) -> Any:
-    """All arrays of a table, nested by their names.
+    """Return all arrays of a table, nested by their names.
 
     Raises:
         CheckpointNotFoundError: there is none.

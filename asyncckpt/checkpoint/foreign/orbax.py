@@ -1,7 +1,7 @@
 """Checkpoints of Orbax: one item, or the directory of a step with its items."""
 
 # Rule 1: a step with one tree is that tree, one with several is a dict by item name. JSON items are
-#   in `metadata` by their names in any case, and in the dict where there is one.
+#   always in `metadata` by their names, and also in the dict if there is one.
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from asyncckpt.checkpoint.foreign.listing import MAX_FILES, list_files, located, place, refuse_link
+from asyncckpt.checkpoint.foreign.orbax_items import read_tree
+from asyncckpt.checkpoint.foreign.ours import is_our_data, without_record
+from asyncckpt.checkpoint.foreign.zarr_arrays import make_checkpoint
+from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from asyncckpt.format.foreign_tree import Branch, ForeignLeaf, tree_of_json
-from asyncckpt.format.ocdbt import MANIFEST_NAME
-from asyncckpt.format.orbax_read import (
+from asyncckpt.format.damage import path_fault
+from asyncckpt.format.foreign.foreign_tree import Branch, ForeignLeaf, tree_of_json
+from asyncckpt.format.foreign.orbax_read import (
     CHECKPOINT_METADATA_FILE,
     MAX_DOCUMENT_NBYTES,
     METADATA_FILE,
@@ -26,22 +31,17 @@ from asyncckpt.format.orbax_read import (
     numbers,
     parse_document,
 )
-from asyncckpt.format.paths import path_fault
+from asyncckpt.format.foreign.zarr2 import METADATA_NAME as ZARR2_NAME
+from asyncckpt.format.ocdbt import MANIFEST_NAME
 from asyncckpt.format.scalars import JsonValue
-from asyncckpt.format.zarr2 import METADATA_NAME as ZARR2_NAME
 from asyncckpt.format.zarr3 import METADATA_NAME as ZARR3_NAME
 from asyncckpt.ports import CheckpointFiles, Entry
-from asyncckpt.stages.elsewhere.arrays import make_checkpoint
-from asyncckpt.stages.elsewhere.listing import MAX_FILES, list_files, located, place, refuse_link
-from asyncckpt.stages.elsewhere.orbax_items import read_tree
-from asyncckpt.stages.elsewhere.ours import is_our_data, without_record
-from asyncckpt.stages.opened import OpenCheckpoint
 
 MAX_ITEMS = 1 << 10
 """Items of one step."""
 
 MAX_ITEM_DEPTH = 3
-"""Items inside of items: Orbax itself puts the parts of a random state into one."""
+"""Depth of items inside of items: Orbax puts the parts of a random state into one."""
 
 _METRICS = "metrics"
 _JSON_FILES = frozenset(("metadata", "data.json", _METRICS))
@@ -56,13 +56,13 @@ logger = logging.getLogger("asyncckpt")
 
 @dataclass(slots=True, eq=False)
 class _Item:
-    """What was found in a directory.
+    """Content of a directory.
 
     Attributes:
         tree: its tree, or None.
-        directory: where that is, when its arrays are in one database.
+        directory: directory of the tree's database, if its arrays are in a single one.
         document: its JSON; items inside of it by name.
-        has_document: whether there is any.
+        has_document: whether it has JSON.
         custom: JSON that the user saved with its tree.
     """
 
@@ -74,16 +74,16 @@ class _Item:
 
 
 async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
-    """The tree that Orbax saved: of version 0 or 1, one item or a step.
+    """Open the tree that Orbax saved: version 0 or 1, one item or a step.
 
     Values of `scalar` leaves restore as Python numbers, strings as `str`. Keys keep their PRNG
-    implementation. Where arrays were placed is not kept: the target or the default device decides.
+    implementation. Placement is not kept: the target or the default device decides.
 
     Raises:
         CheckpointNotFoundError: there is no tree, Orbax has not finished it, or it is the database
-            of a checkpoint of ours that lacks its record.
+            of an asyncckpt checkpoint that lacks its record.
         CorruptCheckpointError: it is damaged or passes a limit.
-        UnsupportedFormatError: it holds something that is not read here.
+        UnsupportedFormatError: it has a feature that is not read here.
     """
     if UNFINISHED in posixpath.basename(files.location.rstrip("/")):
         raise CheckpointNotFoundError(
@@ -94,7 +94,7 @@ async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
     entries = await files.entries(max_entries=MAX_FILES)
     step = await _step_metadata(files)
     for name in step.handlers.keys() - {entry.name for entry in entries} - {""}:
-        # Deleted, or a link, which would be lost silently.
+        # Deleted, or a link, which must not be lost silently.
         if path_fault(name) is None:
             await refuse_link(files, name)
     item = await _read(files, "", entries, step.handlers, 0)
@@ -137,7 +137,7 @@ async def _read(
     handlers: Mapping[str, str],
     depth: int,
 ) -> _Item:
-    """What a directory holds: a tree, a JSON document, items of these kinds, or nothing known."""
+    """Read the content of a directory: a tree, a JSON document, items, or nothing known."""
     names = {entry.name for entry in entries}
     handler = handlers.get("", "")
     below = [entry.name for entry in entries if _is_item(entry)]
@@ -151,7 +151,7 @@ async def _read(
     if len(below) > MAX_ITEMS or depth > MAX_ITEM_DEPTH:
         raise CorruptCheckpointError(
             f"{place(files, directory)}: {len(below)} items, or items inside of "
-            "items of items; this is no checkpoint, or a hostile one",
+            "items of items; this is not a checkpoint, or a hostile one",
             file=directory,
             location=files.location,
             expected=MAX_ITEMS,
@@ -169,7 +169,7 @@ async def _read(
         own = {"": handlers.get(name, "")}
         item = items[name] = await _read(files, path, inner, own, depth + 1)
         if item.tree is None and not item.has_document:
-            logger.warning("%s/%s: not read: no kind of item known here", files.location, path)
+            logger.warning("%s/%s: not read: its kind of item is unknown", files.location, path)
     return _unwrapped(_joined(items), handler)
 
 
@@ -201,7 +201,7 @@ async def _read_document(files: CheckpointFiles, path: str) -> _Item:
 
 
 def _unwrapped(item: _Item, handler: str) -> _Item:
-    """The leaf of a tree that stands for nothing but that leaf."""
+    """Replace a tree that stands for a single leaf by that leaf."""
     if handler.endswith(_SINGLE_HANDLERS) and isinstance(item.tree, Branch):
         children = item.tree.children
         if children.keys() == {_SINGLE}:
@@ -210,7 +210,7 @@ def _unwrapped(item: _Item, handler: str) -> _Item:
 
 
 def _joined(items: Mapping[str, _Item]) -> _Item:
-    """One item of several."""
+    """Join several items into one."""
     documents = {name: item.document for name, item in items.items() if item.has_document}
     result = _Item(document=documents, has_document=bool(documents))
     trees = {name: item.tree for name, item in items.items() if item.tree is not None}
@@ -233,7 +233,7 @@ def _joined(items: Mapping[str, _Item]) -> _Item:
 
 
 def _renamed(tree: Any, item: str) -> Any:
-    """The tree with arrays whose names begin with that of its item, as those of others do."""
+    """Return the tree with the item's name before those of its arrays."""
     if isinstance(tree, ForeignLeaf):
         if tree.array is None:
             return tree

@@ -1,4 +1,4 @@
-"""One tree that Orbax saved: its documents, its strings and its arrays."""
+"""Trees that Orbax saved: documents, strings and arrays of one item."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from asyncckpt.checkpoint.foreign.extents import FoundArray
+from asyncckpt.checkpoint.foreign.listing import Listing, located, refuse_link
+from asyncckpt.checkpoint.foreign.ocdbt import tree_of
+from asyncckpt.checkpoint.foreign.tables import KeyTable, directory_table, merge, read_database
+from asyncckpt.checkpoint.foreign.zarr_arrays import ArrayKey, read_arrays
+from asyncckpt.checkpoint.metadata import missing
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.format import zarr2, zarr3
-from asyncckpt.format.foreign_tree import Branch, ForeignLeaf, add
-from asyncckpt.format.ocdbt import MANIFEST_NAME
-from asyncckpt.format.orbax_read import (
+from asyncckpt.format import zarr3
+from asyncckpt.format.foreign import zarr2
+from asyncckpt.format.foreign.foreign_tree import Branch, ForeignLeaf, add
+from asyncckpt.format.foreign.orbax_read import (
     ARRAY_METADATAS,
     EMPTY,
     MAX_DOCUMENT_NBYTES,
@@ -25,13 +31,8 @@ from asyncckpt.format.orbax_read import (
     find_string,
     parse_document,
 )
+from asyncckpt.format.ocdbt import MANIFEST_NAME
 from asyncckpt.format.scalars import JsonValue, encode_scalar
-from asyncckpt.stages.elsewhere.arrays import ArrayKey, read_arrays
-from asyncckpt.stages.elsewhere.found import FoundArray
-from asyncckpt.stages.elsewhere.listing import Listing, located, refuse_link
-from asyncckpt.stages.elsewhere.ocdbt import tree_of
-from asyncckpt.stages.elsewhere.tables import KeyTable, directory_table, merge, read_database
-from asyncckpt.stages.opened import missing
 from asyncckpt.tree import Kind
 
 _EMPTY_BRANCHES: dict[str, Kind] = {
@@ -46,7 +47,7 @@ _PYTHON = {"bool": "bool", "uint": "int", "int": "int", "complex": "complex"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FoundTree:
-    """One tree.
+    """Tree of an item.
 
     Attributes:
         root: a `Branch`, or the leaf that is the tree.
@@ -60,15 +61,15 @@ class FoundTree:
 
 
 async def read_tree(listing: Listing) -> FoundTree:
-    """The tree in the directory of a listing.
+    """Read the tree in the directory of a listing.
 
-    Without `_METADATA`, the arrays nested by their names, as of a plain database.
+    Without `_METADATA`, arrays are nested by their names, as in a plain database.
 
     Raises:
-        CheckpointNotFoundError: there are no arrays, or it is the database of a checkpoint of
-            ours that lacks its record.
+        CheckpointNotFoundError: there are no arrays, or it is the database of an asyncckpt
+            checkpoint that lacks its record.
         CorruptCheckpointError: it is damaged or passes a limit.
-        UnsupportedFormatError: it holds something that is not read here.
+        UnsupportedFormatError: it has a feature that is not read here.
     """
     listing.refuse_ours()
     metadata = None
@@ -100,7 +101,7 @@ async def _table(listing: Listing, use_ocdbt: bool | None) -> KeyTable:
             if PROCESS_DIRECTORY.fullmatch(name) and listing.has(f"{name}/{MANIFEST_NAME}")
         )
         if processes:
-            # As Orbax leaves them where it has not merged them.
+            # Orbax has not merged them.
             return merge([await read_database(listing, name) for name in processes])
         if use_ocdbt:
             raise missing(listing.files.location, listing.path(MANIFEST_NAME))
@@ -141,7 +142,7 @@ def _array_leaf(
 async def _arrays(
     listing: Listing, table: KeyTable, metadata: TreeMetadata
 ) -> dict[str, FoundArray]:
-    """The arrays of all leaves that have one, by name."""
+    """Read the arrays of all leaves that have one, by name."""
     location = listing.files.location
     keys: dict[str, ArrayKey] = {}
     names = (zarr3.METADATA_NAME, zarr2.METADATA_NAME)
@@ -191,7 +192,7 @@ async def _arrays(
 async def _refuse(
     listing: Listing, table: KeyTable, metadata: TreeMetadata, entry: TreeEntry
 ) -> None:
-    """There is no array of this name: says why."""
+    """Raise the reason for which there is no array of this name."""
     location = listing.files.location
     document = zarr3.METADATA_NAME if metadata.use_zarr3 else zarr2.METADATA_NAME
     if entry.kind is None:
@@ -242,7 +243,7 @@ async def _strings(listing: Listing, metadata: TreeMetadata) -> dict[str, JsonVa
 
 
 async def _implementations(listing: Listing, metadata: TreeMetadata) -> dict[str, str]:
-    """PRNG implementations of key arrays by name."""
+    """Read the PRNG implementations of key arrays by name."""
     if not any(entry.kind == "jax" for entry in metadata.entries):
         return {}
     found: dict[str, str] = {}
@@ -286,5 +287,5 @@ def _grow(listing: Listing, metadata: TreeMetadata, leaves: Sequence[ForeignLeaf
 
 def _index(key: str) -> int:
     if not key.isascii() or not key.isdecimal() or len(key) > 18 or str(int(key)) != key:
-        raise ValueError(f"{key[:40]!r} is no index of a list")
+        raise ValueError(f"{key[:40]!r} is not an index of a list")
     return int(key)

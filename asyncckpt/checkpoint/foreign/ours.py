@@ -1,13 +1,12 @@
-"""What is left of our own checkpoints where there is no commit record, told by its names.
+"""Leftovers of asyncckpt checkpoints without a commit record, recognised by their names.
 
-Object stores keep a checkpoint without its record for a while: before it is committed, while it is
-deleted, after a save that never ended. It has Orbax's files then, or some of them, and is taken for
-no checkpoint of Orbax all the same.
+An object store may hold such leftovers before a commit, during a deletion, or after an aborted
+save. They may include Orbax's files, but must not be read as a checkpoint of Orbax.
 """
 
 # Rule 1: names decide, never contents, which may be gone already.
-# Rule 2: what carries our contents of fixed names keeps them until all else is deleted
-#   (`stores/objects/remove.py`): as long as anything is left of a checkpoint, so are they.
+# Rule 2: objects with our fixed contents are deleted last (`stores/objects/remove.py`): as long as
+#   anything of a checkpoint remains, they do.
 
 from __future__ import annotations
 
@@ -19,29 +18,29 @@ from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.format.record import RECORD_NAME
 
 _FIXED = re.compile(r"\.asyncckpt-[0-9a-f]{32}-fixed-[0-9]{1,9}")
-"""In a checkpoint: contents of fixed names, on object stores only (`stores/objects/layout.py`)."""
+"""In a checkpoint: contents of fixed names, only on object stores (`stores/objects/layout.py`)."""
 
 _DATA = re.compile(r"d/[0-9a-f]{32}-[0-9a-z-]{1,64}(\.r[0-9]{1,9})?")
-"""In a database: data (`stages/upload.py`), the index with the nodes (`checkpointer/saves.py`), and
-each of them sent again. TensorStore's own names have no dash."""
+"""In a database: data files, the index and nodes, and retries of each (`save/upload.py`,
+`save/commit.py`). TensorStore's own names have no dash."""
 
 
 def is_our_leftover(names: Iterable[str]) -> bool:
-    """Whether a directory with these names is a checkpoint of ours, or was."""
+    """Return whether a directory with these names is or was an asyncckpt checkpoint."""
     return any(map(_FIXED.fullmatch, names))
 
 
 def is_our_data(path: str) -> bool:
-    """Whether a path, relative to its database, is one that only we write."""
+    """Return whether a path, relative to its database, is one that only asyncckpt writes."""
     return _DATA.fullmatch(path) is not None
 
 
 def without_record(location: str, *, is_database: bool) -> CheckpointNotFoundError:
-    """The error for a location that has our names and no record.
+    """Return the error for a location that has our names and no record.
 
     Args:
-        location: as it was named by the caller.
-        is_database: it is the directory of a database, and not of a checkpoint.
+        location: the location as the caller named it.
+        is_database: it is the directory of a database, not of a checkpoint.
     """
     here = location.rstrip("/")
     what, next_step = "an asyncckpt checkpoint", "restore another step"

@@ -1,37 +1,97 @@
-"""Building an `OpenCheckpoint` of tensors that stand in files as runs of bytes."""
+"""Tensors stored in files as runs of bytes, cut into chunks, and the checkpoint that they form.
+
+safetensors and torch files hold a tensor as one run. Cut into chunks it can be read in parallel,
+within any budget, and in parts. zarr grids pad the last chunk and files do not: the rest behind the
+last full chunk of an axis is an array of its own.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, Storage, StoredFile, number_rows
 from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.format.codecs import PLAIN, Bytes, Codec
+from asyncckpt.format.foreign.torch.strided import Layout, codec_of
 from asyncckpt.format.record import ArrayTable, JsonValue, LeafTable, Piece
 from asyncckpt.format.scalars import Scalar, encode_scalar
-from asyncckpt.format.strided import Layout, codec_of
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES, INLINE_NBYTES
-from asyncckpt.planning.raw import RawPiece, raw_pieces
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.spec import ITEMSIZES, ArraySpec, array_spec
-from asyncckpt.stages.opened import Extents, OpenCheckpoint, Storage, StoredFile, number_rows
 from asyncckpt.tree import Structure, array_names
+
+
+class RawPiece(NamedTuple):
+    """Part of an array, on a grid whose chunks are all full, each one run of bytes.
+
+    Attributes:
+        offset: its offset in the array.
+        shape: its shape.
+        chunk_shape: shape of its chunks; divides `shape`.
+        row_offset: first byte of every chunk, in C order, in the run of the whole array.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
+    row_offset: Column
+
+
+def raw_pieces(shape: Sequence[int], itemsize: int, target_nbytes: int) -> list[RawPiece]:
+    """Return pieces that tile the array, with chunks of at most `target_nbytes` or one element.
+
+    An empty array is one piece without chunks.
+    """
+    shape = tuple(shape)
+    strides = [itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    if math.prod(shape) * itemsize <= max(target_nbytes, itemsize):
+        chunk = tuple(max(1, n) for n in shape)
+        return [_piece((0,) * len(shape), shape, chunk, strides)]
+    # The first axis whose rows fit into the target; a single element always does.
+    axis = next((i for i, stride in enumerate(strides) if stride <= target_nbytes), len(shape) - 1)
+    count = -(-shape[axis] // max(1, target_nbytes // strides[axis]))
+    length = -(-shape[axis] // count)
+    chunk = (*(1,) * axis, length, *shape[axis + 1 :])
+    full = shape[axis] // length * length
+    pieces = []
+    for start, stop in ((0, full), (full, shape[axis])):
+        if start < stop:
+            part = (*shape[:axis], stop - start, *shape[axis + 1 :])
+            offset = (*(0,) * axis, start, *(0,) * (len(shape) - axis - 1))
+            cell = (*chunk[:axis], min(length, stop - start), *chunk[axis + 1 :])
+            pieces.append(_piece(offset, part, cell, strides))
+    return pieces
+
+
+def _piece(
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+    chunk_shape: tuple[int, ...],
+    strides: Sequence[int],
+) -> RawPiece:
+    rows = np.full((), sum(o * s for o, s in zip(offset, strides, strict=True)), np.int64)
+    for n, c, stride in zip(shape, chunk_shape, strides, strict=True):
+        rows = rows[..., None] + np.arange(n // c, dtype=np.int64) * c * stride
+    return RawPiece(offset, shape, chunk_shape, rows.reshape(-1))
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A part of a leaf that stands in a file as one run of bytes.
+    """Part of a leaf that is stored in a file as one run of bytes.
 
     Attributes:
-        offset: where the part starts in the leaf.
+        offset: offset of the part in the leaf.
         shape: its shape.
         file: index of the file.
         start: its first byte there.
-        layout: how its elements stand; None where they stand in C order.
+        layout: order of its elements; None for C order.
     """
 
     offset: tuple[int, ...]
@@ -42,7 +102,7 @@ class Run:
 
 
 class RunTables:
-    """The leaves of one checkpoint in tree order, and where each stands."""
+    """Leaves of one checkpoint in tree order, and their places in its files."""
 
     def __init__(self) -> None:
         self._kinds: list[str] = []
@@ -60,7 +120,7 @@ class RunTables:
         self._refused: dict[int, AsyncCheckpointError] = {}
 
     def add_scalar(self, value: Scalar) -> None:
-        """The next leaf is this value."""
+        """Add a value as the next leaf."""
         if type(value) is not bytes or len(value) <= INLINE_NBYTES:
             self._add_leaf(*encode_scalar(value))
             return
@@ -72,7 +132,7 @@ class RunTables:
         self._add_leaf("numpy")
 
     def add_array(self, kind: str, dtype: str, runs: Sequence[Run]) -> None:
-        """The next leaf is an array of these runs, which tile it."""
+        """Add an array as the next leaf; the runs tile it."""
         pieces: list[Piece] = []
         for run in runs:
             for piece in self._cut(run, ITEMSIZES[dtype]):
@@ -98,9 +158,9 @@ class RunTables:
         start: int,
         nbytes: int,
     ) -> None:
-        """The next leaf stands in these bytes, cannot be read, and gives `error` to who wants it.
+        """Add an unreadable array as the next leaf; restoring it raises `error`.
 
-        `spec` is of an array that holds elements.
+        Its bytes are known, and `spec` has elements.
         """
 
         def refuse(_: Sequence[Bytes], __: int) -> Bytes:
@@ -120,8 +180,9 @@ class RunTables:
         *,
         library: str,
         metadata: Mapping[str, JsonValue],
+        notes: tuple[str, ...] = (),
     ) -> OpenCheckpoint:
-        """The checkpoint of all leaves that were added, in the containers of `tree`."""
+        """Return the checkpoint of all leaves that were added, in the containers of `tree`."""
         arrays = ArrayTable(self._names(tree), self._specs)
         storages = tuple(self._storages)
         first_rows, row_count = number_rows(storages, arrays)
@@ -146,6 +207,7 @@ class RunTables:
             row_count=row_count,
             metadata=metadata,
             library=library,
+            notes=notes,
         )
 
     def _add_leaf(self, kind: str, value: JsonValue = None) -> None:
@@ -182,7 +244,7 @@ class RunTables:
         names: list[str] = []
         for number, leaf in enumerate(self._owners):
             pieces = self._pieces.get(leaf)
-            # No name has a slash in it, so that these are new ones.
+            # Names of leaves have no slash, so that these names are unique.
             part = f"/{number - pieces[0].array}" if pieces else ""
             names.append(of_leaf[leaf] + part)
         return names
@@ -199,7 +261,7 @@ class RunTables:
 
 
 def _turned(piece: RawPiece, axes: Sequence[int]) -> RawPiece:
-    """A piece of an array whose axes stand in this order, as a piece of the array itself."""
+    """Return a piece of an array with permuted axes as a piece of the array itself."""
     back = np.argsort(axes)
     counts = [n // c for n, c in zip(piece.shape, piece.chunk_shape, strict=True)]
     return RawPiece(

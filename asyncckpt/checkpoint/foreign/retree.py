@@ -1,4 +1,4 @@
-"""A safetensors checkpoint with the tree it was converted from, where its metadata tells."""
+"""Trees of safetensors checkpoints that were converted from others."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
+from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, number_rows
 from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.format.foreign.safetensors_tree import SavedTree, decode_tree
 from asyncckpt.format.record import ArrayTable, LeafTable, Piece
-from asyncckpt.format.safetensors_tree import SavedTree, decode_tree
-from asyncckpt.stages.opened import Extents, OpenCheckpoint, number_rows
 
 logger = logging.getLogger("asyncckpt")
 
 
 def with_saved_tree(opened: OpenCheckpoint) -> OpenCheckpoint:
-    """The checkpoint with containers, scalars and ties as they were before the conversion.
+    """Return the checkpoint with containers, scalars and ties as before the conversion.
 
-    It is returned as it is where its metadata tells of no tree, or of one with other tensors.
+    It is returned unchanged if its metadata has no tree, or one with other tensors.
 
     Raises:
-        CorruptCheckpointError: what the metadata tells is malformed.
-        UnsupportedFormatError: it is of a newer version.
+        CorruptCheckpointError: the tree in the metadata is malformed.
+        UnsupportedFormatError: the tree has a newer version.
     """
     if opened.format != "safetensors":
         return opened
@@ -38,7 +38,7 @@ def with_saved_tree(opened: OpenCheckpoint) -> OpenCheckpoint:
     wanted = {name for name in tree.tensors if name is not None}
     if wanted != leaf_of.keys():
         logger.warning(
-            "%s: the tensors are not those of the tree in its metadata; they are taken by name",
+            "%s: the tensors are not those of the tree in its metadata; they are read by name",
             opened.location,
         )
         return dataclasses.replace(opened, metadata=others)
@@ -56,7 +56,7 @@ def _retreed(opened: OpenCheckpoint, tree: SavedTree, leaf_of: dict[str, int]) -
             continue
         own = owned[leaf_of[tensor]]
         if tensor in taken:
-            # A tied leaf: further arrays with the same chunks.
+            # A tied leaf: more arrays with the same chunks.
             first = len(names)
             for number, piece in enumerate(own):
                 names.append(f"{names[piece.array]}%~{leaf}")

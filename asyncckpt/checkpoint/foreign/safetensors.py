@@ -8,44 +8,43 @@ from typing import NoReturn
 
 import numpy as np
 
+from asyncckpt.checkpoint.foreign.access import MAX_ENTRIES, located, side_by_side, stored_files
+from asyncckpt.checkpoint.foreign.raw import Run, RunTables
+from asyncckpt.checkpoint.metadata import OpenCheckpoint, StoredFile
 from asyncckpt.errors import UnsupportedFormatError
-from asyncckpt.format.record import JsonValue
-from asyncckpt.format.safetensors import (
+from asyncckpt.format.foreign.safetensors import (
     LENGTH_NBYTES,
     SUFFIX,
     Header,
     decode_header,
     header_nbytes,
 )
-from asyncckpt.format.safetensors_set import (
+from asyncckpt.format.foreign.safetensors_set import (
     INDEX_SUFFIX,
     MAX_INDEX_NBYTES,
     check_set,
     decode_index,
     holds_parts,
 )
+from asyncckpt.format.record import JsonValue
 from asyncckpt.options import KIB
 from asyncckpt.ports import CheckpointFiles
-from asyncckpt.stages.elsewhere.access import MAX_ENTRIES, located, side_by_side, stored_files
-from asyncckpt.stages.elsewhere.runs import Run, RunTables
-from asyncckpt.stages.opened import OpenCheckpoint, StoredFile
 from asyncckpt.tree import Node, Structure
 
 HEAD_NBYTES = 128 * KIB
-"""Read first of a file: on object stores this takes as long as its first eight bytes, and most
-headers end before it does."""
+"""First read of a file: it holds most headers, and on object stores takes as long as 8 bytes."""
 
 
 async def open_safetensors(files: CheckpointFiles) -> OpenCheckpoint:
-    """The header of a safetensors file, or of every file of a set, has been read and is valid.
+    """Open a safetensors file, or a set of files, from their headers.
 
     The location is the file, or a directory with either one such file or the index of a set. The
     tree is a dict of arrays by name.
 
     Raises:
         CorruptCheckpointError: a header or the index is malformed, or a file is missing.
-        UnsupportedFormatError: a dtype is not known, the files hold parts of tensors, or it is
-            not clear which file is meant.
+        UnsupportedFormatError: a dtype is unknown, the files hold parts of tensors, or it is
+            unclear which file is meant.
     """
     entries = await files.entries(max_entries=MAX_ENTRIES)
     regular = {entry.name: entry.nbytes for entry in entries if not entry.is_directory}
@@ -111,7 +110,7 @@ def _opened(
     stored: Sequence[StoredFile],
     metadata: Mapping[str, JsonValue],
 ) -> OpenCheckpoint:
-    """The checkpoint of these tensors: name, number of the file, its header, row in it."""
+    """Return the checkpoint of these tensors: name, number of the file, its header, row in it."""
     tables = RunTables()
     for _, file, header, row in places:
         spec = header.specs[row]
@@ -124,7 +123,7 @@ def _opened(
 
 
 def _merged(headers: Mapping[str, Header]) -> dict[str, JsonValue]:
-    """What the files of a set say; where they differ, the text of each by its file."""
+    """Merge the metadata of a set; where files differ, the text of each by its file."""
     said: dict[str, dict[str, str]] = {}
     for path, header in headers.items():
         for key, text in header.metadata.items():

@@ -1,4 +1,4 @@
-"""Keys and where their values stand: of an OCDBT database, or of a directory as it is."""
+"""Key tables: the keys of an OCDBT database or directory, and the places of their values."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from asyncckpt.checkpoint.foreign.listing import Listing, located
+from asyncckpt.checkpoint.foreign.ours import is_our_data, without_record
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.ocdbt import (
     MANIFEST_NAME,
@@ -24,22 +26,20 @@ from asyncckpt.format.ocdbt import (
 )
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import CheckpointFiles
-from asyncckpt.stages.elsewhere.listing import Listing, located
-from asyncckpt.stages.elsewhere.ours import is_our_data, without_record
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyTable:
-    """Keys in order, and by row where their values stand.
+    """Keys in order, and the places of their values by row.
 
     Attributes:
         listing: the files that hold them.
         keys: strictly increasing.
         paths: files, relative to the checkpoint.
-        file: index into `paths`, -1 for values that stand in the table.
+        file: index into `paths`, -1 for inline values.
         offset: first byte of the value in its file.
         nbytes: its length.
-        inline: the value, or None where it stands in a file.
+        inline: the value, or None if it is in a file.
         is_directory: every value is a file of its own, whose path is the key.
     """
 
@@ -53,12 +53,12 @@ class KeyTable:
     is_directory: bool = False
 
     def find(self, key: bytes) -> int:
-        """The row of a key, or -1."""
+        """Return the row of a key, or -1."""
         row = bisect_left(self.keys, key)
         return row if row < len(self.keys) and self.keys[row] == key else -1
 
     async def values(self, rows: Sequence[int], *, max_nbytes: int) -> list[bytes]:
-        """The values of some rows.
+        """Read the values of some rows.
 
         Raises:
             CorruptCheckpointError: one is longer than `max_nbytes`, or outside its file.
@@ -85,7 +85,7 @@ class KeyTable:
 
 
 def directory_table(listing: Listing) -> KeyTable:
-    """The files of a directory as keys and values."""
+    """Return the files of a directory as keys and values."""
     base = f"{listing.directory}/" if listing.directory else ""
     rows = sorted((path.removeprefix(base).encode(), path) for path in listing.nbytes_of)
     count = len(rows)
@@ -102,16 +102,16 @@ def directory_table(listing: Listing) -> KeyTable:
 
 
 async def read_database(listing: Listing, name: str = "") -> KeyTable:
-    """The newest version of the OCDBT database in a directory.
+    """Read the newest version of the OCDBT database in a directory.
 
     Args:
         listing: files of the checkpoint's item, those of the database among them.
-        name: the directory of the database in that of the listing.
+        name: directory of the database in that of the listing.
 
     Raises:
-        CheckpointNotFoundError: it is the database of a checkpoint of ours.
+        CheckpointNotFoundError: it is the database of an asyncckpt checkpoint.
         CorruptCheckpointError: it is damaged, leads out of the directory or passes a limit.
-        UnsupportedFormatError: it is of a newer version.
+        UnsupportedFormatError: it has a newer version.
     """
     files = listing.files
     directory = listing.path(name) if name else listing.directory
@@ -170,10 +170,10 @@ async def _manifest(files: CheckpointFiles, directory: str, name: str) -> Manife
 
 
 def merge(tables: Sequence[KeyTable]) -> KeyTable:
-    """One table of several databases, as Orbax leaves them where it did not merge them itself.
+    """Merge the tables of several databases, as Orbax leaves them unmerged.
 
-    Where several have a key, the first one counts: every process writes the metadata of an array
-    that it holds parts of.
+    If several have a key, the first one counts: every process writes the metadata of an array that
+    it holds parts of.
     """
     paths = tuple(itertools.chain.from_iterable(table.paths for table in tables))
     bases = np.cumsum([0, *(len(table.paths) for table in tables)])

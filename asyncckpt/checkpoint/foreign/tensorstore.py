@@ -1,32 +1,31 @@
-"""What only TensorStore decodes: chunks packed by Blosc."""
+"""Decoding by TensorStore of what nothing else here decodes: Blosc."""
 
 # Rule 1: TensorStore is given bytes in memory and a specification made here, never a stored one:
-#   it trusts what it is told about sizes, and ends the process where memory does not suffice.
-# Rule 2: the sizes that the bytes claim themselves are checked before it sees them.
+#   it trusts sizes, and terminates the process if memory does not suffice.
+# Rule 2: the sizes that the bytes claim are checked before it sees them.
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 
 import numpy as np
 
 from asyncckpt.format.codecs import Bytes, ChunkError
-from asyncckpt.format.zarr_codecs import Unpack
+from asyncckpt.format.foreign.zarr_codecs import Unpack
 
 # Versions of format and codec, flags, size of an element; then, in bytes, the data, their blocks,
-# and all of this.
+# and the whole.
 _BLOSC_HEADER = struct.Struct("<BBBBIII")
 _BLOSC_VERSIONS = (1, 2)
 
 
-def unpack_blosc(parts: Sequence[Bytes], limit: int) -> Bytes:
-    """The bytes that Blosc packed. Blocking.
+def unpack_blosc(data: Bytes, limit: int) -> Bytes:
+    """Return the bytes that Blosc packed. Blocking.
 
     Raises:
         ChunkError: they are damaged or more than `limit`.
     """
-    packed = b"".join(parts)
+    packed = data.tobytes()
     if len(packed) < _BLOSC_HEADER.size:
         raise ChunkError(f"{len(packed)} bytes are fewer than the header of Blosc")
     version, _, _, _, nbytes, _, packed_nbytes = _BLOSC_HEADER.unpack_from(packed)
@@ -61,7 +60,7 @@ def _decode(packed: bytes, nbytes: int) -> Bytes:
             "shape": [nbytes],
             "chunks": [nbytes],
             "dtype": "|u1",
-            # How to unpack stands in the header of the data.
+            # The header of the data says how to unpack it.
             "compressor": {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 0},
             "fill_value": None,
             "filters": None,
@@ -77,4 +76,4 @@ def _decode(packed: bytes, nbytes: int) -> Bytes:
 
 
 UNPACK: dict[str, Unpack] = {"blosc": unpack_blosc}
-"""Packings beyond those of `format/zarr_codecs.py`."""
+"""Packings beyond those of `format.foreign.zarr_codecs`."""

@@ -1,4 +1,4 @@
-"""zarr arrays under the keys of a table, and the checkpoint that they make."""
+"""zarr arrays of a key table, and the checkpoint that they form."""
 
 from __future__ import annotations
 
@@ -7,33 +7,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from asyncckpt.checkpoint.foreign.extents import ExtentReader, FoundArray
+from asyncckpt.checkpoint.foreign.listing import located
+from asyncckpt.checkpoint.foreign.tables import KeyTable
+from asyncckpt.checkpoint.foreign.tensorstore import UNPACK
+from asyncckpt.checkpoint.metadata import OpenCheckpoint, Storage, StoredFile, number_rows
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.format import zarr2, zarr3
-from asyncckpt.format.foreign_tree import ForeignLeaf, structure_of
+from asyncckpt.format import zarr3
+from asyncckpt.format.foreign import zarr2
+from asyncckpt.format.foreign.foreign_tree import ForeignLeaf, structure_of
+from asyncckpt.format.foreign.zarr_codecs import make_codec
 from asyncckpt.format.record import ArrayTable, LeafTable
 from asyncckpt.format.scalars import JsonValue
-from asyncckpt.format.sharding import ENTRY_NBYTES
 from asyncckpt.format.zarr import ZarrArray, ZarrLimits
-from asyncckpt.format.zarr_codecs import make_codec
 from asyncckpt.ports import CheckpointFiles
-from asyncckpt.stages.elsewhere.extents import ExtentReader
-from asyncckpt.stages.elsewhere.found import FoundArray
-from asyncckpt.stages.elsewhere.listing import located
-from asyncckpt.stages.elsewhere.tables import KeyTable
-from asyncckpt.stages.elsewhere.tensorstore import UNPACK
-from asyncckpt.stages.opened import OpenCheckpoint, Storage, StoredFile, number_rows
 
 MAX_DOCUMENT_NBYTES = ZarrLimits().max_document_nbytes
 """A longer metadata document is not read."""
 
 DOCUMENTS_NBYTES = 16 << 20
-"""Metadata documents that are in memory at a time."""
+"""Bytes of metadata documents in memory at a time."""
 
 UNSTORED_CHUNKS = 1 << 19
-"""Chunks that need not be stored: each takes 24 bytes of the table of extents."""
+"""Chunks that need not be stored: each takes 24 bytes in the table of extents."""
 
 UNSTORED_FILES = 1 << 12
-"""The same where every chunk is a file: for each that is not there, a link must be ruled out."""
+"""The same if every chunk is a file: for each missing file, a link must be ruled out."""
 
 _DECODERS = {
     zarr3.METADATA_NAME: zarr3.decode_metadata,
@@ -43,7 +42,7 @@ _DECODERS = {
 
 @dataclass(frozen=True, slots=True)
 class ArrayKey:
-    """Where the metadata document of an array is.
+    """Location of an array's metadata document.
 
     Attributes:
         name: the array's name in its database or directory; empty for the database's root.
@@ -57,7 +56,7 @@ class ArrayKey:
 
 
 def array_keys(table: KeyTable) -> list[ArrayKey]:
-    """All arrays and groups of zarr in a table, by name."""
+    """Return the keys of all zarr arrays and groups in a table, by name."""
     found = []
     for row, key in enumerate(table.keys):
         for document in _DECODERS:
@@ -67,7 +66,7 @@ def array_keys(table: KeyTable) -> list[ArrayKey]:
                     name = key[: -len(tail) - 1].decode()
                 except UnicodeDecodeError:
                     raise UnsupportedFormatError(
-                        f"{table.listing.files.location}: the array {key!r} has a name that is no "
+                        f"{table.listing.files.location}: the array {key!r} has a name that is not "
                         "UTF-8; copy it to another name with TensorStore",
                         location=table.listing.files.location,
                         found=key,
@@ -79,16 +78,16 @@ def array_keys(table: KeyTable) -> list[ArrayKey]:
 async def read_arrays(
     table: KeyTable, keys: Sequence[ArrayKey], *, complete: bool
 ) -> list[FoundArray | None]:
-    """The arrays whose documents these are; None for groups.
+    """Return the arrays with these metadata documents; None for groups.
 
     Args:
-        table: where they are.
-        keys: which.
-        complete: whether whoever wrote them has stored every chunk.
+        table: the table of their keys.
+        keys: their documents.
+        complete: whether the writer stored every chunk.
 
     Raises:
         CorruptCheckpointError: a document is damaged, or claims more than the limits.
-        UnsupportedFormatError: an array is stored in a way that is not read here.
+        UnsupportedFormatError: an array uses a feature that is not read here.
     """
     listing = table.listing
     _check_documents(table, keys)
@@ -111,7 +110,7 @@ async def read_arrays(
 
 
 def _check_documents(table: KeyTable, keys: Sequence[ArrayKey]) -> None:
-    """The documents are not many times what the files hold, as they are where they overlap."""
+    """Raise if the documents take many times the bytes of the files, as overlapping ones may."""
     rows = [key.row for key in keys if table.inline[key.row] is None]
     claimed = sum(min(int(table.nbytes[row]), MAX_DOCUMENT_NBYTES) for row in rows)
     stored = table.listing.nbytes
@@ -155,10 +154,10 @@ def make_checkpoint(
     created_ns: int = 0,
     database: str = "",
 ) -> OpenCheckpoint:
-    """The checkpoint whose tree is `root`, with leaves that are `ForeignLeaf`.
+    """Return the checkpoint whose tree is `root`, with leaves that are `ForeignLeaf`.
 
     Raises:
-        CorruptCheckpointError: the tree makes no sense, or arrays claim too many chunks.
+        CorruptCheckpointError: the tree is inconsistent, or arrays claim too many chunks.
         UnsupportedFormatError: an array is packed in a way that is not read here.
     """
     try:
@@ -170,16 +169,16 @@ def make_checkpoint(
             location=files.location,
         ) from None
     arrays: list[FoundArray] = [leaf.array for leaf in leaves if leaf.array is not None]
-    numbers: dict[ZarrArray, int] = {}
+    numbers: dict[tuple[ZarrArray, bool], int] = {}
     storages: list[Storage] = []
     for array in arrays:
-        if array.zarr not in numbers:
-            numbers[array.zarr] = len(storages)
+        if (array.zarr, array.complete) not in numbers:
+            numbers[array.zarr, array.complete] = len(storages)
             with located(files):
                 storages.append(_storage(array))
-    table = ArrayTable([a.name for a in arrays], [numbers[a.zarr] for a in arrays])
+    table = ArrayTable([a.name for a in arrays], [numbers[a.zarr, a.complete] for a in arrays])
     stored_files = _stored_files(arrays)
-    _check_chunk_count(files, arrays, storages, table, stored_files)
+    _check_chunk_count(files, arrays, storages, table)
     first_rows, row_count = number_rows(storages, table)
     reader = ExtentReader(files, arrays, storages, table, stored_files)
     return OpenCheckpoint(
@@ -211,22 +210,24 @@ def _leaf_table(leaves: Sequence[ForeignLeaf]) -> LeafTable:
 
 def _storage(array: FoundArray) -> Storage:
     zarr = array.zarr
-    shards = array.shards
+    # Of shards that reach past the array, only the part inside all of them must be stored: a codec
+    # does not know which shard it decodes.
+    inside = tuple(n % c or c for n, c in zip(zarr.spec.shape, zarr.chunk_shape, strict=True))
     codec = make_codec(
-        zarr.chain if shards is None else shards.chain,
-        zarr.chunk_shape if shards is None else shards.chunk_shape,
+        zarr.chain,
+        zarr.chunk_shape,
         zarr.spec.dtype,
         fill=zarr.fill_value,
+        stored=inside if array.complete else None,
         more=UNPACK,
         file=array.document,
     )
-    shape = zarr.chunk_shape if shards is None else shards.chunk_shape
     driver = "zarr" if array.document.endswith(".zarray") else "zarr3"
-    return Storage(zarr.spec, shape, codec, zarr.fill_value, driver)
+    return Storage(zarr.spec, zarr.chunk_shape, codec, zarr.fill_value, driver)
 
 
 def _stored_files(arrays: Sequence[FoundArray]) -> tuple[StoredFile, ...]:
-    """All files of the items, and those that they lack."""
+    """Return all files of the items, and those that their tables name in vain."""
     tables = {id(array.table): array.table for array in arrays}.values()
     nbytes_of: dict[str, int] = {}
     for table in tables:
@@ -239,17 +240,11 @@ def _check_chunk_count(
     arrays: Sequence[FoundArray],
     storages: Sequence[Storage],
     table: ArrayTable,
-    stored_files: Sequence[StoredFile],
 ) -> None:
-    """There are not many more chunks than are stored: the extents of all are one table in memory.
-
-    What is stored has a key of its own, or an entry in the index of a shard.
-    """
+    """Raise if there are many more chunks than keys: the extents of all are one table in memory."""
     counts = [storage.grid.chunk_count for storage in storages]
     claimed = sum(counts[spec] for spec in table.spec)
     keys = sum({id(array.table): len(array.table.keys) for array in arrays}.values())
-    if any(array.shards is not None for array in arrays):
-        keys += sum(file.nbytes for file in stored_files) // ENTRY_NBYTES
     in_files = any(array.table.is_directory for array in arrays)
     unstored = UNSTORED_FILES if in_files else UNSTORED_CHUNKS
     if claimed > keys + unstored:

@@ -1,4 +1,4 @@
-"""The tree of a foreign checkpoint, grown leaf by leaf, as a `Structure`."""
+"""Tree of a foreign checkpoint, built leaf by leaf."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncckpt.tree import MAX_DEPTH, Key, Kind, Node, Structure
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """A container being grown; what is no `Branch` in `children` is a leaf.
+    """Container under construction; children that are not a `Branch` are leaves.
 
     The keys of lists and tuples are their indices.
     """
@@ -23,13 +23,13 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForeignLeaf:
-    """One leaf.
+    """Leaf of a foreign checkpoint.
 
     Attributes:
         kind: scalar kind, or `numpy`, `jax`, `torch` for arrays.
         value: JSON of a scalar.
         extra: facts beside the value.
-        array: whatever stands for its array; None for scalars.
+        array: its array, as the reader represents it; None for scalars.
     """
 
     kind: str
@@ -39,15 +39,15 @@ class ForeignLeaf:
 
 
 def add(root: Branch, path: Sequence[tuple[Key, Kind]], value: Any) -> None:
-    """`value` stands at `path`, whose containers are made where they are not there yet.
+    """Add `value` at `path`; make the containers on the way.
 
     Args:
-        root: what the path begins in.
-        path: keys, and the kind of container that each is a key of.
+        root: container in which the path begins.
+        path: keys, and the kind of the container of each.
         value: a leaf, or an empty branch.
 
     Raises:
-        ValueError: something else is there, or a container is of another kind.
+        ValueError: the path is taken, or a container has another kind.
     """
     if len(path) >= MAX_DEPTH:
         raise ValueError(f"it is more than {MAX_DEPTH} containers deep")
@@ -65,7 +65,7 @@ def add(root: Branch, path: Sequence[tuple[Key, Kind]], value: Any) -> None:
 
 
 def structure_of(root: Any) -> tuple[Structure, list[Any]]:
-    """The structure of a grown tree, and its leaves in order; `root` may be a leaf itself.
+    """Return the structure of a tree, and its leaves in order; `root` may be a leaf itself.
 
     Raises:
         ValueError: a list lacks one of its indices, or the tree is too deep.
@@ -110,7 +110,7 @@ def structure_of(root: Any) -> tuple[Structure, list[Any]]:
 
 
 def tree_of_json(value: Any) -> Any:
-    """A JSON value as a tree of scalars.
+    """Return a JSON value as a tree of scalars.
 
     Raises:
         ValueError: it is too deep, or has a string that is not valid Unicode.

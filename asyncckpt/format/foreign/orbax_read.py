@@ -1,4 +1,4 @@
-"""The documents that Orbax writes beside its arrays.
+"""Documents that Orbax writes beside its arrays.
 
 Source: orbax-checkpoint 0.12.8, `metadata/tree.py`, `metadata/step_metadata_serialization.py`,
 `metadata/array_metadata_store.py` and `serialization/type_handlers.py`:
@@ -8,23 +8,19 @@ Source: orbax-checkpoint 0.12.8, `metadata/tree.py`, `metadata/step_metadata_ser
 - ``array_metadatas/process_<i>``: which arrays are the data of typed PRNG keys;
 - ``_CHECKPOINT_METADATA``: of a step, its items with their handlers, metrics and times.
 
-``_sharding`` is not read: it says where Orbax puts arrays when nobody asks for a place, while here
-the target or the default device decides. `orbax.checkpoint` only marks a directory, and is empty.
+``_sharding`` is not read: it gives the device of arrays without a target, while here the default
+device is used. `orbax.checkpoint` only marks a directory, and is empty.
 """
-
-# Rule 1: a document's size and the number of values in it are bounded before it is parsed, since
-#   three bytes of ``[],`` become seventy.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from asyncckpt.format.faults import corrupt
-from asyncckpt.format.fields import depth_fault
+from asyncckpt.format.damage import corrupt
+from asyncckpt.format.fields import parse_json
 from asyncckpt.format.scalars import JsonValue
 
 METADATA_FILE = "_METADATA"
@@ -35,14 +31,10 @@ PROCESS_DIRECTORY = re.compile(r"ocdbt\.process_[^/]+")
 """Databases of single processes, beside or instead of a merged one."""
 
 UNFINISHED = ".orbax-checkpoint-tmp"
-"""What the name of a directory has that Orbax has not finished."""
+"""Part of the name of a directory that Orbax has not finished."""
 
 MAX_DOCUMENT_NBYTES = 1 << 28
 """A million leaves take 250 bytes each in `_METADATA`."""
-
-# Values of a document: so many, and one per so many bytes. Metadata of leaves have one per 18.
-_FREE_VALUES = 1 << 17
-_NBYTES_PER_VALUE = 6
 
 Kind = Literal["array", "jax", "scalar", "string", "None", "Dict", "List", "Tuple", "NamedTuple"]
 
@@ -58,7 +50,7 @@ _KINDS: dict[str, Kind] = {
     "NamedTuple": "NamedTuple",
 }
 EMPTY: frozenset[Kind] = frozenset(("None", "Dict", "List", "Tuple", "NamedTuple"))
-"""Kinds that stand for an empty container."""
+"""Kinds of empty containers."""
 
 _KEY_SEQUENCE = 1
 _KEY_DICT = 2
@@ -67,12 +59,12 @@ _IMPLEMENTATION = re.compile(r"[A-Za-z0-9_.]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class TreeEntry:
-    """One leaf or empty container.
+    """Leaf or empty container.
 
     Attributes:
         path: keys from the root, and whether each is an index of a list or tuple.
-        kind: what it is; None for a handler that is not known, named by `handler`.
-        handler: how the document calls it.
+        kind: its kind; None for an unknown handler, named by `handler`.
+        handler: its name in the document.
         elsewhere: its value is not among the arrays, but in a file of older releases.
     """
 
@@ -89,13 +81,13 @@ class TreeEntry:
 
 @dataclass(frozen=True, slots=True)
 class TreeMetadata:
-    """What `_METADATA` says.
+    """Content of `_METADATA`.
 
     Attributes:
-        entries: in the order of the document.
-        use_ocdbt: whether arrays are in an OCDBT database; None when it does not say.
-        use_zarr3: whether they are of zarr version 3.
-        complete: every chunk is stored, also one of nothing but the fill value.
+        entries: leaves and empty containers, in the order of the document.
+        use_ocdbt: whether arrays are in an OCDBT database; None if not stated.
+        use_zarr3: whether they have zarr version 3.
+        complete: every chunk is stored, even if it consists of the fill value.
         custom: the user's JSON.
     """
 
@@ -108,13 +100,13 @@ class TreeMetadata:
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata:
-    """What `_CHECKPOINT_METADATA` says.
+    """Content of `_CHECKPOINT_METADATA`.
 
     Attributes:
-        handlers: class that wrote each item, by item name; under ``""`` where there is one item.
+        handlers: class that wrote each item, by item name; under ``""`` for a single item.
         metrics: the user's numbers.
         custom: the user's JSON.
-        committed_ns: time of the commit, nanoseconds since 1970; 0 when it does not say.
+        committed_ns: time of the commit, nanoseconds since 1970; 0 if not stated.
     """
 
     handlers: Mapping[str, str] = field(default_factory=dict)
@@ -124,24 +116,12 @@ class StepMetadata:
 
 
 def parse_document(data: bytes, what: str, *, file: str) -> Any:
-    """The JSON value of a whole document of bounded size, density and depth.
+    """Return the JSON value of a whole document.
 
     Raises:
-        CorruptCheckpointError: it is none.
+        CorruptCheckpointError: it is not JSON of bounded size, density and depth.
     """
-    if len(data) > MAX_DOCUMENT_NBYTES:
-        raise corrupt(what, f"it has {len(data)} bytes", file=file)
-    values = data.count(b",") + data.count(b"[") + data.count(b"{")
-    if values > _FREE_VALUES + len(data) // _NBYTES_PER_VALUE:
-        raise corrupt(what, f"it has {values} values in {len(data)} bytes", file=file)
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise corrupt(what, f"it is not JSON ({error})", file=file) from None
-    reason = depth_fault(document)
-    if reason is not None:
-        raise corrupt(what, f"it {reason}", file=file)
-    return document
+    return parse_json(data, what, file=file, most_nbytes=MAX_DOCUMENT_NBYTES)
 
 
 def _members(data: bytes, what: str, file: str) -> dict[str, Any]:
@@ -155,7 +135,7 @@ def _members(data: bytes, what: str, file: str) -> dict[str, Any]:
 
 
 def decode_metadata(data: bytes, *, file: str) -> TreeMetadata:
-    """What a `_METADATA` says; `file` is named in errors.
+    """Decode a `_METADATA`; `file` is named in errors.
 
     Raises:
         CorruptCheckpointError: it is damaged.
@@ -202,7 +182,7 @@ def _decode_entry(entry: dict[str, Any]) -> TreeEntry:
 
 
 def find_string(document: object, name: str) -> str | None:
-    """The string leaf of this name in `_strings.json`, or None.
+    """Return the string leaf of this name in `_strings.json`, or None.
 
     Orbax reads it by the JSON pointer ``/<name>``, unescaped: a ``/`` in the name descends, ``~1``
     stands for ``/`` and ``~0`` for ``~``.
@@ -215,7 +195,7 @@ def find_string(document: object, name: str) -> str | None:
 
 
 def decode_array_metadatas(data: bytes, *, file: str) -> dict[str, str]:
-    """Implementations of typed PRNG keys by array name; other arrays are not named.
+    """Return implementations of typed PRNG keys by array name; other arrays are left out.
 
     Raises:
         CorruptCheckpointError: the document is damaged.
@@ -244,7 +224,7 @@ def decode_array_metadatas(data: bytes, *, file: str) -> dict[str, str]:
 
 
 def decode_checkpoint_metadata(data: bytes, *, file: str) -> StepMetadata:
-    """What a `_CHECKPOINT_METADATA` says; members that it lacks are empty.
+    """Decode a `_CHECKPOINT_METADATA`; missing members are empty.
 
     Raises:
         CorruptCheckpointError: it is damaged.
@@ -272,7 +252,7 @@ def decode_checkpoint_metadata(data: bytes, *, file: str) -> StepMetadata:
 
 
 def numbers(document: object) -> dict[str, float]:
-    """The members of a JSON object that are numbers."""
+    """Return the members of a JSON object that are numbers."""
     members = document.items() if isinstance(document, dict) else ()
     return {
         name: float(value)

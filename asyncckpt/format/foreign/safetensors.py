@@ -1,4 +1,4 @@
-"""The header of a safetensors file.
+"""Header of a safetensors file.
 
 A file is the length of its header (`uint64` little endian), the header, and the data. The header
 is one JSON object, padded with spaces: for every tensor its ``dtype``, ``shape`` and
@@ -11,16 +11,20 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from asyncckpt.errors import UnsupportedLeafError
-from asyncckpt.format.faults import corrupt
-from asyncckpt.format.json_reader import JsonReader
+from asyncckpt.errors import (
+    CorruptCheckpointError,
+    UnsupportedFormatError,
+    UnsupportedLeafError,
+)
+from asyncckpt.format.damage import corrupt
+from asyncckpt.format.fields import parse_json
 from asyncckpt.format.scalars import JsonValue
 from asyncckpt.spec import ArraySpec, array_spec
 
@@ -34,13 +38,7 @@ MAX_HEADER_NBYTES = 100_000_000
 MAX_RANK = 32
 MAX_NAME_CHARS = 1 << 16
 
-_TENSOR_NBYTES = 112
-"""What a tensor takes in memory beside its name and its spec."""
-
-_SPEC_NBYTES = 384
-"""What a spec takes in memory that no other tensor has."""
-
-# safetensors dtype -> zarr v3 data type name; what is missing on the right cannot be restored.
+# safetensors dtype -> zarr v3 data type name; None for dtypes that cannot be restored.
 DTYPES: dict[str, str | None] = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -68,19 +66,12 @@ DTYPES: dict[str, str | None] = {
 CODES: dict[str, str] = {name: code for code, name in DTYPES.items() if name is not None}
 
 _HEADER = "the safetensors header"
-_NUMBER = rb"(?:0|[1-9][0-9]{0,18})"
-_USUAL = re.compile(
-    rb'\{"dtype":"([A-Z0-9_]{1,16})","shape":\[((?:%b(?:,%b){0,31})?)\],'
-    rb'"data_offsets":\[(%b),(%b)\]\}' % (_NUMBER, _NUMBER, _NUMBER, _NUMBER)
-)
-"""A tensor as all known writers describe it: read in one go, a fifth of the time."""
-
 _FIELDS = frozenset(("dtype", "shape", "data_offsets"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Header:
-    """What a safetensors file holds, by column.
+    """Tensors of a safetensors file, by column.
 
     Attributes:
         names: the tensors in the order of the header.
@@ -96,7 +87,7 @@ class Header:
 
 
 def header_nbytes(prefix: bytes, file_nbytes: int, *, file: str) -> int:
-    """Length of the header, from the first 8 bytes of the file.
+    """Return the length of the header, from the first 8 bytes of the file.
 
     Raises:
         CorruptCheckpointError: the file is no safetensors file, or too short for its header.
@@ -126,125 +117,134 @@ def header_nbytes(prefix: bytes, file_nbytes: int, *, file: str) -> int:
 
 
 def decode_header(data: bytes, file_nbytes: int, *, file: str) -> Header:
-    """The header whose bytes are `data`, of a file of `file_nbytes`.
+    """Return the header whose bytes are `data`, of a file of `file_nbytes`.
 
     Raises:
         CorruptCheckpointError: it is malformed, or its tensors do not fill the data exactly.
         UnsupportedFormatError: a tensor has a dtype that is unknown or cannot be restored.
     """
-    decoder = _Decoder(JsonReader(data, _HEADER, file, LENGTH_NBYTES))
-    decoder.run()
-    start = LENGTH_NBYTES + len(data)
-    names, begins = list(decoder.names), decoder.begins
-    _check_cover(names, begins, decoder.ends, file_nbytes - start, start, file)
-    offsets = array("q", (start + begin for begin in begins))
-    return Header(names, decoder.specs, offsets, decoder.metadata or {})
+    return _Decoder(data, file).run(file_nbytes)
 
 
 class _Decoder:
-    """The members of a header, read one after the other into columns."""
+    """Checks of one header; errors give the place where a tensor's name occurs."""
 
-    def __init__(self, reader: JsonReader) -> None:
-        self._reader = reader
-        self._known: dict[tuple[bytes, bytes], ArraySpec] = {}
-        self.names: dict[str, None] = {}
-        self.specs: list[ArraySpec] = []
-        self.begins, self.ends = array("q"), array("q")
-        self.metadata: dict[str, str] | None = None
+    def __init__(self, data: bytes, file: str) -> None:
+        self._data = data
+        self._file = file
+        self._specs: dict[tuple[str, tuple[int, ...]], ArraySpec] = {}
 
-    def run(self) -> None:
-        reader = self._reader
-        for name in reader.members():
-            if name == METADATA_KEY:
-                self._read_metadata()
-                continue
-            if name in self.names or len(name) > MAX_NAME_CHARS:
-                raise reader.fault(f"the tensor {name[:80]!r} stands there twice, or is too long")
-            spec, begin, end = self._read_tensor(f"of tensor {name[:200]!r}")
-            if not 0 <= begin <= end < 1 << 63:
-                raise reader.fault(
-                    f"data_offsets of tensor {name[:200]!r} are [{begin}, {end}], not first and "
-                    "last byte"
-                )
-            if spec.nbytes != end - begin:
-                raise reader.fault(
-                    f"data_offsets of tensor {name[:200]!r} span {end - begin} bytes, {spec} takes "
-                    f"{spec.nbytes}"
-                )
-            reader.take(_TENSOR_NBYTES)
-            self.names[name] = None
-            self.specs.append(spec)
-            self.begins.append(begin)
-            self.ends.append(end)
-        reader.end()
+    def run(self, file_nbytes: int) -> Header:
+        data, file = self._data, self._file
+        document = parse_json(
+            data, _HEADER, file=file, most_nbytes=MAX_HEADER_NBYTES, base=LENGTH_NBYTES
+        )
+        if not isinstance(document, dict):
+            raise self._fault("it is not a JSON object", "")
+        metadata = self._metadata(document.pop(METADATA_KEY, {}))
+        specs: list[ArraySpec] = []
+        begins, ends = array("q"), array("q")
+        for name, tensor in document.items():
+            if len(name) > MAX_NAME_CHARS or not is_unicode(name):
+                raise self._fault(f"a tensor cannot be named {name[:80]!a}", name)
+            spec, begin, end = self._tensor(name, tensor)
+            specs.append(spec)
+            begins.append(begin)
+            ends.append(end)
+        names = list(document)
+        start = LENGTH_NBYTES + len(data)
+        _check_cover(names, begins, ends, file_nbytes - start, start, file)
+        return Header(names, specs, array("q", (start + begin for begin in begins)), metadata)
 
-    def _read_metadata(self) -> None:
-        if self.metadata is not None:
-            raise self._reader.fault(f"{METADATA_KEY} stands there twice")
-        self.metadata = {}
-        for key in self._reader.members():
-            if key in self.metadata:
-                raise self._reader.fault(f"{METADATA_KEY} names {key[:80]!r} twice")
-            self._reader.take(_TENSOR_NBYTES)
-            self.metadata[key] = self._reader.string()
+    def _fault(self, reason: str, name: str) -> CorruptCheckpointError:
+        return corrupt(_HEADER, reason, file=self._file, offset=self._place(name))
 
-    def _read_tensor(self, where: str) -> tuple[ArraySpec, int, int]:
-        found = self._reader.match(_USUAL)
-        if found is None:
-            return self._read_members(where)
-        code, shape, begin, end = found.groups()
-        spec = self._known.get((code, shape))
-        if spec is None:
-            sizes = tuple(map(int, shape.split(b","))) if shape else ()
-            spec = self._known[code, shape] = self._spec(code.decode(), sizes, where)
-        return spec, int(begin), int(end)
+    def _place(self, name: str) -> int:
+        """Return the offset in the file where a name occurs; of the header if it is escaped."""
+        at = self._data.find(f'"{name}"'.encode("utf-8", "replace")) if name else 0
+        return LENGTH_NBYTES + max(0, at)
 
-    def _read_members(self, where: str) -> tuple[ArraySpec, int, int]:
-        """A tensor whose members stand in another order, or with spaces, or are malformed."""
-        reader = self._reader
-        begun = reader.position
-        fields: dict[str, str | tuple[int, ...]] = {}
-        for field in reader.members():
-            if field not in _FIELDS:
-                raise reader.fault(f"{field[:80]!r} {where} is no member of this version")
-            if field in fields:
-                raise reader.fault(f"{field!r} {where} stands there twice")
-            if field == "dtype":
-                fields[field] = reader.string()
-            else:
-                fields[field] = reader.integers(most=MAX_RANK if field == "shape" else 2)
-        code, shape, span = (fields.get(name) for name in ("dtype", "shape", "data_offsets"))
-        if not isinstance(code, str) or not isinstance(shape, tuple) or not isinstance(span, tuple):
-            missing = ", ".join(sorted(_FIELDS - fields.keys()))
-            raise reader.fault(f"{missing} {where} is missing", begun)
-        if len(span) != 2:
-            raise reader.fault(f"data_offsets {where} are {list(span)}, not first and last byte")
-        return self._spec(code, shape, where), span[0], span[1]
+    def _metadata(self, value: Any) -> dict[str, str]:
+        if not isinstance(value, dict):
+            raise self._fault(f"{METADATA_KEY} is not an object", METADATA_KEY)
+        for key, text in value.items():
+            if not isinstance(text, str):
+                raise self._fault(f"{METADATA_KEY} {key[:80]!a} is not a string", key)
+            if not is_unicode(key) or not is_unicode(text):
+                raise self._fault(f"{METADATA_KEY} {key[:80]!a} is not valid Unicode", key)
+        return value
 
-    def _spec(self, code: str, shape: tuple[int, ...], where: str) -> ArraySpec:
+    def _tensor(self, name: str, value: Any) -> tuple[ArraySpec, int, int]:
+        """Return shape and dtype, the first byte and one past the last."""
+        where = f"of tensor {name[:200]!r}"
+        members = value.keys() if isinstance(value, dict) else set()
+        if members != _FIELDS:
+            for member in members - _FIELDS:
+                raise self._fault(f"{member[:80]!a} {where} is not a member of this version", name)
+            missing = ", ".join(sorted(_FIELDS - members))
+            raise self._fault(f"{missing} {where} is missing", name)
+        shape = self._integers(value["shape"], f"shape {where}", MAX_RANK, name)
+        span = self._integers(value["data_offsets"], f"data_offsets {where}", 2, name)
+        spec = self._spec(value["dtype"], shape, name)
+        if len(span) != 2 or not 0 <= span[0] <= span[1] < 1 << 63:
+            reason = f"data_offsets {where} are {list(span)}, not first and last byte"
+            raise self._fault(reason, name)
+        if spec.nbytes != span[1] - span[0]:
+            raise self._fault(
+                f"data_offsets {where} span {span[1] - span[0]} bytes, {spec} takes {spec.nbytes}",
+                name,
+            )
+        return spec, span[0], span[1]
+
+    def _integers(self, value: Any, what: str, most: int, name: str) -> tuple[int, ...]:
+        if not isinstance(value, list) or set(map(type, value)) - {int}:
+            raise self._fault(f"{what} is not a list of integers", name)
+        if len(value) > most:
+            raise self._fault(f"{what} has more than {most} integers", name)
+        if any(abs(n) >= 1 << 63 for n in value):
+            raise self._fault(f"{what} has an integer beyond 64 bits", name)
+        return tuple(value)
+
+    def _spec(self, code: Any, shape: tuple[int, ...], name: str) -> ArraySpec:
+        where = f"of tensor {name[:200]!r}"
+        if not isinstance(code, str):
+            raise self._fault(f"the dtype {where} is not a string", name)
+        spec = self._specs.get((code, shape))
+        if spec is not None:
+            return spec
         dtype = DTYPES.get(code)
         if dtype is None:
             known = "cannot be restored" if code in DTYPES else "is unknown to this release"
-            raise self._reader.unsupported(
-                f"the dtype {code[:40]!r} {where} {known}; convert the tensor with the library "
-                "that wrote it",
+            offset = self._place(name)
+            raise UnsupportedFormatError(
+                f"{self._file}, byte {offset}: the dtype {code[:40]!a} {where} {known}; convert "
+                "the tensor with the library that wrote it",
+                file=self._file,
+                offset=offset,
                 expected=tuple(CODES.values()),
                 found=code[:40],
             )
-        self._reader.take(_SPEC_NBYTES)
-        spec = array_spec(shape, dtype)
+        spec = self._specs[code, shape] = array_spec(shape, dtype)
         elements = math.prod(max(1, n) for n in shape)
         if any(n < 0 for n in shape) or elements * spec.itemsize >= 1 << 62:
-            raise self._reader.fault(
-                f"shape {where} is {str(list(shape))[:80]}, which no array has"
-            )
+            shown = str(list(shape))[:80]
+            raise self._fault(f"shape {where} is {shown}, which no array has", name)
         return spec
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether a string has no lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_cover(
     names: Sequence[str], begins: array[int], ends: array[int], nbytes: int, start: int, file: str
 ) -> None:
-    """The tensors fill the data, each byte once."""
+    """Raise unless the tensors fill the data, each byte once."""
     first, last = np.array(begins, np.int64), np.array(ends, np.int64)
     order = np.lexsort((last, first))
     first, last = first[order], last[order]
@@ -278,9 +278,9 @@ def _check_cover(
 def encode_header(
     tensors: Sequence[tuple[str, ArraySpec]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[int]]:
-    """The first bytes of a file with these tensors, and where in the file the data of each begins.
+    """Return the first bytes of a file with these tensors, and where the data of each begins.
 
-    Tensors stand in the order of falling element size, so that each is aligned to its elements.
+    Tensors are stored in order of falling element size, so that each is aligned to its elements.
 
     Raises:
         UnsupportedLeafError: a name or dtype that safetensors does not have.

@@ -1,8 +1,8 @@
-"""Sets of safetensors files and the index that names the file of every tensor.
+"""Sets of safetensors files, and the index that names the file of every tensor.
 
-The index, ``*.safetensors.index.json``, is one JSON object: ``weight_map`` has the file of every
+The index, ``*.safetensors.index.json``, is one JSON object: ``weight_map`` gives the file of every
 tensor by its name; other members (``metadata``, with a ``total_size`` that writers count in
-different ways) say nothing that is needed.
+different ways) are ignored. Source: `huggingface_hub` 0.30, `serialization/_base.py`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ import json
 from collections.abc import Iterator, Mapping
 
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.format.faults import corrupt
-from asyncckpt.format.json_reader import JsonReader
-from asyncckpt.format.paths import path_fault
-from asyncckpt.format.safetensors import MAX_NAME_CHARS, MAX_RANK, SUFFIX, Header
+from asyncckpt.format.damage import corrupt, path_fault
+from asyncckpt.format.fields import parse_json
+from asyncckpt.format.foreign.safetensors import MAX_NAME_CHARS, SUFFIX, Header, is_unicode
 
 INDEX_SUFFIX = ".safetensors.index.json"
 
 MAX_INDEX_NBYTES = 100_000_000
-"""As much as one header may have; an index holds less of every tensor."""
+"""As long as one header may be; an index holds less about every tensor."""
 
 SHARDS_KEY = "DCP_SHARDING_INFO"
 """Metadata of torch's `HuggingFaceStorageWriter`: where in its whole each tensor begins."""
@@ -28,65 +27,53 @@ _INDEX = "the index of the safetensors files"
 
 
 def holds_parts(metadata: Mapping[str, str], *, file: str) -> bool:
-    """Whether the file's metadata says that its tensors are parts of larger ones.
+    """Return whether the file's metadata says that its tensors are parts of larger ones.
 
     Raises:
-        CorruptCheckpointError: what it says is malformed.
+        CorruptCheckpointError: the metadata is malformed.
     """
     text = metadata.get(SHARDS_KEY)
     if text is None:
         return False
-    reader = JsonReader(text.encode(), f"its {SHARDS_KEY}", file)
-    found = False
-    for _ in reader.members():
-        for field in reader.members():
-            if field == "saved_offsets":
-                found |= any(reader.integers(most=MAX_RANK))
-            else:
-                reader.value()
-    reader.end()
-    return found
+    what = f"its {SHARDS_KEY}"
+    tensors = parse_json(text.encode(), what, file=file, most_nbytes=MAX_INDEX_NBYTES)
+    try:
+        offsets = [n for info in tensors.values() for n in info.get("saved_offsets", ())]
+    except (AttributeError, TypeError):
+        offsets = [None]
+    if set(map(type, offsets)) - {int}:
+        raise corrupt(what, "it does not give the offsets of tensors by their names", file=file)
+    return any(offsets)
 
 
 def decode_index(data: bytes, *, file: str) -> dict[str, str]:
-    """File by tensor, of a set of safetensors files.
+    """Return the file of every tensor of a set of safetensors files.
 
     Raises:
-        CorruptCheckpointError: it is malformed, or names files outside its directory.
+        CorruptCheckpointError: the index is malformed, or names files outside its directory.
     """
-    reader = JsonReader(data, _INDEX, file)
-    weight_map: dict[str, str] | None = None
-    files: dict[str, str] = {}
-    for member in reader.members():
-        if member != "weight_map":
-            reader.value()
-            continue
-        if weight_map is not None:
-            raise reader.fault("weight_map stands there twice")
-        weight_map = {}
-        for name in reader.members():
-            path = reader.string()
-            if name in weight_map or len(name) > MAX_NAME_CHARS:
-                raise reader.fault(f"the tensor {name[:80]!r} stands there twice, or is too long")
-            if path not in files:
-                _check_file(path, reader)
-            weight_map[name] = files.setdefault(path, path)
-    reader.end()
-    if weight_map is None:
-        raise reader.fault("weight_map is missing")
+    document = parse_json(data, _INDEX, file=file, most_nbytes=MAX_INDEX_NBYTES)
+    weight_map = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(weight_map, dict):
+        raise _disagree(file, "weight_map is missing, or is not an object")
+    if set(map(type, weight_map.values())) - {str}:
+        raise _disagree(file, "weight_map has a file that is not a string")
+    for path in dict.fromkeys(weight_map.values()):
+        reason = path_fault(path)
+        if reason is None and not path.endswith(SUFFIX):
+            reason = f"does not end in {SUFFIX}"
+        if reason is not None:
+            raise _disagree(file, f"the file {path[:200]!a} {reason}")
+    for name in weight_map:
+        if len(name) > MAX_NAME_CHARS or not is_unicode(name):
+            raise _disagree(file, f"a tensor cannot be named {name[:80]!a}")
     return weight_map
-
-
-def _check_file(path: str, reader: JsonReader) -> None:
-    reason = path_fault(path) or (None if path.endswith(SUFFIX) else f"does not end in {SUFFIX}")
-    if reason is not None:
-        raise reader.fault(f"the file {path[:200]!r} {reason}")
 
 
 def check_set(
     weight_map: Mapping[str, str], headers: Mapping[str, Header], *, file: str
 ) -> Iterator[tuple[str, str, int]]:
-    """Name, file and row in its header of every tensor of a set, in the order of the index.
+    """Yield name, file and row in its header of every tensor of a set, in the order of the index.
 
     Raises:
         CorruptCheckpointError: index and headers do not name the same tensors.
@@ -106,10 +93,10 @@ def check_set(
 
 
 def _disagree(file: str, reason: str) -> CorruptCheckpointError:
-    return corrupt(_INDEX, reason, file=file)
+    return corrupt(_INDEX, reason, file=file, offset=0)
 
 
 def encode_index(weight_map: Mapping[str, str], nbytes: int) -> bytes:
-    """The index of a set of files, whose tensors take `nbytes` in all."""
+    """Return the index of a set of files whose tensors take `nbytes` in all."""
     document = {"metadata": {"total_size": nbytes}, "weight_map": dict(weight_map)}
     return json.dumps(document, ensure_ascii=False, indent=2).encode() + b"\n"

@@ -1,8 +1,8 @@
-"""The tree of a checkpoint beside the tensors of a safetensors file.
+"""Tree of a checkpoint, stored beside the tensors of a safetensors file.
 
-safetensors knows tensors by name and strings by name. What else a checkpoint holds is one JSON
-object under the metadata key ``asyncckpt``; a text of more than `PART_CHARS` characters goes on
-under ``asyncckpt.1``, ``asyncckpt.2``, …:
+safetensors holds tensors and strings by name. The rest of a checkpoint is one JSON object under the
+metadata key ``asyncckpt``; text beyond `PART_CHARS` characters continues under ``asyncckpt.1``,
+``asyncckpt.2``, …:
 
 ``version``    1
 ``nodes``      the containers, as in a commit record: ``kind``, ``type``, ``keys``, ``children``
@@ -12,8 +12,8 @@ under ``asyncckpt.1``, ``asyncckpt.2``, …:
 ``metadata``   the user's metadata
 ``metrics``    the user's metrics, each as a scalar of kind ``float``
 
-Files whose tensors are not those that the tree names were changed by somebody else; then the
-tensors count, and this does not.
+If the tensors of a file are not those that the tree names, another program has changed it; then the
+tree is ignored.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncckpt.errors import UsageError
-from asyncckpt.format.fields import depth_fault
-from asyncckpt.format.json_reader import JsonReader
+from asyncckpt.errors import UnsupportedFormatError, UsageError
+from asyncckpt.format.damage import corrupt
+from asyncckpt.format.fields import Fields, parse_json
+from asyncckpt.format.foreign.safetensors import MAX_HEADER_NBYTES
 from asyncckpt.format.record import LeafTable
 from asyncckpt.format.scalars import SCALAR_KINDS, JsonValue, decode_scalar, encode_scalar
 from asyncckpt.tree import Structure
@@ -36,10 +37,10 @@ PART_CHARS = 1 << 20
 DEFAULT_KIND = "numpy"
 
 MAX_USER_NBYTES = 1 << 20
-"""User metadata beyond this is refused: readers of untrusted files bound single values."""
+"""User metadata beyond this size is refused, since readers bound the values of untrusted files."""
 
 SPARE_LEAVES = 100_000
-"""Scalars and containers that a tree may have beyond two for each tensor of the file."""
+"""Scalars and containers that a tree may have beyond two per tensor of the file."""
 
 _VERSION = 1
 _WHAT = "the tree in the safetensors metadata"
@@ -47,11 +48,11 @@ _WHAT = "the tree in the safetensors metadata"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedTree:
-    """What the metadata of a safetensors file tells of the tree it came from.
+    """Tree that the metadata of a safetensors file describes.
 
     Attributes:
         structure: the containers.
-        leaves: kinds, scalar values and facts, without pieces.
+        leaves: kinds, scalar values and extra facts, without pieces.
         tensors: per leaf the name of its tensor, None for scalars; tied leaves share one.
         metadata: the user's metadata.
         metrics: the user's metrics.
@@ -65,7 +66,7 @@ class SavedTree:
 
 
 def encode_tree(tree: SavedTree) -> dict[str, str]:
-    """The metadata entries of a file that holds this tree.
+    """Return the metadata entries of a file that holds this tree.
 
     Raises:
         UsageError: the user's metadata is too large.
@@ -90,8 +91,8 @@ def encode_tree(tree: SavedTree) -> dict[str, str]:
     metadata = json.dumps(dict(tree.metadata))
     if len(metadata) > MAX_USER_NBYTES:
         raise UsageError(
-            f"the metadata takes {len(metadata)} bytes, more than the {MAX_USER_NBYTES} that are "
-            "carried into a safetensors file; keep it elsewhere",
+            f"the metadata takes {len(metadata)} bytes, a safetensors file takes at most "
+            f"{MAX_USER_NBYTES}; store it elsewhere",
             expected=MAX_USER_NBYTES,
             found=len(metadata),
         )
@@ -112,11 +113,11 @@ def encode_tree(tree: SavedTree) -> dict[str, str]:
 def decode_tree(
     metadata: Mapping[str, str], tensor_count: int, *, file: str
 ) -> tuple[SavedTree | None, dict[str, str]]:
-    """The tree in a file's metadata, or None, and the other entries.
+    """Return the tree in a file's metadata, or None, and the other entries.
 
     Raises:
-        CorruptCheckpointError: it is malformed.
-        UnsupportedFormatError: it is of a newer version.
+        CorruptCheckpointError: the tree is malformed.
+        UnsupportedFormatError: it has a newer version.
     """
     others = dict(metadata)
     parts = []
@@ -126,130 +127,75 @@ def decode_tree(
         key = f"{TREE_KEY}.{len(parts)}"
     if not parts:
         return None, others
-    reader = JsonReader("".join(parts).encode(), _WHAT, file)
-    most = 2 * tensor_count + SPARE_LEAVES
-    tree = _Tree(reader, most)
-    for member in reader.members():
-        tree.read(member)
-    reader.end()
-    return tree.result(), others
+    text = "".join(parts).encode()
+    document = parse_json(text, _WHAT, file=file, most_nbytes=MAX_HEADER_NBYTES)
+    if not isinstance(document, dict):
+        raise corrupt(_WHAT, "it is not a JSON object", file=file)
+    if type(document.get("version")) is int and document["version"] > _VERSION:
+        raise UnsupportedFormatError(
+            f"{file}: the tree beside the tensors has version {document['version']}, this release "
+            f"reads {_VERSION}; use a newer release",
+            file=file,
+            expected=_VERSION,
+            found=document["version"],
+        )
+    fields = Fields({"metadata": {}, "metrics": {}, **document}, _WHAT, file)
+    fields.only(("version", "nodes", "leaves", "metadata", "metrics"))
+    return _decode(fields, 2 * tensor_count + SPARE_LEAVES), others
 
 
-class _Tree:
-    def __init__(self, reader: JsonReader, most: int) -> None:
-        self._reader = reader
-        self._most = most
-        self._seen: set[str] = set()
-        self._nodes: list[dict[str, Any]] = []
-        self._kinds: list[str] = []
-        self._values: list[JsonValue] = []
-        self._extra: dict[int, Mapping[str, JsonValue]] = {}
-        self._tensors: list[str | None] = []
-        self._metadata: Mapping[str, JsonValue] = {}
-        self._metrics: Mapping[str, float] = {}
-
-    def read(self, member: str) -> None:
-        reader = self._reader
-        if member in self._seen:
-            raise reader.fault(f"{member[:40]!r} stands there twice")
-        self._seen.add(member)
-        if member == "version":
-            version = reader.integer()
-            if version != _VERSION:
-                raise reader.unsupported(
-                    f"the tree beside the tensors has version {version}, this release reads "
-                    f"{_VERSION}; use a newer release",
-                    expected=_VERSION,
-                    found=version,
-                )
-        elif member == "nodes":
-            for number in reader.items():
-                self._bound(number)
-                self._nodes.append(self._node())
-        elif member == "leaves":
-            for number in reader.items():
-                self._bound(number)
-                self._leaf(number)
-        elif member == "metadata":
-            value = reader.value()
-            fault = depth_fault(value)
-            if not isinstance(value, dict) or fault is not None:
-                raise reader.fault(f"metadata {fault or 'is not an object'}")
-            self._metadata = value
-        elif member == "metrics":
-            self._metrics = {name: self._metric(name) for name in reader.members()}
-        else:
-            raise reader.fault(f"{member[:40]!r} is no member of this version")
-
-    def result(self) -> SavedTree:
-        missing = {"version", "nodes", "leaves"} - self._seen
-        if missing:
-            raise self._reader.fault(f"{sorted(missing)[0]} is missing")
-        try:
-            structure = Structure.from_json({"leaves": len(self._kinds), "nodes": self._nodes})
-        except ValueError as error:
-            raise self._reader.fault(str(error)) from None
-        leaves = LeafTable(self._kinds, self._values, self._extra, {})
-        return SavedTree(structure, leaves, self._tensors, self._metadata, self._metrics)
-
-    def _metric(self, name: str) -> float:
-        try:
-            value = decode_scalar("float", self._reader.string())
-        except ValueError as error:
-            raise self._reader.fault(f"metric {name[:40]!r}: {error}") from None
-        assert isinstance(value, float)
-        return value
-
-    def _bound(self, number: int) -> None:
-        if number >= self._most:
-            raise self._reader.fault(f"it has more than {self._most} containers or leaves")
-
-    def _node(self) -> dict[str, Any]:
-        reader = self._reader
-        node: dict[str, Any] = {}
-        for member in reader.members():
-            if member in node:
-                raise reader.fault(f"{member[:40]!r} of a container stands there twice")
-            if member in ("kind", "type"):
-                node[member] = reader.string()
-            elif member == "children":
-                node[member] = list(reader.integers(most=self._most))
-            elif member == "keys":
-                node[member] = []
-                for number in reader.items():
-                    self._bound(number)
-                    node[member].append(reader.value())
-            else:
-                raise reader.fault(f"{member[:40]!r} is no member of a container")
-        return node
-
-    def _leaf(self, leaf: int) -> None:
-        reader = self._reader
-        if reader.at_string():
-            self._add(DEFAULT_KIND, None, reader.string())
-            return
-        found: dict[str, Any] = {}
-        for member in reader.members():
-            if member in found or member not in ("tensor", "kind", "value", "extra"):
-                raise reader.fault(f"{member[:40]!r} is no member of a leaf, or stands there twice")
-            found[member] = reader.string() if member in ("tensor", "kind") else reader.value()
-        kind = found.get("kind", DEFAULT_KIND)
-        if "tensor" in found:
-            extra = found.get("extra", {})
-            named = kind.isidentifier() and kind not in SCALAR_KINDS
-            if not named or "value" in found or not isinstance(extra, dict):
-                raise reader.fault(f"leaf {leaf} is neither an array nor a scalar")
+def _decode(fields: Fields, most: int) -> SavedTree:
+    """Return the tree, of at most `most` containers and leaves each."""
+    if fields.integer("version") != _VERSION:
+        raise fields.fault("version", f"is not {_VERSION}")
+    nodes, rows = fields.items("nodes"), fields.items("leaves")
+    if len(nodes) > most or len(rows) > most:
+        raise fields.fault("leaves", f"or nodes has more than {most} items")
+    kinds: list[str] = []
+    values: list[JsonValue] = []
+    extras: dict[int, Mapping[str, JsonValue]] = {}
+    tensors: list[str | None] = []
+    try:
+        structure = Structure.from_json({"leaves": len(rows), "nodes": nodes})
+        for row, members in enumerate(rows):
+            kind, value, extra, tensor = _leaf(row, members)
+            kinds.append(kind)
+            values.append(value)
+            tensors.append(tensor)
             if extra:
-                self._extra[leaf] = extra
-            self._add(kind, None, found["tensor"])
-            return
-        try:
-            decode_scalar(kind, found.get("value"))
-        except ValueError as error:
-            raise reader.fault(f"leaf {leaf}: {error}") from None
-        self._add(kind, found["value"], None)
+                extras[row] = extra
+        metrics = {name: _metric(bits) for name, bits in fields.object("metrics").items()}
+    except ValueError as error:
+        raise corrupt(_WHAT, str(error), file=fields.file) from None
+    leaves = LeafTable(kinds, values, extras, {})
+    return SavedTree(structure, leaves, tensors, fields.object("metadata"), metrics)
 
-    def _add(self, kind: str, value: JsonValue, tensor: str | None) -> None:
-        self._kinds.append(kind)
-        self._values.append(value)
-        self._tensors.append(tensor)
+
+def _leaf(
+    row: int, value: Any
+) -> tuple[str, JsonValue, Mapping[str, JsonValue] | None, str | None]:
+    """Return kind, scalar value, extra facts and name of the tensor of a leaf.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    members = {"tensor": value} if isinstance(value, str) else value
+    if not isinstance(members, dict) or members.keys() - {"tensor", "kind", "value", "extra"}:
+        raise ValueError(f"leaf {row} is neither a string nor an object of a leaf's members")
+    kind, tensor = members.get("kind", DEFAULT_KIND), members.get("tensor")
+    extra = members.get("extra", {})
+    if not isinstance(kind, str) or not isinstance(extra, dict):
+        raise ValueError(f"leaf {row} has a kind that is not a string, or extra that is no object")
+    if "tensor" not in members:
+        decode_scalar(kind, members.get("value"))
+        return kind, members["value"], None, None
+    named = kind.isidentifier() and kind not in SCALAR_KINDS and isinstance(tensor, str)
+    if not named or "value" in members:
+        raise ValueError(f"leaf {row} is neither an array nor a scalar")
+    return kind, None, extra, tensor
+
+
+def _metric(bits: JsonValue) -> float:
+    value = decode_scalar("float", bits)
+    assert isinstance(value, float)
+    return value

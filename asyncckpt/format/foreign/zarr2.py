@@ -1,7 +1,7 @@
 """zarr v2 arrays: the metadata document `.zarray`.
 
 Source: zarr-specs v2, as the `zarr` driver of TensorStore reads and writes it: dtypes of
-`ml_dtypes` stand by their name, and a fill value of null reads as zero.
+`ml_dtypes` have their names, and a fill value of null means zero.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _TYPESTRS = {
 
 
 def decode_metadata(data: bytes, *, file: str, limits: ZarrLimits | None = None) -> ZarrArray:
-    """The array that a document describes, within limits; `file` is named in errors.
+    """Decode a metadata document within limits; `file` is named in errors.
 
     Raises:
         CorruptCheckpointError: the document is damaged, or claims more than the limits.
-        UnsupportedFormatError: it is intact, but uses a dtype, filter or compressor that is not
+        UnsupportedFormatError: it is intact, but has a dtype, filter or compressor that is not
             read here.
     """
     return _Zarr2(file, limits or ZarrLimits()).decode(data)

@@ -24,12 +24,10 @@ from asyncckpt.format.ocdbt.manifest import (
 )
 from asyncckpt.format.ocdbt.nodes import InteriorNode, LeafNode, Node, decode_node
 from asyncckpt.format.ocdbt.walk import (
-    InlineValue,
     TreeColumns,
     TreeDecoder,
     TreeLimits,
     decode_tree,
-    walk,
 )
 
 __all__ = [
@@ -38,7 +36,6 @@ __all__ = [
     "Config",
     "DataFile",
     "EncodedTree",
-    "InlineValue",
     "InteriorNode",
     "KeyColumns",
     "LeafNode",
@@ -60,5 +57,4 @@ __all__ = [
     "numbered_name",
     "prepare_keys",
     "sort_keys",
-    "walk",
 ]

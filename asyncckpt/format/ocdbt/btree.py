@@ -1,4 +1,4 @@
-"""Writing a B+tree: nodes filled from sorted columns, leaves first, the root last.
+"""Encoding of a B+tree: nodes filled from sorted columns, leaves first, the root last.
 
 Leaf body: height 0 `uint8`; data-file table; entry count; key columns (shared prefix lengths of all
 but the first, suffix lengths, suffixes); value lengths; value kinds (0 inline, 1 indirect); data
@@ -7,8 +7,9 @@ prefix common to each subtree before the suffixes, and for every child its data 
 length, number of keys, tree bytes and indirect value bytes.
 """
 
-# Keys inside a node leave out the prefix that its parent says is common to it; the root leaves
-# out nothing. All numbers of a node are columns: there is no Python step per key.
+# Rule 1: keys inside a node omit the prefix that its parent declares common to it; the root omits
+#   nothing.
+# Rule 2: all numbers of a node are columns: there is no Python step per key.
 
 from __future__ import annotations
 
@@ -41,13 +42,13 @@ MAX_HEIGHT = 255
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ValueColumns:
-    """One value per key, in key order.
+    """Values of all keys, in key order.
 
     Attributes:
-        inline: the value itself, or None where it stands in a data file; `encode_tree` takes the
-            values out of a list, so that each is held once, here or in a node.
+        inline: the value itself, or None if it is in a data file; `encode_tree` takes the values
+            out of the list, so that each is in memory once.
         file: index into the data files, -1 for inline values.
-        offset: where it starts in that file; ignored for inline values.
+        offset: its first byte in that file; ignored for inline values.
         nbytes: its length; ignored for inline values.
     """
 
@@ -59,13 +60,13 @@ class ValueColumns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedTree:
-    """Nodes to write, and what the manifest says about them.
+    """Nodes to write, and their description for the manifest.
 
     Attributes:
         blocks: to be written one after the other, starting at the node offset that was given.
-        root: where the root will be, or None for a tree without keys.
-        inline_offset: for every key the offset in the node file of its inline value, -1 if
-            indirect. Nodes are not compressed, so a reader may go there directly.
+        root: location of the root, or None for a tree without keys.
+        inline_offset: offset in the node file of every inline value, -1 for indirect ones. Nodes
+            are not compressed, so a reader may go there directly.
     """
 
     blocks: list[bytes]
@@ -79,7 +80,7 @@ class EncodedTree:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Children:
-    """One level of finished nodes: first key, common prefix, place and statistics of each."""
+    """One level of finished nodes: first key, common prefix, location and statistics of each."""
 
     key: I64
     prefix: I64
@@ -99,7 +100,7 @@ def encode_tree(
     node_offset: int,
     max_decoded_node_nbytes: int,
 ) -> EncodedTree:
-    """The nodes of the tree that maps the keys to the values.
+    """Encode the nodes of the tree that maps the keys to the values.
 
     Node bodies are at most `max_decoded_node_nbytes` long, except a leaf of one entry and an
     interior node of two, which cannot be split.
@@ -189,8 +190,8 @@ def _split_leaves(
     cost = varint_sizes(columns.shared) + varint_sizes(suffix) + suffix + varint_sizes(nbytes) + 1
     place = varint_sizes(np.maximum(values.file, 0)) + varint_sizes(np.maximum(values.offset, 0))
     cost += np.where(indirect, place, nbytes)
-    # A node lists the files it uses. Charge a file wherever the entries change to it, but never
-    # more than for all files.
+    # A node lists the files it uses. A file is charged wherever the entries change to it, but never
+    # more than all files together.
     file_cost = np.array([data_file_nbytes(path) for path in data_files] or [0], np.int64)
     rows = np.flatnonzero(indirect)
     files = values.file[rows]
@@ -215,7 +216,7 @@ def _split(
     *,
     least: int,
 ) -> list[int]:
-    """Boundaries of runs of entries that fit in `max_nbytes`, of at least `least` entries."""
+    """Return boundaries of runs of `least` or more entries that fit in `max_nbytes`."""
     count = cost.size
     sums = np.zeros(count + 1, np.int64)
     np.cumsum(cost, out=sums[1:])
@@ -236,7 +237,7 @@ def _split(
 
 
 def _common_prefixes(columns: KeyColumns, groups: Sequence[int]) -> I64:
-    """Bytes common to all keys of each group; the whole key where a group has one."""
+    """Return the bytes common to all keys of each group; the whole key for a single one."""
     starts = np.array(groups[:-1], np.int64)
     shared = columns.shared.copy()
     shared[starts] = columns.lengths[starts]
@@ -253,7 +254,7 @@ def _encode_leaf(
     stop: int,
     prefix: int,
 ) -> tuple[bytes, int]:
-    """The body of a leaf, and where its inline values start in it."""
+    """Return the body of a leaf, and the offset of its inline values."""
     rows = slice(start, stop)
     lengths = columns.lengths[rows] - columns.shared[rows]
     lengths[0] = columns.lengths[start] - prefix
@@ -288,7 +289,7 @@ def _encode_level(
     offset: int,
     max_nbytes: int,
 ) -> tuple[_Children, int]:
-    """The interior nodes above `children`, appended to `blocks`, and the offset behind them."""
+    """Append the interior nodes above `children` to `blocks`; return them and the next offset."""
     lengths = columns.lengths[children.key]
     shared = np.zeros(children.key.size, np.int64)
     # Two keys of a sorted list share what all neighbours between them share.

@@ -1,4 +1,4 @@
-"""The data-file table that opens every manifest and node: which files the entries point into.
+"""Data-file tables, which open every manifest and node and name the files of its entries.
 
 A file's path relative to the database is transitive path + base path + relative path. The children
 of a node that was reached through a file inherit that file's transitive and base path.
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from asyncckpt.format.damage import MAX_PATH_NBYTES, path_fault
 from asyncckpt.format.ocdbt.wire import Reader, encode_varint, encode_varints
-from asyncckpt.format.paths import MAX_PATH_NBYTES, path_fault
 
 # Paths share prefixes, so a small table can stand for a large one.
 _MAX_TABLE_NBYTES = 1 << 26
@@ -22,12 +22,12 @@ MAX_DATA_FILES = 1 << 20
 """Rows of a table."""
 
 MISSING = (1 << 64) - 1
-"""Offset and length that stand for "there is no root"."""
+"""Offset and length of a root that does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """One row of a table. `base_path` includes the transitive path; paths may be empty."""
+    """Row of a table. `base_path` includes the transitive path; paths may be empty."""
 
     base_path: str
     relative_path: str
@@ -40,7 +40,7 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A byte range of a file of the database.
+    """Byte range of a file of the database.
 
     `base_path` is the path that the files named inside a node found there are relative to.
     """
@@ -55,7 +55,7 @@ class Location:
 
 
 def encode_data_files(paths: Sequence[str]) -> bytes:
-    """The table of these paths, in this order, without base paths."""
+    """Encode the table of these paths, in this order, without base paths."""
     raw = [path.encode() for path in paths]
     shared = [_shared(*pair) for pair in itertools.pairwise(raw)]
     suffixes = [path[n:] for path, n in zip(raw, [0, *shared], strict=False)]
@@ -78,7 +78,7 @@ def _shared(first: bytes, second: bytes) -> int:
 
 
 def data_file_nbytes(path: str) -> int:
-    """An upper bound of what one path adds to a table."""
+    """Return an upper bound of the bytes that one path adds to a table."""
     nbytes = len(path.encode())
     return nbytes + 2 * len(encode_varint(nbytes)) + 1
 
@@ -86,7 +86,7 @@ def data_file_nbytes(path: str) -> int:
 def decode_data_files(
     reader: Reader, *, base_path: str = "", max_files: int = MAX_DATA_FILES
 ) -> tuple[DataFile, ...]:
-    """The table at the reader's cursor; `base_path` is the transitive path of its node."""
+    """Decode the table at the reader's cursor; `base_path` is the transitive path of its node."""
     count = reader.count("data files", nbytes_each=2)
     if not count:
         return ()
@@ -122,7 +122,7 @@ def decode_data_files(
 
 
 def used_file(reader: Reader, files: Sequence[DataFile], index: int) -> DataFile:
-    """The row that an entry points to; it must exist and have a path."""
+    """Return the row that an entry points to; it must exist and have a path."""
     if index >= len(files):
         raise reader.fault(f"data file {index} is not in a table of {len(files)}")
     if not files[index].relative_path and not files[index].base_path:

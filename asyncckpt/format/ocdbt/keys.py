@@ -1,4 +1,4 @@
-"""What the encoding of a tree needs to know about its keys alone, computed once per set of keys."""
+"""Columns of the keys of a tree, computed once per set of keys."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _WORD = 8  # bytes compared at a time
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyColumns:
-    """Sorted keys and what follows from them. Depends on no value: reusable across saves.
+    """Sorted keys and their derived columns; independent of values, and so reusable across saves.
 
     Attributes:
         keys: strictly increasing.
         lengths: bytes of each key.
         shared: bytes that each key shares with the one before it; 0 for the first.
         suffixes: every key without its shared bytes, one after the other.
-        suffix_ends: where each suffix ends in `suffixes`, with a leading 0.
+        suffix_ends: end of each suffix in `suffixes`, with a leading 0.
     """
 
     keys: Sequence[bytes]
@@ -36,12 +36,12 @@ class KeyColumns:
 
 
 def sort_keys(keys: Sequence[bytes]) -> npt.NDArray[np.intp]:
-    """The permutation that sorts the keys bytewise."""
+    """Return the permutation that sorts the keys bytewise."""
     return np.array(sorted(range(len(keys)), key=keys.__getitem__), np.intp)
 
 
 def prepare_keys(keys: Sequence[bytes]) -> KeyColumns:
-    """The columns of strictly increasing keys.
+    """Return the columns of strictly increasing keys.
 
     Raises:
         ValueError: keys are out of order, equal, or longer than 64 KiB.
@@ -87,5 +87,5 @@ def _shared_with_previous(keys: Sequence[bytes], lengths: I64) -> I64:
     )
     if not rises.all():
         row = int(np.argmin(rises))
-        raise ValueError(f"the key {keys[row + 1]!r} does not sort behind {keys[row]!r}")
+        raise ValueError(f"the key {keys[row + 1]!r} does not sort after {keys[row]!r}")
     return shared

@@ -1,12 +1,12 @@
-"""The manifest: configuration of a database and where the root of its newest version is.
+"""Manifests: the configuration of a database and the location of the root of its newest version.
 
 Body: uuid (16 bytes), manifest kind varint (0 single, 1 numbered), max inline value bytes varint,
 max decoded node bytes varint, version-tree arity log2 `uint8`, compression varint (1: followed by
 the level as `int32`), data-file table, inline versions by column, older version-tree nodes by
 column.
 
-A manifest of kind 1 ends behind the configuration. The versions of such a database are in manifests
-of kind 0 beside it, one per generation (`numbered_name`), of which the highest counts.
+A manifest of kind 1 ends after the configuration. The versions of such a database are in manifests
+of kind 0 beside it, one per generation (`numbered_name`); the highest is the newest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from asyncckpt.format.ocdbt.wire import (
 )
 
 MAX_MANIFEST_NBYTES = 1 << 26
-"""A manifest holds at most 2^arity_log2 versions; 64 MiB is far beyond any."""
+"""A manifest has at most 2^arity_log2 versions; 64 MiB is far beyond any."""
 
 # A manifest may decompress to this many bytes, and beyond that to so many times its size.
 _FREE_NBYTES = 1 << 22
@@ -46,10 +46,10 @@ _MAX_FILES = 1 << 17
 """Data files that a manifest names: those of the roots of 2^16 versions, and of their nodes."""
 
 MAX_INLINE_VALUE_NBYTES = 1024
-"""What TensorStore would keep inline; Orbax writes the same number."""
+"""Size up to which TensorStore keeps values inline; Orbax writes the same number."""
 
 MAX_DECODED_NODE_NBYTES = 100_000_000
-"""What Orbax writes into its manifests; a bound for writers, larger than any node of ours."""
+"""Limit that Orbax writes into its manifests; larger than any node of ours."""
 
 VERSION_TREE_ARITY_LOG2 = 4
 """Default of TensorStore."""
@@ -62,7 +62,7 @@ _NUMBERED = re.compile(r"manifest\.([0-9a-f]{16})")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The configuration a database was created with; `zstd_level` None writes no compression."""
+    """Configuration of a database; `zstd_level` None means no compression."""
 
     max_inline_value_bytes: int = MAX_INLINE_VALUE_NBYTES
     max_decoded_node_bytes: int = MAX_DECODED_NODE_NBYTES
@@ -72,7 +72,7 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One version of the database. `root` is None when it holds no key."""
+    """Version of the database. `root` is None if it holds no key."""
 
     generation: int
     root: Location | None
@@ -85,7 +85,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class VersionNode:
-    """Where older versions are listed; kept, never followed."""
+    """Location of a list of older versions; decoded but not followed."""
 
     generation: int
     location: Location
@@ -96,9 +96,9 @@ class VersionNode:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A decoded manifest; the last of `versions` is the newest.
+    """Decoded manifest; the last of `versions` is the newest.
 
-    `numbered` says that there are none here, but in the manifests of single generations.
+    A `numbered` one has none: they are in the manifests of single generations.
     """
 
     uuid: bytes
@@ -109,23 +109,23 @@ class Manifest:
 
     @property
     def latest(self) -> Version | None:
-        """The newest version, or None in a database that was never written to."""
+        """Newest version, or None in a database that was never written to."""
         return self.versions[-1] if self.versions else None
 
 
 def numbered_name(generation: int) -> str:
-    """File of the manifest of one generation."""
+    """Return the file name of the manifest of one generation."""
     return f"manifest.{generation:016x}"
 
 
 def generation_of(name: str) -> int | None:
-    """The generation whose manifest has this file name, or None when it is no such name."""
+    """Return the generation whose manifest has this file name, or None for other names."""
     found = _NUMBERED.fullmatch(name)
     return int(found[1], 16) if found is not None else None
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of `manifest.ocdbt`, uncompressed and without base paths."""
+    """Encode `manifest.ocdbt`, uncompressed and without base paths."""
     if len(manifest.uuid) != 16:
         raise ValueError("the uuid of a database has 16 bytes")
     config = manifest.config
@@ -175,11 +175,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, *, file: str) -> Manifest:
-    """The manifest whose bytes are `data`; `file` is named in errors.
+    """Decode the manifest whose bytes are `data`; `file` is named in errors.
 
     Raises:
         CorruptCheckpointError: the bytes are damaged.
-        UnsupportedFormatError: they are intact, of a kind or version that is not read.
+        UnsupportedFormatError: they are intact, but of a kind or version that is not read.
     """
     reader, _ = unframe(
         data,

@@ -1,4 +1,4 @@
-"""Reading one B+tree node into columns, with absolute keys and absolute file paths."""
+"""Decoding of one B+tree node into columns, with absolute keys and absolute file paths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncckpt.format.faults import corrupt
+from asyncckpt.format.damage import corrupt
 from asyncckpt.format.ocdbt.btree import MAX_ARITY
 from asyncckpt.format.ocdbt.datafiles import (
     MAX_DATA_FILES,
@@ -29,8 +29,8 @@ _INT64_MAX = (1 << 63) - 1
 class LeafNode:
     """Keys and values. Row by row: a value is inline (`file` -1) or a range of `files[file]`.
 
-    `offset` of an inline value is where it stands in the file that holds the node, or -1 when the
-    node is compressed.
+    `offset` of an inline value is its place in the file that holds the node, or -1 if the node is
+    compressed.
     """
 
     keys: list[bytes]
@@ -42,7 +42,7 @@ class LeafNode:
 
     @property
     def height(self) -> int:
-        """Leaves have height 0."""
+        """Height in the tree; 0 for leaves."""
         return 0
 
     @property
@@ -53,7 +53,7 @@ class LeafNode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InteriorNode:
-    """Children in key order: first key, common prefix length, place and statistics of each."""
+    """Children in key order: first key, common prefix length, location and statistics of each."""
 
     height: int
     keys: list[bytes]
@@ -68,11 +68,11 @@ class InteriorNode:
 
     @property
     def num_keys(self) -> int:
-        """Number of keys in all children, as the node says."""
+        """Number of keys in all children, as stated by the node."""
         return int(self.child_num_keys.sum())
 
     def child(self, row: int) -> Location:
-        """Where child `row` is."""
+        """Return the location of child `row`."""
         data_file = self.files[self.file[row]]
         return Location(
             data_file.path, int(self.offset[row]), int(self.nbytes[row]), data_file.base_path
@@ -95,15 +95,15 @@ def decode_node(
     max_entries: int = MAX_ARITY,
     max_files: int = MAX_DATA_FILES,
 ) -> Node:
-    """The node whose frame is `data`, found at `offset` in `file`.
+    """Decode the node whose frame is `data`, found at `offset` in `file`.
 
     Args:
         data: the whole frame.
         file: path for errors.
-        offset: where the frame starts in `file`.
-        expected_height: what the parent implies, or None to accept any.
+        offset: first byte of the frame in `file`.
+        expected_height: height implied by the parent, or None to accept any.
         base_path: transitive path of the files named in the node (`Location.base_path`).
-        key_prefix: the prefix common to the subtree, which the node leaves out.
+        key_prefix: prefix common to the subtree, which the node omits.
         max_nbytes: largest body accepted.
         max_keys_nbytes: most bytes that its keys may take together.
         max_entries: most keys or children.
@@ -111,7 +111,7 @@ def decode_node(
 
     Raises:
         CorruptCheckpointError: the bytes are damaged or pass a limit.
-        UnsupportedFormatError: they are intact, of a newer format version.
+        UnsupportedFormatError: they are intact, but of a newer format version.
     """
     what = "the B+tree node"
     reader, compressed = unframe(

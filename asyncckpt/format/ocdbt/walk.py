@@ -1,21 +1,21 @@
-"""Reading a whole tree, level by level, without knowing how bytes are fetched."""
+"""Decoding of a whole tree, level by level, from blocks that the caller fetches."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.format.faults import corrupt
+from asyncckpt.format.damage import corrupt
 from asyncckpt.format.ocdbt.datafiles import MAX_DATA_FILES, Location
 from asyncckpt.format.ocdbt.manifest import Version
 from asyncckpt.format.ocdbt.nodes import MAX_KEYS_NBYTES, InteriorNode, LeafNode, decode_node
 from asyncckpt.format.ocdbt.wire import FRAME_OVERHEAD, I64, MAX_BODY_NBYTES
 
-# What any database may have, however small its files are.
+# Free allowances of any database, however small its files are.
 _FREE_NODES = 1 << 10
 _FREE_KEYS = 1 << 17
 _FREE_FILES = 1 << 10
@@ -28,7 +28,7 @@ that are all alike reach about 40."""
 
 @dataclass(frozen=True, slots=True)
 class TreeLimits:
-    """Bounds of what reading one tree may take.
+    """Bounds for decoding one tree.
 
     Attributes:
         max_nodes: nodes in all.
@@ -48,7 +48,7 @@ class TreeLimits:
 
     @classmethod
     def of_files(cls, count: int, nbytes: int) -> TreeLimits:
-        """The limits of a database of `count` files, which take `nbytes` together.
+        """Return the limits of a database of `count` files of `nbytes` together.
 
         Nodes share no bytes and take 18 at least. A key with a small value takes 16 or more, also
         where nodes are compressed; keys as long as the files suffice where they share prefixes.
@@ -63,13 +63,6 @@ class TreeLimits:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class InlineValue:
-    """A value that stands in the tree itself."""
-
-    value: bytes
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeColumns:
     """All keys of a tree in order, and their values by column.
@@ -79,9 +72,9 @@ class TreeColumns:
         files: paths relative to the database.
         file: index into `files`, -1 for inline values.
         offset: start of the value in its file; of inline values, start in the node's file, or -1
-            when the node is compressed.
+            if the node is compressed.
         nbytes: length of the value.
-        inline: the value, or None where it is in a data file.
+        inline: the value, or None if it is in a data file.
     """
 
     keys: list[bytes]
@@ -94,7 +87,7 @@ class TreeColumns:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A node to be read, and what its parent says about it."""
+    """Node to be read, as described by its parent."""
 
     location: Location
     prefix: bytes
@@ -103,10 +96,10 @@ class _Wanted:
 
 
 class TreeDecoder:
-    """Turns the nodes of one version into columns.
+    """Decoder of the nodes of one version into columns.
 
-    While `wanted` is not empty, fetch those ranges and give their bytes to `feed` in the same
-    order; then take `columns()`.
+    While `wanted` is not empty, fetch those ranges and pass their bytes to `feed` in this order.
+    Then call `columns()`.
     """
 
     def __init__(self, version: Version, limits: TreeLimits | None = None) -> None:
@@ -124,11 +117,11 @@ class TreeDecoder:
 
     @property
     def wanted(self) -> list[Location]:
-        """The ranges to fetch next: all nodes of one level, in key order."""
+        """Ranges to fetch next: all nodes of one level, in key order."""
         return [want.location for want in self._level]
 
     def feed(self, blocks: Sequence[bytes]) -> None:
-        """The nodes of one level are decoded, and `wanted` names those of the next.
+        """Decode the nodes of one level; `wanted` then names those of the next.
 
         Raises:
             CorruptCheckpointError: a node is damaged, out of place, or the tree passes a limit.
@@ -140,7 +133,7 @@ class TreeDecoder:
         self._level = children
 
     def columns(self) -> TreeColumns:
-        """The whole tree."""
+        """Return the columns of the whole tree."""
         keys = list(itertools.chain.from_iterable(leaf.keys for leaf in self._leaves))
         inline = list(itertools.chain.from_iterable(leaf.inline for leaf in self._leaves))
         index: dict[str, int] = {}
@@ -155,7 +148,7 @@ class TreeDecoder:
         return TreeColumns(keys, tuple(index), file, offset, nbytes, inline)
 
     def _admit(self, count: int, nbytes: int, where: Location) -> None:
-        """That many more nodes, of so many bytes together, are within the limits."""
+        """Count more nodes of so many bytes, and raise if they pass the limits."""
         limits = self._limits
         self._nodes += count
         self._nbytes += nbytes
@@ -202,7 +195,7 @@ class TreeDecoder:
         if self._keys > limits.max_keys:
             raise _fault(where, f"the tree has more than {limits.max_keys} keys")
         if self._leaves and self._leaves[-1].keys[-1] >= node.keys[0]:
-            raise _fault(where, "its keys do not sort behind those of the leaf before it")
+            raise _fault(where, "its keys do not sort after those of the leaf before it")
         self._leaves.append(node)
         return []
 
@@ -213,34 +206,11 @@ def decode_tree(
     *,
     limits: TreeLimits | None = None,
 ) -> TreeColumns:
-    """All keys and values of a version; `fetch` returns the bytes of a node."""
+    """Return all keys and values of a version; `fetch` returns the bytes of a node."""
     decoder = TreeDecoder(version, limits)
     while wanted := decoder.wanted:
         decoder.feed([fetch(location) for location in wanted])
     return decoder.columns()
-
-
-def walk(
-    version: Version,
-    fetch: Callable[[Location], bytes],
-    *,
-    limits: TreeLimits | None = None,
-) -> Iterator[tuple[bytes, InlineValue | Location]]:
-    """Every key of a version in order, with its value or where that is."""
-    columns = decode_tree(version, fetch, limits=limits)
-    rows = zip(
-        columns.keys,
-        columns.inline,
-        columns.file.tolist(),
-        columns.offset.tolist(),
-        columns.nbytes.tolist(),
-        strict=True,
-    )
-    for key, value, file, offset, nbytes in rows:
-        if value is None:
-            yield key, Location(columns.files[file], offset, nbytes)
-        else:
-            yield key, InlineValue(value)
 
 
 def _fault(where: Location, reason: str) -> CorruptCheckpointError:

@@ -5,8 +5,8 @@ version varint 0; compression varint (0 none, 1 zstd); body; CRC-32C `uint32` li
 bytes before it.
 """
 
-# Rule: a count read from a file is compared with the bytes that remain before anything is
-# allocated for it.
+# Rule 1: a count read from a file is compared with the remaining bytes before anything is allocated
+#   for it.
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import zstandard
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.faults import corrupt
+from asyncckpt.format.damage import corrupt
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
@@ -42,7 +42,7 @@ _INT64_MAX = (1 << 63) - 1
 
 
 def encode_varint(value: int) -> bytes:
-    """Unsigned LEB128 of one integer below 2^64."""
+    """Return the unsigned LEB128 of one integer below 2^64."""
     out = bytearray()
     while value >= 128:
         out.append((value & 127) | 128)
@@ -52,7 +52,7 @@ def encode_varint(value: int) -> bytes:
 
 
 def varint_sizes(values: I64) -> I64:
-    """Bytes that the varint of each (non-negative) value takes."""
+    """Return the size of the varint of each (non-negative) value."""
     sizes = np.ones(values.shape, np.int64)
     largest = int(values.max()) if values.size else 0
     bound = 1 << 7
@@ -63,7 +63,7 @@ def varint_sizes(values: I64) -> I64:
 
 
 def encode_varints(values: I64) -> bytes:
-    """Unsigned LEB128 of every (non-negative) value, one after the other."""
+    """Return the unsigned LEB128 of every (non-negative) value, concatenated."""
     if not values.size:
         return b""
     if int(values.max()) < 128:
@@ -82,10 +82,10 @@ def encode_varints(values: I64) -> bytes:
 
 
 class Reader:
-    """A cursor over the body of a frame whose every failure is a `CorruptCheckpointError`.
+    """Cursor over the body of a frame; every failure is a `CorruptCheckpointError`.
 
-    `offset` is where the body starts in `file`, or, for a decompressed body, where its frame does
-    (`moves` False).
+    `offset` is the start of the body in `file`, or, for a decompressed body (`moves` False), the
+    start of its frame.
     """
 
     __slots__ = ("_data", "_file", "_moves", "_offset", "_what", "pos")
@@ -100,35 +100,40 @@ class Reader:
 
     @property
     def remaining(self) -> int:
+        """Bytes that were not read yet."""
         return len(self._data) - self.pos
 
     def fault(self, reason: str) -> CorruptCheckpointError:
-        """The error for damage at the cursor."""
+        """Return the error for damage at the cursor."""
         offset = self._offset + self.pos if self._moves else self._offset
         return corrupt(self._what, reason, file=self._file, offset=offset)
 
     def need(self, count: int, what: str) -> None:
-        """At least `count` bytes remain."""
+        """Raise unless at least `count` bytes remain."""
         if count > self.remaining:
             raise self.fault(
                 f"{count} {what} need more than the {self.remaining} bytes that remain"
             )
 
     def take(self, count: int) -> bytes:
+        """Read the next `count` bytes."""
         self.need(count, "bytes")
         start = self.pos
         self.pos += count
         return self._data[start : self.pos]
 
     def uint8(self) -> int:
+        """Read one byte."""
         self.need(1, "bytes")
         self.pos += 1
         return self._data[self.pos - 1]
 
     def uint64(self) -> int:
+        """Read a `uint64`."""
         return int.from_bytes(self.take(8), "little")
 
     def varint(self, *, below: int = 1 << 64) -> int:
+        """Read one varint below `below`."""
         value = 0
         for shift in range(0, 7 * _VARINT_NBYTES, 7):
             byte = self.uint8()
@@ -140,7 +145,7 @@ class Reader:
         raise self.fault("a varint is longer than 64 bits")
 
     def count(self, what: str, *, nbytes_each: int) -> int:
-        """A number of things of which each takes at least `nbytes_each` of what remains."""
+        """Read a count of items, each of which takes at least `nbytes_each` remaining bytes."""
         count = self.varint()
         if count * nbytes_each > self.remaining:
             raise self.fault(
@@ -149,7 +154,7 @@ class Reader:
         return count
 
     def varints(self, count: int, *, below: int = _INT64_MAX) -> I64:
-        """The next `count` varints, each below `below`."""
+        """Read the next `count` varints, each below `below`."""
         self.need(count, "numbers")
         if not count:
             return np.empty(0, np.int64)
@@ -190,13 +195,13 @@ class Reader:
         return values
 
     def end(self) -> None:
-        """Nothing remains."""
+        """Raise unless all bytes were read."""
         if self.remaining:
             raise self.fault(f"{self.remaining} bytes follow the end of the structure")
 
 
 def frame(magic: int, body: bytes) -> bytes:
-    """The uncompressed frame around a body."""
+    """Return the uncompressed frame around a body."""
     head = magic.to_bytes(4, "big") + (len(body) + FRAME_OVERHEAD).to_bytes(8, "little") + b"\0\0"
     crc = crc32c(body, crc32c(head))
     return b"".join((head, body, crc.to_bytes(4, "little")))
@@ -205,13 +210,13 @@ def frame(magic: int, body: bytes) -> bytes:
 def unframe(
     data: bytes, magic: int, *, what: str, file: str, offset: int, max_nbytes: int
 ) -> tuple[Reader, bool]:
-    """A reader of the body of a checked frame, and whether the body was compressed.
+    """Check a frame; return a reader of its body, and whether that was compressed.
 
     `data` is the whole frame, found at `offset` in `file`; `max_nbytes` bounds the body.
 
     Raises:
         CorruptCheckpointError: any byte of the frame is wrong.
-        UnsupportedFormatError: the frame is intact, of a newer format version.
+        UnsupportedFormatError: the frame is intact, but of a newer format version.
     """
     size = len(data)
 
@@ -258,7 +263,7 @@ def unframe(
 
 
 def decompress(data: bytes, *, max_nbytes: int) -> bytes:
-    """The content of one zstd frame, at most `max_nbytes` long; memory stays bounded by that.
+    """Decompress one zstd frame of at most `max_nbytes`; memory stays bounded by that.
 
     Raises:
         ValueError: the frame is damaged, larger, not alone, or asks for a huge window.

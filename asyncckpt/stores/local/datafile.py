@@ -11,17 +11,17 @@ import errno
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from asyncckpt.errors import AsyncCheckpointError, StoreError, UsageError
-from asyncckpt.flow.threads import Workers
+from asyncckpt.flow.threads import ThreadAbandonedError, Workers
 from asyncckpt.ports import Bytes
-from asyncckpt.stores.failures import reported
-from asyncckpt.stores.posix import (
+from asyncckpt.stores.local.failures import reported
+from asyncckpt.stores.local.posix import (
     DIRECT_MIN_NBYTES,
     PAGE_NBYTES,
     Descriptor,
@@ -38,18 +38,18 @@ _REFUSED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 @dataclass(slots=True)
 class DirectWrites:
-    """Whether writes go past the page cache, and which devices have refused it.
+    """The direct-write mode of a store, and the devices that have refused direct writes.
 
     Attributes:
         mode: as `SaveOptions.direct_io`.
-        refused: device numbers whose file system does not do it; asked once.
+        refused: device numbers whose file system has refused; asked once.
     """
 
     mode: bool | Literal["auto"]
     refused: set[int] = field(default_factory=set)
 
     def refuse(self, device: int, path: str, error: OSError) -> None:
-        """Buffered writes are used on this device from now on.
+        """Use buffered writes on this device from now on.
 
         Raises:
             StoreError: the caller insists on direct ones.
@@ -91,7 +91,7 @@ class LocalDataFile:
         return f"LocalDataFile({self._location!r})"
 
     def open(self, directory: int, mode: int, nbytes: int) -> None:
-        """The file is new and open. Blocking."""
+        """Create the file and open it. Blocking."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         fd = os.open(self.path, flags, mode, dir_fd=directory)
         self._buffered = Descriptor(fd)
@@ -118,71 +118,86 @@ class LocalDataFile:
             self._direct = Descriptor(direct)
 
     async def write(self, offset: int, data: Bytes | bytearray) -> bool:
-        """All of `data` is written at `offset` (not yet durable), and nobody reads it any more.
+        """Write all of `data` at `offset` (not yet durable); afterwards nothing reads it any more.
 
         Cancellation: waits until the thread no longer reads `data`, then raises.
 
         Raises:
             StoreError: names the file and offset; the attempt cannot be continued.
         """
-        self._check()
-        if self._buffered is None or self.sealed:
-            raise UsageError(f"{self._location}: the data file is sealed", location=self._location)
+        self._check_open()
         if len(data):
-            await self._workers.run(self._write, offset, np.frombuffer(data, np.uint8))
+            await self._run(self._write, offset, np.frombuffer(data, np.uint8))
         return True
 
     async def write_runs(self, offsets: Sequence[int], runs: Sequence[Bytes]) -> None:
-        """Each of many short runs is written at its own offset (not yet durable).
+        """Write each of many short runs at its own offset (not yet durable).
 
         Every `write` to the same pages must have returned. Cancellation, errors: as `write`.
         """
+        self._check_open()
+        await self._run(self._write_runs, offsets, runs)
+
+    async def seal(self, nbytes: int) -> None:
+        """Make the file exactly `nbytes` long and durable, and close it.
+
+        Cancellation: waits for the thread, then raises.
+
+        Raises:
+            StoreError: the flush failed; it is not repeated, and the attempt cannot be continued.
+        """
+        self._check_open()
+        await self._run(self._seal, nbytes)
+
+    def _check_open(self) -> None:
         self._check()
         if self._buffered is None or self.sealed:
             raise UsageError(f"{self._location}: the data file is sealed", location=self._location)
-        await self._workers.run(self._write_runs, offsets, runs)
+
+    async def _run(self, call: Callable[..., None], *args: Any) -> None:
+        try:
+            await self._workers.run(call, *args)
+        except ThreadAbandonedError as error:
+            self._poison(error)
+            raise
+
+    @contextlib.contextmanager
+    def _reported(self, action: str) -> Iterator[None]:
+        """Let a failure end the attempt; in the thread, whose caller may have been cancelled."""
+        try:
+            with reported(action, self._location):
+                yield
+        except AsyncCheckpointError as error:
+            self._poison(error)
+            raise
 
     def _write_runs(self, offsets: Sequence[int], runs: Sequence[Bytes]) -> None:
         assert self._buffered is not None
-        try:
-            with (
-                reported(f"writing {len(runs)} runs", self._location),
-                self._buffered.use() as fd,
-            ):
-                for offset, run in zip(offsets, runs, strict=True):
-                    write_all(fd, memoryview(run), offset)
-        except AsyncCheckpointError as error:
-            self._poison(error)
-            raise
+        with self._reported(f"writing {len(runs)} runs"), self._buffered.use() as fd:
+            for offset, run in zip(offsets, runs, strict=True):
+                write_all(fd, memoryview(run), offset)
 
     def _write(self, offset: int, data: Bytes) -> None:
-        try:
-            with reported(f"writing {data.size} bytes at offset {offset}", self._location):
-                self._write_parts(offset, data)
-        except AsyncCheckpointError as error:
-            self._poison(error)
-            raise
-
-    def _write_parts(self, offset: int, data: Bytes) -> None:
+        assert self._buffered is not None
         view = memoryview(data)
         head = -offset % PAGE_NBYTES
         middle = (len(view) - head) // PAGE_NBYTES * PAGE_NBYTES
         done = 0
         address = data.__array_interface__["data"][0]
-        if middle >= DIRECT_MIN_NBYTES and (address + head) % PAGE_NBYTES == 0:
+        with self._reported(f"writing {data.size} bytes at offset {offset}"):
             direct = self._direct
-            if direct is not None:
+            aligned = middle >= DIRECT_MIN_NBYTES and (address + head) % PAGE_NBYTES == 0
+            if aligned and direct is not None:
                 done = self._write_direct(direct, view[head : head + middle], offset + head)
-        assert self._buffered is not None
-        with self._buffered.use() as fd:
-            if not done:
-                write_all(fd, view, offset)
-                return
-            write_all(fd, view[:head], offset)
-            write_all(fd, view[head + done :], offset + head + done)
+            with self._buffered.use() as fd:
+                if not done:
+                    write_all(fd, view, offset)
+                    return
+                write_all(fd, view[:head], offset)
+                write_all(fd, view[head + done :], offset + head + done)
 
     def _write_direct(self, direct: Descriptor, view: memoryview, offset: int) -> int:
-        """Bytes written; the rest, if any, has to go through the page cache."""
+        """Return the bytes written; the rest, if any, has to go through the page cache."""
         done = 0
         try:
             with direct.use() as fd:
@@ -201,35 +216,19 @@ class LocalDataFile:
             self._direct_writes.refuse(self._device, self._location, error)
         return done
 
-    async def seal(self, nbytes: int) -> None:
-        """The file is exactly `nbytes` long, durable and closed.
-
-        Cancellation: waits for the thread, then raises.
-
-        Raises:
-            StoreError: the flush failed; it is not repeated, and the attempt cannot be continued.
-        """
-        self._check()
-        await self._workers.run(self._seal, nbytes)
-
     def _seal(self, nbytes: int) -> None:
-        buffered = self._buffered
-        if buffered is None or self.sealed:
-            raise UsageError(f"{self._location}: sealed twice", location=self._location)
+        assert self._buffered is not None
         try:
-            with reported(f"flushing {nbytes} bytes", self._location), buffered.use() as fd:
+            with self._reported(f"flushing {nbytes} bytes"), self._buffered.use() as fd:
                 if os.fstat(fd).st_size != nbytes:
                     os.ftruncate(fd, nbytes)
                 flush_file(fd)
-        except AsyncCheckpointError as error:
-            self._poison(error)
-            raise
         finally:
             self.close()
         self.sealed = True
 
     def close(self) -> None:
-        """The descriptors are closed as soon as no thread uses them. Idempotent."""
+        """Close the descriptors as soon as no thread uses them. Idempotent."""
         with self._lock:
             direct, self._direct = self._direct, None
         if direct is not None:

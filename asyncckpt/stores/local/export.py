@@ -1,11 +1,11 @@
-"""Publishing files that other programs read: a file or a directory without a commit record.
+"""Publication of files that other programs read: a file or a directory without a commit record.
 
-They are written in an attempt's directory like a checkpoint, so that nothing of them is visible
-before they are durable, and what a dead process leaves is swept.
+They are written in an attempt's directory like a checkpoint: nothing of them is visible before
+they are durable, and the leftovers of a dead process are swept.
 """
 
-# Rule 1: without `overwrite` nothing that exists is touched; with it, only what is of the same
-#   kind: a file for a file, a directory of tensors or a checkpoint for a directory.
+# Rule 1: without `overwrite` nothing that exists is touched; with it, only the same kind is
+#   replaced: a file by a file, a directory of tensors or a checkpoint by a directory.
 
 from __future__ import annotations
 
@@ -13,25 +13,23 @@ import logging
 import os
 import stat
 from dataclasses import dataclass
-from functools import partial
 
 from asyncckpt.errors import CheckpointExistsError, SaveError
-from asyncckpt.stores.attempt import LocalAttempt
-from asyncckpt.stores.locks import leads_to, remove_owner
-from asyncckpt.stores.posix import (
+from asyncckpt.stores.local.attempt import LocalAttempt
+from asyncckpt.stores.local.locks import leads_to, remove_owner
+from asyncckpt.stores.local.posix import (
     UnsupportedCallError,
     flush_directory,
     landed,
     remove_tree,
     rename_exchange,
 )
-from asyncckpt.stores.publish import Found, Publication, record_at
-from asyncckpt.stores.waiting import side_by_side
+from asyncckpt.stores.local.publish import Found, Publication, record_at
 
 log = logging.getLogger("asyncckpt.stores")
 
 REPLACEABLE_SUFFIXES = (".safetensors", ".safetensors.index.json")
-"""A directory with such a file is one that a former export may have made."""
+"""A directory with such a file may have been made by an earlier export."""
 
 
 @dataclass(slots=True)
@@ -84,7 +82,7 @@ class FilesPublication(Publication):
         try:
             flush_directory(self.layout.root)
         except OSError as error:
-            # What stood here is gone already: there is nothing to go back to.
+            # The file that was replaced is gone already: there is nothing to go back to.
             raise SaveError(
                 f"{self.target}: flushing the directory after the rename failed: "
                 f"{error.strerror}; the file is visible but may not survive power loss. Check the "
@@ -100,11 +98,11 @@ class FilesPublication(Publication):
 
     def _exists_error(self, found: Found) -> CheckpointExistsError:
         if found != "other":
-            text = "something stands here already; pass overwrite=True to replace it"
+            text = "something already exists here; pass overwrite=True to replace it"
         elif self.source == self.attempt:
-            text = "something that is no directory of tensors stands here"
+            text = "something that is not a directory of tensors exists here"
         else:
-            text = "a directory stands here"
+            text = "a directory exists here"
         advice = "" if found != "other" else "; move it away or choose another name"
         return CheckpointExistsError(f"{self.target}: {text}{advice}", location=self.target)
 
@@ -113,21 +111,18 @@ class LocalExport(LocalAttempt):
     """An attempt that ends in plain files. Made by `LocalStore.begin_export`."""
 
     def _check_place(self) -> None:
-        """What may be replaced is what an export replaces: `publish_files` looks."""
+        """Leave the check to `publish_files`, which knows whether a file or a directory is made."""
 
     async def publish_files(self, path: str = "") -> None:
-        """The file `path` of the attempt, or with ``""`` all of it, is at its name, durably.
+        """Publish the file `path` of the attempt, or with ``""`` all of it, durably.
 
         If it fails, nothing of the attempt is left. Cancellation, errors: as `publish`.
         """
         await self._conclude(self._publish_files(path))
 
     async def _publish_files(self, path: str) -> None:
-        workers = self._context.workers
         self._check_sealed()
-        await side_by_side(
-            workers, [partial(self._flush_directory, name) for name in (*self._directories, ".")]
-        )
+        await self._flush_directories(*self._directories, ".")
         publication = FilesPublication(
             self._context.layout,
             self._context.machine,
@@ -140,15 +135,15 @@ class LocalExport(LocalAttempt):
             attempt=self._path,
         )
         await self._run(publication)
-        await workers.run(self._remove_rest)
+        await self._context.workers.run(self._remove_rest)
 
     def _remove_rest(self) -> None:
-        """The attempt's directory, which one file has left, is gone too."""
+        """Remove the attempt's directory, which one file has left."""
         if self._keep:
             return
         try:
             remove_tree(self._path)
             remove_owner(self._path)
         except OSError as error:
-            # The files stand; `sweep` will try again.
+            # The files are published; `sweep` will try again.
             log.warning("%s: removing the attempt failed: %s", self._path, error)

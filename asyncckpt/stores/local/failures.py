@@ -1,4 +1,4 @@
-"""What an `OSError` means to the person who reads it."""
+"""Errors of system calls, with their meaning and the next step."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ _NEXT_STEPS = {
     errno.EFBIG: "the file is larger than this file system or the process's limit allows; "
     "lower target_data_file_nbytes or raise the limit (ulimit -f)",
     errno.EROFS: "the file system is mounted read-only: save elsewhere or remount it",
-    errno.EACCES: "this user may not do that: check the owner and mode of the directory",
-    errno.EPERM: "this user may not do that: check the owner and mode of the directory",
+    errno.EACCES: "permission denied: check the owner and mode of the directory",
+    errno.EPERM: "permission denied: check the owner and mode of the directory",
     errno.EIO: "the device reported an error: check the disk and the kernel log, "
     "and do not trust this attempt",
     errno.EMFILE: "too many open files in this process: raise its limit (ulimit -n)",
     errno.ENFILE: "too many open files on this machine",
     errno.ENAMETOOLONG: "use a shorter name",
-    errno.ESTALE: "the network file system has lost the file: check the mount",
+    errno.ESTALE: "the network file system no longer has the file: check the mount",
+    errno.ENOMEM: "the system is out of memory: lower host_memory_nbytes",
     errno.ENOTDIR: "a part of the path is a file and not a directory",
-    errno.ENOENT: "the directory has gone: somebody removed it, or another process took over",
+    errno.ENOENT: "the directory is gone: it was removed, or another process took over",
     errno.EXDEV: "the checkpoint's name is a mount point: use its parent as root of another store",
 }
 
@@ -42,7 +43,7 @@ _RETRYABLE = {
 
 
 def store_error(action: str, path: str, error: OSError) -> StoreError:
-    """The `StoreError` for a failed system call: where, what, the reason, what next."""
+    """Return the `StoreError` for a failed system call: where, what, the reason, what next."""
     number = error.errno or 0
     name = errno.errorcode.get(number, type(error).__name__)
     text = f"{path}: {action} failed: {error.strerror or error} ({name})"
@@ -54,7 +55,7 @@ def store_error(action: str, path: str, error: OSError) -> StoreError:
 
 @contextlib.contextmanager
 def reported(action: str, path: str) -> Iterator[None]:
-    """An `OSError` inside becomes a `StoreError` that names the action and the path."""
+    """Turn an `OSError` inside into a `StoreError` that names the action and the path."""
     try:
         yield
     except OSError as error:

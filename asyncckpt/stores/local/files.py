@@ -12,9 +12,10 @@ import os
 import posixpath
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Literal
+
+import aiofiles
 
 from asyncckpt.errors import (
     AsyncCheckpointError,
@@ -24,21 +25,16 @@ from asyncckpt.errors import (
 )
 from asyncckpt.flow.threads import Workers
 from asyncckpt.ports import Bytes, Entry, StoreCapabilities
-from asyncckpt.stores.failures import reported, store_error
-from asyncckpt.stores.layout import path_parts
-from asyncckpt.stores.posix import (
+from asyncckpt.stores.local.failures import reported, store_error
+from asyncckpt.stores.local.posix import (
     PAGE_NBYTES,
     Descriptor,
     cached,
     open_directory,
     open_regular,
     open_regular_path,
-    read_all,
 )
-from asyncckpt.stores.waiting import to_the_end
-
-MAX_OPEN_FILES = 64
-"""Descriptors kept per checkpoint, far below the usual limit of 1024 for a process."""
+from asyncckpt.stores.paths import path_parts
 
 DIRECT_READ_MIN_NBYTES = 1 << 20
 """Smaller reads gain nothing from going past the page cache."""
@@ -50,7 +46,7 @@ _LINK_ERRORS = {errno.ELOOP, errno.ENOTDIR, errno.EINVAL, errno.ENXIO, errno.EML
 
 
 class LocalFiles:
-    """The files of one checkpoint. Made by `LocalStore.files`; nothing is open yet.
+    """The files of one checkpoint. Made by `LocalStore.files`; nothing is opened before it is used.
 
     Attributes:
         capabilities: those of the store.
@@ -68,16 +64,15 @@ class LocalFiles:
         self._workers = workers
         self._lock = threading.Lock()
         self._directory: Descriptor | None = None
-        self._open: OrderedDict[tuple[str, bool], Descriptor] = OrderedDict()
         self.closed = False
 
     def __repr__(self) -> str:
         return f"LocalFiles({self.location!r})"
 
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
-        """The whole content of a small file.
+        """Return the whole content of a small file.
 
-        Cancellation: waits for the thread, then raises.
+        Cancellation: waits until the file is closed, then raises.
 
         Raises:
             CheckpointNotFoundError: the file does not exist.
@@ -85,27 +80,42 @@ class LocalFiles:
                 through a symbolic link.
             StoreError: reading failed.
         """
-        return await self._workers.run(self._read, path, max_nbytes)
+        return await self._workers.complete(self._read(path, max_nbytes), f"reading {path}")
 
-    def _read(self, path: str, max_nbytes: int) -> bytes:
-        fd = self._open_file(path)
-        try:
-            with reported("reading", self._full(path)):
-                size = os.fstat(fd).st_size
-                data = read_all(fd, max_nbytes) if size <= max_nbytes else b""
-        finally:
-            os.close(fd)
+    async def _read(self, path: str, max_nbytes: int) -> bytes:
+        size = 0
+
+        def opener(_: str, __: int) -> int:
+            nonlocal size
+            fd = self._open_file(path)
+            size = os.fstat(fd).st_size
+            return fd
+
+        data = bytearray()
+        with reported("reading", self._full(path)):
+            file = await aiofiles.open(
+                self.location, "rb", buffering=0, opener=opener, executor=self._workers
+            )
+            try:
+                left = size + 1 if size <= max_nbytes else 0
+                while left > 0 and (part := await file.read(left)):
+                    data += part
+                    left -= len(part)
+                    if len(data) == size:
+                        break
+            finally:
+                await file.close()  # `async with` would close it in a thread that is not ours
         found = max(size, len(data))
         if found > max_nbytes:
             raise CorruptCheckpointError(
                 f"{self._full(path)}: {found} bytes, expected at most {max_nbytes}; "
-                "the file is damaged or not what it is taken for: use another checkpoint",
+                "the file is damaged or of another kind: use another checkpoint",
                 file=path,
                 location=self.location,
                 expected=max_nbytes,
                 found=found,
             )
-        return data
+        return bytes(data)
 
     async def read_into(
         self,
@@ -117,7 +127,7 @@ class LocalFiles:
         received: Callable[[], None] | None = None,
         ahead_nbytes: int | None = None,
     ) -> None:
-        """The buffers are filled, one after the other, from a run of the file at `offset`.
+        """Fill the buffers, one after the other, from a run of the file at `offset`.
 
         Args:
             path: relative path of the file.
@@ -126,8 +136,8 @@ class LocalFiles:
             direct: the buffers are memory that no forked child shares; runs of at least 1 MiB
                 whose address, offset and length are multiples of `PAGE_NBYTES` and that the page
                 cache does not hold are read past it.
-            received: never called: the last byte comes when the buffers are full.
-            ahead_nbytes: of no meaning here: nothing is copied.
+            received: never called: the last byte arrives when the buffers are full.
+            ahead_nbytes: without effect: nothing is copied.
 
         Cancellation: waits until the thread no longer writes to the buffers, then raises.
 
@@ -139,12 +149,11 @@ class LocalFiles:
         await self._workers.run(self._read_into, path, offset, buffers, direct)
 
     def _read_into(self, path: str, offset: int, buffers: Sequence[Bytes], direct: bool) -> None:
-        with reported("reading", self._full(path)):
-            file = self._descriptor(path)
-            with file.use() as fd:
-                at = offset
+        fd = self._open_file(path)
+        try:
+            with reported("reading", self._full(path)):
+                at = pending_at = offset
                 pending: list[memoryview] = []
-                pending_at = at
                 for buffer in buffers:
                     if direct and _is_aligned(at, buffer) and not cached(fd, at, buffer.size):
                         self._fill(fd, path, pending_at, pending, offset, at)
@@ -154,6 +163,8 @@ class LocalFiles:
                         pending.append(memoryview(buffer))
                     at += buffer.size
                 self._fill(fd, path, pending_at, pending, offset, at)
+        finally:
+            os.close(fd)
 
     def _fill(
         self, fd: int, path: str, at: int, views: list[memoryview], offset: int, end: int
@@ -180,23 +191,27 @@ class LocalFiles:
                 views[first] = views[first][count:]
 
     def _fill_direct(self, path: str, at: int, buffer: Bytes) -> int:
-        """Bytes read past the page cache; the rest is for an ordinary read."""
+        """Read past the page cache and return the bytes read; the rest is for an ordinary read."""
         view = memoryview(buffer)
         done = 0
+        fd = -1
         try:
-            with self._descriptor(path, direct=True).use() as fd:
-                while done < len(view):
-                    count = os.preadv(fd, [view[done:]], at + done)
-                    done += count
-                    if count == 0 or done % PAGE_NBYTES:
-                        break
+            fd = self._open_file(path, os.O_DIRECT if sys.platform != "darwin" else 0)
+            while done < len(view):
+                count = os.preadv(fd, [view[done:]], at + done)
+                done += count
+                if count == 0 or done % PAGE_NBYTES:
+                    break
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP):
                 raise
+        finally:
+            if fd >= 0:
+                os.close(fd)
         return done
 
     async def entries(self, path: str = "", *, max_entries: int) -> list[Entry]:
-        """What stands in a directory of the checkpoint, one level, sorted by name.
+        """List a directory of the checkpoint, one level, sorted by name.
 
         Where `path` is a regular file, it is the one entry, with the name ``""``.
 
@@ -224,7 +239,7 @@ class LocalFiles:
                 for entry in entries:
                     if len(found) == max_entries:
                         raise CorruptCheckpointError(
-                            f"{self._full(path)}: more than {max_entries} entries; this is no "
+                            f"{self._full(path)}: more than {max_entries} entries; this is not a "
                             "checkpoint, or a hostile one",
                             file=path,
                             location=self.location,
@@ -239,7 +254,7 @@ class LocalFiles:
         return sorted(found)
 
     def _open_listed(self, path: str) -> int:
-        """A descriptor of the directory; NotADirectoryError for a file."""
+        """Open the directory; raise NotADirectoryError for a file."""
         try:
             if not path:
                 return os.open(self.location, os.O_RDONLY | os.O_DIRECTORY)
@@ -254,11 +269,11 @@ class LocalFiles:
             raise self._refused(path, error) from error
 
     def reads(self, wanted: int | None) -> int:
-        """As many as somebody asks for, or else those of the capabilities."""
+        """Return the number of reads to have in flight."""
         return self.capabilities.reads if wanted is None else wanted
 
     async def changed(self) -> Literal["deleted", "replaced"] | None:
-        """What has become of the directory that was read here; None while it stands.
+        """Return what happened to the directory that was read here; None if it is still there.
 
         Cancellation: waits for the thread, then raises.
 
@@ -283,41 +298,16 @@ class LocalFiles:
         return None if same else "replaced"
 
     async def close(self) -> None:
-        """File descriptors are closed, those in use when their readers end. Idempotent."""
+        """Close the directory once its last reader has ended. Idempotent."""
         if not self.closed:
             self.closed = True
-            await to_the_end(self._workers, self._close)
+            await self._workers.clean_up(self._close)
 
     def _close(self) -> None:
         with self._lock:
-            files, self._open = list(self._open.values()), OrderedDict()
             directory, self._directory = self._directory, None
-        for file in files:
-            file.close()
         if directory is not None:
             directory.close()
-
-    # ------------------------------------------------------------------------------ descriptors
-
-    def _descriptor(self, path: str, *, direct: bool = False) -> Descriptor:
-        key = (path, direct)
-        with self._lock:
-            if key in self._open:
-                self._open.move_to_end(key)
-                return self._open[key]
-        flags = os.O_DIRECT if direct and sys.platform != "darwin" else 0
-        file = Descriptor(self._open_file(path, flags))
-        oldest = None
-        with self._lock:
-            if self.closed or key in self._open:
-                oldest, file = file, self._open.get(key, file)
-            else:
-                self._open[key] = file
-                if len(self._open) > MAX_OPEN_FILES:
-                    _, oldest = self._open.popitem(last=False)
-        if oldest is not None:
-            oldest.close()
-        return file
 
     def _open_file(self, path: str, flags: int = 0) -> int:
         try:
@@ -330,7 +320,7 @@ class LocalFiles:
             raise self._absent(path) from error
         except OSError as error:
             if flags:
-                raise store_error("opening", self._full(path), error) from error
+                raise  # no direct reads here
             raise self._refused(path, error) from error
 
     def _parts(self, path: str) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
-"""Who owns a directory below the root, and whether the owner is still alive."""
+"""Owners of directories below the root, and the locks that show that they are alive."""
 
 # Rule 1: a lock is `flock` on a descriptor of our own, so that it ends with the process, and is
 #   released explicitly, because a forked child holds a copy of the descriptor.
-# Rule 2: holding a lock means nothing until the path is seen to lead to what was locked.
+# Rule 2: a held lock means nothing until the path is seen to lead to the file that was locked: the
+#   path may have been renamed or made anew between open and lock.
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from asyncckpt.errors import StoreError
-from asyncckpt.stores.layout import OWNER_SUFFIX, Layout
-from asyncckpt.stores.posix import make_directories, write_all
+from asyncckpt.stores.local.posix import make_directories, write_all
+from asyncckpt.stores.paths import OWNER_SUFFIX, Layout
 
 if sys.platform != "win32":
     import fcntl
@@ -32,16 +33,22 @@ LOCK_POLL_S = 0.005
 
 MAX_OWNER_NBYTES = 4096
 
+LOCAL_FILE_SYSTEMS = frozenset(
+    ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
+)
+"""One kernel at a time can mount these: two would destroy them. The upper layer of an overlay
+cannot be NFS, and must not be changed by others."""
+
 _UNSUPPORTED = {errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine this process runs on, and which of its boots.
+    """A machine and one of its boots.
 
     Attributes:
         host: host name, with the machine id where there is one.
-        boot_id: another one after every boot; empty when the system does not tell.
+        boot_id: new at every boot; empty where the system has none.
     """
 
     host: str
@@ -49,7 +56,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The machine this process runs on."""
+    """Return the machine this process runs on."""
     host = socket.gethostname()
     if machine_id := _first_line("/etc/machine-id"):
         host = f"{host}/{machine_id}"
@@ -65,7 +72,7 @@ def _first_line(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """What the owner file beside a directory says."""
+    """Contents of the owner file next to a directory."""
 
     host: str
     boot_id: str
@@ -76,20 +83,20 @@ class Owner:
 
 
 def write_owner(path: str, machine: Machine, name: str, save_id: str, mode: int) -> None:
-    """`<path>.owner` is new, durable and says that this process owns `path`."""
+    """Write `<path>.owner`, durably: this process owns `path`."""
     owner = Owner(machine.host, machine.boot_id, os.getpid(), time.time_ns(), name, save_id)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     fd = os.open(path + OWNER_SUFFIX, flags, mode)
     try:
         write_all(fd, memoryview(json.dumps(asdict(owner)).encode()), 0)
-        # After power loss an empty file would prove nothing, and the leftover would stay for good.
+        # After power loss an empty file would prove nothing, and the leftover would stay forever.
         os.fsync(fd)
     finally:
         os.close(fd)
 
 
 def read_owner(path: str) -> Owner | None:
-    """The owner of the directory, or None when the owner file is missing or not one."""
+    """Return the owner of the directory, or None if the owner file is missing or invalid."""
     try:
         fd = os.open(path + OWNER_SUFFIX, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -106,13 +113,13 @@ def read_owner(path: str) -> Owner | None:
 
 
 def remove_owner(path: str) -> None:
-    """There is no owner file beside `path`."""
+    """Remove the owner file of `path`, if there is one."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path + OWNER_SUFFIX)
 
 
 def try_lock(fd: int) -> bool | None:
-    """Whether this descriptor holds the lock now; None where the file system has no locks."""
+    """Return whether this descriptor holds the lock now; None where there are no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -125,25 +132,42 @@ def try_lock(fd: int) -> bool | None:
 
 
 def unlock(fd: int) -> None:
-    """The lock is free, also if a forked child has a copy of the descriptor."""
+    """Free the lock, also if a forked child has a copy of the descriptor."""
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def leads_to(path: str, fd: int) -> bool:
-    """Whether `path` still is what was opened as `fd`."""
+    """Return whether `path` is still the file or directory that was opened as `fd`."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(fd))
     except FileNotFoundError:
         return False
 
 
+def is_certainly_local(path: str) -> bool:
+    """Return whether no other machine can use the file system of an existing path. Blocking."""
+    try:
+        mounts = Path("/proc/self/mounts").read_text("utf-8", "surrogateescape")
+    except OSError:
+        return False
+    path, best, kind = os.path.realpath(path), "", ""
+    for line in mounts.splitlines():
+        _, point, found, *_ = line.split(" ")
+        for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+            point = point.replace(code, character)
+        # The last of several mounts on one directory is the visible one.
+        if len(point) >= len(best) and os.path.commonpath((point, path)) == point:
+            best, kind = point, found
+    return kind in LOCAL_FILE_SYSTEMS
+
+
 @contextlib.contextmanager
 def root_lock(layout: Layout, *, wait_s: float = LOCK_DEADLINE_S) -> Iterator[bool]:
-    """Nobody else replaces, deletes or sweeps below this root while the block runs.
+    """Keep all others from replacing, deleting and sweeping below this root during the block.
 
-    Gives False where the file system has no locks. An ordinary publication, onto a free name, does
-    not need it.
+    Yields False where the file system has no locks. A publication onto a free name does not need
+    the lock.
 
     Raises:
         StoreError: another process has held it for `wait_s`.
@@ -155,7 +179,7 @@ def root_lock(layout: Layout, *, wait_s: float = LOCK_DEADLINE_S) -> Iterator[bo
         try:
             fd = os.open(layout.lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:
-            continue  # another store has just tidied up
+            continue  # another store has just removed the empty directory
         held: bool | None = False
         try:
             held = try_lock(fd)

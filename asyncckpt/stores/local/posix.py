@@ -1,12 +1,14 @@
-"""The system calls of the local store, each with what Python's `os` leaves out.
+"""System calls of the local store, with details that Python's `os` leaves out.
 
 Everything here blocks and belongs in a worker thread.
 """
 
 # Rule 1: a failed flush is reported and never repeated: the kernel may have dropped the pages,
-#   and a second call would say that all is well.
-# Rule 2: a descriptor is closed when its last user has finished, never below one: the number
-#   could already mean another file.
+#   and a second call would report success.
+#   (test_a_failed_flush_of_a_data_file_is_not_repeated_and_ends_the_attempt)
+# Rule 2: a descriptor is closed when its last user has finished, never while one uses it: the
+#   number could already belong to another file.
+#   (test_closing_waits_for_nobody_and_pulls_no_descriptor_away)
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ class Descriptor:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[int]:
-        """The number, valid inside the block.
+        """Yield the number, valid inside the block.
 
         Raises:
             OSError: EBADF, it was closed.
@@ -71,7 +73,7 @@ class Descriptor:
             self._release()
 
     def close(self) -> None:
-        """No new users; the descriptor is closed once the present ones are done. Idempotent."""
+        """Refuse new users, and close the descriptor once the present ones are done. Idempotent."""
         with self._lock:
             if not self._open:
                 return
@@ -90,7 +92,7 @@ class Descriptor:
 
 
 def rename_noreplace(source: str, target: str) -> None:
-    """`source` has become `target`, which did not exist.
+    """Rename `source` to `target`, which must not exist.
 
     Raises:
         FileExistsError: something is at `target`; nothing was changed.
@@ -101,7 +103,7 @@ def rename_noreplace(source: str, target: str) -> None:
 
 
 def rename_exchange(source: str, target: str) -> None:
-    """`source` and `target` have changed places in one step.
+    """Exchange `source` and `target` in one step.
 
     Raises:
         UnsupportedCallError: the file system cannot do this.
@@ -111,12 +113,12 @@ def rename_exchange(source: str, target: str) -> None:
 
 
 def landed(rename: Callable[[str, str], None], source: str, target: str) -> None:
-    """`rename(source, target)` has happened, also if it was reported as failed.
+    """Call `rename(source, target)`; succeed also if it was done but reported as failed.
 
-    A network file system may answer with an error to a call that it has carried out.
+    A network file system may report an error for a call that it has carried out.
 
     Raises:
-        FileExistsError, UnsupportedCallError, OSError: it has not happened.
+        FileExistsError, UnsupportedCallError, OSError: nothing was renamed.
     """
     before = os.lstat(source)
     try:
@@ -159,7 +161,7 @@ def _c_function(name: str) -> Any:
 
 
 def flush_file(fd: int) -> None:
-    """The data and length of the file survive power loss."""
+    """Make the data and length of the file survive power loss."""
     full = getattr(fcntl, "F_FULLFSYNC", None)
     if full is not None:  # macOS: fsync stops at the drive's cache
         try:
@@ -176,7 +178,7 @@ def flush_file(fd: int) -> None:
 
 
 def flush_directory(path: str | int, *, dir_fd: int | None = None) -> None:
-    """The names in the directory survive power loss."""
+    """Make the names in the directory survive power loss."""
     if isinstance(path, int):
         _flush_directory(path)
         return
@@ -195,7 +197,7 @@ def _flush_directory(fd: int) -> None:
 
 
 def make_directories(path: str, mode: int) -> None:
-    """The directory and its parents exist, and the names of those created here are durable."""
+    """Make the directory and its missing parents; the new names are durable."""
     missing = []
     at = path
     while not os.path.isdir(at):
@@ -214,22 +216,22 @@ def make_directories(path: str, mode: int) -> None:
 
 
 def preallocate(fd: int, nbytes: int) -> None:
-    """The file is `nbytes` long and its blocks are reserved, if the file system offers that.
+    """Reserve blocks for `nbytes`, if the file system offers that.
 
     Parallel direct writes then need neither block allocation nor a growing length, which ext4 and
-    xfs serialise. libc's own `posix_fallocate` is not used: where there is no support it writes
-    every block. A full disk is left to the writes to report, as `nbytes` is an expectation.
+    xfs serialise. libc's own `posix_fallocate` is not used: without support it writes every block.
+    A full disk is left to the writes to report, as `nbytes` is an expectation.
     """
     function = None if sys.platform == "darwin" else _c_function("fallocate")
     if function is None or nbytes <= 0:
         return
     if function(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) != 0:
         with contextlib.suppress(OSError):
-            os.ftruncate(fd, 0)  # gives back what was reserved before it failed
+            os.ftruncate(fd, 0)  # frees blocks that were reserved before it failed
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:
-    """All of `data` is in the file at `offset`, however often the system writes only a part."""
+    """Write all of `data` at `offset`, also where the system writes only a part at a time."""
     while len(data):
         written = os.pwrite(fd, data, offset)
         if written <= 0:
@@ -242,7 +244,7 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
 
 
 def open_regular(directory: int, parts: tuple[str, ...], flags: int = 0) -> int:
-    """A descriptor of the regular file below `directory`, reached without following any link.
+    """Open the regular file below `directory` without following any link.
 
     Raises:
         FileNotFoundError: a part does not exist.
@@ -267,7 +269,7 @@ def open_regular(directory: int, parts: tuple[str, ...], flags: int = 0) -> int:
 
 
 def open_regular_path(path: str, flags: int = 0) -> int:
-    """A descriptor of the regular file at a path that the user gave; links to it are followed.
+    """Open the regular file at a path that the user gave; links to it are followed.
 
     Raises:
         OSError: EINVAL, no regular file; and what `open` raises.
@@ -280,7 +282,7 @@ def open_regular_path(path: str, flags: int = 0) -> int:
 
 
 def open_directory(directory: int, parts: tuple[str, ...]) -> int:
-    """A descriptor of the directory below `directory`, reached without following any link.
+    """Open the directory below `directory` without following any link.
 
     Raises:
         FileNotFoundError: a part does not exist.
@@ -303,7 +305,7 @@ def _is_regular(fd: int) -> bool:
 
 
 def read_all(fd: int, max_nbytes: int) -> bytes:
-    """The content of the file, or its first `max_nbytes` + 1 bytes when it is longer."""
+    """Return the content of the file, or its first `max_nbytes` + 1 bytes if it is longer."""
     parts = []
     left = max_nbytes + 1
     # Python reserves as much as is asked for, before it reads.
@@ -315,9 +317,9 @@ def read_all(fd: int, max_nbytes: int) -> bytes:
 
 
 def cached(fd: int, offset: int, nbytes: int) -> bool:
-    """Whether at least half of a page-aligned run of the file is in the page cache.
+    """Return whether at least half of a page-aligned run of the file is in the page cache.
 
-    True where the kernel does not say (another user's file, another system).
+    True where the kernel does not tell (another user's file, another system).
     """
     mincore = None if sys.platform == "darwin" else _c_function("mincore")
     if mincore is None:
@@ -339,11 +341,11 @@ def cached(fd: int, offset: int, nbytes: int) -> bool:
 
 
 def remove_tree(path: str, *, first: str | None = None) -> None:
-    """Nothing is at `path`; links are removed, not followed. Others may be removing it too.
+    """Remove everything at `path`; links are not followed. Others may be removing it too.
 
     Args:
         path: a file, link or directory.
-        first: name of a file directly in it that goes before everything else.
+        first: name of a file directly in it that is removed before everything else.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

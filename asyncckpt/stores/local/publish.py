@@ -1,19 +1,27 @@
 """The last step of a save: one rename that makes a finished directory the checkpoint.
 
-Without anything in the way it is `renameat2(RENAME_NOREPLACE)` and a flush of the root. Whatever
-must be replaced or moved aside is so under the root's lock, and two directories change places
-with `RENAME_EXCHANGE` so that there is no moment without a checkpoint.
+Onto a free name it is `renameat2(RENAME_NOREPLACE)` and a flush of the root. Replacing and moving
+aside happen under the root's lock, and two directories change places with `RENAME_EXCHANGE`, so
+that there is no moment without a checkpoint.
 """
 
-# Rule 1: what stood at the name leaves it only after it was inspected under the lock; others that
-#   replace or delete hold the lock too, and an ordinary publication never replaces.
-# Rule 2: an old checkpoint is removed only after the flush of the root has succeeded.
-# Rule 3: a directory that is no checkpoint may be a person's work: it is moved, never removed. At
-#   the place of a step it is a leftover of the run; elsewhere, where it may be a project, and
-#   wherever it is the root of a run, it is moved only for those who ask for it with `overwrite`.
+# Rule 1: whatever has the name keeps it until it was inspected under the lock. Others that replace
+#   or delete hold the lock too, and a publication without the lock never replaces: so nothing
+#   unexpected is renamed away between the look and the rename.
+#   (test_of_two_processes_exactly_one_wins_each_round)
+# Rule 2: an old checkpoint is removed only after the flush of the root has succeeded: before, power
+#   loss may bring its name back. (test_a_replaced_checkpoint_is_removed_after_the_flush)
+# Rule 3: taking a rename back is a replacement like any other: under the lock, and only of the very
+#   directory that was published. Without it: A renames, its flush fails; B overwrites A's
+#   checkpoint, is durable and acknowledged; A renames B's checkpoint back and removes it.
+#   (test_a_publication_is_taken_back_only_while_it_has_the_name)
+# Rule 4: a directory that is no checkpoint may be a person's work: it is moved, never removed,
+#   unless it is empty. At the place of a step it is a leftover of the run; elsewhere, where it may
+#   be a project, and if it is the root of a run, it is moved only with `overwrite`.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -22,13 +30,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncckpt.errors import CheckpointExistsError, SaveError
+from asyncckpt.errors import CheckpointExistsError, SaveError, StoreError
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import MAX_RECORD_NBYTES
-from asyncckpt.stores.failures import reported, store_error
-from asyncckpt.stores.layout import CONTROL, RECORD_FILE, Layout
-from asyncckpt.stores.locks import Machine, leads_to, remove_owner, root_lock, write_owner
-from asyncckpt.stores.posix import (
+from asyncckpt.stores.local.failures import reported, store_error
+from asyncckpt.stores.local.locks import Machine, leads_to, remove_owner, root_lock, write_owner
+from asyncckpt.stores.local.posix import (
     UnsupportedCallError,
     flush_directory,
     landed,
@@ -38,6 +45,7 @@ from asyncckpt.stores.posix import (
     rename_exchange,
     rename_noreplace,
 )
+from asyncckpt.stores.paths import CONTROL, RECORD_FILE, Layout
 
 log = logging.getLogger("asyncckpt.stores")
 
@@ -51,16 +59,34 @@ NAMED_ENTRIES = 3
 """Entries of a directory that an error names: enough to tell whose it is."""
 
 
-def refuse_unrelated(target: str) -> None:
-    """Nothing stands at the place of a checkpoint that somebody would miss, other than one.
+def check_place(target: str, *, overwrite: bool) -> None:
+    """Refuse to save where something is that a save does not replace. Blocking.
 
-    What is empty or has a record file, valid or not, may make way, and at the place of a step
-    everything but the root of a run. Blocking.
+    Without `overwrite`, a directory without a record file makes way only if it is empty, or at the
+    place of a step and not the root of a run.
 
     Raises:
-        CheckpointExistsError: a directory stands there that is not to be moved; says what is in it.
+        CheckpointExistsError: a file, or a directory that is not to be moved; says what is in it.
         OSError: it cannot be looked at.
     """
+    if os.path.lexists(target) and not os.path.isdir(target):
+        raise file_in_the_way(target)
+    if not overwrite:
+        refuse_unrelated(target)
+
+
+def file_in_the_way(target: str) -> CheckpointExistsError:
+    """Return the error for a file, or a dangling link, at the place of a checkpoint."""
+    return CheckpointExistsError(
+        f"{target}: a file exists here; move it away or choose another name",
+        location=target,
+        expected="nothing, or a checkpoint",
+        found="a file",
+    )
+
+
+def refuse_unrelated(target: str) -> None:
+    """Raise for a directory that is no checkpoint and may be a person's work. Blocking."""
     try:
         with os.scandir(target) as entries:
             names = sorted(entry.name for entry in entries)
@@ -80,13 +106,13 @@ def refuse_unrelated(target: str) -> None:
     elif not STEP_NAME.fullmatch(os.path.basename(target)):
         shown = [name for name in names if name != CONTROL][:NAMED_ENTRIES] or names
         more = ", …" if len(names) > len(shown) else ""
-        found = f"a directory that is no checkpoint (it has {', '.join(shown)}{more})"
+        found = f"a directory that is not a checkpoint (it has {', '.join(shown)}{more})"
         advice = f"choose another location, such as {target}/checkpoint, or move it away"
     else:
         return
     raise CheckpointExistsError(
-        f"{target}: {found} stands here and was left as it is; {advice}. With overwrite=True it is "
-        f"moved to {CONTROL}/aside-… beside it",
+        f"{target}: {found} exists here and was left untouched; {advice}. With overwrite=True it "
+        f"is moved to {CONTROL}/aside-… next to it",
         location=target,
         expected="nothing, or a checkpoint",
         found=tuple(shown),
@@ -94,7 +120,7 @@ def refuse_unrelated(target: str) -> None:
 
 
 def record_at(directory: str) -> bytes | None:
-    """The record file in a directory, or None when there is none that can be read."""
+    """Return the record file in a directory, or None if none can be read."""
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     except (FileNotFoundError, NotADirectoryError):
@@ -116,14 +142,14 @@ def record_at(directory: str) -> bytes | None:
 
 @dataclass(slots=True)
 class Publication:
-    """One publication, run once in a worker thread; its outcome stays here.
+    """One publication, run once in a worker thread, and its outcome.
 
     Attributes:
         source: the attempt's directory.
         started: the rename may have been issued; from here on the outcome must be awaited.
         error: why it failed, or None.
-        keep_source: what is at `source` now is a checkpoint that may be needed again.
-        directory: a descriptor of the attempt's directory, which tells it from any other.
+        keep_source: a checkpoint that may be needed again is at `source` now.
+        directory: a descriptor of the attempt's directory, which distinguishes it from others.
     """
 
     layout: Layout
@@ -140,7 +166,7 @@ class Publication:
     directory: int = -1
 
     def run(self, directory: int) -> None:
-        """The checkpoint is visible and durable, and what it replaced is gone. Blocking.
+        """Make the checkpoint visible and durable, and remove the one it replaces. Blocking.
 
         Args:
             directory: a descriptor of the attempt's directory, to which `source` must still lead.
@@ -148,7 +174,7 @@ class Publication:
 
         Raises:
             CheckpointExistsError: the name is taken by a file, or without `overwrite` by a
-                checkpoint or somebody's directory.
+                checkpoint or an unrelated directory.
             SaveError: the flush failed; `visible` says whether the rename could be taken back.
             StoreError: the rename failed; nothing is visible.
         """
@@ -165,7 +191,7 @@ class Publication:
 
     @property
     def target(self) -> str:
-        """Where the checkpoint is published."""
+        """Path at which the checkpoint is published."""
         return self.layout.target(self.name)
 
     def _publish(self) -> str | None:
@@ -176,7 +202,7 @@ class Publication:
             return self._publish_locked()
         except OSError as error:
             raise self._rename_error(error) from error
-        self._flush_root(None)
+        self._flush_root(None, locked=False)
         return None
 
     def _check_source(self) -> None:
@@ -186,7 +212,7 @@ class Publication:
 
     def _gone(self) -> SaveError:
         return SaveError(
-            f"{self.source}: the directory of this attempt has gone before it was published: "
+            f"{self.source}: the directory of this attempt disappeared before it was published: "
             "another process has taken over or removed it; nothing of this save is visible",
             location=self.target,
         )
@@ -202,7 +228,7 @@ class Publication:
                 if found == "directory":
                     if not self.overwrite:
                         refuse_unrelated(self.target)
-                    self._move_aside()
+                    self._clear_target()
                 try:
                     self._rename_free()
                 except FileExistsError:
@@ -230,13 +256,13 @@ class Publication:
         try:
             landed(rename_noreplace, self.source, self.target)
         except UnsupportedCallError:
-            # Under the lock nobody of ours gets between the look and the rename.
+            # Under the lock no other store gets between the look and the rename.
             if os.path.lexists(self.target):
                 raise FileExistsError(errno.EEXIST, "File exists", self.target) from None
             landed(os.rename, self.source, self.target)
 
     def _replace(self) -> str:
-        """The new checkpoint is in place, durably; returns where the old one is."""
+        """Put the new checkpoint in place, durably, and return the path of the old one."""
         try:
             landed(rename_exchange, self.source, self.target)
         except UnsupportedCallError:
@@ -265,7 +291,11 @@ class Publication:
         self._flush_root(old)
         return old
 
-    def _move_aside(self) -> None:
+    def _clear_target(self) -> None:
+        """Remove the directory at the target if it is empty; else move it aside."""
+        with contextlib.suppress(OSError):
+            os.rmdir(self.target)  # fails unless it is empty
+            return
         aside = self.layout.leftover("aside", self.name, self.save_id)
         try:
             if os.path.lexists(aside):
@@ -274,14 +304,14 @@ class Publication:
         except OSError as error:
             raise self._rename_error(error) from error
         log.warning(
-            "%s: a directory without a valid commit record stood here; it was moved to %s "
+            "%s: a directory without a valid commit record was in the way; it was moved to %s "
             "and is kept until you remove it",
             self.target,
             aside,
         )
 
-    def _flush_root(self, old: str | None) -> None:
-        """The renames are durable, or taken back.
+    def _flush_root(self, old: str | None, *, locked: bool = True) -> None:
+        """Make the renames durable, or take them back.
 
         Raises:
             SaveError: they are not durable.
@@ -289,15 +319,15 @@ class Publication:
         try:
             flush_directory(self.layout.root)
         except OSError as error:
-            undone = self._undo(old)
+            undone = self._undo(old, locked=locked)
             self.keep_source = old == self.source and not undone
             visible = not undone and self._is_visible()
             name = errno.errorcode.get(error.errno or 0, "OSError")
-            state = (
-                "the checkpoint is visible but may not survive power loss"
-                if visible
-                else "the rename was taken back and nothing of this save is visible"
-            )
+            state = "the rename was taken back and nothing of this save is visible"
+            if visible:
+                state = "the checkpoint is visible but may not survive power loss"
+            elif not undone:
+                state = "another process has replaced or deleted this checkpoint meanwhile"
             raise SaveError(
                 f"{self.target}: flushing the directory after the rename failed: "
                 f"{error.strerror} ({name}); {state}. Check the disk, then save again",
@@ -307,16 +337,20 @@ class Publication:
                 found=name,
             ) from error
 
-    def _undo(self, old: str | None) -> bool:
+    def _undo(self, old: str | None, *, locked: bool) -> bool:
+        """Take the renames back and return True, or False if that is not possible."""
         try:
-            if old == self.source:
-                landed(rename_exchange, self.source, self.target)
-            else:
-                landed(os.rename, self.target, self.source)
-                if old is not None:
-                    landed(os.rename, old, self.target)
-                    remove_owner(old)
-        except (OSError, UnsupportedCallError):
+            with contextlib.nullcontext() if locked else root_lock(self.layout):
+                if not leads_to(self.target, self.directory):
+                    return False  # another writer has replaced or deleted it
+                if old == self.source:
+                    landed(rename_exchange, self.source, self.target)
+                else:
+                    landed(os.rename, self.target, self.source)
+                    if old is not None:
+                        landed(os.rename, old, self.target)
+                        remove_owner(old)
+        except (OSError, UnsupportedCallError, StoreError):
             return False
         return True
 
@@ -327,7 +361,7 @@ class Publication:
             return True
 
     def _remove_old(self, old: str) -> None:
-        # The save has succeeded: what cannot be removed now is left to `sweep`.
+        # The save has succeeded: a checkpoint that cannot be removed now is left to `sweep`.
         try:
             remove_tree(old, first=RECORD_FILE)
             remove_owner(old)
@@ -339,7 +373,8 @@ class Publication:
 
     def _exists_error(self, found: Found) -> CheckpointExistsError:
         if found == "other":
-            text = "a file stands here; move it away or choose another name"
-        else:
-            text = "a checkpoint stands here already; pass overwrite=True to replace it"
-        return CheckpointExistsError(f"{self.target}: {text}", location=self.target)
+            return file_in_the_way(self.target)
+        return CheckpointExistsError(
+            f"{self.target}: a checkpoint already exists here; pass overwrite=True to replace it",
+            location=self.target,
+        )

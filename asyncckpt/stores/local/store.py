@@ -10,7 +10,8 @@ import os
 import secrets
 import sys
 from collections.abc import Sequence
-from typing import Literal
+from functools import partial
+from typing import Literal, TypeVar
 
 from asyncckpt.errors import CheckpointNotFoundError, UsageError
 from asyncckpt.flow.threads import Workers
@@ -20,21 +21,13 @@ from asyncckpt.options import (
     LOCAL_CONCURRENCY,
     SLOT_NBYTES,
 )
-from asyncckpt.ports import Sizes, StoreCapabilities
-from asyncckpt.stores.attempt import Context, LocalAttempt
-from asyncckpt.stores.datafile import DirectWrites
-from asyncckpt.stores.export import LocalExport
-from asyncckpt.stores.failures import reported
-from asyncckpt.stores.files import LocalFiles
-from asyncckpt.stores.layout import (
-    CONTROL,
-    RECORD_FILE,
-    Layout,
-    check_name,
-    check_save_id,
-)
-from asyncckpt.stores.layout import open_local as open_local
-from asyncckpt.stores.locks import (
+from asyncckpt.ports import Removal, Sizes, StoreCapabilities
+from asyncckpt.stores.local.attempt import Context, LocalAttempt
+from asyncckpt.stores.local.datafile import DirectWrites
+from asyncckpt.stores.local.export import LocalExport
+from asyncckpt.stores.local.failures import reported
+from asyncckpt.stores.local.files import LocalFiles
+from asyncckpt.stores.local.locks import (
     Machine,
     remove_owner,
     root_lock,
@@ -42,10 +35,19 @@ from asyncckpt.stores.locks import (
     unlock,
     write_owner,
 )
-from asyncckpt.stores.posix import PAGE_NBYTES, flush_directory, landed, remove_tree
-from asyncckpt.stores.publish import IsValid
-from asyncckpt.stores.sweep import collect, sweep, tidy
-from asyncckpt.stores.waiting import to_the_end
+from asyncckpt.stores.local.posix import PAGE_NBYTES, flush_directory, landed, remove_tree
+from asyncckpt.stores.local.publish import IsValid
+from asyncckpt.stores.local.sweep import collect, sweep, tidy
+from asyncckpt.stores.paths import (
+    CONTROL,
+    RECORD_FILE,
+    Layout,
+    check_name,
+    check_save_id,
+)
+from asyncckpt.stores.paths import open_local as open_local
+
+A = TypeVar("A", bound=LocalAttempt)
 
 
 def _exists(record: bytes) -> bool:
@@ -65,7 +67,7 @@ class LocalStore:
         machine: host and boot that owner files are compared with; None: this machine's.
 
     Raises:
-        UsageError: Windows, which has neither the renames nor the flushes this rests on.
+        UsageError: Windows, which lacks the renames and flushes that are needed here.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class LocalStore:
         data_file_nbytes: int | None = None,
         concurrency: int | None = None,
     ) -> Sizes:
-        """Files as large as asked for, written in slots: local disk does not care."""
+        """Return the sizes asked for, with writes of one slot: local disk does not care."""
         return Sizes(
             data_file_nbytes or DEFAULT_DATA_FILE_NBYTES,
             SLOT_NBYTES,
@@ -122,55 +124,44 @@ class LocalStore:
         overwrite: bool = False,
         private: bool = False,
     ) -> LocalAttempt:
-        """An attempt to publish `name` is open in a directory of its own, which it has locked.
+        """Open an attempt to publish `name`, in a directory of its own, which it locks.
 
-        The root and its missing parents are created durably.
-
-        Cancellation: waits for the thread, removes the directory, then raises.
+        The root and its missing parents are created durably. Cancellation: waits for the thread,
+        removes the directory, then raises.
 
         Raises:
             UsageError: the name is not one path part, or the save id was used before.
-            CheckpointExistsError: a directory stands there that is no checkpoint and no step.
+            CheckpointExistsError: something is at the name that a save does not replace.
             StoreError: the directory cannot be made.
         """
         if epoch < 0:
             raise UsageError(f"epoch={epoch}: pass a non-negative integer", found=epoch)
-        attempt = LocalAttempt(
-            self._context,
-            check_name(name),
-            check_save_id(save_id),
-            epoch=epoch,
-            overwrite=overwrite,
-            private=private,
-        )
-        await self._open(attempt)
-        return attempt
+        return await self._opened(LocalAttempt, name, save_id, epoch, overwrite, private)
 
     async def begin_export(
         self, name: str, save_id: str, *, overwrite: bool = False, private: bool = False
     ) -> LocalExport:
-        """As `begin`, for files of another format, which have no commit record."""
-        attempt = LocalExport(
-            self._context,
-            check_name(name),
-            check_save_id(save_id),
-            epoch=0,
-            overwrite=overwrite,
-            private=private,
-        )
-        await self._open(attempt)
-        return attempt
+        """Open an attempt for files of another format, without a commit record; see `begin`."""
+        return await self._opened(LocalExport, name, save_id, 0, overwrite, private)
 
-    async def _open(self, attempt: LocalAttempt) -> None:
+    async def _opened(
+        self, kind: type[A], name: str, save_id: str, epoch: int, overwrite: bool, private: bool
+    ) -> A:
+        check_name(name)
+        check_save_id(save_id)
+        attempt = kind(
+            self._context, name, save_id, epoch=epoch, overwrite=overwrite, private=private
+        )
         self._wrote = True
         try:
             await self._workers.run(attempt.open)
         except BaseException:
             await attempt.abort()
             raise
+        return attempt
 
     async def names(self) -> list[str]:
-        """Names of all directories below the root, in no order; none if there is no root.
+        """Return the names of all directories below the root; none if there is no root.
 
         Raises:
             StoreError: the root cannot be read.
@@ -186,18 +177,16 @@ class LocalStore:
                 return []
 
     def files(self, name: str) -> LocalFiles:
-        """Read access to one checkpoint; nothing is opened yet."""
+        """Return read access to one checkpoint; nothing is opened yet."""
         files = LocalFiles(self._layout.target(check_name(name)), self._workers, self.capabilities)
         self._files = [open_files for open_files in self._files if not open_files.closed]
         self._files.append(files)
         return files
 
     async def delete(self, name: str) -> None:
-        """The checkpoint is gone: its name durably before its bytes.
+        """Delete a checkpoint: its name durably before its bytes.
 
-        A symbolic link is removed, not what it leads to.
-
-        Cancellation: waits for the thread, then raises.
+        A symbolic link is removed, not its target. Cancellation: waits for the thread, then raises.
 
         Raises:
             CheckpointNotFoundError: there was none.
@@ -207,35 +196,65 @@ class LocalStore:
         self._wrote = True
         await self._workers.run(self._delete, name)
 
+    async def unlist(self, name: str) -> Removal:
+        """Delete the name, durably, and leave the bytes to the returned function.
+
+        Cancellation: waits for the thread, then raises; the bytes are left to `sweep`.
+        """
+        check_name(name)
+        self._wrote = True
+        moved: list[tuple[str, int]] = []
+        try:
+            await self._workers.run(lambda: moved.append(self._move_to_trash(name)))
+        except BaseException:
+            if moved:
+                await self._workers.clean_up(partial(self._leave_trash, *moved[0]))
+            raise
+        return partial(self._workers.run, self._empty_trash, *moved[0])
+
     def _delete(self, name: str) -> None:
+        self._empty_trash(*self._move_to_trash(name))
+
+    def _move_to_trash(self, name: str) -> tuple[str, int]:
+        """Unlist a checkpoint durably; return where it is, and a descriptor that has locked it."""
         target = self._layout.target(name)
         if not os.path.isdir(target):
             raise self._not_found(target)
         trash = self._layout.leftover("trash", name, secrets.token_hex(8))
         fd = -1
         try:
-            with reported("deleting", target):
-                with root_lock(self._layout):
-                    write_owner(trash, self._context.machine(), name, "", 0o600)
-                    try:
-                        fd = self._open_and_lock(target)
-                        landed(os.rename, target, trash)
-                    except FileNotFoundError:  # another process was faster
-                        raise self._not_found(target) from None
-                    self._flush_deletion(target, trash)
+            with reported("deleting", target), root_lock(self._layout):
+                write_owner(trash, self._context.machine(), name, "", 0o600)
+                try:
+                    fd = self._open_and_lock(target)
+                    landed(os.rename, target, trash)
+                except FileNotFoundError:  # another process was faster
+                    raise self._not_found(target) from None
+                self._flush_deletion(target, trash)
+        except BaseException:
+            self._leave_trash(trash, fd)
+            raise
+        return trash, fd
+
+    def _empty_trash(self, trash: str, fd: int) -> None:
+        try:
+            with reported("deleting", trash):
                 remove_tree(trash, first=RECORD_FILE)
         finally:
-            # Whatever stays behind is left to `sweep`.
-            with contextlib.suppress(OSError):
-                if not os.path.lexists(trash):
-                    remove_owner(trash)
-            if fd >= 0:
-                unlock(fd)
-                os.close(fd)
+            self._leave_trash(trash, fd)
+
+    def _leave_trash(self, trash: str, fd: int) -> None:
+        # A sweep removes what could not be removed here.
+        with contextlib.suppress(OSError):
+            if not os.path.lexists(trash):
+                remove_owner(trash)
+        if fd >= 0:
+            unlock(fd)
+            os.close(fd)
 
     def _open_and_lock(self, target: str) -> int:
-        # The lock tells sweepers that the deletion is alive. Whoever published it may not have
-        # let go yet: then it is that lock which keeps them away.
+        # The lock tells sweepers that the deletion is alive. If its publisher still holds it, that
+        # lock keeps them away.
         fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
         try_lock(fd)
         return fd
@@ -255,9 +274,7 @@ class LocalStore:
         )
 
     async def sweep(self) -> Sequence[str]:
-        """Leftovers that can be proven dead are gone; returns their names.
-
-        See `asyncckpt.stores.sweep` for what counts as proof.
+        """Remove leftovers that are proven dead and return their names; see stores/local/sweep.py.
 
         Cancellation: waits for the thread, then raises.
 
@@ -272,9 +289,9 @@ class LocalStore:
             return sweep(self._layout, self._context.machine())
 
     async def collect(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:
-        """Leftovers in which nothing was written for so long are gone; returns their names.
+        """Remove leftovers in which nothing was written for so long, and return their names.
 
-        What another process has locked stays. Cancellation: waits for the thread, then raises.
+        Locked ones stay. Cancellation: waits for the thread, then raises.
 
         Raises:
             StoreError: removing failed, or another process replaces or deletes here.
@@ -287,12 +304,9 @@ class LocalStore:
             return collect(self._layout, older_than_s, dry_run=dry_run)
 
     async def close(self) -> None:
-        """Descriptors are closed, and empty directories of ours are gone. Idempotent."""
+        """Close descriptors and remove our directories that are empty. Idempotent."""
         for files in self._files:
             await files.close()
         if self._wrote:
             self._wrote = False
-            await to_the_end(self._workers, self._tidy)
-
-    def _tidy(self) -> None:
-        tidy(self._layout)
+            await self._workers.clean_up(partial(tidy, self._layout))

@@ -1,15 +1,20 @@
-"""Removing what dead saves and deletions have left, and only what can be proven dead.
+"""Removal of the leftovers of dead saves and deletions, and only of those proven dead.
 
-Proven dead: the owner file names this host, and the lock is free. Where the file system has no
-locks, the owner file must name an earlier boot of this host. Everything else is kept for a person
+Proven dead: the owner file names this host and this boot, and the lock is free; or it names this
+host and another boot, and the file system is certainly local. Everything else is kept for a person
 to remove; so are `aside-…` directories, which were never ours.
 """
 
-# Rule 1: a lock that is held keeps its directory, whatever the owner file says.
-# Rule 2: a directory without a readable owner file may be one that is just being made: it goes
-#   only if it is empty, which its maker notices (see `LocalAttempt.open`).
-# Rule 3: renames of the root are flushed before bytes are removed, so that power loss cannot
-#   bring back a name whose files are gone.
+# Rule 1: a held lock keeps its directory, whatever the owner file says.
+#   (test_a_held_lock_outweighs_an_owner_file_of_another_boot)
+# Rule 2: a free lock proves death only among processes that share locks. Two machines may have one
+#   host name (clones of an image), see one network file system, and not see each other's locks
+#   (local_flock, nolock): then the other one's living attempt has a free lock and another boot.
+#   (test_another_boot_proves_nothing_where_the_file_system_may_be_shared)
+# Rule 3: a directory without a readable owner file may be one that is just being made: it goes
+#   only if it is empty, which its maker notices (stores/local/attempt.py, rule 4).
+# Rule 4: renames of the root are flushed before bytes are removed, so that power loss cannot
+#   bring back a name whose files are gone. (tests/crash/test_power.py)
 
 from __future__ import annotations
 
@@ -23,9 +28,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from asyncckpt.errors import StoreError, UsageError
-from asyncckpt.stores.layout import OWNER_SUFFIX, RECORD_FILE, Layout, check_name
-from asyncckpt.stores.locks import (
+from asyncckpt.stores.local.locks import (
     Machine,
+    Owner,
+    is_certainly_local,
     leads_to,
     read_owner,
     remove_owner,
@@ -33,13 +39,14 @@ from asyncckpt.stores.locks import (
     try_lock,
     unlock,
 )
-from asyncckpt.stores.posix import (
+from asyncckpt.stores.local.posix import (
     UnsupportedCallError,
     flush_directory,
     landed,
     remove_tree,
     rename_noreplace,
 )
+from asyncckpt.stores.paths import OWNER_SUFFIX, RECORD_FILE, Layout, check_name
 
 log = logging.getLogger("asyncckpt.stores")
 
@@ -56,7 +63,7 @@ class Claim:
 
 
 def sweep(layout: Layout, machine: Machine) -> list[str]:
-    """What can be proven dead below this root is gone; returns its names. Blocking.
+    """Remove leftovers that are proven dead and return their names. Blocking.
 
     Returns without doing anything while another process replaces, deletes or sweeps here, and
     where this process may not write.
@@ -94,10 +101,10 @@ def sweep(layout: Layout, machine: Machine) -> list[str]:
 
 
 def collect(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:
-    """Leftovers in which nothing was written for so long are gone; returns their names. Blocking.
+    """Remove leftovers in which nothing was written for so long; return their names. Blocking.
 
-    It need not be proven that they are dead: whoever asks for this says so. What is locked on this
-    host, or by whatever shares its locks, is alive and stays.
+    They need not be proven dead: the caller vouches for that. A leftover that is locked, on this
+    host or where its locks reach, is alive and stays.
 
     Raises:
         OSError: removing failed.
@@ -116,7 +123,7 @@ def collect(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:
 
 
 def _discard(layout: Layout, path: str, *, dry_run: bool) -> bool:
-    """Whether the leftover is nobody's and (but for `dry_run`) gone.
+    """Remove the leftover unless it is locked; return whether it is dead.
 
     A checkpoint that was being replaced, and whose successor never arrived, is put back instead.
     """
@@ -127,14 +134,14 @@ def _discard(layout: Layout, path: str, *, dry_run: bool) -> bool:
             remove_owner(path)  # an owner file whose directory is gone
         return True
     except NotADirectoryError:
-        return False  # nothing that we make
+        return False  # not made by this library
     try:
         if try_lock(fd) is False or not leads_to(path, fd):
             return False
         if os.path.basename(path).startswith("old-"):
             owner = read_owner(path)
             if owner is None:
-                return False  # nobody knows whether it is the only one of its name
+                return False  # it may be the only one of its name, which is unknown
             if not _is_replaced(layout, owner.name):
                 if not dry_run:
                     _put_back(layout, path, owner.name)
@@ -155,7 +162,7 @@ def _is_replaced(layout: Layout, name: str) -> bool:
 
 
 def _written_s(path: str) -> float:
-    """When something in the leftover was last written, in seconds since 1970; now if unknown."""
+    """Return when something in the leftover was last written, in seconds since 1970, or now."""
     newest = 0.0
     for top in (path, path + OWNER_SUFFIX):
         with contextlib.suppress(FileNotFoundError):
@@ -168,7 +175,7 @@ def _written_s(path: str) -> float:
 
 
 def tidy(layout: Layout) -> None:
-    """Directories of ours that hold nothing are gone, unless somebody uses them. Blocking."""
+    """Remove our directories that are empty and unused. Blocking."""
     with contextlib.suppress(OSError, StoreError):
         for name in os.listdir(layout.control):
             if _EPOCH.fullmatch(name):
@@ -184,7 +191,7 @@ def tidy(layout: Layout) -> None:
 
 
 def _leftovers(layout: Layout) -> Iterator[str]:
-    """Paths of attempts, of trash and of replaced checkpoints, alive or not."""
+    """Yield the paths of attempts, of trash and of replaced checkpoints, alive or not."""
     for name in _listing(layout.control):
         path = os.path.join(layout.control, name)
         if _EPOCH.fullmatch(name):
@@ -217,12 +224,12 @@ def _claim(
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
-        # A torn owner file: whoever writes one before its directory does so under the root's lock.
+        # A torn owner file: one that is written before its directory is so under the root's lock.
         if ours or (owner is None and alone):
             remove_owner(path)
         return None
     except OSError:
-        return None  # not a directory: nothing that we make
+        return None  # not a directory: not made by this library
     claimed = False
     try:
         locked = try_lock(fd)
@@ -235,8 +242,7 @@ def _claim(
                     remove_owner(path)
                     removed.append(os.path.relpath(path, layout.control))
             return None
-        rebooted = bool(machine.boot_id) and owner.boot_id not in ("", machine.boot_id)
-        if not ours or not (locked or rebooted):
+        if not ours or not _is_dead(layout, machine, owner, locked=locked is True):
             return None
         if is_old and _put_back(layout, path, owner.name):
             return None
@@ -248,12 +254,19 @@ def _claim(
             os.close(fd)
 
 
+def _is_dead(layout: Layout, machine: Machine, owner: Owner, *, locked: bool) -> bool:
+    """Return whether an attempt of this host, whose lock is not held, is proven dead."""
+    if owner.boot_id == machine.boot_id:
+        return locked  # one kernel: its locks reach all of its processes
+    return "" not in (owner.boot_id, machine.boot_id) and is_certainly_local(layout.root)
+
+
 def _put_back(layout: Layout, old: str, name: str) -> bool:
-    """Whether the replaced checkpoint is in place again, because its successor never arrived."""
+    """Put the replaced checkpoint back if its successor never arrived; return whether it is."""
     try:
         target = layout.target(check_name(name))
     except UsageError:
-        return True  # not written by us: leave it alone
+        return True  # not written by this library: leave it alone
     if os.path.lexists(target):
         return False
     try:
@@ -265,6 +278,6 @@ def _put_back(layout: Layout, old: str, name: str) -> bool:
     flush_directory(layout.root)
     remove_owner(old)
     log.warning(
-        "%s: replacing it was interrupted; the checkpoint that stood here is in place again", target
+        "%s: replacing it was interrupted; the previous checkpoint is in place again", target
     )
     return True

@@ -1,14 +1,13 @@
 """One attempt to save one checkpoint on an object store."""
 
-# Rule 1: before the record, an attempt writes only names that carry its save id. What is put
-#   under other names is kept until it has won, and its contents in objects that carry the id.
+# Rule 1: before the record, an attempt writes only names that carry its save id. The content of
+#   every other file is stored in such an object, or in the record, until the attempt has won.
 # Rule 2: it ends with exactly one of `publish` and `abort`; both run to their end, however often
-#   whoever waits for them is cancelled.
+#   the caller is cancelled.
 # Rule 3: after a failure every further call raises it.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -16,20 +15,20 @@ from typing import Any
 
 from asyncckpt.errors import AsyncCheckpointError, SaveError, StoreError, UsageError
 from asyncckpt.flow.shield import to_completion, uninterrupted
-from asyncckpt.stores.layout import path_parts
-from asyncckpt.stores.objects.client import RequestError
+from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.context import Context, owned
-from asyncckpt.stores.objects.datafile import ObjectDataFile, open_file
+from asyncckpt.stores.objects.datafile import ObjectDataFile, Sending, open_file
 from asyncckpt.stores.objects.failures import store_error
-from asyncckpt.stores.objects.fixed import FixedContents
-from asyncckpt.stores.objects.layout import RECORD, join
+from asyncckpt.stores.objects.layout import RECORD, fixed_path, join
+from asyncckpt.stores.objects.probe import Conditions
 from asyncckpt.stores.objects.publish import Publication
-from asyncckpt.stores.objects.uploads import Sending, abort_uploads
+from asyncckpt.stores.paths import path_parts
 
 log = logging.getLogger("asyncckpt.stores")
 
-ABORT_S = 120.0
-"""How long an abort may take: what a dead store holds is removed by `collect`."""
+ABORT_S = 20.0
+"""Longest time for an abort, which delays the error of a save that is past its deadline; gc removes
+what a dead store holds."""
 
 
 class ObjectAttempt:
@@ -39,10 +38,10 @@ class ObjectAttempt:
         context: of the store.
         name: the checkpoint.
         save_id: 32 hex digits.
-        overwrite: replace what stands there.
+        overwrite: replace the checkpoint that exists.
         max_age_s: older than this it does not publish.
-        conditional: awaited before the record; whether the store creates conditionally.
-        begin_settling: takes what is to be done once the checkpoint stands, and returns at once.
+        conditions: awaited before the record; the conditional requests that the store honours.
+        in_background: takes work for after the commit, and returns at once.
         unfinished: called when fixed names could not be written.
     """
 
@@ -54,8 +53,8 @@ class ObjectAttempt:
         *,
         overwrite: bool,
         max_age_s: float,
-        conditional: Callable[[], Awaitable[bool]],
-        begin_settling: Callable[[Coroutine[Any, Any, None]], None],
+        conditions: Callable[[], Awaitable[Conditions]],
+        in_background: Callable[[Coroutine[Any, Any, None]], None],
         unfinished: Callable[[str], None],
     ) -> None:
         self.location = context.requests.location(name)
@@ -64,13 +63,13 @@ class ObjectAttempt:
         self._save_id = save_id
         self._overwrite = overwrite
         self._max_age_s = max_age_s
-        self._conditional = conditional
-        self._begin_settling = begin_settling
+        self._conditions = conditions
+        self._in_background = in_background
         self._unfinished = unfinished
         self._begun = time.monotonic(), time.time()
-        self._answers = context.requests.answers
         self._sending = Sending(context, name)
-        self._fixed = FixedContents(context, name, save_id)
+        self._sources: dict[str, str] = {}
+        self._fixed: dict[str, bytes] = {}
         self._files: list[ObjectDataFile] = []
         self._publication: Publication | None = None
 
@@ -82,16 +81,16 @@ class ObjectAttempt:
     async def create(
         self, path: str, *, nbytes: int, window_nbytes: int | None = None
     ) -> ObjectDataFile:
-        """A new data file is open for writing; no request is made before the first write.
+        """Open a new data file for writing; no request is made before the first write.
 
         Args:
             path: relative path, which carries the save id.
-            nbytes: expected size, which is exact with `window_nbytes`.
-            window_nbytes: as `ports.Attempt.create`; see `datafile` for what is sent.
+            nbytes: expected size, which is exact with `window_nbytes` and at most that.
+            window_nbytes: the file is written at once; without it, in order.
 
         Raises:
             UsageError: the path leaves the checkpoint, is the record's, or another attempt could
-                write it too; or no such file can be sent.
+                write it too; or the file does not fit one request.
         """
         self._sending.check()
         self._check_path(path)
@@ -106,10 +105,18 @@ class ObjectAttempt:
         self._files.append(file)
         return file
 
-    async def put(self, path: str, data: bytes | memoryview) -> None:
-        """The content of a small file is durable.
+    def source(self, path: str) -> str | None:
+        """Return the object in which `put` stores the content of a fixed name."""
+        if self._save_id in path:
+            return None
+        number = len(self._sources)
+        return self._sources.setdefault(path, fixed_path(self._save_id, number))
 
-        Without the save id in its path, it gets its name when the attempt has won.
+    async def put(self, path: str, data: bytes | memoryview, *, in_record: bool = False) -> None:
+        """Make the content of a small file durable.
+
+        Without the save id in its path, it gets its name when the attempt has won. Until then its
+        content is in the object `source(path)`, or with `in_record` in the record alone.
 
         Raises:
             UsageError: the path leaves the checkpoint or is the record's.
@@ -118,15 +125,11 @@ class ObjectAttempt:
         self._sending.check()
         self._check_path(path)
         content = await owned(self._context, data)
-        key = join(self._name, path)
-        try:
-            if self._save_id in path:
-                self._sending.keys.add(key)
-                await self._context.requests.replace(key, content)
-            else:
-                await self._fixed.put(path, content)
-        except RequestError as error:
-            raise self._sending.failed(f"writing {len(content)} bytes", key, error) from error
+        source = self.source(path)
+        if source is None or not in_record:
+            await self._sending.send_named(join(self._name, source or path), content)
+        if source is not None:
+            self._fixed[path] = content
 
     def _check_path(self, path: str) -> None:
         if path_parts(path) is None or path == RECORD:
@@ -140,14 +143,14 @@ class ObjectAttempt:
     # ----------------------------------------------------------------------------------- publish
 
     async def publish(self, record: bytes) -> None:
-        """The checkpoint is visible and durable, with `record` written after everything else.
+        """Write the record, after everything else; the checkpoint is then visible and durable.
 
-        If another's checkpoint stands there, nothing of the attempt is left.
+        If another checkpoint has the name, nothing of the attempt is left.
 
         Cancellation: shielded; the outcome is awaited, and returned or raised instead.
 
         Raises:
-            CheckpointExistsError: the name is taken; nothing of the other checkpoint was touched.
+            CheckpointExistsError: the name is taken; the other checkpoint was not touched.
             SaveError: the attempt is too old; or whether the record arrived is unknown.
             StoreError: an earlier step failed; nothing is visible.
         """
@@ -173,27 +176,26 @@ class ObjectAttempt:
                 raise UsageError(
                     f"{file.path}: the data file is not sealed", location=self.location
                 )
-        conditional = await self._conditional()
+        conditions = await self._conditions()
         self._check_age()
+        witness = join(self._name, self._files[-1].path) if self._files else None
         publication = self._publication = Publication(
-            self._context, self._name, self._save_id, record, self._fixed.files
+            self._context, self._name, self._save_id, record, self._fixed, conditions, witness
         )
         replaced = None
         if self._overwrite:
-            replaced = await publication.replace(conditional=conditional)
-        elif conditional:
-            await publication.create()
+            replaced = await publication.replace()
         else:
-            await publication.create_unprotected()
+            await publication.create()
         self._sending.ended = True
-        complete = await publication.finish(self._sending.orphans)
-        if not complete:
+        if await publication.finish(self._sending.orphans):
+            follow = publication.settle(replaced)
+            if replaced is None:
+                self._in_background(follow)
+            else:
+                await follow
+        else:
             self._unfinished(self._name)
-        uploads = self._sending.sent_in_parts
-        if replaced is not None:
-            await publication.settle(replaced, uploads)
-        elif complete or uploads:
-            self._begin_settling(publication.settle(None, uploads))
 
     def _check_age(self) -> None:
         monotonic, wall = self._begun
@@ -203,7 +205,7 @@ class ObjectAttempt:
             raise SaveError(
                 f"{self.location}: this save began {age_s / 3600:.1f} hours ago, and one that is "
                 f"older than {self._max_age_s / 3600:.1f} hours is not committed, because "
-                "'asyncckpt gc' may have taken its data for leftovers; nothing of it is visible. "
+                "'asyncckpt gc' may have removed its data as leftovers; nothing of it is visible. "
                 "Save again",
                 stage="commit",
                 location=self.location,
@@ -214,12 +216,12 @@ class ObjectAttempt:
     # ------------------------------------------------------------------------------------- abort
 
     async def abort(self) -> None:
-        """Nothing of the attempt is left; nothing happens if it has ended.
+        """Remove everything of the attempt; do nothing if it has ended.
 
         Cancellation: finishes, then raises.
 
         Raises:
-            StoreError: something could not be removed; `ObjectStore.collect` does so later.
+            StoreError: something could not be removed; gc does so later.
         """
         if self._sending.ended:
             return
@@ -227,21 +229,14 @@ class ObjectAttempt:
         await uninterrupted(self._remove())
 
     async def _remove(self) -> None:
-        bound_s = self._context.requests.clean_up_s(ABORT_S, answers=self._answers)
+        requests = self._context.requests
         try:
-            async with asyncio.timeout(bound_s):
-                # In this order: a completion that is still on its way then finds no upload. An
-                # upload whose abort was refused is looked for once more, and keeps no object here.
-                try:
-                    await self._abort_uploads()
-                finally:
-                    keys = self._sending.keys | self._fixed.keys
-                    if keys:
-                        await self._context.requests.delete(sorted(keys))
+            async with requests.cleaning_up(ABORT_S):
+                await requests.delete(sorted(self._sending.keys))
         except TimeoutError:
             raise StoreError(
                 f"{self.location}: removing what an aborted save has written did not end within "
-                f"{bound_s:g} s; 'asyncckpt gc' removes it later",
+                f"{ABORT_S:g} s, or the store stopped answering; 'asyncckpt gc' removes it later",
                 location=self.location,
                 retryable=True,
             ) from None
@@ -249,6 +244,3 @@ class ObjectAttempt:
             raise store_error(
                 "removing what an aborted save has written", self.location, error
             ) from error
-
-    async def _abort_uploads(self) -> None:
-        await abort_uploads(self._sending)

@@ -1,21 +1,28 @@
-"""What all parts of an object store share, and how they read what stands at a record's key."""
+"""State that all parts of an object store share, and reads of the record and of fixed contents."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
-import numpy as np
-
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.flow.shield import leading_error
 from asyncckpt.flow.threads import Workers
+from asyncckpt.format.record import FixedName, Outline
 from asyncckpt.options import KIB, MAX_RECORD_NBYTES
-from asyncckpt.ports import Bytes
-from asyncckpt.stores.objects.client import Body, RequestError
-from asyncckpt.stores.objects.layout import RECORD, join
-from asyncckpt.stores.objects.requests import Requests
+from asyncckpt.stores.objects.clients.client import Body, RequestError
+from asyncckpt.stores.objects.layout import RECORD, join, owner
+from asyncckpt.stores.objects.requests.requests import Requests
+
+T = TypeVar("T")
 
 READS_MAX = 3
-"""Reads of a long record that is no valid one before it is taken for damaged."""
+"""Reads of a long record that is not valid before it is taken for damaged."""
+
+HEAD_NBYTES = 4 * KIB
+"""Beginning of a record that tells which save it is of and which fixed names it lists."""
 
 INLINE_NBYTES = 64 * KIB
 """Up to here bytes are copied and checked on the loop (some 5 µs); above, in a worker thread."""
@@ -23,36 +30,51 @@ INLINE_NBYTES = 64 * KIB
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What all attempts and readers of a store share.
+    """State that all attempts and readers of a store share.
 
     Attributes:
         requests: every request goes through it.
         workers: threads for copies and checks of more than `INLINE_NBYTES`.
-        save_id_of: the save id in a commit record, or None for anything that is not a valid one.
+        save_id_of: returns the save id in a commit record, or None for anything else.
+        outline_of: returns the outline of a commit record, or None for anything else; with
+            ``head=True`` that of its beginning alone, unchecked.
         google: Orbax's mark is written last.
     """
 
     requests: Requests
     workers: Workers
     save_id_of: Callable[[bytes], str | None]
+    outline_of: Callable[..., Outline | None]
     google: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What stands at a record's key.
+    """An object at a record's key.
 
     Attributes:
         data: its bytes; empty where they are too many for a record.
-        save_id: of the save that it commits; None if it is no valid record.
+        save_id: identity of the save that it commits; None if it is not a valid record.
     """
 
     data: bytes
     save_id: str | None
 
+    async def outline(self, context: Context) -> Outline:
+        """Return its outline, which is empty if it is not a valid record."""
+        found = None
+        if self.save_id is not None:
+            found = await run_sized(context, len(self.data), context.outline_of, self.data)
+        return found or Outline(self.save_id or "")
+
+
+def shared_paths(outline: Outline) -> frozenset[str]:
+    """Return the files of a checkpoint that have no save id in their names."""
+    return frozenset(path for path in outline.paths if owner(path) is None)
+
 
 async def read_record(context: Context, name: str) -> Record | None:
-    """What stands at the record's key now; None if there is nothing.
+    """Return what is at the record's key now; None if nothing is.
 
     Raises:
         RequestError: it could not be read, and may be anything.
@@ -69,7 +91,7 @@ async def read_record(context: Context, name: str) -> Record | None:
 async def read_at_once(
     context: Context, name: str, *, max_nbytes: int
 ) -> tuple[bytes | None, str | None]:
-    """What stands at the record's key (None: more bytes than that), and its save id.
+    """Return the bytes at the record's key (None: more than `max_nbytes`), and their save id.
 
     A record that takes several requests may be replaced between them, and is then read again.
 
@@ -80,41 +102,83 @@ async def read_at_once(
         data = await context.requests.read(join(name, RECORD), max_nbytes=max_nbytes)
         if data is None:
             return None, None
-        if len(data) <= INLINE_NBYTES:
-            save_id = context.save_id_of(data)
-        else:
-            save_id = await context.workers.run(context.save_id_of, data)
+        save_id = await run_sized(context, len(data), context.save_id_of, data)
         if save_id is not None or len(data) <= context.requests.policy.first_read_nbytes:
             break
     return data, save_id
 
 
+async def is_current(context: Context, name: str, record: bytes) -> bool:
+    """Return whether this record is at its key now; one small read.
+
+    Records of different saves differ in their first `HEAD_NBYTES`.
+
+    Raises:
+        RequestError: it could not be read.
+    """
+    try:
+        head = await context.requests.get(join(name, RECORD), 0, HEAD_NBYTES)
+    except RequestError as error:
+        if error.kind == "missing":
+            return False
+        raise
+    return bytes(head) == record[:HEAD_NBYTES]
+
+
+async def load_fixed(
+    context: Context, name: str, outline: Outline, names: Iterable[FixedName]
+) -> dict[str, bytes]:
+    """Return the contents of these fixed names, from the record and the attempt's objects.
+
+    Raises:
+        CorruptCheckpointError: one is missing or damaged.
+        RequestError: one could not be read.
+    """
+    location = context.requests.location(name)
+
+    async def load(fixed: FixedName) -> tuple[str, bytes]:
+        data = outline.contents.get(fixed.path)
+        try:
+            if data is None and fixed.object is not None:
+                key = join(name, fixed.object)
+                data = await context.requests.read(key, max_nbytes=fixed.nbytes)
+        except RequestError as error:
+            if error.kind != "missing":
+                raise
+        if data is None or not await run_sized(context, len(data), fixed.matches, data):
+            raise CorruptCheckpointError(
+                f"{location}/{fixed.object or RECORD}: the copy of {fixed.path} is missing or "
+                "damaged; only other programs need that file, and the checkpoint itself does not",
+                file=fixed.object or RECORD,
+                location=location,
+                expected=f"{fixed.nbytes} bytes with CRC-32C {fixed.crc32c:08x}",
+                found=None if data is None else f"{len(data)} bytes",
+            )
+        return fixed.path, data
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(load(fixed)) for fixed in names]
+    except BaseExceptionGroup as errors:
+        raise leading_error(errors) from None
+    return dict(task.result() for task in tasks)
+
+
+async def run_sized(context: Context, nbytes: int, work: Callable[..., T], data: object) -> T:
+    """Return `work(data)`, run in a worker thread where the data are large."""
+    if nbytes <= INLINE_NBYTES:
+        return work(data)
+    return await context.workers.run(work, data)
+
+
 def as_view(data: Body) -> memoryview:
-    """The bytes of any buffer."""
+    """Return the bytes of any buffer."""
     return memoryview(data).cast("B")
 
 
 async def owned(context: Context, data: Body) -> bytes:
-    """A copy of the bytes that nobody changes."""
+    """Return a copy of the bytes that never changes."""
     if isinstance(data, bytes):
         return data
     view = as_view(data)
-    if len(view) <= INLINE_NBYTES:
-        return bytes(view)
-    return await context.workers.run(bytes, view)
-
-
-async def sendable(context: Context, data: Bytes | bytes | bytearray) -> tuple[Body, bool]:
-    """What the client takes with these bytes, and whether it is a copy of ours."""
-    if context.requests.traits.body == "any" or isinstance(data, (bytes, bytearray)):
-        return data, False
-    if data.nbytes <= INLINE_NBYTES:
-        return data.tobytes(), True
-    return await context.workers.run(_copy, data), True
-
-
-def _copy(data: Bytes) -> bytearray:
-    # `copyto` releases the GIL, `bytes(view)` does not.
-    copy = bytearray(data.nbytes)
-    np.copyto(np.frombuffer(copy, np.uint8), data)
-    return copy
+    return await run_sized(context, len(view), bytes, view)

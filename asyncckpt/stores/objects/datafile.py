@@ -1,48 +1,99 @@
-"""Data files of an attempt on an object store: one request, or a multipart upload.
+"""Data files of an attempt on an object store, each sent by one request.
 
-======================  =========================================================================
-what is created         what is sent
-======================  =========================================================================
-one window              `write` sends the object, under another name for every try; it is stored
-                        when `write` returns
-several windows         a multipart upload that begins with the first `write`; window k is part k,
-                        in any order and at the same time; `seal` completes it
-no windows              writes in order are collected; up to one part, `seal` sends one object;
-                        beyond, every full part is sent by the `write` that follows it
-======================  =========================================================================
-
-A file of windows sends what the caller holds and copies nothing. A file without windows holds one
-part (16 MiB, or more where the object would have too many) whatever its size. Where the client
-knows no multipart uploads, or the windows are no parts that it takes, the whole file is collected,
-up to `COLLECTED_MAX_NBYTES`; `ObjectStore.sizes` never makes such files.
+A `WindowFile` is one window: `write` sends it, under another name for every try, and it is stored
+when `write` returns. Nothing is copied. A `SerialFile`, for the index, is written from its
+beginning in any pieces; it is collected, and `seal` sends it.
 """
 
-# Rule: a body that was handed to a request which then was given up may still be on its way: `write`
-#   says so, and nothing here ever sends from memory that it fills again.
+# Rule 1: a body that was handed to a request that was then given up may still be on its way:
+#   `write` says so, and nothing here sends from memory that it fills again.
+# Rule 2: every key that a request is made for is noted before the request is made.
 
 from __future__ import annotations
 
-import asyncio
-from functools import partial
+from dataclasses import dataclass, field
 
-import numpy as np
-
-from asyncckpt.errors import CheckpointExistsError, UsageError
+from asyncckpt.errors import AsyncCheckpointError, UsageError
 from asyncckpt.options import MIB
 from asyncckpt.ports import Bytes
-from asyncckpt.stores.objects.client import Body, RequestError
-from asyncckpt.stores.objects.context import INLINE_NBYTES, sendable
-from asyncckpt.stores.objects.uploads import Sending, Upload
+from asyncckpt.stores.objects.clients.client import Body, RequestError
+from asyncckpt.stores.objects.context import INLINE_NBYTES, Context, as_view
+from asyncckpt.stores.objects.failures import store_error
+from asyncckpt.stores.objects.layout import retried
 
-PART_NBYTES = 16 * MIB
-"""Parts of files that are written in order: the size from which a stream is 80 % busy."""
 
-COLLECTED_MAX_NBYTES = 512 * MIB
-"""Longest file that is collected whole, for clients that cannot send parts."""
+@dataclass(slots=True, eq=False)
+class Sending:
+    """The objects that an attempt has sent.
+
+    Attributes:
+        context: of the store.
+        prefix: key of the checkpoint.
+        keys: every object that may exist because of this attempt.
+        orphans: those of them that no file of it refers to.
+        error: the first failure; the attempt cannot be continued.
+        ended: nothing more is sent.
+    """
+
+    context: Context
+    prefix: str
+    keys: set[str] = field(default_factory=set)
+    orphans: set[str] = field(default_factory=set)
+    error: AsyncCheckpointError | None = None
+    ended: bool = False
+
+    @property
+    def location(self) -> str:
+        """URL of the checkpoint."""
+        return self.context.requests.location(self.prefix)
+
+    def check(self) -> None:
+        """Check that the attempt can be continued.
+
+        Raises:
+            AsyncCheckpointError: the first failure, or `UsageError` where it has ended.
+        """
+        if self.error is not None:
+            raise self.error
+        if self.ended:
+            raise UsageError(f"{self.location}: this attempt has ended", location=self.location)
+
+    def failed(self, action: str, key: str, error: RequestError) -> AsyncCheckpointError:
+        """Return the error to raise; every further call raises one like the first."""
+        location = self.context.requests.location(key)
+        # Not the same one: with its traceback it would keep the body of the request alive.
+        self.error = self.error or store_error(action, location, error, stage="upload")
+        return store_error(action, location, error, stage="upload")
+
+    async def send(self, key: str, body: Body) -> tuple[str, bool]:
+        """Store an object; return the key that it got, and whether the body can be used again."""
+
+        def name(attempt: int) -> str:
+            this = retried(key, attempt)
+            self.keys.add(this)
+            return this
+
+        try:
+            sent = await self.context.requests.put(name, body)
+        except RequestError as error:
+            raise self.failed(f"writing {len(body)} bytes", key, error) from error
+        self.orphans.update(sent.orphans)
+        return sent.key, sent.reusable
+
+    async def send_named(self, key: str, body: Body) -> None:
+        """Store an object under just this key. The body must never change again.
+
+        An earlier try that is still on its way then writes the same bytes.
+        """
+        self.keys.add(key)
+        try:
+            await self.context.requests.replace(key, body)
+        except RequestError as error:
+            raise self.failed(f"writing {len(body)} bytes", key, error) from error
 
 
 class ObjectDataFile:
-    """An open data file. Made by `ObjectAttempt.create`, of one of the three kinds below.
+    """An open data file. Made by `ObjectAttempt.create`.
 
     Attributes:
         path: its path; final once it is sealed.
@@ -54,28 +105,26 @@ class ObjectDataFile:
         self.sealed = False
         self._sending = sending
         self._context = sending.context
-        self._key = sending.key(path)
+        self._key = f"{sending.prefix}/{path}"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._context.requests.location(self._key)!r})"
 
     async def write(self, offset: int, data: Bytes | bytearray) -> bool:
-        """All of `data` is written at `offset`; whether nobody reads it any more.
+        """Write all of `data` at `offset`; return whether its memory can be used again.
 
         Cancellation: ends the request and raises; `data` must not be used again as long as
-        anybody holds it.
+        anything else refers to it.
 
         Raises:
             UsageError: the place does not fit how the file was created.
-            StoreError: names the object and offset; the attempt cannot be continued.
+            StoreError: names the object; the attempt cannot be continued.
         """
         self._check()
-        if not len(data):
-            return True
-        return await self._write(offset, data)
+        return not len(data) or await self._write(offset, data)
 
     async def seal(self, nbytes: int) -> None:
-        """The file is exactly `nbytes` long and durable, under the name that `path` says.
+        """Make the file exactly `nbytes` long and durable, under the name that `path` then says.
 
         Cancellation: ends the request and raises.
 
@@ -96,11 +145,6 @@ class ObjectDataFile:
         location = self._context.requests.location(self._key)
         return UsageError(f"{location}: {why}", location=location)
 
-    async def _send_whole(self, body: Body) -> bool:
-        key, reusable = await self._sending.send(self._key, body)
-        self.path = self._sending.relative(key)
-        return reusable
-
     async def _write(self, offset: int, data: Bytes | bytearray) -> bool:
         raise NotImplementedError
 
@@ -109,7 +153,7 @@ class ObjectDataFile:
 
 
 class WindowFile(ObjectDataFile):
-    """A file of one window: one object, stored when `write` returns."""
+    """A file of one window."""
 
     def __init__(self, sending: Sending, path: str, nbytes: int) -> None:
         super().__init__(sending, path)
@@ -123,225 +167,78 @@ class WindowFile(ObjectDataFile):
                 f"{len(data)} bytes at offset {offset}"
             )
         self._written = True
-        body, copied = await sendable(self._context, _cut(data, self._nbytes))
-        return await self._send_whole(body) or copied
+        return await self._send(cut(data, self._nbytes))
+
+    async def _send(self, body: Body) -> bool:
+        key, reusable = await self._sending.send(self._key, body)
+        self.path = key.removeprefix(f"{self._sending.prefix}/")
+        return reusable
 
     async def _seal(self, nbytes: int) -> None:
         if nbytes == 0 and not self._written:
-            await self._send_whole(b"")
+            await self._send(b"")
         elif nbytes != self._nbytes or not self._written:
             raise self._refused(f"{self._nbytes} bytes were announced, and {nbytes} are sealed")
 
 
-class PartsFile(ObjectDataFile):
-    """A file of several windows, each of which is a part of one multipart upload."""
-
-    def __init__(self, sending: Sending, path: str, nbytes: int, window_nbytes: int) -> None:
-        super().__init__(sending, path)
-        self._nbytes = nbytes
-        self._window_nbytes = window_nbytes
-        self._upload = Upload(sending, self._key)
-
-    async def _write(self, offset: int, data: Bytes | bytearray) -> bool:
-        number, inside = divmod(offset, self._window_nbytes)
-        expected = min(self._window_nbytes, self._nbytes - offset)
-        if inside or expected <= 0 or len(data) < expected:
-            raise self._refused(
-                f"expected windows of {self._window_nbytes} bytes in a file of {self._nbytes}, "
-                f"found {len(data)} bytes at offset {offset}"
-            )
-        body, copied = await sendable(self._context, _cut(data, expected))
-        return await self._upload.send(number, offset, body) or copied
-
-    async def _seal(self, nbytes: int) -> None:
-        self.check_complete(nbytes)
-        await self.complete()
-
-    def check_complete(self, nbytes: int) -> None:
-        """All windows were written. Raises `UsageError`."""
-        count = -(-self._nbytes // self._window_nbytes)
-        if nbytes != self._nbytes or self._upload.parts != count:
-            raise self._refused(
-                f"{count} windows of {self._nbytes} bytes in all were announced, "
-                f"{self._upload.parts} were written, and {nbytes} bytes are sealed"
-            )
-
-    async def complete(self) -> None:
-        """The object is there. Raises `StoreError`."""
-        if self._nbytes:
-            await self._upload.complete(self._nbytes)
-
-
-class CollectedFile(ObjectDataFile):
-    """Several windows in any order, for a client that cannot send them as parts."""
-
-    def __init__(self, sending: Sending, path: str, nbytes: int) -> None:
-        super().__init__(sending, path)
-        self._nbytes = nbytes
-        self._left = nbytes
-        self._buffer: bytearray | None = None
-        self._lock = asyncio.Lock()
-
-    async def _write(self, offset: int, data: Bytes | bytearray) -> bool:
-        nbytes = min(len(data), self._nbytes - offset)
-        if nbytes <= 0:
-            raise self._refused(f"{len(data)} bytes at offset {offset} are past the end")
-        async with self._lock:
-            if self._buffer is None:
-                self._buffer = await self._context.workers.run(bytearray, self._nbytes)
-        source = np.frombuffer(data, np.uint8)[:nbytes]
-        await self._context.workers.run(_place, self._buffer, offset, source)
-        self._left -= nbytes
-        return True
-
-    async def _seal(self, nbytes: int) -> None:
-        self.check_complete(nbytes)
-        body, self._buffer = self._buffer, None
-        await self._send_whole(body or b"")
-
-    def check_complete(self, nbytes: int) -> None:
-        """All of it was written. Raises `UsageError`."""
-        if nbytes != self._nbytes or self._left:
-            raise self._refused(
-                f"{self._nbytes} bytes were announced, {self._left} were not written, and "
-                f"{nbytes} are sealed"
-            )
-
-    async def create(self, *, new: bool) -> None:
-        """The object stands under its own name, whatever was there before unless it must be new.
-
-        Raises:
-            CheckpointExistsError: it must be new, and something else was faster.
-            StoreError: names the object.
-        """
-        body, requests = bytes(self._buffer or b""), self._context.requests
-        try:
-            if not new or not requests.traits.conditional_create:
-                await requests.replace(self._key, body)
-            elif not await requests.create(self._key, body):
-                # Perhaps an earlier try of ours, whose answer was lost.
-                found = await requests.read(self._key, max_nbytes=len(body))
-                if found != body:
-                    location = requests.location(self._key)
-                    raise CheckpointExistsError(
-                        f"{location}: something stands here already, which came meanwhile; pass "
-                        "overwrite=True to replace it",
-                        location=location,
-                    )
-        except RequestError as error:
-            raise self._sending.failed(f"writing {len(body)} bytes", self._key, error) from error
-        self._buffer = None
-
-
 class SerialFile(ObjectDataFile):
-    """A file that is written from its beginning to its end; holds one part."""
+    """A file that is written from its beginning to its end, and held until it is sealed."""
 
-    def __init__(self, sending: Sending, path: str, nbytes: int) -> None:
+    def __init__(self, sending: Sending, path: str) -> None:
         super().__init__(sending, path)
-        traits = sending.context.requests.traits
-        self._part_nbytes = traits.put_max_nbytes
-        if traits.multipart:
-            # A last write may be longer than was announced, hence the half.
-            fitting = -(-nbytes // max(1, traits.part_max_count // 2))
-            wanted = min(max(PART_NBYTES, traits.part_min_nbytes, fitting), traits.part_max_nbytes)
-            unit = traits.part_multiple_nbytes
-            self._part_nbytes = max(wanted // unit, 1) * unit
-        self._multipart = traits.multipart
         self._buffer = bytearray()
-        self._sent = 0
-        self._upload: Upload | None = None
 
     async def _write(self, offset: int, data: Bytes | bytearray) -> bool:
-        if offset != self._sent + len(self._buffer):
+        most = self._context.requests.traits.put_max_nbytes
+        if offset != len(self._buffer):
             raise self._refused(
-                f"without windows, writes come in order: expected offset "
-                f"{self._sent + len(self._buffer)}, found {offset}"
+                f"without windows, writes come in order: expected offset {len(self._buffer)}, "
+                f"found {offset}"
             )
-        view = memoryview(data).cast("B")
-        while view:
-            room = self._part_nbytes - len(self._buffer)
-            if room == 0:
-                await self._send_part()
-                continue
-            head, view = view[:room], view[room:]
-            if len(head) <= INLINE_NBYTES:
-                self._buffer += head
-            else:
-                await self._context.workers.run(partial(_append, self._buffer, head))
+        if offset + len(data) > most:
+            raise self._refused(
+                f"the index would have more than the {most / MIB:.0f} MiB that one request may "
+                "send; save fewer or larger chunks (chunk_nbytes)"
+            )
+        view = as_view(data)
+        if len(view) <= INLINE_NBYTES:
+            self._buffer += view
+        else:
+            await self._context.workers.run(self._buffer.extend, view)
         return True
 
-    async def _send_part(self) -> None:
-        if not self._multipart:
-            raise self._refused(
-                f"this client sends objects of at most {self._part_nbytes} bytes, and not in "
-                "parts; lower target_data_file_nbytes"
-            )
-        if self._upload is None:
-            self._upload = Upload(self._sending, self._key)
-        body, self._buffer = self._buffer, bytearray()
-        offset, self._sent = self._sent, self._sent + len(body)
-        await self._upload.send(self._upload.parts, offset, body)
-
     async def _seal(self, nbytes: int) -> None:
-        surplus = self._sent + len(self._buffer) - nbytes
-        if not 0 <= surplus <= len(self._buffer):
-            raise self._refused(
-                f"{self._sent + len(self._buffer)} bytes were written, {self._sent} of them are "
-                f"sent, and {nbytes} are sealed"
-            )
-        if surplus:
-            del self._buffer[len(self._buffer) - surplus :]
-        if self._upload is None:
-            # Under its own name: the index refers to itself by it.
-            body, self._buffer = self._buffer, bytearray()
-            await self._sending.send_named(self._key, body)
-            return
-        if self._buffer:
-            await self._send_part()
-        await self._upload.complete(nbytes)
+        if nbytes > len(self._buffer):
+            raise self._refused(f"{len(self._buffer)} bytes were written, and {nbytes} are sealed")
+        del self._buffer[nbytes:]
+        # Under its own name: the index refers to itself by it.
+        body, self._buffer = self._buffer, bytearray()
+        await self._sending.send_named(self._key, body)
 
 
 def open_file(
     sending: Sending, path: str, nbytes: int, window_nbytes: int | None
-) -> ObjectDataFile:
-    """A data file of the kind that suits; no request is made.
+) -> WindowFile | SerialFile:
+    """Open a data file; no request is made.
 
     Raises:
-        UsageError: the client can neither send its windows as parts, nor all of it at once.
+        UsageError: it is longer than one window, or than one request may send.
     """
-    traits = sending.context.requests.traits
     if window_nbytes is None:
-        return SerialFile(sending, path, nbytes)
-    if nbytes <= window_nbytes and nbytes <= traits.put_max_nbytes:
-        return WindowFile(sending, path, nbytes)
-    fits = (
-        traits.multipart
-        and traits.part_min_nbytes <= window_nbytes <= traits.part_max_nbytes
-        and window_nbytes % traits.part_multiple_nbytes == 0
-        and -(-nbytes // window_nbytes) <= traits.part_max_count
-    )
-    if fits:
-        return PartsFile(sending, path, nbytes, window_nbytes)
-    if nbytes <= min(COLLECTED_MAX_NBYTES, traits.put_max_nbytes):
-        return CollectedFile(sending, path, nbytes)
-    location = f"{sending.location}/{path}"
-    raise UsageError(
-        f"{location}: {traits.name} cannot send {nbytes} bytes in parts of {window_nbytes}; lower "
-        f"target_data_file_nbytes to {min(COLLECTED_MAX_NBYTES, traits.put_max_nbytes)} or less",
-        location=location,
-        expected=min(COLLECTED_MAX_NBYTES, traits.put_max_nbytes),
-        found=nbytes,
-    )
+        return SerialFile(sending, path)
+    most = min(window_nbytes, sending.context.requests.traits.put_max_nbytes)
+    if nbytes > most:
+        location = f"{sending.location}/{path}"
+        raise UsageError(
+            f"{location}: a data file of {nbytes} bytes does not fit one request of {most}; lower "
+            "target_data_file_nbytes",
+            location=location,
+            expected=most,
+            found=nbytes,
+        )
+    return WindowFile(sending, path, nbytes)
 
 
-def _cut(data: Bytes | bytearray, nbytes: int) -> Bytes | bytearray:
-    """Without the padding behind the last byte; a slice of a `bytearray` is a copy."""
+def cut(data: Bytes | bytearray, nbytes: int) -> Bytes | bytearray:
+    """Return the data without the padding at the end; a slice of a `bytearray` is a copy."""
     return data if len(data) == nbytes else data[:nbytes]
-
-
-def _place(buffer: bytearray, offset: int, data: Bytes) -> None:
-    np.copyto(np.frombuffer(buffer, np.uint8)[offset : offset + data.size], data)
-
-
-def _append(buffer: bytearray, data: memoryview) -> None:
-    buffer += data

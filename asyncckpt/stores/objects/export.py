@@ -6,8 +6,9 @@ do not see a set.
 """
 
 # Rule 1: nothing is visible before `publish_files`: files are sent in parts of uploads that are not
-#   completed, or are kept in memory where they are short or the client has no such uploads.
-# Rule 2: what stands at a name is replaced only with `overwrite`, and only by what is of its kind.
+#   completed, or are held in memory where they are short or the client has no such uploads.
+# Rule 2: an object is replaced only with `overwrite`, and only by one of its kind. Without it, each
+#   object is created on condition where the store obeys that, also by the completion of an upload.
 # Rule 3: an abort ends uploads and deletes nothing: these names are not ours alone.
 
 from __future__ import annotations
@@ -18,60 +19,18 @@ from collections.abc import Iterable
 from asyncckpt.errors import AsyncCheckpointError, CheckpointExistsError, StoreError, UsageError
 from asyncckpt.flow.shield import leading_error, to_completion, uninterrupted
 from asyncckpt.options import SLOT_NBYTES
-from asyncckpt.ports import Bytes
-from asyncckpt.stores.export import REPLACEABLE_SUFFIXES
-from asyncckpt.stores.layout import path_parts
+from asyncckpt.stores.local.export import REPLACEABLE_SUFFIXES
 from asyncckpt.stores.objects.attempt import ABORT_S
-from asyncckpt.stores.objects.client import Listed, RequestError
+from asyncckpt.stores.objects.clients.client import Listed, RequestError
 from asyncckpt.stores.objects.context import Context, owned
-from asyncckpt.stores.objects.datafile import CollectedFile, ObjectDataFile, PartsFile, open_file
+from asyncckpt.stores.objects.datafile import Sending
 from asyncckpt.stores.objects.failures import reported, store_error
-from asyncckpt.stores.objects.layout import RECORD, join
-from asyncckpt.stores.objects.uploads import Sending, abort_uploads
+from asyncckpt.stores.objects.layout import RECORD, check_key, join
+from asyncckpt.stores.objects.uploads import ExportFile, abort_uploads, open_export_file
+from asyncckpt.stores.paths import path_parts
 
 ENTRIES_MAX = 100_000
 """Entries of a directory that a set may replace."""
-
-
-class _Sending(Sending):
-    def key(self, path: str) -> str:
-        """The key of a path: a file that has the name of the export is the object itself."""
-        return self.prefix if path == self.prefix else join(self.prefix, path)
-
-
-class ExportFile:
-    """An open file of an export: its windows, until the export is published.
-
-    Attributes:
-        path: its path.
-        sealed: whether all of it was written.
-    """
-
-    def __init__(self, path: str, file: PartsFile | CollectedFile) -> None:
-        self.path = path
-        self.sealed = False
-        self._file = file
-
-    async def write(self, offset: int, data: Bytes | bytearray) -> bool:
-        """As `ObjectDataFile.write`; each window of a slot once, in any order."""
-        return await self._file.write(offset, data)
-
-    async def seal(self, nbytes: int) -> None:
-        """All of the file was written; it appears when the export is published."""
-        self._file.check_complete(nbytes)
-        self.sealed = True
-
-    async def complete(self, *, new: bool) -> None:
-        """The object is there.
-
-        Raises:
-            CheckpointExistsError: with `new`, and something else was faster.
-            StoreError: it could not be written.
-        """
-        if isinstance(self._file, PartsFile):
-            await self._file.complete()
-        else:
-            await self._file.create(new=new)
 
 
 class ObjectExport:
@@ -79,7 +38,7 @@ class ObjectExport:
 
     Args:
         context: of the store.
-        name: what is published: an object, or the prefix of a set.
+        name: the object to publish, or the prefix of a set.
         overwrite: replace what is of the same kind.
         conditional: the store creates objects conditionally.
     """
@@ -90,9 +49,8 @@ class ObjectExport:
         self._requests = context.requests
         self._name = name
         self._overwrite = overwrite
-        self._conditional = conditional
-        # What is there and as long may be what it replaces.
-        self._sending = _Sending(context, name, exclusive=False)
+        self._new = conditional and not overwrite
+        self._sending = Sending(context, name)
         self._files: list[ExportFile] = []
         self._index: dict[str, bytes] = {}
 
@@ -102,25 +60,24 @@ class ObjectExport:
     async def create(
         self, path: str, *, nbytes: int, window_nbytes: int | None = None
     ) -> ExportFile:
-        """A new file is open for writing, in windows of a slot (or `window_nbytes`).
+        """Open a new file for writing, in windows of a slot (or `window_nbytes`).
 
         One whose path is the export's name becomes that object itself, as the only one.
 
         Raises:
-            UsageError: the path leaves the directory, or the client cannot send such a file.
+            UsageError: the path leaves the directory or is too long, or the client cannot send
+                such a file.
         """
         self._sending.check()
         self._check_path(path)
+        key = self._name if path == self._name else join(self._name, path)
         window = SLOT_NBYTES if window_nbytes is None else window_nbytes
-        kept: ObjectDataFile = open_file(self._sending, path, nbytes, window)
-        if not isinstance(kept, PartsFile):
-            kept = CollectedFile(self._sending, path, nbytes)
-        file = ExportFile(path, kept)
+        file = open_export_file(self._sending, path, key, nbytes, window, new=self._new)
         self._files.append(file)
         return file
 
-    async def put(self, path: str, data: bytes | memoryview) -> None:
-        """A small file appears with this content, after all others."""
+    async def put(self, path: str, data: bytes | memoryview, *, in_record: bool = False) -> None:
+        """Keep a small file, which appears after all others."""
         self._sending.check()
         self._check_path(path)
         self._index[path] = await owned(self._context, data)
@@ -133,16 +90,17 @@ class ObjectExport:
                 location=self.location,
                 found=path,
             )
+        check_key(self.location, path)
 
     async def publish_files(self, path: str = "") -> None:
-        """The file `path`, or with ``""`` all files, stand under their names, durably.
+        """Publish the file `path`, or with ``""`` all files, under their names, durably.
 
         If it fails before the first object has appeared, nothing of the export is left.
 
         Cancellation: shielded; the outcome is awaited, and returned or raised instead.
 
         Raises:
-            CheckpointExistsError: something stands there that may not be replaced.
+            CheckpointExistsError: something exists there that may not be replaced.
             StoreError: names the object.
         """
         single = path == self._name
@@ -165,9 +123,7 @@ class ObjectExport:
             try:
                 async with asyncio.TaskGroup() as group:
                     for file in self._files:
-                        group.create_task(
-                            file.complete(new=self._conditional and not self._overwrite)
-                        )
+                        group.create_task(file.publish(new=self._new))
             except BaseExceptionGroup as errors:
                 raise leading_error(errors) from None
             with reported("writing the index", self.location, stage="commit"):
@@ -183,25 +139,25 @@ class ObjectExport:
         self._sending.ended = True
 
     async def _replaced(self, single: bool) -> list[str]:
-        """Keys of a set that goes, because this one takes its place."""
-        with reported("looking at what stands there", self.location, stage="commit"):
+        """Return the keys of a set that is removed because this one takes its place."""
+        with reported("looking at what exists there", self.location, stage="commit"):
             below = await self._requests.list(self._name, recursive=False, limit=ENTRIES_MAX)
             is_object = await self._is_object()
         if single:
             if below:
-                raise self._exists("a directory stands here")
+                raise self._exists("a directory exists here")
             if is_object and not self._overwrite:
-                raise self._exists("something stands here already; pass overwrite=True")
+                raise self._exists("an object exists here already; pass overwrite=True")
             return []
         if is_object:
-            raise self._exists("an object that is no directory of tensors stands here")
+            raise self._exists("an object that is no directory of tensors exists here")
         if not below:
             return []
         if not self._overwrite:
-            raise self._exists("something stands here already; pass overwrite=True to replace it")
+            raise self._exists("a directory exists here already; pass overwrite=True to replace it")
         tensors = list(_tensors(below))
         if not tensors or any(entry.key == join(self._name, RECORD) for entry in below):
-            raise self._exists("something that is no directory of tensors stands here")
+            raise self._exists("something that is no directory of tensors exists here")
         new = {join(self._name, name) for name in (*(f.path for f in self._files), *self._index)}
         return [key for key in tensors if key not in new]
 
@@ -219,7 +175,7 @@ class ObjectExport:
         return CheckpointExistsError(f"{self.location}: {what}{advice}", location=self.location)
 
     async def abort(self) -> None:
-        """No upload of the export is open; nothing happens if it has ended.
+        """End every open upload of the export; do nothing if it has ended.
 
         Cancellation: finishes, then raises.
 
@@ -234,7 +190,7 @@ class ObjectExport:
     async def _abort(self) -> None:
         try:
             async with asyncio.timeout(ABORT_S):
-                await abort_uploads(self._sending)
+                await abort_uploads(self._sending, self._files)
         except TimeoutError:
             raise StoreError(
                 f"{self.location}: aborting its uploads did not end within {ABORT_S:.0f} s; the "

@@ -1,4 +1,4 @@
-"""What a failed request means to the person who reads it."""
+"""Public errors for failed requests: the action, the location, and what to do next."""
 
 # Rule: of the request only `RequestError.detail` is passed on, which its client has cleaned.
 
@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Iterator
 
 from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError, StoreError
-from asyncckpt.stores.objects.client import Kind, RequestError
+from asyncckpt.stores.objects.clients.client import Kind, RequestError
 
 _MEANINGS: dict[Kind, str] = {
     "exists": "something is there already",
@@ -61,7 +61,7 @@ _SCHEMES = {"s3a": "s3", "gcs": "gs"}
 def store_error(
     action: str, location: str, error: RequestError, *, stage: str | None = None
 ) -> AsyncCheckpointError:
-    """The public error for a request that failed for good: where, what, why, what next.
+    """Return the public error for a request that failed: where, what, why, what next.
 
     Args:
         action: what was being done, as in ``"writing"``.
@@ -94,7 +94,7 @@ def store_error(
 
 @contextlib.contextmanager
 def reported(action: str, location: str, *, stage: str | None = None) -> Iterator[None]:
-    """A `RequestError` inside becomes the public error that names the action and the location."""
+    """Turn a `RequestError` of the block into the public error with action and location."""
     try:
         yield
     except RequestError as error:

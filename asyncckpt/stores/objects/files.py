@@ -1,17 +1,17 @@
 """Read access to one checkpoint on an object store."""
 
-# Rule 1: nothing is opened and nothing cached: every read is answered by the store. Data have names
-#   that only one save writes, so that bytes of two saves are never mixed; whoever finds them gone
+# Rule 1: nothing is opened and nothing cached: the store answers every read. Data have names that
+#   only one save writes, so that bytes of two saves are never mixed; a reader that finds them gone
 #   asks `ObjectFiles.changed` whether the checkpoint was deleted or replaced meanwhile.
-# Rule 2: answers are copied into the caller's buffers by the task that asked, which the caller
-#   awaits: nobody writes to a buffer after the read of it has returned or raised.
-# Rule 3: a fixed name that is not there yet is read from where its contents are kept.
+# Rule 2: responses are copied into the caller's buffers by the task that made the request, which
+#   the caller awaits: nothing writes to a buffer after the read of it has returned or raised.
+# Rule 3: a fixed name that does not exist yet is read from the object or record with its content.
 
 from __future__ import annotations
 
 import asyncio
 import posixpath
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -20,32 +20,32 @@ from asyncckpt.errors import CheckpointNotFoundError, ClosedError, CorruptCheckp
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.options import MIB, PAGE_NBYTES
 from asyncckpt.ports import Bytes, Entry, StoreCapabilities
-from asyncckpt.stores.layout import path_parts
-from asyncckpt.stores.objects.client import Body, RequestError
+from asyncckpt.stores.objects.clients.client import Body, RequestError
 from asyncckpt.stores.objects.context import (
+    HEAD_NBYTES,
     INLINE_NBYTES,
     Context,
     as_view,
+    load_fixed,
     read_at_once,
     read_record,
 )
 from asyncckpt.stores.objects.failures import store_error
-from asyncckpt.stores.objects.fixed import load_fixed
 from asyncckpt.stores.objects.layout import RECORD, join
-from asyncckpt.stores.objects.mend import HEAD_NBYTES
+from asyncckpt.stores.paths import path_parts
 
 RANGE_NBYTES = 16 * MIB
 """Ranges that a long run is cut into, evenly, so that none is shorter than half of it."""
 
 RANGE_MAX_NBYTES = RANGE_NBYTES + RANGE_NBYTES // 8
-"""Runs up to this length are not cut: whoever ends them where a chunk ends leaves no crumbs."""
+"""Runs up to this length are not cut: one that ends where a chunk ends leaves no short rest."""
 
 RANGES_AT_ONCE = 16
 """Ranged reads of one run in flight: 256 MiB, which no store answers to one reader in a second."""
 
 
 class ObjectFiles:
-    """The files of one checkpoint. Made by `ObjectStore.files`; nothing is read yet.
+    """Files of one checkpoint. Made by `ObjectStore.files`; nothing is read yet.
 
     Attributes:
         location: URL of the checkpoint.
@@ -61,13 +61,13 @@ class ObjectFiles:
         self._requests = context.requests
         self._name = name
         self._head: bytes | None = None
-        self._fixed: dict[str, bytes] | None = None
+        self._contents: dict[str, bytes] = {}
 
     def __repr__(self) -> str:
         return f"ObjectFiles({self.location!r})"
 
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
-        """The whole content of a small file.
+        """Return the whole content of a small file.
 
         Raises:
             CheckpointNotFoundError: the object does not exist.
@@ -84,17 +84,17 @@ class ObjectFiles:
             else:
                 data = await self._requests.read(key, max_nbytes=max_nbytes)
         except RequestError as error:
-            kept = await self._kept(path, error)
-            data = kept if len(kept) <= max_nbytes else None
+            content = await self._content(path, error)
+            data = content if len(content) <= max_nbytes else None
         if data is None:
             raise CorruptCheckpointError(
                 f"{self._full(path)}: more than {max_nbytes} bytes, expected at most that; "
-                "the object is damaged or not what it is taken for: use another checkpoint",
+                "the object is damaged or something else: use another checkpoint",
                 file=path,
                 location=self.location,
                 expected=max_nbytes,
             )
-        # Of a damaged one nothing can be said later: it may have been damaged on its way only.
+        # A damaged one may have been damaged on its way only, which says nothing later.
         if save_id is not None and self._head is None:
             self._head = data[:HEAD_NBYTES]
         return data
@@ -109,7 +109,7 @@ class ObjectFiles:
         received: Callable[[], None] | None = None,
         ahead_nbytes: int | None = None,
     ) -> None:
-        """The buffers are filled, one after the other, from a run of the object at `offset`.
+        """Fill the buffers, one after the other, from a run of the object at `offset`.
 
         Runs longer than `RANGE_NBYTES` are read in ranges, several at the same time.
 
@@ -117,9 +117,9 @@ class ObjectFiles:
             path: relative path; ``""`` is the checkpoint itself, where it is one object.
             offset: where the run begins, in bytes.
             buffers: what to fill.
-            direct: of no meaning here.
-            received: called when every range has come, before the last copies are made.
-            ahead_nbytes: what may be in flight at one time; at least one range is.
+            direct: without meaning here.
+            received: called when every range has arrived, before the last copies are made.
+            ahead_nbytes: bytes in flight at one time; at least one range is.
 
         Cancellation: ends the requests, waits for copies, then raises.
 
@@ -133,9 +133,9 @@ class ObjectFiles:
         if nbytes == 0:
             return
         spans = ranges(offset, offset + nbytes)
-        filling = _Filling(buffers, offset, len(spans), received)
+        destination = _Destination(buffers, offset, len(spans), received)
         if len(spans) == 1:
-            await self._range(path, key, filling, *spans[0])
+            await self._range(path, key, destination, *spans[0])
             return
         waiting = iter(spans)
         streams = min(RANGES_AT_ONCE, len(spans))
@@ -144,7 +144,7 @@ class ObjectFiles:
 
         async def stream() -> None:
             for start, stop in waiting:
-                await self._range(path, key, filling, start, stop)
+                await self._range(path, key, destination, start, stop)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -153,48 +153,51 @@ class ObjectFiles:
         except BaseExceptionGroup as errors:
             raise leading_error(errors) from None
 
-    async def _range(self, path: str, key: str, filling: _Filling, start: int, stop: int) -> None:
+    async def _range(self, path: str, key: str, into: _Destination, start: int, stop: int) -> None:
         body: Body
         try:
             body = await self._requests.get(key, start, stop)
         except RequestError as error:
-            body = (await self._kept(path, error))[start:stop]
+            body = (await self._content(path, error))[start:stop]
         nbytes = len(as_view(body))
         if nbytes < stop - start:
             raise CorruptCheckpointError(
                 f"{self._full(path)}: the object ends at or before byte {start + nbytes}, expected "
-                f"bytes {filling.start} to {filling.stop}; it is truncated: use another checkpoint",
+                f"bytes {into.start} to {into.stop}; it is truncated: use another checkpoint",
                 file=path,
                 offset=start + nbytes,
                 location=self.location,
-                expected=filling.stop,
+                expected=into.stop,
                 found=start + nbytes,
             )
-        filling.came()
+        into.arrived()
         if nbytes <= INLINE_NBYTES:
-            filling.put(start, body)
+            into.put(start, body)
         else:
-            await self._context.workers.run(filling.put, start, body)
+            await self._context.workers.run(into.put, start, body)
 
-    async def _kept(self, path: str, error: RequestError) -> bytes:
-        """The content of a fixed name that is not there yet.
+    async def _content(self, path: str, error: RequestError) -> bytes:
+        """Return the content of a fixed name that could not be read because it does not exist yet.
 
         Raises:
-            CheckpointNotFoundError: nothing keeps it either.
+            CheckpointNotFoundError: the record does not list it.
+            CorruptCheckpointError: its copy is damaged.
             StoreError: the error was another one.
         """
-        if error.kind == "missing" and path not in ("", RECORD):
-            if self._fixed is None:
-                try:
-                    record = await read_record(self._context, self._name)
-                    if record is not None and record.save_id is not None:
-                        self._fixed = await load_fixed(self._context, self._name, record.save_id)
-                except RequestError as second:
-                    raise store_error("reading", self._full(path), second) from second
-            if self._fixed is not None and path in self._fixed:
-                return self._fixed[path]
         if error.kind != "missing":
             raise store_error("reading", self._full(path), error) from error
+        if path not in ("", RECORD) and path not in self._contents:
+            try:
+                record = await read_record(self._context, self._name)
+                if record is not None:
+                    outline = await record.outline(self._context)
+                    fixed = [one for one in outline.fixed if one.path == path]
+                    self._contents |= outline.contents
+                    self._contents |= await load_fixed(self._context, self._name, outline, fixed)
+            except RequestError as second:
+                raise store_error("reading", self._full(path), second) from second
+        if path in self._contents:
+            return self._contents[path]
         raise CheckpointNotFoundError(
             f"{self._full(path)}: no such object; there is no checkpoint here, or it was deleted "
             "while it was being read",
@@ -203,9 +206,9 @@ class ObjectFiles:
         ) from error
 
     async def entries(self, path: str = "", *, max_entries: int) -> list[Entry]:
-        """What stands below a path of the checkpoint, one level, by name, never from a cache.
+        """Return one level below a path of the checkpoint, by name, never from a cache.
 
-        Where `path` is an object, it is the one entry, with the name ``""``.
+        Where `path` is an object, it is the only entry, with the name ``""``.
 
         Raises:
             CheckpointNotFoundError: there is nothing at `path`.
@@ -228,8 +231,8 @@ class ObjectFiles:
             ) from error
         if len(listed) > max_entries:
             raise CorruptCheckpointError(
-                f"{self._full(path)}: more than {max_entries} entries; this is no checkpoint, or "
-                "a hostile one",
+                f"{self._full(path)}: more than {max_entries} entries; this is not a checkpoint, "
+                "or a hostile one",
                 file=path,
                 location=self.location,
                 expected=max_entries,
@@ -241,15 +244,15 @@ class ObjectFiles:
         return sorted(entry for entry in found if path_parts(entry.name) == (entry.name,))
 
     def reads(self, wanted: int | None) -> int:
-        """As many as somebody asks for, which hold for the store from now on, or as pay off.
+        """Return the reads to keep in flight: `wanted`, which then holds for the store, or enough.
 
-        Those are one step more than are let through, so that the next step can be tried.
+        Enough is one step more than the store lets through, so that the tuner can try that step.
         """
         self._requests.fix_streams("get", wanted)
-        return self._requests.climb("get").room if wanted is None else wanted
+        return self._requests.controller("get").tuner.room if wanted is None else wanted
 
     async def changed(self) -> Literal["deleted", "replaced"] | None:
-        """What has become of the record that was read here; None while it stands, or if none was.
+        """Return whether the record that was read here has changed; None if not, or if none was.
 
         Raises:
             StoreError: it could not be read.
@@ -265,9 +268,8 @@ class ObjectFiles:
         return None if bytes(head) == self._head else "replaced"
 
     async def close(self) -> None:
-        """Nothing more is read. Idempotent."""
+        """Read nothing more. Idempotent."""
         self.closed = True
-        self._fixed = None
 
     def _key(self, path: str) -> str:
         if self.closed:
@@ -289,8 +291,8 @@ class ObjectFiles:
         return posixpath.join(self.location, path) if path else self.location
 
 
-class _Filling:
-    """Buffers that are filled from one run of an object."""
+class _Destination:
+    """Destination buffers of one run of an object."""
 
     def __init__(
         self,
@@ -306,14 +308,14 @@ class _Filling:
         self.start = offset
         self.stop = int(self._ends[-1])
 
-    def came(self) -> None:
-        """One more range has come."""
+    def arrived(self) -> None:
+        """Note that one more range has arrived."""
         self._coming -= 1
         if not self._coming and self._received is not None:
             self._received()
 
     def put(self, start: int, body: Body) -> None:
-        """The part of the run that begins at byte `start` of the object is in its buffers."""
+        """Copy the part of the run that begins at byte `start` of the object into its buffers."""
         source = np.frombuffer(body, np.uint8)
         first = int(np.searchsorted(self._ends, start, side="right"))
         done = 0
@@ -327,17 +329,10 @@ class _Filling:
 
 
 def ranges(start: int, stop: int) -> list[tuple[int, int]]:
-    """A run, if it is too long for one request cut evenly at multiples of a page."""
-    return list(_ranges(start, stop))
-
-
-def _ranges(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Cut a run that is too long for one request evenly, at multiples of a page."""
     if stop - start <= RANGE_MAX_NBYTES:
-        yield start, stop
-        return
+        return [(start, stop)]
     count = -(-(stop - start) // RANGE_NBYTES)
     size = -(-(stop - start) // count)
     size = min(-(-size // PAGE_NBYTES) * PAGE_NBYTES, RANGE_NBYTES)
-    while start < stop:
-        yield start, min(start + size, stop)
-        start += size
+    return [(at, min(at + size, stop)) for at in range(start, stop, size)]

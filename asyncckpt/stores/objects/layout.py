@@ -1,22 +1,22 @@
-"""Where things are below the prefix of an object store, and which names are ours.
+"""Keys of an object store, and the recognition of our own.
 
 ::
 
-    <root>/<name>/checkpoint.json                        the commit record
-    <root>/<name>/default/d/<save id>-<n>[.r<k>]         data, of the k-th try to send them
-    <root>/<name>/.asyncckpt-<save id>-fixed-<n>         contents of the fixed names
+    <root>/<name>/checkpoint.json                        commit record
+    <root>/<name>/default/d/<save id>-<n>[.r<k>]         data, sent by the k-th try
+    <root>/<name>/.asyncckpt-<save id>-fixed-<n>         content of one fixed name
     <root>/<name>/default/manifest.ocdbt, …              fixed names, written after the record
     <root>/<name>/commit_success.txt                     Orbax's mark on Google's store, last
     <root>/.asyncckpt/probe-<token>                      an experiment; removed at once
 
-The contents of the fixed names are an object and no directory beside `default`, because Orbax
-takes every directory of a step for an item that it should restore.
+The contents of fixed names are objects and no directory beside `default`, because Orbax takes every
+directory of a step for an item to restore.
 """
 
-# Rule 1: a name that carries a save id is written by one attempt only, which never writes two
-#   contents to it; whoever deletes by save id can therefore hit nobody else's bytes.
-# Rule 2: what has no save id in its name is nobody's, and is deleted only where the contents of
-#   the save that is being deleted say that it wrote such a name.
+# Rule 1: only one attempt writes a name with its save id, and never two contents to one name.
+#   Deleting by save id therefore hits no other attempt's bytes.
+# Rule 2: a name without a save id belongs to no attempt. It is deleted only where the record of the
+#   save that is being deleted lists it.
 
 from __future__ import annotations
 
@@ -32,69 +32,96 @@ CONTROL = ".asyncckpt"
 RECORD = RECORD_NAME
 
 SUCCESS = "commit_success.txt"
-"""What Orbax looks for on Google's store, where it does not trust renames."""
+"""Mark that Orbax looks for on Google's store, where it does not trust renames."""
+
+KEY_MAX_NBYTES = 1024
+"""Longest key of an object on S3 and Google Cloud Storage, in bytes of UTF-8."""
+
+KEY_TAIL_NBYTES = 128
+"""Longest path of our own below a checkpoint, generously: `<database>/d/<save id>-<n>.r<k>`."""
 
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 _PROBE = re.compile(r"probe-[0-9a-f]{32}")
-_FIXED = re.compile(r"\.asyncckpt-([0-9a-f]{32})-fixed-([0-9]{1,9})")
-# One directory for the database: data of a checkpoint that lies deeper belong to another root.
+_FIXED = re.compile(r"\.asyncckpt-([0-9a-f]{32})-fixed-[0-9]{1,9}")
+# One directory for the database: data that lie deeper belong to a checkpoint of another root.
 _DATA = re.compile(r"[^/]+/d/([0-9a-f]{32})-[0-9a-z-]{1,64}(\.r[0-9]{1,9})?")
 
 
 def join(name: str, path: str) -> str:
-    """The key of a path of a checkpoint; with ``""`` the checkpoint itself."""
+    """Return the key of a path of a checkpoint; with ``""`` the checkpoint itself."""
     return f"{name}/{path}" if path else name
 
 
 def check_save_id(save_id: str) -> str:
-    """The save id, by which names of ours can be told from all others.
+    """Return the save id if its objects can be told from all others.
 
     Raises:
-        UsageError: it is not one.
+        UsageError: it is not 32 lower-case hex digits.
     """
     if not _SAVE_ID.fullmatch(save_id):
         raise UsageError(
             f"save id {save_id!r}: on object stores pass 32 lower-case hex digits "
-            "(uuid.uuid4().hex), by which its objects are recognised",
+            "(uuid.uuid4().hex), which mark the objects of the save",
             found=save_id,
         )
     return save_id
 
 
+def check_key(url: str, path: str = "") -> None:
+    """Check that an object's key, and those below it, are short enough for the store.
+
+    Args:
+        url: URL of the object or checkpoint.
+        path: longest path below it; the library's own by default.
+
+    Raises:
+        UsageError: the key would exceed `KEY_MAX_NBYTES`.
+    """
+    scheme, _, rest = url.partition("://")
+    nbytes = len(rest.partition("/")[2].encode()) + (len(path.encode()) or KEY_TAIL_NBYTES)
+    if scheme.lower() in ("s3", "s3a", "gs", "gcs") and nbytes > KEY_MAX_NBYTES:
+        raise UsageError(
+            f"{url}: keys below it would have up to {nbytes} bytes, and the store allows "
+            f"{KEY_MAX_NBYTES}; choose a shorter root or name",
+            location=url,
+            expected=KEY_MAX_NBYTES,
+            found=nbytes,
+        )
+
+
 def fixed_path(save_id: str, number: int) -> str:
-    """Path in the checkpoint of the `number`-th object with contents of fixed names."""
+    """Return the path of the object with the content of an attempt's `number`-th fixed name."""
     return f"{CONTROL}-{save_id}-fixed-{number}"
 
 
-def fixed_owner(path: str) -> str | None:
-    """The save id of an object with contents of fixed names, or None."""
-    match = _FIXED.fullmatch(path)
-    return match[1] if match else None
-
-
-def fixed_number(path: str) -> int:
-    """Which one of its save an object with contents of fixed names is; -1 for any other path."""
-    match = _FIXED.fullmatch(path)
-    return int(match[2]) if match else -1
+def is_fixed(path: str) -> bool:
+    """Return whether a path of a checkpoint is an object with the content of a fixed name."""
+    return _FIXED.fullmatch(path) is not None
 
 
 def owner(path: str) -> str | None:
-    """The save id of the attempt that wrote this path of a checkpoint; None if none of ours did."""
+    """Return the save id of the attempt that wrote this path of a checkpoint, or None."""
     match = _DATA.fullmatch(path) or _FIXED.fullmatch(path)
     return match[1] if match else None
 
 
 def retried(key: str, attempt: int) -> str:
-    """The key of the `attempt`-th try (from 0) to send an object."""
+    """Return the key of the `attempt`-th try (from 0) to send an object."""
     return f"{key}.r{attempt}" if attempt else key
 
 
+def marks(paths: frozenset[str]) -> list[str]:
+    """Return Orbax's marks of a checkpoint with these files: one per item, then the step's."""
+    items = sorted({path.partition("/")[0] for path in paths if "/" in path})
+    return [*(join(item, SUCCESS) for item in items), SUCCESS]
+
+
 def probe_key() -> str:
-    """A key for an experiment that nobody else makes."""
+    """Return a unique key for an experiment."""
     return f"{CONTROL}/probe-{uuid.uuid4().hex}"
 
 
 def is_probe(key: str) -> bool:
-    """Whether an object is the leftover of an experiment."""
+    """Return whether an object is the leftover of an experiment."""
     control, _, name = key.partition("/")
     return control == CONTROL and _PROBE.fullmatch(name) is not None

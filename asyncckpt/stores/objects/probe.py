@@ -1,6 +1,6 @@
-"""Whether a store really creates objects conditionally: tried once, on an object of our own.
+"""Probes of conditional requests: tried once per process, on an object of our own.
 
-Some servers take the header of a conditional PUT and overwrite all the same. Two writers of one
+Some servers ignore the header of a conditional request and obey all the same. Two writers of one
 step would then both be told that they have won.
 """
 
@@ -8,23 +8,92 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
-from asyncckpt.stores.objects.client import RequestError
-from asyncckpt.stores.objects.layout import probe_key
-from asyncckpt.stores.objects.requests import Requests
+from asyncckpt.flow.beside import Beside
+from asyncckpt.stores.objects.clients.client import RequestError
+from asyncckpt.stores.objects.failures import reported
+from asyncckpt.stores.objects.layout import CONTROL, probe_key
+from asyncckpt.stores.objects.requests.requests import Requests
 
 log = logging.getLogger("asyncckpt.stores")
 
-
 REMOVE_S = 120.0
-"""How long the removal of a probe may take: one that stays behind harms nobody."""
+"""Longest time for the removal of a probe: one that stays behind harms nothing."""
 
 WRITE_SPACING_S = 1.1
 """Google's store takes one write of an object per second."""
 
 
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """The conditional requests that a store and its client honour.
+
+    Attributes:
+        create: of several creations of one object exactly one succeeds.
+        replace: an object is replaced only if it has the expected version.
+        delete: an object is deleted only if it has the expected version.
+    """
+
+    create: bool
+    replace: bool = False
+    delete: bool = False
+
+
+class Probes:
+    """The probes of one store, each made once, when it is first needed.
+
+    Args:
+        requests: of the store.
+        google: leave time between two writes of one object.
+    """
+
+    def __init__(self, requests: Requests, *, google: bool) -> None:
+        self._requests = requests
+        self._spacing_s = WRITE_SPACING_S if google else 0.0
+        self._creates: bool | None = None if requests.traits.conditional_create else False
+        self._begun: Beside[bool] | None = None
+        self._versions: tuple[bool, bool] | None = None
+        self._lock = asyncio.Lock()
+
+    def begin(self) -> None:
+        """Begin the first probe in the background, if it was not begun."""
+        if self._creates is None and self._begun is None:
+            self._begun = Beside(creates_conditionally(self._requests, spacing_s=self._spacing_s))
+
+    async def conditions(self, *, create: bool = True, versions: bool = False) -> Conditions:
+        """Return the conditional requests that work, of the kinds that are asked for.
+
+        Raises:
+            StoreError: that could not be found out.
+        """
+        requests, spacing_s = self._requests, self._spacing_s
+        location = requests.location(CONTROL)
+        async with self._lock:
+            with reported("finding out which conditions it obeys", location, stage="commit"):
+                if create and self._creates is None:
+                    try:
+                        self.begin()
+                        assert self._begun is not None
+                        self._creates = await self._begun.result()
+                    except RequestError:
+                        # Once more, and now an error is raised.
+                        self._creates = await creates_conditionally(requests, spacing_s=spacing_s)
+                if versions and self._versions is None:
+                    self._versions = await obeys_versions(requests, spacing_s=spacing_s)
+        return Conditions(bool(self._creates), *(self._versions or (False, False)))
+
+    async def close(self) -> None:
+        """End the probe in the background."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            await begun.stop()
+
+
 async def creates_conditionally(requests: Requests, *, spacing_s: float = 0.0) -> bool:
-    """Whether the second of two conditional creations was refused; leaves nothing.
+    """Return whether the second of two conditional creations was refused; leaves nothing.
 
     Args:
         requests: of the store.
@@ -33,23 +102,16 @@ async def creates_conditionally(requests: Requests, *, spacing_s: float = 0.0) -
     Raises:
         RequestError: the store does not answer, or allows no writing; nothing is known.
     """
-    key = probe_key()
-    answers = requests.answers
-    try:
-        # "exists" to the first one is an answer too: an earlier try of it was refused nothing.
-        refused = not await requests.create(key, b"1") or await _is_refused(
-            requests, key, spacing_s
-        )
-    except RequestError as error:
-        if error.kind != "invalid":
-            raise
-        refused = False
-    finally:
+    async with _object(requests, spacing_s) as key:
+        # "exists" to the first one is an answer too: it refuses what an earlier try has created.
         try:
-            async with asyncio.timeout(requests.clean_up_s(REMOVE_S, answers=answers)):
-                await _remove(requests, key, spacing_s)
-        except (TimeoutError, RequestError) as error:
-            log.debug("%s stays behind: %r", requests.location(key), error)
+            refused = not await requests.create(key, b"1") or await _is_refused(
+                requests, key, spacing_s
+            )
+        except RequestError as error:
+            if error.kind != "invalid":
+                raise
+            refused = False
     if not refused:
         log.warning(
             "%s: %s says that it creates objects conditionally, and this server does not: if two "
@@ -61,8 +123,62 @@ async def creates_conditionally(requests: Requests, *, spacing_s: float = 0.0) -
     return refused
 
 
-# Straight through the client at first: that a store takes one write of an object per second says
-# nothing about how many requests it takes.
+async def obeys_versions(requests: Requests, *, spacing_s: float = 0.0) -> tuple[bool, bool]:
+    """Return whether stale versions are refused: by a replacement, and by a deletion.
+
+    Arguments and errors: as `creates_conditionally`.
+    """
+    traits = requests.traits
+    if not (traits.conditional_replace or traits.conditional_delete):
+        return False, False
+    replaces = deletes = False
+    async with _object(requests, spacing_s) as key:
+        await requests.replace(key, b"1")
+        stale = await requests.version(key)
+        await asyncio.sleep(spacing_s)
+        if traits.conditional_replace:
+            try:
+                await requests.replace(key, b"2", version=stale)
+            except RequestError as error:
+                # "exists": perhaps refused by what an earlier try has written.
+                replaces = error.kind == "exists" and await requests.version(key) != stale
+            else:
+                replaces = True
+            replaces = replaces and await _is_stale(requests.replace(key, b"3", version=stale))
+        else:
+            await requests.replace(key, b"2")
+        if traits.conditional_delete:
+            deletes = await _is_stale(requests.delete_version(key, stale))
+    return replaces, deletes
+
+
+async def _is_stale(request: Awaitable[None]) -> bool:
+    """Return whether a request was refused because its version is stale."""
+    try:
+        await request
+    except RequestError as error:
+        if error.kind in ("exists", "invalid"):
+            return error.kind == "exists"
+        raise
+    return False
+
+
+@asynccontextmanager
+async def _object(requests: Requests, spacing_s: float) -> AsyncIterator[str]:
+    """Yield the key of an experiment, and remove its object at the end."""
+    key = probe_key()
+    try:
+        yield key
+    finally:
+        try:
+            async with requests.cleaning_up(REMOVE_S):
+                await _remove(requests, key, spacing_s)
+        except (TimeoutError, RequestError) as error:
+            log.debug("%s is left behind: %r", requests.location(key), error)
+
+
+# These two go straight through the client at first: that a store takes one write of an object per
+# second says nothing about how many requests it takes.
 
 
 async def _is_refused(requests: Requests, key: str, spacing_s: float) -> bool:

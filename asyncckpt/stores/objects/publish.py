@@ -1,66 +1,95 @@
 """The last step of a save on an object store: one conditional PUT of the record.
 
-======================================  ========================================================
-answer to the record's PUT              what it means
-======================================  ========================================================
-created                                 committed
-exists, and it is our record            committed: an earlier try had landed, its answer was lost
-exists, and it is another valid one     somebody else has won: `CheckpointExistsError`
-exists, and it is no record             `CheckpointExistsError` that says so; it is not touched,
-                                        because a valid one could take its place in between
-an error, and our record stands         committed
-an error, and another's stands          `CheckpointExistsError`
-an error, and nothing stands, or it     unknown, because the request may still arrive: the error
-cannot be read back                     says so, and everything written is kept, so that the
-                                        checkpoint is whole if it does
-======================================  ========================================================
+Creating (`If-None-Match: *`, `ifGenerationMatch=0`):
 
-Then, as the second round trip, the fixed names. Nothing that goes wrong there fails the save: the
-record stands, our own restore needs none of them, and a later `Checkpointer` mends them.
+===================================  ===========================================================
+response to the record's PUT         meaning
+===================================  ===========================================================
+200                                  committed
+412, and our record is there         committed: an earlier try had landed, its response was lost
+412, and another valid one is        another save has won: `CheckpointExistsError`
+412, and something else is           `CheckpointExistsError` that says so; left untouched, because
+                                     a valid record could take its place in between
+409                                  another conditional write is in progress: retried
+lost, timeout, 5xx, 429              retried behind a guard, see below; after the last try the
+                                     record is read back: ours, committed; another's,
+                                     `CheckpointExistsError`; none, unknown
+===================================  ===========================================================
+
+Replacing on condition (`If-Match`, generation), where the probe has shown that it works:
+
+===================================  ===========================================================
+200                                  committed
+412 or 404 to the first try          another save was faster, or a deletion: look again; but as
+                                     to a retry where the library below may have repeated it
+412 or 404 to a retry                read back: ours, committed. Else an earlier try may have
+                                     landed and been replaced since, and its data be gone: failed.
+                                     No try can arrive later, since the version is gone for good
+anything else, after the last try    read back: ours, committed; still the old one, unknown;
+                                     another, failed as above
+===================================  ===========================================================
+
+Unknown means: the request may still arrive. The error says so, and everything written is kept, so
+that the checkpoint is whole if it does.
+
+The guard of a retried create: the first try may have landed, its response been lost, and the step
+been deleted by another process; a second try would bring back a record without data. Before each
+retry the record and one data file of ours (the witness) are looked for, and the witness once more
+after the PUT. A deletion removes the record, then the data, then looks for the record again. In
+every order of these one of both sees the other:
+
+    PUT  <  deletion's last look      the deletion finds the record, and removes it again
+    deletion's last look  <  PUT      the data are gone by then: we find no witness, and remove it
+
+Then, as the second round trip, the fixed names. What fails there does not fail the save: the record
+is there, our own restore needs none of them, and a later `Checkpointer` repairs them.
 """
 
-# Rule 1: the record's PUT is issued when everything that it refers to was acknowledged, and
-#   nothing that it refers to has a name that anybody else writes.
-# Rule 2: from the moment that it is issued, what the attempt has written is removed only if the
-#   PUT was conditional and another's object was seen at the record's key, which a PUT that is still
-#   on its way then finds. Everything else is left to `collect`, long after the last request died.
-# Rule 3: whoever has replaced a checkpoint removes its bytes, by its own save id, after the fixed
-#   names stand and another record than its was seen in its place; of saves that replace one
-#   another, none can therefore hit the bytes of the one that stays.
-# Rule 4: an attempt that is older than half of what `collect` waits for does not publish.
+# Rule 1: the record's PUT is issued when everything that it refers to was acknowledged, and no
+#   other attempt writes any name that it refers to.
+# Rule 2: from the moment that it is issued, the attempt's objects are removed only if no try of it
+#   can still land: another's object was seen at the record's key after a conditional PUT.
+#   Everything else is left to gc, long after the last request died.
+# Rule 3: the save that has replaced a checkpoint removes its bytes, by its save id, and only once
+#   the new fixed names are written: until then other programs read the old ones. Without
+#   conditional replacing, only after another record than the old one was seen in its place.
+# Rule 4: an attempt that is older than half of what gc waits for does not publish.
 #
-# What remains: stores offer no way to withdraw a request. A PUT of a record that a network holds
-# back until after the checkpoint was deleted, or replaced with `overwrite`, brings back a record
-# whose data are gone; reading it is a `CorruptCheckpointError`, never wrong values.
+# What remains: a store offers no way to withdraw a request. A create that a network holds back
+# until after a process has died and its checkpoint was deleted brings back a record without data;
+# reading it is a `CorruptCheckpointError`, never wrong values. So does an unconditional replace.
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, SaveError
 from asyncckpt.flow.shield import leading_error
-from asyncckpt.stores.objects.client import RETRYABLE, RequestError
-from asyncckpt.stores.objects.context import Context, Record, read_record
+from asyncckpt.stores.objects.clients.client import RETRYABLE, RequestError
+from asyncckpt.stores.objects.context import (
+    Context,
+    Record,
+    is_current,
+    read_record,
+    shared_paths,
+)
 from asyncckpt.stores.objects.failures import store_error
-from asyncckpt.stores.objects.fixed import load_fixed, write_fixed
 from asyncckpt.stores.objects.layout import RECORD, join, owner
-from asyncckpt.stores.objects.mend import follow_record, still_stands, write_success
-from asyncckpt.stores.objects.uploads import abort_pending
+from asyncckpt.stores.objects.probe import Conditions
+from asyncckpt.stores.objects.remove import OBJECTS_MAX, delete_record, read_version
+from asyncckpt.stores.objects.repair import follow_record, write_fixed, write_marks
 
 log = logging.getLogger("asyncckpt.stores")
 
 TURNS_MAX = 10
-"""So often a save with `overwrite` meets another one that was faster, before it gives up."""
+"""Turns of a save with `overwrite` that finds others to be faster, before it gives up."""
 
 AFTER_S = 120.0
-"""How long each of the two may take that follow the record: nobody waits for hours for what is
-durable, and what is left is mended or collected."""
-
-OBJECTS_MAX = 1 << 20
-"""Objects of one checkpoint that are listed to be removed."""
+"""Longest time for each of the two steps that follow the record: the save is durable already, and
+what is left is repaired or removed by gc."""
 
 
 class Publication:
@@ -71,14 +100,23 @@ class Publication:
         name: the checkpoint.
         save_id: of the attempt.
         record: its record.
-        fixed: contents of its fixed names, durable in objects of the attempt.
+        fixed: contents of its fixed names.
+        conditions: the conditional requests that the store honours.
+        witness: key of an object of the attempt, which a deletion of the checkpoint removes.
 
     Attributes:
         keep: the record may arrive yet: nothing that it refers to may be removed.
     """
 
     def __init__(
-        self, context: Context, name: str, save_id: str, record: bytes, fixed: Mapping[str, bytes]
+        self,
+        context: Context,
+        name: str,
+        save_id: str,
+        record: bytes,
+        fixed: Mapping[str, bytes],
+        conditions: Conditions,
+        witness: str | None,
     ) -> None:
         self._context = context
         self._requests = context.requests
@@ -86,80 +124,59 @@ class Publication:
         self._save_id = save_id
         self._record = record
         self._fixed = fixed
+        self._conditions = conditions
+        self._witness = witness
         self._key = join(name, RECORD)
         self._location = context.requests.location(name)
+        self._retried = False
+        self._deleted = False
         self.keep = False
 
     # ------------------------------------------------------------------------------------ commit
 
     async def create(self) -> None:
-        """The record is ours, and the only one.
+        """Create the record where none is.
+
+        Where the store creates nothing conditionally, two attempts that look at the same time may
+        both believe to have won; the last one has.
 
         Raises:
-            CheckpointExistsError: another's object stands there; it was not touched.
-            SaveError: the outcome is unknown.
+            CheckpointExistsError: another object is there; it was not touched.
+            SaveError: the outcome is unknown, or the checkpoint was deleted meanwhile.
         """
-        # Until the answer says otherwise: whatever ends this, the request may have landed.
-        self.keep = True
-        try:
-            try:
-                created = await self._requests.create(self._key, self._record)
-            except RequestError as error:
-                return await self._resolve(error)
-            if not created:
-                await self._resolve(None)
-        except CheckpointExistsError:
-            self.keep = False  # what stands there is found by a PUT that is still on its way, too
-            raise
-
-    async def create_unprotected(self) -> None:
-        """As `create`, as well as a store can that creates nothing conditionally.
-
-        Two attempts that look at the same time may both believe to have won; the last one has.
-        """
-        found = await self._read_before()
+        if self._conditions.create:
+            found = await self._create()
+        else:
+            found, _ = await self._read_before()
+            if found is None:
+                await self._replace_guarded(None)
+                found = await self._read_back(None)
+                if found is None:
+                    raise self._unresolved(None, "there is none so far")
+                if found.data == self._record:
+                    return
         if found is not None:
             raise self._exists(found)
-        self.keep = True
-        try:
-            await self._requests.replace(self._key, self._record)
-        except RequestError as error:
-            return await self._resolve(error, replacing=True)
-        await self._resolve(None)
 
-    async def replace(self, *, conditional: bool) -> Record | None:
-        """The record is ours; returns what it has replaced.
+    async def replace(self) -> Record | None:
+        """Put the record in the place of what is there; return what it has replaced.
 
         Raises:
-            StoreError: what stands there could not be read; nothing was replaced.
-            SaveError: the outcome is unknown.
+            StoreError: what is there could not be read; nothing was replaced.
+            SaveError: the outcome is unknown, or another save was faster.
         """
         for _ in range(TURNS_MAX):
-            old = await self._read_before()
+            old, version = await self._read_before()
             if old is not None and old.data == self._record:
-                return None  # a try of ours whose answer was lost
-            if old is not None or not conditional:
-                self.keep = True
-                try:
-                    await self._requests.replace(
-                        self._key, self._record, again=partial(self._unchanged, old)
-                    )
-                except RequestError as error:
-                    if error.kind == "conflict":
-                        continue
-                    await self._resolve(error, replacing=True)
-                return old
-            self.keep = True
-            try:
-                if await self._requests.create(self._key, self._record):
+                return None  # an earlier try of ours, whose response was lost
+            if old is None and self._conditions.create:
+                if await self._create() is None:
                     return None
-            except RequestError as error:
-                try:
-                    await self._resolve(error)
-                except CheckpointExistsError:
-                    self.keep = False
-                    continue
-                return None
+            elif version is None or not self._conditions.replace:
+                if await self._replace_guarded(old):
+                    return old
+            elif await self._replace_version(version, old):
+                return old
         raise SaveError(
             f"{self._location}: other saves with overwrite=True were faster {TURNS_MAX} times; "
             "nothing of this save is visible. Let one process save a step",
@@ -167,41 +184,145 @@ class Publication:
             stage="commit",
         )
 
-    async def _unchanged(self, old: Record | None) -> bool:
-        """Whether what stood there before stands there still.
+    async def _create(self) -> Record | None:
+        """Create the record; return the object that was there instead, or None."""
+        self.keep = True  # until a response says otherwise: whatever ends this, it may have landed
+        self._retried = False
+        error: RequestError | None = None
+        try:
+            created = await self._requests.create(self._key, self._record, again=self._is_missing)
+        except RequestError as caught:
+            created, error = False, caught
+        if not created:
+            found = await self._read_back(error)
+            if found is None:
+                if self._deleted:
+                    raise await self._undo_deleted()
+                raise self._unresolved(error, "there is none so far") from error
+            if found.data != self._record:
+                self.keep = False  # a try that is still on its way finds it, too
+                return found
+        if self._retried and not await self._has_witness():
+            raise await self._undo_deleted()
+        return None
 
-        If not, an earlier try has landed. It may have been replaced since, by somebody who then
-        has removed what our record refers to: another try would bring back a record without data.
+    async def _replace_version(self, version: str, old: Record | None) -> bool:
+        """Replace the version that `old` is; return False if another save was faster."""
+        self.keep = True
+        self._retried = self._requests.traits.repeats
+
+        async def again() -> bool:
+            self._retried = True
+            return True
+
+        try:
+            await self._requests.replace(self._key, self._record, version=version, again=again)
+            return True
+        except RequestError as caught:
+            error = caught
+        if error.kind in ("exists", "missing", "conflict") and not self._retried:
+            self.keep = False
+            return False
+        found = await self._read_back(error)
+        if found is not None and found.data == self._record:
+            return True
+        if found is not None and old is not None and found.data == old.data:
+            raise self._unresolved(error, "the old one is there so far") from error
+        self.keep = False
+        raise SaveError(
+            f"{self._location}: another process has replaced or deleted the checkpoint while this "
+            "save was committed; nothing of this save is visible. Let one process save a step",
+            location=self._location,
+            stage="commit",
+        ) from error
+
+    async def _replace_guarded(self, old: Record | None) -> bool:
+        """Replace `old` without a condition; return False if another save was at work."""
+        self.keep = True
+        self._retried = False
+        again = partial(self._is_unchanged, old)
+        try:
+            await self._requests.replace(self._key, self._record, again=again)
+        except RequestError as error:
+            if error.kind == "conflict":
+                return False
+            if self._deleted:
+                raise await self._undo_deleted() from error
+            found = await self._read_back(error)
+            if found is None:
+                raise self._unresolved(error, "there is none so far") from error
+            if found.data != self._record:
+                raise self._unresolved(error, "another one is there so far") from error
+        if old is None and self._retried and not await self._has_witness():
+            raise await self._undo_deleted()
+        return True
+
+    # ------------------------------------------------------------------------------------ guards
+
+    async def _is_missing(self) -> bool:
+        """Return whether a create may be tried again: no record is there, and our data are."""
+        return await self._is_unchanged(None)
+
+    async def _is_unchanged(self, old: Record | None) -> bool:
+        """Return whether what was there before still is, and our data are.
+
+        If not, an earlier try has landed. It may have been replaced or deleted since, and our data
+        been removed: another try would bring back a record without data.
         """
+        self._retried = True
         found = await read_record(self._context, self._name)
-        return (found and found.data) == (old and old.data)
+        if (found and found.data) != (old and old.data):
+            return False
+        self._deleted = found is None and not await self._has_witness()
+        return not self._deleted
 
-    async def _read_before(self) -> Record | None:
+    async def _has_witness(self) -> bool:
+        if self._witness is None:
+            return True
+        try:
+            await self._requests.size(self._witness)
+        except RequestError as error:
+            return error.kind != "missing"
+        return True
+
+    async def _undo_deleted(self) -> SaveError:
+        """Remove the record that came back after a deletion; return the error to raise."""
+        try:
+            found, version = await read_version(self._context, self._name, self._conditions)
+            if found is not None and found.data == self._record:
+                deletes = self._conditions.delete
+                await delete_record(self._context, self._name, version if deletes else None)
+            self.keep = False
+        except RequestError as error:  # readers of the record report it as corrupt
+            log.warning("%s: a record without data could not be removed: %s", self._location, error)
+        return SaveError(
+            f"{self._location}: the checkpoint was committed, and another process has deleted it "
+            "before this one knew; nothing of it is visible",
+            visible=False,
+            durable=False,
+            stage="commit",
+            location=self._location,
+        )
+
+    # ------------------------------------------------------------------------------------- reads
+
+    async def _read_before(self) -> tuple[Record | None, str | None]:
+        try:
+            return await read_version(self._context, self._name, self._conditions)
+        except RequestError as error:
+            url = self._requests.location(self._key)
+            raise store_error("reading the record", url, error, stage="commit") from error
+
+    async def _read_back(self, error: RequestError | None) -> Record | None:
         try:
             return await read_record(self._context, self._name)
-        except RequestError as error:
-            raise store_error(
-                "reading the record", self._requests.location(self._key), error, stage="commit"
-            ) from error
-
-    async def _resolve(self, error: RequestError | None, *, replacing: bool = False) -> None:
-        """Our record stands, whatever the answer to its PUT was."""
-        try:
-            found = await read_record(self._context, self._name)
         except RequestError as second:
             raise self._unresolved(error, f"that failed too ({second})") from second
-        if found is not None and found.data == self._record:
-            return
-        if found is None:
-            raise self._unresolved(error, "there is none so far") from error
-        if replacing:
-            raise self._unresolved(error, "another one stands there so far") from error
-        raise self._exists(found) from error
 
     def _exists(self, found: Record) -> CheckpointExistsError:
         if found.save_id is not None:
             return CheckpointExistsError(
-                f"{self._location}: a checkpoint stands here already; pass overwrite=True to "
+                f"{self._location}: a checkpoint already exists here; pass overwrite=True to "
                 "replace it",
                 location=self._location,
                 found=found.save_id,
@@ -209,8 +330,8 @@ class Publication:
         url = self._requests.location(self._key)
         size = f"{len(found.data)} bytes" if found.data else "an object"
         return CheckpointExistsError(
-            f"{url}: {size} that are no commit record stand here, which are damaged or not ours; "
-            "they were not touched. Look at them, then remove them or pass overwrite=True",
+            f"{url}: {size} that are not a valid commit record, damaged or not ours, are here; "
+            "left untouched. Look at them, then remove them or pass overwrite=True",
             location=self._location,
             expected="nothing, or a commit record",
             found=found.data[:64],
@@ -221,7 +342,7 @@ class Publication:
         url = self._requests.location(self._key)
         action = "writing the commit record"
         if error is None:
-            what = f"{url}: {action} failed: something else stood there"
+            what = f"{url}: {action} failed: something else was there"
         else:
             what = str(store_error(action, url, error))
         state = (
@@ -232,7 +353,7 @@ class Publication:
         return SaveError(
             f"{what}; read back, {why}. So {state}; what was written is kept, so that the "
             "checkpoint is whole if its record still arrives, and 'asyncckpt gc' removes it "
-            "otherwise. Look whether the step is listed before you save it again",
+            "otherwise. Check whether the step is listed before you save it again",
             visible=False,
             durable=False,
             stage="commit",
@@ -243,18 +364,19 @@ class Publication:
     # ------------------------------------------------------------------------------ second round
 
     async def finish(self, orphans: set[str]) -> bool:
-        """The fixed names stand, and `orphans` are gone; whether all of that is so.
+        """Write the fixed names and remove `orphans`; return whether all of that succeeded.
 
         Raises nothing of the store's: the checkpoint is committed.
         """
         try:
             async with asyncio.timeout(AFTER_S):
                 try:
-                    await self._second_round(orphans)
+                    async with asyncio.TaskGroup() as group:
+                        group.create_task(write_fixed(self._context, self._name, self._fixed))
+                        group.create_task(self._requests.delete(sorted(orphans)))
                 except BaseExceptionGroup as errors:
                     raise leading_error(errors) from None
-                if self._context.google:
-                    await write_success(self._context, self._name, self._fixed)
+                await write_marks(self._context, self._name, self._fixed)
         except (RequestError, TimeoutError) as error:
             log.warning(
                 "%s: the checkpoint is committed, but files for other programs could not be "
@@ -265,67 +387,35 @@ class Publication:
             return False
         return True
 
-    async def _second_round(self, orphans: set[str]) -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(write_fixed(self._context, self._name, self._fixed))
-            if orphans:
-                group.create_task(self._requests.delete(sorted(orphans)))
+    async def settle(self, replaced: Record | None) -> None:
+        """Remove what the checkpoint has replaced, and let the fixed names follow the record.
 
-    async def settle(self, replaced: Record | None, uploads: Collection[str]) -> None:
-        """What the checkpoint has replaced is gone, and the fixed names are those of the record.
-
-        Raises nothing of the store's: whatever is left is mended or collected later.
-
-        Args:
-            replaced: the record that stood there before.
-            uploads: keys that were sent in parts: a request that was repeated may have begun
-                another upload, of which nobody knows the id.
+        Raises nothing of the store's: what is left is repaired, or removed by gc.
         """
         try:
             async with asyncio.timeout(AFTER_S):
-                await self._settle(replaced, uploads)
-        except TimeoutError:
-            log.warning(
-                "%s: the checkpoint is committed; tidying up after it did not end within %g s",
-                self._location,
-                AFTER_S,
-            )
-
-    async def _settle(self, replaced: Record | None, uploads: Collection[str]) -> None:
-        context, name = self._context, self._name
-        try:
-            await abort_pending(self._requests, uploads)
-        except RequestError as error:
-            log.debug("%s: uploads could not be listed: %s", self._location, error)
-        try:
-            written = set(self._fixed)
-            if replaced is not None and replaced.save_id not in (None, self._save_id):
-                written |= await self._remove(replaced.save_id or "")
-            if not await still_stands(context, name, self._record):
-                await follow_record(context, name, self._save_id, written)
-        except (RequestError, CorruptCheckpointError) as error:
+                written = set(self._fixed)
+                if replaced is not None and replaced.save_id not in (None, self._save_id):
+                    written |= await self._remove(replaced)
+                if not await is_current(self._context, self._name, self._record):
+                    await follow_record(self._context, self._name, self._save_id, written)
+        except (RequestError, CorruptCheckpointError, TimeoutError) as error:
             log.warning(
                 "%s: the checkpoint is committed; tidying up after it failed: %s",
                 self._location,
-                error,
+                f"not within {AFTER_S:g} s" if isinstance(error, TimeoutError) else error,
             )
 
-    async def _remove(self, save_id: str) -> set[str]:
-        """What this save has written is gone; returns its fixed names that ours does not have.
-
-        Nothing is touched unless the record of another save is seen to stand.
-        """
+    async def _remove(self, replaced: Record) -> set[str]:
+        """Remove the objects of a replaced save; return its fixed names that ours does not have."""
         context, name = self._context, self._name
-        try:
-            stale = set(await load_fixed(context, name, save_id)) - set(self._fixed)
-        except CorruptCheckpointError as error:
-            log.warning("%s", error)
-            stale = set()
+        stale = shared_paths(await replaced.outline(context)) - set(self._fixed)
         listed = await self._requests.list(name, recursive=True, limit=OBJECTS_MAX)
         paths = [entry.key.removeprefix(f"{name}/") for entry in listed]
-        dead = [path for path in paths if owner(path) == save_id]
-        standing = await read_record(context, name)
-        if standing is None or standing.save_id in (None, save_id):
-            return set()
+        dead = [path for path in paths if owner(path) == replaced.save_id]
+        if not self._conditions.replace:
+            present = await read_record(context, name)
+            if present is None or present.save_id in (None, replaced.save_id):
+                return set()
         await self._requests.delete([join(name, path) for path in (*sorted(stale), *dead)])
-        return stale
+        return set(stale)

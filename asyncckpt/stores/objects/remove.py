@@ -1,29 +1,84 @@
-"""Deleting one checkpoint: Orbax's mark, then the record, then everything that the save wrote."""
+"""Deletion of one checkpoint, in the reverse order of its publication.
 
-# Rule 1: the record is acknowledged as gone before any byte that it refers to is touched.
-# Rule 2: bytes go by the save id that the record carried, and fixed names by what that save kept of
-#   them: another attempt at the name loses nothing, and neither does a person who put files there.
-# Rule 3: the contents of fixed names go last, because they tell which names these are.
+First what other programs look for (Orbax's marks, then the other fixed names), then the record,
+then the bytes. A deletion that ends early leaves a checkpoint that is whole for us, and that the
+next `Checkpointer` repairs for others; or bytes that all carry a save id, which gc removes.
+"""
+
+# Rule 1: the deletion of the record was acknowledged before any byte that it refers to is removed.
+# Rule 2: bytes are removed by the save id that the record carried, and fixed names if it lists
+#   them: neither another attempt at the name nor a person who put files there loses anything.
+# Rule 3: with conditional deletion, only the version that was read is deleted: a checkpoint that
+#   has replaced it meanwhile stays, and its fixed names are written again.
+# Rule 4: after the bytes the record is looked for once more: a save whose response was lost may
+#   have tried it again (see `publish`). A record of the same save is then removed again.
 
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from asyncckpt.stores.objects.context import Context, read_record
+from asyncckpt.ports import Removal
+from asyncckpt.stores.objects.clients.client import RequestError
+from asyncckpt.stores.objects.context import Context, Record, read_record, shared_paths
 from asyncckpt.stores.objects.failures import reported
-from asyncckpt.stores.objects.fixed import load_fixed
-from asyncckpt.stores.objects.layout import RECORD, fixed_owner, join, owner
-from asyncckpt.stores.objects.mend import follow_record, marks
-from asyncckpt.stores.objects.publish import OBJECTS_MAX
+from asyncckpt.stores.objects.layout import RECORD, join, marks, owner
+from asyncckpt.stores.objects.probe import Conditions
+from asyncckpt.stores.objects.repair import follow_record
 
 log = logging.getLogger("asyncckpt.stores")
 
+OBJECTS_MAX = 1 << 20
+"""Objects of one checkpoint that are listed to be removed."""
 
-async def remove(context: Context, name: str) -> None:
-    """The checkpoint is gone, and the bytes of its save are.
+ROUNDS_MAX = 3
+"""Removals of a record that comes back."""
 
-    Of a damaged record nobody knows what belonged to it: that is collected by its age.
+
+async def read_version(
+    context: Context, name: str, conditions: Conditions
+) -> tuple[Record | None, str | None]:
+    """Return the record, and its version where requests can name it in a condition.
+
+    The version is read first: if the record changes in between, the condition fails.
+
+    Raises:
+        RequestError: it could not be read.
+    """
+    version = None
+    if conditions.replace or conditions.delete:
+        try:
+            version = await context.requests.version(join(name, RECORD))
+        except RequestError as error:
+            if error.kind != "missing":
+                raise
+            return None, None
+    record = await read_record(context, name)
+    return record, None if record is None else version
+
+
+async def delete_record(context: Context, name: str, version: str | None) -> None:
+    """Delete the record, unless it has another version than this one (None: any).
+
+    Raises:
+        RequestError: it could not be deleted.
+    """
+    key = join(name, RECORD)
+    if version is None:
+        await context.requests.delete([key])
+        return
+    try:
+        await context.requests.delete_version(key, version)
+    except RequestError as error:
+        if error.kind not in ("exists", "missing"):
+            raise
+
+
+async def unlist(context: Context, name: str, conditions: Conditions) -> Removal:
+    """Delete the record, after what other programs look for; the result removes the bytes.
+
+    What belonged to a damaged record is unknown: gc removes that by its age.
 
     Raises:
         CheckpointNotFoundError: there was none.
@@ -32,36 +87,39 @@ async def remove(context: Context, name: str) -> None:
     requests = context.requests
     location = requests.location(name)
     with reported("deleting", location):
-        record = await read_record(context, name)
+        record, version = await read_version(context, name, conditions)
         if record is None:
             raise CheckpointNotFoundError(
                 f"{location}: there is no checkpoint to delete", location=location
             )
-        fixed = await _contents(context, name, record.save_id)
+        names = shared_paths(await record.outline(context))
         if context.google:
-            await requests.delete([join(name, mark) for mark in marks(fixed)])
-        await requests.delete([join(name, RECORD)])
-    if record.save_id is None:
+            await requests.delete([join(name, mark) for mark in marks(names)])
+        await requests.delete([join(name, path) for path in sorted(names)])
+        # If another version is there now, ours was replaced, and its bytes are of no use either.
+        await delete_record(context, name, version if conditions.delete else None)
+    return partial(_remove_bytes, context, name, record.save_id, names)
+
+
+async def _remove_bytes(
+    context: Context, name: str, save_id: str | None, names: frozenset[str]
+) -> None:
+    if save_id is None:
         return
-    with reported("removing the bytes of a checkpoint that is deleted", location):
+    requests = context.requests
+    location = requests.location(name)
+    with reported("removing the bytes of a deleted checkpoint", location):
         listed = await requests.list(name, recursive=True, limit=OBJECTS_MAX)
         paths = [entry.key.removeprefix(f"{name}/") for entry in listed]
-        own = [path for path in paths if owner(path) == record.save_id]
-        first = [*fixed, *(path for path in own if not fixed_owner(path))]
-        await requests.delete([join(name, path) for path in first])
-        await requests.delete([join(name, path) for path in own if fixed_owner(path)])
+        await requests.delete([join(name, path) for path in paths if owner(path) == save_id])
+        for _ in range(ROUNDS_MAX):
+            record = await read_record(context, name)
+            if record is None or record.save_id != save_id:
+                break
+            log.warning("%s: the record came back; removed again", location)
+            await requests.delete([join(name, RECORD)])
         try:
-            # Somebody may have committed another save here meanwhile.
-            await follow_record(context, name, None, fixed)
+            # Another save may have been committed here meanwhile.
+            await follow_record(context, name, None, names)
         except CorruptCheckpointError as error:
             log.warning("%s", error)
-
-
-async def _contents(context: Context, name: str, save_id: str | None) -> dict[str, bytes]:
-    if save_id is None:
-        return {}
-    try:
-        return await load_fixed(context, name, save_id)
-    except CorruptCheckpointError as error:
-        log.warning("%s; files of these names stay behind", error)
-        return {}

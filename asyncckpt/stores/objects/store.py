@@ -1,74 +1,63 @@
 """Checkpoints on an object store: committed by one conditional PUT, safe against other writers."""
 
-# Rule 1: what makes a checkpoint is its record, and nothing else is ever asked whether it exists.
-# Rule 2: deleting removes the record first; the bytes after it by the save id that it carried, so
-#   that another attempt at the same name, which has another one, loses nothing.
-# Rule 3: nothing of a store is remembered between calls except what can only be asked once
-#   (whether it creates conditionally) and what this process itself left to be mended.
+# Rule 1: the record makes a checkpoint exist, and nothing else is consulted for that.
+# Rule 2: deleting removes the record before the bytes that it refers to, and those by the save id
+#   that it carried, so that another attempt at the same name loses nothing.
+# Rule 3: nothing about a store is remembered between calls except the results of probes, and the
+#   names that this process has used, for repair.
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from asyncckpt.errors import (
-    StoreError,
-    UsageError,
-)
+from asyncckpt.errors import StoreError, UsageError
 from asyncckpt.flow.beside import Beside
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.flow.threads import Workers
-from asyncckpt.format.record import STEP_NAME
+from asyncckpt.format.record import STEP_NAME, Outline
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES, KIB, PAGE_NBYTES, SLOT_NBYTES
-from asyncckpt.planning.sizes import (
+from asyncckpt.ports import Removal, Sizes, StoreCapabilities
+from asyncckpt.reports import nbytes_text
+from asyncckpt.stores.objects.attempt import ObjectAttempt
+from asyncckpt.stores.objects.context import Context
+from asyncckpt.stores.objects.export import ObjectExport
+from asyncckpt.stores.objects.failures import reported
+from asyncckpt.stores.objects.files import ObjectFiles
+from asyncckpt.stores.objects.gc import NAMES_MAX, remove_garbage
+from asyncckpt.stores.objects.layout import CONTROL, check_key, check_save_id
+from asyncckpt.stores.objects.probe import Conditions, Probes
+from asyncckpt.stores.objects.remove import unlist
+from asyncckpt.stores.objects.repair import repair_quietly
+from asyncckpt.stores.objects.requests.requests import Requests
+from asyncckpt.stores.objects.requests.sizes import (
     PUT_THRESHOLD_NBYTES,
     Choice,
-    PartRules,
-    Traffic,
     choose,
     fits_chunk_nbytes,
 )
-from asyncckpt.ports import Sizes, StoreCapabilities
-from asyncckpt.stores.layout import check_name
-from asyncckpt.stores.objects.attempt import ObjectAttempt
-from asyncckpt.stores.objects.client import RequestError
-from asyncckpt.stores.objects.collect import NAMES_MAX, collect
-from asyncckpt.stores.objects.context import Context
-from asyncckpt.stores.objects.export import ObjectExport
-from asyncckpt.stores.objects.failures import reported, store_error
-from asyncckpt.stores.objects.files import ObjectFiles
-from asyncckpt.stores.objects.layout import (
-    CONTROL,
-    check_save_id,
-)
-from asyncckpt.stores.objects.mend import mend_quietly
-from asyncckpt.stores.objects.probe import WRITE_SPACING_S, creates_conditionally
-from asyncckpt.stores.objects.remove import remove
-from asyncckpt.stores.objects.requests import Requests
-
-log = logging.getLogger("asyncckpt.stores")
+from asyncckpt.stores.paths import check_name
 
 COLLECT_MIN_S = 7 * 24 * 3600.0
-"""Nobody's save takes a week; below, `collect` could hit one that is still on its way."""
+"""No save takes a week; with less, gc could hit one that is in progress."""
 
-MENDED_STEPS = 3
-"""The newest steps are those that a crash left unfinished, and that people look at."""
+REPAIRED_STEPS = 3
+"""A crash leaves the newest steps unfinished, and people look at these."""
 
-MENDED_NAMES = 4
+REPAIRED_NAMES = 4
 """Other names that this process has used last: one-shot checkpoints."""
 
 READ_GAP_NBYTES = 512 * KIB
 """What a stream of 85 MB/s reads in 6 ms, a fifth of the latency of another request."""
 
 READS = 16
-"""Ranged reads in flight where nobody says how many; `Requests` adapts the true number."""
+"""Ranged reads in flight by default; `Requests` adapts the true number."""
 
 CHOICES_MAX = 16
-"""States whose sizes are remembered: one `Checkpointer` saves one, or a few."""
+"""Sizes of states that are remembered: one `Checkpointer` saves one, or a few."""
 
 
 class ObjectStore:
@@ -78,10 +67,11 @@ class ObjectStore:
 
     Args:
         requests: every request goes through it; closed with the store.
-        save_id_of: the save id in a commit record, or None for anything that is no valid one.
-            Called in worker threads for records of more than 64 KiB.
+        save_id_of: returns the save id in a commit record, or None for anything else.
+        outline_of: as `asyncckpt.format.record.outline_of`. Both are called in worker threads for
+            records of more than 64 KiB.
         workers: threads for copies and checks.
-        google: write Orbax's `commit_success.txt` last, which it asks for on Google's store.
+        google: write Orbax's `commit_success.txt` last, which it wants on Google's store.
         collect_min_s: least age that `collect` accepts, and twice the age at which an attempt
             refuses to publish; other values than the default are for tests.
     """
@@ -91,6 +81,7 @@ class ObjectStore:
         requests: Requests,
         *,
         save_id_of: Callable[[bytes], str | None],
+        outline_of: Callable[..., Outline | None],
         workers: Workers,
         google: bool = False,
         collect_min_s: float = COLLECT_MIN_S,
@@ -98,7 +89,7 @@ class ObjectStore:
         traits = requests.traits
         self.url = requests.url
         self.capabilities = StoreCapabilities(
-            "bytes" if traits.body == "bytes" else "any",
+            "any",
             client_copies=traits.put_copies,
             positional_writes=False,
             conditional_create=traits.conditional_create,
@@ -108,10 +99,9 @@ class ObjectStore:
             proves_dead=False,
         )
         self._requests = requests
-        self._context = Context(requests, workers, save_id_of, google)
+        self._context = Context(requests, workers, save_id_of, outline_of, google)
         self._collect_min_s = collect_min_s
-        self._conditional: bool | None = None if traits.conditional_create else False
-        self._probe: Beside[bool] | None = None
+        self._probes = Probes(requests, google=google)
         self._settling: list[Beside[None]] = []
         self._used: OrderedDict[str, None] = OrderedDict()
         self._choices: OrderedDict[int, Choice] = OrderedDict()
@@ -130,44 +120,34 @@ class ObjectStore:
         data_file_nbytes: int | None = None,
         concurrency: int | None = None,
     ) -> Sizes:
-        """How a save of `nbytes` goes here, from what was measured so far.
+        """Choose sizes for a save, from what was measured so far.
 
-        For a state of the same size the last choice stands while nothing is much faster, so that
-        plans and buffers need not be made anew.
+        For a state of the same size the last choice is kept while nothing is much faster, so that
+        plans and buffers need not be made again.
 
         Args:
-            nbytes: what is to be saved.
+            nbytes: size of the state.
             budget_nbytes: staging memory, the copies that the client makes included.
             chunk_nbytes: target size of its chunks; smaller ones are planned where a window
                 would hold a part of one.
-            data_file_nbytes: size of data files that somebody asks for.
-            concurrency: writes in flight that somebody asks for; they hold from now on.
+            data_file_nbytes: wanted size of data files; at most one request, and clamped to that.
+            concurrency: wanted writes in flight; they hold from now on.
         """
         traits, requests = self._requests.traits, self._requests
+        put_max_nbytes = min(traits.put_max_nbytes, PUT_THRESHOLD_NBYTES)
+        wanted = data_file_nbytes
+        if wanted is not None:
+            data_file_nbytes = min(wanted, put_max_nbytes)
         requests.fix_streams("put", concurrency)
-        climb, stream = requests.climb("put"), requests.link.put
-        parts = PartRules(
-            parallel=traits.multipart and traits.parallel_parts,
-            min_nbytes=traits.part_min_nbytes,
-            multiple_nbytes=traits.part_multiple_nbytes,
-            max_nbytes=traits.part_max_nbytes,
-            max_count=traits.part_max_count,
-        )
         choice = choose(
             nbytes,
-            Traffic(
-                stream.latency_s,
-                stream.nbytes_per_s,
-                climb.full_nbytes_per_s,
-                concurrency or climb.room,
-            ),
+            requests.controller("put").traffic,
             budget_nbytes=budget_nbytes,
             copies=traits.put_copies,
             slot_nbytes=SLOT_NBYTES,
             chunk_nbytes=chunk_nbytes,
             data_file_nbytes=data_file_nbytes,
-            put_max_nbytes=min(traits.put_max_nbytes, PUT_THRESHOLD_NBYTES),
-            parts=parts,
+            put_max_nbytes=put_max_nbytes,
             last=self._choices.get(nbytes),
         )
         self._choices[nbytes] = choice
@@ -179,9 +159,10 @@ class ObjectStore:
             choice.window_nbytes,
             choice.concurrency,
             chunk_nbytes=fits_chunk_nbytes(chunk_nbytes, choice.window_nbytes),
-            # A larger one would be a file of several windows.
-            chunk_limit_nbytes=None if parts.parallel else choice.window_nbytes - PAGE_NBYTES,
+            # A file is one request, and a chunk is in one file.
+            chunk_limit_nbytes=choice.window_nbytes - PAGE_NBYTES,
             even_streams=choice.even_streams,
+            notes=_clamped(wanted, choice.data_file_nbytes, put_max_nbytes),
         )
 
     async def begin(
@@ -193,80 +174,64 @@ class ObjectStore:
         overwrite: bool = False,
         private: bool = False,
     ) -> ObjectAttempt:
-        """An attempt to publish `name` is open; no request was waited for.
+        """Open an attempt to publish `name`; no request is waited for.
 
-        Whether the store creates conditionally is found out beside the first attempt.
+        The first attempt begins the probe of conditional creation in the background.
 
         Args:
             name: one path part.
             save_id: 32 lower-case hex digits, never used before.
-            epoch: the claim under which it writes; of no meaning to a conditional PUT.
+            epoch: the claim under which it writes; without meaning to a conditional PUT.
             overwrite: replace a checkpoint of this name at `publish`.
-            private: of no meaning here: the bucket's policy says who may read.
+            private: without meaning here: the bucket's policy decides.
 
         Raises:
-            UsageError: the name is not one path part, or the save id is none.
+            UsageError: the name is not one path part or too long, or the save id is wrong.
         """
         if epoch < 0:
             raise UsageError(f"epoch={epoch}: pass a non-negative integer", found=epoch)
         check_name(name)
         check_save_id(save_id)
+        check_key(self._requests.location(name))
         self._use(name)
-        if self._conditional is None and self._probe is None:
-            self._probe = Beside(self._try_creating())
+        self._probes.begin()
+
+        async def conditions() -> Conditions:
+            return await self._conditions(versions=overwrite)
+
         return ObjectAttempt(
             self._context,
             name,
             save_id,
             overwrite=overwrite,
             max_age_s=self._collect_min_s / 2,
-            conditional=self._creates_conditionally,
-            begin_settling=self._begin_settling,
+            conditions=conditions,
+            in_background=self._begin_settling,
             unfinished=self._use,
         )
 
     async def begin_export(
         self, name: str, save_id: str, *, overwrite: bool = False, private: bool = False
     ) -> ObjectExport:
-        """As `begin`, for files of another format, which have no commit record.
+        """Open an attempt as `begin` does, for files of another format without a commit record.
 
         A file whose path is `name` becomes the object of that name, as the only one.
 
         Raises:
-            UsageError: the name is not one path part.
-            StoreError: whether the store creates conditionally could not be found out.
+            UsageError: the name is not one path part, or too long.
+            StoreError: the probe of conditional creation failed.
         """
         check_name(name)
-        if self._conditional is None and self._probe is None:
-            self._probe = Beside(self._try_creating())
-        conditional = await self._creates_conditionally()
-        return ObjectExport(self._context, name, overwrite=overwrite, conditional=conditional)
+        check_key(self._requests.location(name))
+        conditions = await self._conditions()
+        return ObjectExport(self._context, name, overwrite=overwrite, conditional=conditions.create)
 
-    async def _try_creating(self) -> bool:
-        spacing_s = WRITE_SPACING_S if self._context.google else 0.0
-        return await creates_conditionally(self._requests, spacing_s=spacing_s)
-
-    async def _creates_conditionally(self) -> bool:
-        if self._conditional is None:
-            try:
-                try:
-                    assert self._probe is not None
-                    conditional = await self._probe.result()
-                except RequestError:
-                    # Once more, and now somebody hears of it.
-                    conditional = await self._try_creating()
-            except RequestError as error:
-                raise store_error(
-                    "finding out whether it creates objects conditionally",
-                    self._requests.location(CONTROL),
-                    error,
-                    stage="commit",
-                ) from error
-            self._conditional = conditional
-            self.capabilities = dataclasses.replace(
-                self.capabilities, conditional_create=conditional
-            )
-        return self._conditional
+    async def _conditions(self, *, versions: bool = False) -> Conditions:
+        conditions = await self._probes.conditions(versions=versions)
+        self.capabilities = dataclasses.replace(
+            self.capabilities, conditional_create=conditions.create
+        )
+        return conditions
 
     def _begin_settling(self, work: Coroutine[Any, Any, None]) -> None:
         self._settling = [settling for settling in self._settling if not settling.done]
@@ -276,13 +241,13 @@ class ObjectStore:
         if not STEP_NAME.fullmatch(name):
             self._used[name] = None
             self._used.move_to_end(name)
-            while len(self._used) > MENDED_NAMES:
+            while len(self._used) > REPAIRED_NAMES:
                 self._used.popitem(last=False)
 
     # -------------------------------------------------------------------------------------- read
 
     async def names(self) -> list[str]:
-        """Names of all prefixes below the root, in no order; also those that attempts have begun.
+        """Return the prefixes below the root, in no order; also those that attempts have begun.
 
         Raises:
             StoreError: the bucket cannot be listed.
@@ -298,17 +263,18 @@ class ObjectStore:
         return [e.key for e in listed if e.is_prefix and e.key not in ("", CONTROL)]
 
     def files(self, name: str) -> ObjectFiles:
-        """Read access to one checkpoint; nothing is requested yet."""
+        """Return read access to one checkpoint; nothing is requested yet."""
         self._use(check_name(name))
         return ObjectFiles(self._context, name, self.capabilities)
 
     # ------------------------------------------------------------------------------------ remove
 
     async def delete(self, name: str) -> None:
-        """The checkpoint is gone: Orbax's mark, then its record, then its bytes.
+        """Delete a checkpoint: what other programs look for, then its record, then its bytes.
 
-        What others have put below its prefix stays, and so does what other attempts have written.
-        If it fails after the record has gone, `collect` removes the data.
+        Foreign objects below its prefix stay, and so do those of other attempts. If it fails
+        before the record was deleted, the next `Checkpointer` repairs the checkpoint; after that,
+        `collect` removes the data.
 
         Cancellation: finishes, then raises.
 
@@ -317,27 +283,40 @@ class ObjectStore:
             StoreError: the error says whether the checkpoint is still there.
         """
         check_name(name)
-        await uninterrupted(remove(self._context, name))
+
+        async def delete() -> None:
+            await (await self._unlist(name))()
+
+        await uninterrupted(delete())
+
+    async def unlist(self, name: str) -> Removal:
+        """Delete a checkpoint as `delete` does, but leave its bytes to the result."""
+        check_name(name)
+        return await uninterrupted(self._unlist(name))
+
+    async def _unlist(self, name: str) -> Removal:
+        conditions = await self._probes.conditions(create=False, versions=True)
+        return await unlist(self._context, name, conditions)
 
     async def sweep(self) -> Sequence[str]:
-        """Fixed names that a winner did not come to write are written; nothing is removed.
+        """Repair the fixed names that a winner did not come to write; remove nothing.
 
-        Looks at the newest steps and at names that this process has used. What others may still
-        be writing cannot be told from what is dead: see `collect`.
+        Looks at the newest steps and at names that this process has used. An attempt in progress
+        cannot be told from a dead one: see `collect`.
 
         Raises:
             StoreError: the bucket cannot be listed.
         """
         steps = sorted((n for n in await self.names() if STEP_NAME.fullmatch(n)), key=int)
         async with asyncio.TaskGroup() as group:
-            for name in [*steps[-MENDED_STEPS:], *self._used]:
-                group.create_task(mend_quietly(self._context, name))
+            for name in [*steps[-REPAIRED_STEPS:], *self._used]:
+                group.create_task(repair_quietly(self._context, name))
         return ()
 
     async def collect(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:
-        """Leftovers of attempts that are older are removed, whoever made them; returns their keys.
+        """Remove leftovers of older attempts, of any process; return their keys.
 
-        See `asyncckpt.stores.objects.collect` for what counts.
+        See `asyncckpt.stores.objects.gc` for what counts.
 
         Args:
             older_than_s: seconds since they were written; a week at least.
@@ -351,15 +330,15 @@ class ObjectStore:
             raise UsageError(
                 f"older_than_s={older_than_s}: pass at least {self._collect_min_s:.0f} "
                 f"({self._collect_min_s / 86400:.0f} days); younger objects may belong to a save "
-                "that is still on its way",
+                "in progress",
                 expected=self._collect_min_s,
                 found=older_than_s,
             )
-        with reported("collecting leftovers", self.url):
-            return await collect(self._context, older_than_s, dry_run=dry_run)
+        with reported("removing leftovers", self.url):
+            return await remove_garbage(self._context, older_than_s, dry_run=dry_run)
 
     async def close(self) -> None:
-        """What was begun beside saves has ended, and connections are closed. Idempotent.
+        """End what runs in the background, then close connections. Idempotent.
 
         Cancellation: finishes, then raises.
         """
@@ -369,7 +348,17 @@ class ObjectStore:
         settling, self._settling = self._settling, []
         for work in settling:
             await work.settled()
-        probe, self._probe = self._probe, None
-        if probe is not None:
-            await probe.stop()
+        await self._probes.close()
         await self._requests.close()
+
+
+def _clamped(wanted: int | None, chosen: int, put_max_nbytes: int) -> tuple[str, ...]:
+    if wanted is None or chosen >= wanted:
+        return ()
+    why = "staging memory allows no more (host_memory_nbytes)"
+    if wanted > put_max_nbytes and chosen == put_max_nbytes:
+        why = "a data file is one request here, which sends no more"
+    return (
+        f"data files have {nbytes_text(chosen)}, and not target_data_file_nbytes="
+        f"{nbytes_text(wanted)}: {why}",
+    )

@@ -1,209 +1,224 @@
-"""What an attempt has sent: objects under names of its own, and multipart uploads."""
+"""Files of an export while they are written: multipart uploads, or memory.
 
-# Rule 1: from the moment that an upload may have begun until it was completed or aborted, the
-#   attempt knows of it, also when its id was lost with the answer.
-# Rule 2: every key that a request was made for is noted before the request is made.
+A `PartsFile` sends every window as a part of one upload; the object appears when that is completed.
+Where the client knows no multipart uploads, or the windows are not parts that it takes, a
+`CollectedFile` holds the whole file, up to `COLLECTED_MAX_NBYTES`.
+"""
+
+# Rule: from the moment that an upload may have begun until it was completed or aborted, the export
+#   knows of it, also when its id was lost with the response.
 
 from __future__ import annotations
 
 import asyncio
 import posixpath
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable
 
-from asyncckpt.errors import AsyncCheckpointError, UsageError
-from asyncckpt.stores.objects.client import Body, RequestError
-from asyncckpt.stores.objects.context import Context
-from asyncckpt.stores.objects.failures import store_error
-from asyncckpt.stores.objects.layout import retried
-from asyncckpt.stores.objects.requests import Requests
+import numpy as np
+
+from asyncckpt.errors import CheckpointExistsError, UsageError
+from asyncckpt.options import MIB
+from asyncckpt.ports import Bytes
+from asyncckpt.stores.objects.clients.client import RequestError
+from asyncckpt.stores.objects.datafile import ObjectDataFile, Sending, cut
+from asyncckpt.stores.objects.requests.requests import Requests
+
+COLLECTED_MAX_NBYTES = 512 * MIB
+"""Longest file that is held whole, for clients that cannot send parts."""
 
 
-@dataclass(slots=True, eq=False)
-class Sending:
-    """What an attempt knows of everything that it has sent.
+class ExportFile(ObjectDataFile):
+    """An open file of an export, which appears when the export is published.
 
-    Attributes:
-        context: of the store.
-        prefix: key of the checkpoint.
-        keys: every object that may exist because of this attempt.
-        orphans: those of them that no file of it refers to.
-        uploads: multipart uploads that may be open.
-        sent_in_parts: keys of all uploads, of those too that were completed.
-        error: the first failure; the attempt cannot be continued.
-        ended: nothing more is sent.
-        exclusive: nobody else writes these names, so that what is there and long enough is ours.
+    Args:
+        sending: of the export.
+        path: its path.
+        key: key of the object.
+        nbytes: its length.
     """
 
-    context: Context
-    prefix: str
-    keys: set[str] = field(default_factory=set)
-    orphans: set[str] = field(default_factory=set)
-    uploads: list[Upload] = field(default_factory=list)
-    sent_in_parts: set[str] = field(default_factory=set)
-    error: AsyncCheckpointError | None = None
-    ended: bool = False
-    exclusive: bool = True
+    def __init__(self, sending: Sending, path: str, key: str, nbytes: int) -> None:
+        super().__init__(sending, path)
+        self._key = key
+        self._nbytes = nbytes
+        self._missing = nbytes
 
-    @property
-    def location(self) -> str:
-        """URL of the checkpoint."""
-        return self.context.requests.location(self.prefix)
+    async def _seal(self, nbytes: int) -> None:
+        if nbytes != self._nbytes or self._missing:
+            raise self._refused(
+                f"{self._nbytes} bytes were announced, {self._missing} were not written, and "
+                f"{nbytes} are sealed"
+            )
 
-    def check(self) -> None:
-        """The attempt can be continued.
+    async def publish(self, *, new: bool) -> None:
+        """Make the object appear.
 
         Raises:
-            AsyncCheckpointError: the first failure, or `UsageError` where it has ended.
-        """
-        if self.error is not None:
-            raise self.error
-        if self.ended:
-            raise UsageError(f"{self.location}: this attempt has ended", location=self.location)
-
-    def failed(self, action: str, key: str, error: RequestError) -> AsyncCheckpointError:
-        """The error to raise; every further call raises one like the first."""
-        location = self.context.requests.location(key)
-        # Not the same one: with its traceback it would keep the body of the request alive.
-        self.error = self.error or store_error(action, location, error, stage="upload")
-        return store_error(action, location, error, stage="upload")
-
-    def key(self, path: str) -> str:
-        """The key of a path of the checkpoint."""
-        return f"{self.prefix}/{path}"
-
-    def relative(self, key: str) -> str:
-        """The path of a key in the checkpoint."""
-        return key.removeprefix(f"{self.prefix}/")
-
-    async def send(self, key: str, body: Body) -> tuple[str, bool]:
-        """The object is stored; returns the key that it got, and whether nobody reads `body`."""
-
-        def name(attempt: int) -> str:
-            this = retried(key, attempt)
-            self.keys.add(this)
-            return this
-
-        try:
-            sent = await self.context.requests.put(name, body)
-        except RequestError as error:
-            raise self.failed(f"writing {len(body)} bytes", key, error) from error
-        self.orphans.update(sent.orphans)
-        return sent.key, sent.reusable
-
-    async def send_named(self, key: str, body: Body) -> None:
-        """The object is stored under just this key. The body is not changed ever after.
-
-        Whatever an earlier try still sends is then the same.
-        """
-        self.keys.add(key)
-        try:
-            await self.context.requests.replace(key, body)
-        except RequestError as error:
-            raise self.failed(f"writing {len(body)} bytes", key, error) from error
-
-
-class Upload:
-    """One multipart upload, begun when its first part is sent."""
-
-    def __init__(self, sending: Sending, key: str) -> None:
-        self.key = key
-        self._sending = sending
-        self._requests = sending.context.requests
-        self._lock = asyncio.Lock()
-        self._id: str | None = None
-        self._tags: dict[int, str] = {}
-        self._turn = asyncio.Condition()
-        sending.uploads.append(self)
-
-    def __repr__(self) -> str:
-        return f"Upload({self._requests.location(self.key)!r}, {len(self._tags)} parts)"
-
-    async def send(self, number: int, offset: int, body: Body) -> bool:
-        """Part `number` is stored; whether nobody reads `body` any more.
-
-        Raises:
-            StoreError: names the object and the offset.
+            CheckpointExistsError: with `new`, and another object was created meanwhile.
+            StoreError: it could not be written.
         """
         try:
-            upload = await self._begun()
-            if self._requests.traits.parallel_parts:
-                tag, reusable = await self._requests.put_part(
-                    self.key, upload, number, offset, body
-                )
-            else:
-                async with self._turn:
-                    # Windows are written in the order of the plan, so that the next part is
-                    # always among those that are on their way.
-                    await self._turn.wait_for(lambda: len(self._tags) == number)
-                    tag, reusable = await self._requests.put_part(
-                        self.key, upload, number, offset, body
-                    )
-                    self._tags[number] = tag
-                    self._turn.notify_all()
+            await self._publish(new)
         except RequestError as error:
-            raise self._sending.failed(
-                f"writing {len(body)} bytes at offset {offset}", self.key, error
-            ) from error
-        self._tags[number] = tag
-        return reusable
+            if new and error.kind == "exists":
+                location = self._context.requests.location(self._key)
+                raise CheckpointExistsError(
+                    f"{location}: an object was created here meanwhile; pass overwrite=True to "
+                    "replace it",
+                    location=location,
+                ) from error
+            raise self._sending.failed(f"writing {self._nbytes} bytes", self._key, error) from error
 
-    async def _begun(self) -> str:
-        async with self._lock:
-            if self._id is None:
-                self._sending.check()
-                self._sending.sent_in_parts.add(self.key)
-                self._id = await self._requests.begin_parts(self.key)
-        return self._id
-
-    @property
-    def parts(self) -> int:
-        """How many parts are stored."""
-        return len(self._tags)
-
-    async def complete(self, nbytes: int) -> None:
-        """The object consists of the parts in order and is `nbytes` long, durably.
-
-        Raises:
-            StoreError: names the object.
-        """
-        assert self._id is not None
-        self._sending.keys.add(self.key)
-        tags = [self._tags[number] for number in sorted(self._tags)]
-        try:
-            await self._requests.complete_parts(self.key, self._id, tags)
-        except RequestError as error:
-            # Nobody else writes this name: what is there and long enough is what was completed.
-            if not (self._sending.exclusive and await self._is_there(nbytes)):
-                raise self._sending.failed("completing the upload", self.key, error) from error
-        self._sending.uploads.remove(self)
-
-    async def _is_there(self, nbytes: int) -> bool:
-        try:
-            return await self._requests.size(self.key) == nbytes
-        except RequestError:
-            return False
+    async def _publish(self, new: bool) -> None:
+        raise NotImplementedError
 
     async def abort(self) -> None:
-        """The upload is gone, if its id is known; `RequestError` where that failed."""
-        if self._id is not None:
-            await self._requests.abort_parts(self.key, self._id)
+        """Abort what was begun. Raises `RequestError`."""
 
 
-async def abort_uploads(sending: Sending) -> None:
-    """No upload of the attempt is open; one whose abort is refused keeps no other one open.
+class PartsFile(ExportFile):
+    """A file whose windows are the parts of one multipart upload."""
+
+    def __init__(
+        self, sending: Sending, path: str, key: str, nbytes: int, window_nbytes: int, *, new: bool
+    ) -> None:
+        super().__init__(sending, path, key, nbytes)
+        self._window_nbytes = window_nbytes
+        self._new = new
+        self._begin = asyncio.Lock()
+        self._upload: str | None = None
+        self._doubled = False
+        self._tags: dict[int, str] = {}
+        self._turn = asyncio.Condition()
+
+    async def _write(self, offset: int, data: Bytes | bytearray) -> bool:
+        number, inside = divmod(offset, self._window_nbytes)
+        expected = min(self._window_nbytes, self._nbytes - offset)
+        if inside or expected <= 0 or len(data) < expected:
+            raise self._refused(
+                f"expected windows of {self._window_nbytes} bytes in a file of {self._nbytes}, "
+                f"found {len(data)} bytes at offset {offset}"
+            )
+        requests = self._context.requests
+        body = cut(data, expected)
+        try:
+            async with self._begin:
+                if self._upload is None:
+                    self._sending.check()
+                    self._sending.keys.add(self._key)
+                    self._upload, self._doubled = await requests.begin_parts(
+                        self._key, create=self._new
+                    )
+            async with self._turn:
+                if not requests.traits.parallel_parts:
+                    # Windows are written in the order of the plan, so that the next part is
+                    # always among those in flight.
+                    await self._turn.wait_for(lambda: len(self._tags) == number)
+            tag, reusable = await requests.put_part(self._key, self._upload, number, offset, body)
+            async with self._turn:
+                self._tags[number] = tag
+                self._turn.notify_all()
+        except RequestError as error:
+            raise self._sending.failed(
+                f"writing {len(body)} bytes at offset {offset}", self._key, error
+            ) from error
+        self._missing -= expected
+        return reusable
+
+    async def _publish(self, new: bool) -> None:
+        if self._upload is None:  # an empty file
+            await _put(self, b"", new)
+            return
+        tags = [self._tags[number] for number in sorted(self._tags)]
+        await self._context.requests.complete_parts(self._key, self._upload, tags, create=new)
+        self._upload = None
+        if self._doubled:
+            await abort_pending(self._context.requests, [self._key])
+
+    async def abort(self) -> None:
+        if self._upload is not None:
+            await self._context.requests.abort_parts(self._key, self._upload)
+
+
+class CollectedFile(ExportFile):
+    """A file that is held whole; its windows come in any order."""
+
+    def __init__(self, sending: Sending, path: str, key: str, nbytes: int) -> None:
+        super().__init__(sending, path, key, nbytes)
+        self._buffer = bytearray()
+        self._lock = asyncio.Lock()
+
+    async def _write(self, offset: int, data: Bytes | bytearray) -> bool:
+        nbytes = min(len(data), self._nbytes - offset)
+        if nbytes <= 0:
+            raise self._refused(f"{len(data)} bytes at offset {offset} are past the end")
+        run = self._context.workers.run
+        async with self._lock:
+            if not self._buffer:
+                self._buffer = await run(bytearray, self._nbytes)
+        await run(_place, self._buffer, offset, np.frombuffer(data, np.uint8)[:nbytes])
+        self._missing -= nbytes
+        return True
+
+    async def _publish(self, new: bool) -> None:
+        await _put(self, self._buffer, new)
+        self._buffer = bytearray()
+
+
+async def _put(file: ExportFile, body: bytearray | bytes, new: bool) -> None:
+    """Store a file that is one request; raises `RequestError`, `exists` if it must be new."""
+    requests, key = file._context.requests, file._key
+    if not new:
+        await requests.replace(key, body)
+    elif not await requests.create(key, body):
+        # Perhaps created by an earlier try of ours, whose response was lost.
+        if await requests.read(key, max_nbytes=len(body)) != body:
+            raise RequestError("exists", "another object was created first", status=412)
+
+
+def open_export_file(
+    sending: Sending, path: str, key: str, nbytes: int, window_nbytes: int, *, new: bool
+) -> ExportFile:
+    """Open a file of the kind that the client can send; no request is made.
+
+    Raises:
+        UsageError: the client can send neither its windows as parts, nor all of it at once.
+    """
+    traits = sending.context.requests.traits
+    if nbytes > window_nbytes and (
+        traits.multipart
+        and traits.part_min_nbytes <= window_nbytes <= traits.part_max_nbytes
+        and window_nbytes % traits.part_multiple_nbytes == 0
+        and -(-nbytes // window_nbytes) <= traits.part_max_count
+    ):
+        return PartsFile(sending, path, key, nbytes, window_nbytes, new=new)
+    most = min(COLLECTED_MAX_NBYTES, traits.put_max_nbytes)
+    if nbytes <= most:
+        return CollectedFile(sending, path, key, nbytes)
+    location = f"{sending.location}/{path}"
+    raise UsageError(
+        f"{location}: {traits.name} cannot send {nbytes} bytes in parts of {window_nbytes}; export "
+        f"files of at most {most} (max_file_nbytes)",
+        location=location,
+        expected=most,
+        found=nbytes,
+    )
+
+
+async def abort_uploads(sending: Sending, files: Iterable[ExportFile]) -> None:
+    """Abort all uploads of an export; one whose abort is refused keeps no other one open.
 
     Raises:
         RequestError: the first that could not be aborted, though it may be gone by now.
     """
     failed: list[RequestError] = []
     try:
-        for upload in sending.uploads:
+        for file in files:
             try:
-                await upload.abort()
+                await file.abort()
             except RequestError as error:
                 failed.append(error)
-        await abort_pending(sending.context.requests, sending.sent_in_parts)
+        await abort_pending(sending.context.requests, sending.keys)
         if failed:
             raise failed[0]
     finally:
@@ -211,7 +226,7 @@ async def abort_uploads(sending: Sending) -> None:
 
 
 async def abort_pending(requests: Requests, keys: Collection[str]) -> None:
-    """No upload to one of these keys is open, also none whose id was lost with its answer.
+    """Abort every upload to these keys, also one whose id was lost with its response.
 
     Raises:
         RequestError: they could not be listed or aborted.
@@ -220,3 +235,7 @@ async def abort_pending(requests: Requests, keys: Collection[str]) -> None:
         for pending in await requests.pending_parts(prefix):
             if pending.key in keys:
                 await requests.abort_parts(pending.key, pending.upload)
+
+
+def _place(buffer: bytearray, offset: int, data: Bytes) -> None:
+    np.copyto(np.frombuffer(buffer, np.uint8)[offset : offset + data.size], data)

@@ -1,1 +1,4 @@
-"""The laws of stores by subject; `asyncckpt.testing.conformance` has them all."""
+"""The laws of stores, one file per subject.
+
+Only tests that run on any store belong here; `asyncckpt.testing.conformance` combines them.
+"""

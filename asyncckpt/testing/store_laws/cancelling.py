@@ -1,4 +1,4 @@
-"""What a cancelled call leaves: no use of its buffer, and nothing half done."""
+"""Laws of cancellation: a cancelled call stops using its buffer and leaves nothing half done."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from asyncckpt.testing.store_laws.subject import StoreLaws
 
 
 class Cancelling(StoreLaws):
-    """Buffers are the caller's again, and publishing is all or nothing."""
+    """Buffers return to the caller, and publishing is all or nothing."""
 
     async def test_a_cancelled_write_does_not_use_its_buffer_any_more(self, tmp_path: Path) -> None:
-        """Once it has raised, the buffer can be given to the next user."""
+        """Once the call has raised, the buffer can be reused."""
         async with self.opened(tmp_path) as store:
             attempt = await store.begin("1", identity("a"))
             nbytes = 1 << 20
@@ -52,7 +52,7 @@ class Cancelling(StoreLaws):
                 await attempt.abort()
 
     async def test_a_cancelled_publish_is_all_or_nothing(self, tmp_path: Path) -> None:
-        """It either raises and nothing is visible, or returns and everything is."""
+        """The call either raises and nothing is visible, or returns and everything is."""
         async with self.opened(tmp_path) as store:
             for turns in range(30):
                 name = str(turns)
@@ -75,7 +75,7 @@ class Cancelling(StoreLaws):
             assert list(await store.sweep()) == []
 
     async def test_a_cancelled_read_does_not_use_its_buffer_any_more(self, tmp_path: Path) -> None:
-        """Once it has raised, what stands in the buffer stays."""
+        """Once the call has raised, the contents of the buffer do not change."""
         async with self.opened(tmp_path) as store:
             data = pattern(4 << 20)
             attempt = await store.begin("1", identity("a"))

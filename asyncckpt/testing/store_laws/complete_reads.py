@@ -1,4 +1,4 @@
-"""What is read, and what is said about what is not there or damaged."""
+"""Laws of reads: complete data, or an error that names what is missing or damaged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Reading(StoreLaws):
     """Reads are complete or fail."""
 
     async def test_reading_what_is_not_there_says_so(self, tmp_path: Path) -> None:
-        """A missing checkpoint and a missing file, by both kinds of read."""
+        """Both kinds of read raise for a missing checkpoint and for a missing file."""
         async with self.opened(tmp_path) as store:
             await save(store, "1", "a")
             buffer = np.empty(1, np.uint8)
@@ -53,7 +53,7 @@ class Reading(StoreLaws):
             await files.close()
 
     async def test_reading_past_the_end_is_corruption(self, tmp_path: Path) -> None:
-        """Names the file; the last byte can be read, the next cannot."""
+        """The error names the file; the last byte can be read, the next cannot."""
         async with self.opened(tmp_path) as store:
             await save(store, "1", "a")
             files = store.files("1")
@@ -68,7 +68,7 @@ class Reading(StoreLaws):
             await files.close()
 
     async def test_entries_are_one_level_of_a_directory(self, tmp_path: Path) -> None:
-        """Files with sizes and directories, by name; what is not there and too many say so."""
+        """Files have sizes; a missing directory and too many entries raise."""
         async with self.opened(tmp_path) as store:
             await save(store, "1", "a")
             files = store.files("1")
@@ -86,7 +86,7 @@ class Reading(StoreLaws):
             await files.close()
 
     async def test_one_run_fills_many_buffers(self, tmp_path: Path) -> None:
-        """Of any lengths, in order, from any offset; more of them than one system call takes."""
+        """Buffers have any lengths and offsets, and are more than one system call takes."""
         async with self.opened(tmp_path) as store:
             data = pattern(1 << 20)
             attempt = await store.begin("1", identity("a"))
@@ -103,7 +103,7 @@ class Reading(StoreLaws):
             await files.close()
 
     async def test_reads_run_at_once(self, tmp_path: Path) -> None:
-        """From one and from several files."""
+        """Reads of one file and of several files run concurrently."""
         async with self.opened(tmp_path) as store:
             attempt = await store.begin("1", identity("a"))
             paths = [

@@ -1,4 +1,4 @@
-"""What becomes of a name that several want."""
+"""Laws of names: conflicts, overwriting and deletion."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Naming(StoreLaws):
     """One checkpoint per name; it is replaced or deleted only when asked."""
 
     async def test_of_two_attempts_at_one_name_exactly_one_publishes(self, tmp_path: Path) -> None:
-        """The other gets `CheckpointExistsError`, and nothing of the winner is touched."""
+        """The others get `CheckpointExistsError`, and the winner is untouched."""
         async with self.opened(tmp_path) as store:
             if not store.capabilities.conditional_create:
                 return
@@ -34,7 +34,7 @@ class Naming(StoreLaws):
                     group.create_task(one(seed))
             assert len(errors) == len(seeds) - 1
             files = store.files("1")
-            winner = int((await files.read(RECORD, max_nbytes=200)).split()[1])
+            winner = int((await files.read(RECORD, max_nbytes=1000)).split()[1])
             await files.close()
             await expect(store, "1", winner)
             assert list(await store.sweep()) == []
@@ -50,7 +50,7 @@ class Naming(StoreLaws):
             assert list(await store.sweep()) == []
 
     async def test_overwrite_replaces(self, tmp_path: Path) -> None:
-        """The new content is there, the old is gone, also from a reader that is opened later."""
+        """A reader that is opened later finds the new contents and nothing of the old."""
         async with self.opened(tmp_path) as store:
             await save(store, "1", "a", 1)
             await save(store, "1", "b", 2, overwrite=True)
@@ -61,7 +61,7 @@ class Naming(StoreLaws):
             assert list(await store.sweep()) == []
 
     async def test_an_aborted_overwrite_keeps_the_old_one(self, tmp_path: Path) -> None:
-        """Until `publish`, the old checkpoint is whole."""
+        """The old checkpoint is complete until `publish`."""
         async with self.opened(tmp_path) as store:
             await save(store, "1", "a", 1)
             attempt = await store.begin("1", identity("b"), overwrite=True)
@@ -84,8 +84,25 @@ class Naming(StoreLaws):
             await expect(store, "1", 3)
             assert list(await store.sweep()) == []
 
+    async def test_unlist_hides_a_checkpoint_and_its_result_removes_the_bytes(
+        self, tmp_path: Path
+    ) -> None:
+        """Between the two its name is free, and a new checkpoint of it loses nothing."""
+        async with self.opened(tmp_path) as store:
+            await save(store, "1", "a", 1)
+            await save(store, "2", "b", 2)
+            remove = await store.unlist("1")
+            await self.expect_nothing(store, "1")
+            with pytest.raises(CheckpointNotFoundError):
+                await store.unlist("1")
+            await save(store, "1", "c", 3)
+            await remove()
+            await expect(store, "1", 3)
+            await expect(store, "2", 2)
+            assert list(await store.sweep()) == []
+
     async def test_names_that_are_no_single_path_part_are_refused(self, tmp_path: Path) -> None:
-        """Before anything is created."""
+        """They are refused before anything is created."""
         async with self.opened(tmp_path) as store:
             for name in ("", ".", "..", "a/b", "/a", "a\0b"):
                 with pytest.raises(UsageError):

@@ -1,4 +1,4 @@
-"""What is seen of a checkpoint before and after it is published."""
+"""Laws of visibility, before and after a checkpoint is published."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from asyncckpt.testing.checkpoints import (
     expect,
     identity,
     pattern,
+    put,
     record_of,
     save,
     write_file,
@@ -32,7 +33,7 @@ class Visibility(StoreLaws):
             assert list(await store.sweep()) == []
 
     async def test_nothing_is_visible_before_publish(self, tmp_path: Path) -> None:
-        """After every step but the last, the name is free."""
+        """The name is free after every step but the last."""
         async with self.opened(tmp_path) as store:
             await self.expect_nothing(store, "1")
             attempt = await store.begin("1", identity("a"))
@@ -45,7 +46,7 @@ class Visibility(StoreLaws):
             assert await store.names() == ["1"]
 
     async def test_publish_makes_everything_visible(self, tmp_path: Path) -> None:
-        """Also to a store that is opened later."""
+        """A store that is opened later sees it too."""
         async with self.opened(tmp_path) as store:
             await save(store, "1", "a")
             await save(store, "final", "b", 1)
@@ -57,7 +58,7 @@ class Visibility(StoreLaws):
             assert list(await again.sweep()) == []
 
     async def test_abort_leaves_nothing_after_any_prefix_of_a_save(self, tmp_path: Path) -> None:
-        """However far the attempt had come; and the name can be saved afterwards."""
+        """The name can be saved afterwards."""
         async with self.opened(tmp_path) as store:
             for steps in range(7):
                 save_id = identity(f"a{steps}")
@@ -84,13 +85,13 @@ class Visibility(StoreLaws):
             await expect(store, "1")
 
     async def test_sweep_leaves_a_live_attempt_alone(self, tmp_path: Path) -> None:
-        """Its files are still there when it publishes."""
+        """The files of the attempt are still there when it publishes."""
         async with self.opened(tmp_path) as store, self.opened(tmp_path) as other:
             attempt = await store.begin("1", identity("a"))
             path = await write_file(attempt, data_path(identity("a")), pattern(PAGE + 1))
             assert list(await other.sweep()) == []
-            await attempt.put("default/small", b"small 0")
+            record = await put(attempt, identity("a"), {"default/small": b"small 0"}, 0, path)
             assert list(await store.sweep()) == []
             assert list(await other.collect(YEAR_S)) == []
-            await attempt.publish(record_of(identity("a"), 0, path))
+            await attempt.publish(record)
             await expect(store, "1")

@@ -1,6 +1,7 @@
 """Makes the bad safetensors files and DCP directories below `corpus/`.
 
-`python -m tests.elsewhere.make_corpus_a` writes them anew, and `expected-a.toml` beside them: for
+`python -m tests.checkpoint.foreign.make_corpus_a` writes them anew,
+and `expected-a.toml` beside them: for
 each the error that reading it must give, a part of its message, and the file that it names.
 """
 
@@ -13,7 +14,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from tests.elsewhere.pickles import (
+from tests.checkpoint.foreign.pickles import (
     Raw,
     archive,
     bytes_described,
@@ -71,7 +72,7 @@ FILES: dict[str, tuple[bytes, str, str]] = {
     "huge-header": (struct.pack("<Q", 1 << 62) + b"{}", CORRUPT, "claims a header of"),
     "header-beyond-file": (GOOD[:40], CORRUPT, "at most 32"),
     "not-json": (st_file(b"a header"), CORRUPT, "byte 8: "),
-    "header-cut": (st_file(b'{"a":{"dtype":"F32","shape":[2'), CORRUPT, "the end stands where"),
+    "header-cut": (st_file(b'{"a":{"dtype":"F32","shape":[2'), CORRUPT, "is not JSON"),
     "overlap": (
         st_file({"a": st_tensor(0, 8), "b": st_tensor(4, 12)}, 12),
         CORRUPT,
@@ -101,16 +102,16 @@ FILES: dict[str, tuple[bytes, str, str]] = {
     "name-twice": (
         st_file(b'{"a":%b,"a":%b}' % ((json.dumps(st_tensor(0, 4)).encode(),) * 2), 4),
         CORRUPT,
-        "'a' stands there twice",
+        "'a' occurs twice",
     ),
     "unknown-member": (
         st_file({"a": {**st_tensor(0, 4), "x": 1}}, 4),
         CORRUPT,
         "'x' of tensor 'a'",
     ),
-    "metadata-of-numbers": (st_file({"__metadata__": {"a": 1}}), CORRUPT, "is due"),
-    "depth": (st_file(b'{"a":{"shape":' + b"[" * 60_000), CORRUPT, "an integer is due"),
-    "list-bomb": (st_file(b'{"a":{"shape":[' + b"[]," * 20_000), CORRUPT, "an integer is due"),
+    "metadata-of-numbers": (st_file({"__metadata__": {"a": 1}}), CORRUPT, "is not a string"),
+    "depth": (st_file(b'{"a":{"shape":' + b"[" * 60_000), CORRUPT, "is not JSON"),
+    "list-bomb": (st_file(b'{"a":{"shape":[' + b"[]," * 20_000), CORRUPT, "is not JSON"),
     "unknown-dtype": (
         st_file({"a": st_tensor(0, 8, "F128")}, 8),
         UNSUPPORTED,
@@ -340,7 +341,7 @@ CHECKPOINTS: dict[str, Set] = {
         DATA,
     ),
     "version-2": (dcp(version="2.0.0"), UNSUPPORTED, "version '2.0.0'", ".metadata"),
-    "unknown-field": (dcp(new_field=1), CORRUPT, "no field 'new_field'", ".metadata"),
+    "unknown-field": (dcp(new_field=1), UNSUPPORTED, "the field 'new_field' of", ".metadata"),
     "shards-with-a-gap": (
         dcp(shards=[((0, 0), (1, 3))]),
         CORRUPT,
@@ -368,7 +369,7 @@ CHECKPOINTS: dict[str, Set] = {
     "no-places": (
         bad_metadata(pickled(metadata({"w": described((2, 3), SHARDS)}, []))),
         CORRUPT,
-        "no place for a shard of 'w'",
+        "does not locate a shard of 'w'",
         ".metadata",
     ),
     "path-leaves": (dcp(file=f"../x/{DATA}"), CORRUPT, "has a part '..'", ".metadata"),
@@ -413,7 +414,7 @@ CHECKPOINTS: dict[str, Set] = {
     ),
     "data-cut": ({**dcp(), DATA: WEIGHT[:-30]}, CORRUPT, "it is truncated", DATA),
     "offset-beyond": (dcp(offset=1 << 40), CORRUPT, "it is truncated", DATA),
-    "no-archive": (dcp(b"\0" * 2000), CORRUPT, "a member of the zip file is due", DATA),
+    "no-archive": (dcp(b"\0" * 2000), CORRUPT, "is not the header of a member of a zip file", DATA),
     "archive-of-another-dtype": (
         dcp(archive(tensor((2, 3), (3, 1), storage="IntStorage"), floats(0, 1, 2, 3, 4, 5))),
         CORRUPT,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import asyncckpt
-from tests.elsewhere.make_corpus_a import write_corpus
+from tests.checkpoint.foreign.make_corpus_a import write_corpus
 
 CORPUS = Path(__file__).parent / "corpus"
 EXPECTED = tomllib.loads((CORPUS / "expected-a.toml").read_text())

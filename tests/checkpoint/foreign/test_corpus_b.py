@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import asyncckpt
-from tests.elsewhere.databases import write_database
-from tests.elsewhere.make_corpus_b import write_corpus
+from tests.checkpoint.foreign.databases import write_database
+from tests.checkpoint.foreign.make_corpus_b import write_corpus
 
 CORPUS = Path(__file__).parent / "corpus"
 EXPECTED = tomllib.loads((CORPUS / "expected-b.toml").read_text())

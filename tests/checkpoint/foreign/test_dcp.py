@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copyreg
+import json
+import pickle
 import subprocess
 import sys
 import warnings
@@ -15,10 +18,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 import asyncckpt
 from asyncckpt import blocking
-from asyncckpt.stages.elsewhere import archives, runs
+from asyncckpt.checkpoint.foreign import archives, raw
 from asyncckpt.tree import flatten
 from tests.children import REPOSITORY, TIMEOUT_S
 
@@ -115,7 +119,7 @@ async def test_tensors_of_every_dtype_and_layout_come_back(tmp_path: Path) -> No
 async def test_tensors_are_the_same_however_they_are_cut(
     target_nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "DEFAULT_CHUNK_NBYTES", target_nbytes)
+    monkeypatch.setattr(raw, "DEFAULT_CHUNK_NBYTES", target_nbytes)
     path = save({"t": tensors()}, tmp_path / "c")
     assert_same((await asyncckpt.restore(path, leaves="torch"))["t"], tensors())
     target = {name: torch.zeros_like(t).resolve_conj() for name, t in tensors().items()}
@@ -325,7 +329,7 @@ async def test_neighbouring_heads_are_read_together(
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of sharded tensors and of a module trained with FSDP, by four processes."""
     directory = tmp_path_factory.mktemp("four_ranks")
-    command = [sys.executable, "-m", "tests.elsewhere.dcp_writer", str(directory)]
+    command = [sys.executable, "-m", "tests.checkpoint.foreign.dcp_writer", str(directory)]
     child = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
@@ -380,3 +384,58 @@ async def test_a_module_trained_by_ranks_is_filled_on_one(four_ranks: Path) -> N
     whole = np.load(four_ranks / "whole.npz")
     for name, value in model.state_dict().items():
         assert value.numpy().tobytes() == whole[f"model/{name}"].tobytes()
+
+
+# ------------------------------------------------------------------------------ newer versions
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.mark.filterwarnings("ignore:.*newer version of torch:asyncckpt.RestoreWarning")
+def test_what_torch_2_15_wrote_is_read_with_a_note(caplog: pytest.LogCaptureFixture) -> None:
+    """Its `TensorProperties` have six items."""
+    expected = json.loads((GOLDEN / "dcp-torch-2.15.json").read_text())
+    path = GOLDEN / "dcp-torch-2.15"
+    flat = flatten(blocking.restore(path))
+    found = dict(zip(flat.structure.paths(), flat.leaves, strict=True))
+    nothing = {name for name, leaf in expected.items() if leaf.get("value", 0) is None}
+    assert found.keys() == expected.keys() - nothing
+    for name, leaf in found.items():
+        if "value" in expected[name]:
+            assert leaf == expected[name]["value"] and type(leaf) is type(expected[name]["value"])
+            continue
+        assert f"torch.{leaf.dtype}" == expected[name]["dtype"]
+        assert list(leaf.shape) == expected[name]["shape"]
+        assert leaf.reshape(-1).tolist() == expected[name]["values"]
+    assert "newer version of torch.distributed.checkpoint" in caplog.text
+    assert "TensorProperties.5" in caplog.text
+    assert (blocking.verify(path)).damages == ()
+
+
+class NewerPickler(pickle.Pickler):
+    """Adds two items to the state of `TensorProperties`."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, TensorProperties):
+            return NotImplemented
+        state = (*obj.__getstate__(), "further", ("items",))  # type: ignore[misc]
+        return copyreg.__newobj__, (TensorProperties,), state  # type: ignore[attr-defined]
+
+
+def rewrite(path: Path, metadata: object) -> None:
+    with path.open("wb") as file:
+        NewerPickler(file, 4).dump(metadata)
+
+
+@pytest.mark.filterwarnings("ignore:.*newer version of torch:asyncckpt.RestoreWarning")
+def test_further_fields_are_ignored_where_they_are_unused(tmp_path: Path) -> None:
+    path = save({"w": torch.arange(4)}, tmp_path / "c")
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.new_field = None
+    rewrite(path / ".metadata", metadata)
+    with pytest.warns(asyncckpt.RestoreWarning, match="Metadata.new_field, TensorProperties.5, "):
+        assert blocking.restore(path)["w"].tolist() == [0, 1, 2, 3]
+    metadata.new_field = "compressed"
+    rewrite(path / ".metadata", metadata)
+    with pytest.raises(asyncckpt.UnsupportedFormatError, match="the field 'new_field' of Metadata"):
+        blocking.restore(path)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
+import pickle
 import shutil
 import warnings
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import asyncckpt
-from tests.elsewhere import orbax_writers
+from tests.checkpoint.foreign import orbax_writers
 
 VALUES = {"w": np.arange(6.0).reshape(2, 3)}
 
@@ -89,3 +93,41 @@ async def test_a_checkpoint_that_vanishes_was_deleted_and_is_not_damaged(tmp_pat
     shutil.rmtree(place)
     with pytest.raises(asyncckpt.CheckpointNotFoundError):
         await asyncckpt.restore(place)
+
+
+def numpy_file(path: Path) -> None:
+    np.save(path, VALUES["w"])
+
+
+def numpy_archive(path: Path) -> None:
+    with path.open("wb") as file:
+        np.savez(file, **VALUES)
+
+
+FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "w.npy": (numpy_file, r"a NumPy array \(.npy\), .* load it with numpy.load"),
+    "w.npz": (numpy_archive, r"an archive of NumPy arrays \(.npz\), .* load it with numpy.load"),
+    "named.safetensors": (numpy_archive, "an archive of NumPy arrays"),
+    "w.pkl": (lambda path: path.write_bytes(pickle.dumps(VALUES)), "a pickle, which may execute"),
+    "w.h5": (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(99)), "an HDF5 file"),
+    "w.gguf": (lambda path: path.write_bytes(b"GGUF\3\0\0\0" + bytes(99)), "a GGUF file"),
+    "w.gz": (lambda path: path.write_bytes(gzip.compress(b"x")), "a file compressed with gzip"),
+    "w.zip": (lambda path: zipfile.ZipFile(path, "w").writestr("a", "b"), "a zip archive"),
+    "notes.md": (lambda path: path.write_text("# Notes\nünïcode " * 40), "a text file"),
+    "config.json": (lambda path: path.write_text('{"a": 1}'), "a text file"),
+    "nothing": (lambda path: path.write_bytes(b""), "an empty file"),
+    "noise": (lambda path: path.write_bytes(b"\xff\0\1\2" * 9), "a file of unknown kind"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+async def test_a_file_that_is_no_checkpoint_is_said_to_be_what_it_is(
+    tmp_path: Path, name: str
+) -> None:
+    make, kind = FILES[name]
+    make(tmp_path / name)
+    for look in (asyncckpt.restore, asyncckpt.inspect):
+        with pytest.raises(asyncckpt.UnsupportedFormatError, match=f"this is {kind}") as caught:
+            await look(tmp_path / name)
+        assert str(tmp_path / name) in str(caught.value)
+        assert caught.value.location == str(tmp_path / name)

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncckpt.planning.raw import raw_pieces
+from asyncckpt.checkpoint.foreign.raw import raw_pieces
 from asyncckpt.spec import ChunkGrid
 
 shapes = st.lists(st.integers(0, 9), max_size=4)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 import asyncckpt
 from asyncckpt import blocking
-from asyncckpt.stages.elsewhere import runs
+from asyncckpt.checkpoint.foreign import raw
 
 INDEX = "model.safetensors.index.json"
 
@@ -154,7 +154,7 @@ def test_parts_of_a_file_are_read_alone(tmp_path: Path) -> None:
 async def test_tensors_are_the_same_however_they_are_cut(
     target_nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "DEFAULT_CHUNK_NBYTES", target_nbytes)
+    monkeypatch.setattr(raw, "DEFAULT_CHUNK_NBYTES", target_nbytes)
     path = tmp_path / "m.safetensors"
     safetensors.numpy.save_file(arrays(), path)
     assert_same(await asyncckpt.restore(path), arrays())

@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.format.foreign_tree import Branch, ForeignLeaf, add, structure_of, tree_of_json
-from asyncckpt.format.orbax_read import (
+from asyncckpt.format.foreign.foreign_tree import (
+    Branch,
+    ForeignLeaf,
+    add,
+    structure_of,
+    tree_of_json,
+)
+from asyncckpt.format.foreign.orbax_read import (
     StepMetadata,
     TreeEntry,
     decode_array_metadatas,
@@ -78,7 +84,7 @@ def test_entries_have_paths_and_kinds() -> None:
     ],
 )
 def test_malformed_metadata_is_refused(data: bytes) -> None:
-    with pytest.raises(CorruptCheckpointError, match="m: the Orbax metadata is damaged"):
+    with pytest.raises(CorruptCheckpointError, match=r"m.*: the Orbax metadata is damaged"):
         decode_metadata(data, file="m")
 
 
@@ -149,7 +155,7 @@ def test_implementations_of_keys_are_found() -> None:
 )
 def test_malformed_array_metadata_is_refused(row: object) -> None:
     data = json.dumps({"array_metadatas": [row, "random_key_impl"]}).encode()
-    with pytest.raises(CorruptCheckpointError, match="m: the array metadata is damaged"):
+    with pytest.raises(CorruptCheckpointError, match=r"m.*: the array metadata is damaged"):
         decode_array_metadatas(data, file="m")
 
 
@@ -179,7 +185,7 @@ def test_a_step_has_handlers_metrics_and_a_time() -> None:
     ],
 )
 def test_malformed_steps_are_refused(document: object) -> None:
-    with pytest.raises(CorruptCheckpointError, match="m: the checkpoint metadata is damaged"):
+    with pytest.raises(CorruptCheckpointError, match=r"m.*: the checkpoint metadata is damaged"):
         decode_checkpoint_metadata(json.dumps(document).encode(), file="m")
 
 

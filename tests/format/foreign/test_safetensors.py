@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
-from asyncckpt.format import json_reader
-from asyncckpt.format.json_reader import JsonReader
-from asyncckpt.format.safetensors import (
+from asyncckpt.format import fields
+from asyncckpt.format.foreign.safetensors import (
     CODES,
     DTYPES,
     LENGTH_NBYTES,
@@ -29,7 +28,7 @@ from asyncckpt.format.safetensors import (
     encode_header,
     header_nbytes,
 )
-from asyncckpt.format.safetensors_set import (
+from asyncckpt.format.foreign.safetensors_set import (
     SHARDS_KEY,
     check_set,
     decode_index,
@@ -59,6 +58,11 @@ def file_of(header: object, nbytes: int = 0) -> bytes:
 def tensor(begin: int, end: int, dtype: str = "U8", shape: list[int] | None = None) -> Any:
     shape = [end - begin] if shape is None else shape
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def one(**changes: Any) -> Any:
+    """A header of one tensor, with members replaced or added."""
+    return {"a": {**tensor(0, 0, shape=[0]), **changes}}
 
 
 # ------------------------------------------------------------------------------ real writers
@@ -172,13 +176,13 @@ CORRUPT: dict[str, tuple[bytes, str]] = {
     "a length beyond the file": (file_of({})[:8] + b"{", "at most 1"),
     "a huge length": (b"\xff" * 8 + b"{}", "at most 2"),
     "an empty header": (bytes(8) + b"{}", "claims a header of 0 bytes"),
-    "no object": (file_of(b"[]"), "byte 8: .*'{' is due"),
-    "a header that ends": (file_of(b'{"a"'), "the end stands where ':' is due"),
-    "two documents": (file_of(b"{}{}"), "behind the end"),
-    "bytes that are no text": (file_of(b'{"\xff\xfe":1}'), "a string is malformed"),
-    "a lone surrogate": (file_of(b'{"\\ud800":1}'), "a string is malformed"),
+    "no object": (file_of(b"[]"), "byte 8: .*it is not a JSON object"),
+    "a header that ends": (file_of(b'{"a"'), "is not JSON"),
+    "two documents": (file_of(b"{}{}"), "Extra data"),
+    "bytes that are no text": (file_of(b'{"\xff\xfe":1}'), "can't decode byte 0xff"),
+    "a lone surrogate": (file_of(b'{"\\ud800":1}'), "cannot be named"),
     "a control character": (file_of(b'{"a\x01":1}'), "control character"),
-    "an open string": (file_of(b'{"a'), "a string does not end"),
+    "an open string": (file_of(b'{"a'), "Unterminated string"),
     "an overlap": (file_of({"a": tensor(0, 4), "b": tensor(2, 6)}, 6), "tensors overlap: 'b'"),
     "one tensor twice": (file_of({"a": tensor(0, 4), "b": tensor(0, 4)}, 4), "tensors overlap"),
     "a gap": (file_of({"a": tensor(0, 4), "b": tensor(5, 6)}, 6), "leave a gap: 'b' begins at"),
@@ -203,24 +207,27 @@ CORRUPT: dict[str, tuple[bytes, str]] = {
         "which no array has",
     ),
     "an absurd rank": (file_of({"a": tensor(0, 1, "U8", [1] * 33)}, 1), "more than 32 integers"),
-    "a fraction": (file_of(b'{"a":{"shape":[1.0]}}'), "where an integer is due"),
-    "an exponent": (file_of(b'{"a":{"shape":[1e3]}}'), "where an integer is due"),
-    "a long integer": (file_of(b'{"a":{"shape":[' + b"9" * 40 + b"]}}"), "']' is due|is due"),
-    "a boolean": (file_of({"a": {"shape": [True]}}), "where an integer is due"),
-    "a nested shape": (file_of({"a": {"shape": [[1]]}}), "where an integer is due"),
+    "a fraction": (file_of(one(shape=[1.0])), "not a list of integers"),
+    "an exponent": (file_of(one(shape=[1e3])), "not a list of integers"),
+    "a long integer": (file_of(one(shape=[10**40])), "an integer beyond 64 bits"),
+    "a boolean": (file_of(one(shape=[True])), "not a list of integers"),
+    "a nested shape": (file_of(one(shape=[[1]])), "not a list of integers"),
     "a missing dtype": (file_of({"a": {"shape": [], "data_offsets": [0, 0]}}), "dtype of tensor"),
     "nothing of a tensor": (file_of({"a": {}}), "data_offsets, dtype, shape of tensor 'a' is"),
-    "an unknown member": (file_of({"a": {"stride": [1]}}), "'stride' of tensor 'a' is no member"),
-    "a member twice": (file_of(b'{"a":{"shape":[],"shape":[]}}'), "'shape' of .* stands there twi"),
+    "an unknown member": (file_of(one(stride=[1])), "'stride' of tensor 'a' is not a member"),
+    "a member twice": (file_of(b'{"a":{"shape":[],"shape":[]}}'), "'shape' occurs twice"),
     "a name twice": (
         file_of(b'{"a":%b,"a":%b}' % ((json.dumps(tensor(0, 0)).encode(),) * 2)),
-        "'a' stands there twice",
+        "'a' occurs twice",
     ),
-    "metadata twice": (file_of(b'{"__metadata__":{},"__metadata__":{}}'), "stands there twice"),
-    "metadata that is no text": (file_of({"__metadata__": {"a": 1}}), "is due"),
-    "a tensor that is a list": (file_of({"a": []}), "'{' is due"),
-    "depth": (file_of(b'{"a":' * 100_000), "is no member of this version|is due"),
-    "lists": (file_of(b'{"a":{"shape":' + b"[" * 100_000), "an integer is due"),
+    "metadata twice": (
+        file_of(b'{"__metadata__":{},"__metadata__":{}}'),
+        "'__metadata__' occurs twice",
+    ),
+    "metadata that is no text": (file_of({"__metadata__": {"a": 1}}), "is not a string"),
+    "a tensor that is a list": (file_of({"a": []}), "of tensor 'a' is missing"),
+    "depth": (file_of(b'{"a":' * 100_000), "is not JSON|nested deeper"),
+    "lists": (file_of(b'{"a":{"shape":' + b"[" * 100_000), "is not JSON"),
 }
 
 
@@ -271,6 +278,8 @@ def test_the_limit_of_a_header_is_that_of_the_format() -> None:
 
 
 BOMBS = {
+    "deep objects": b'{"a":' * 100_000 + b"0" + b"}" * 100_000,
+    "deep lists": b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "empty lists": b'{"a":{"shape":[' + b"[]," * 300_000,
     "empty objects": b'{"a":{"dtype":' + b'{"b":' * 200_000,
     "members": b'{"__metadata__":{' + b'"a":"",' * 200_000,
@@ -296,7 +305,7 @@ BOMBS = {
 def test_a_hostile_header_takes_no_more_memory_than_it_may(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_reader, "FREE_NBYTES", MIB)
+    monkeypatch.setattr(fields, "FREE_VALUES", 1 << 13)
     data = BOMBS[what]
     tracemalloc.start()
     try:
@@ -305,7 +314,7 @@ def test_a_hostile_header_takes_no_more_memory_than_it_may(
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak <= 3 * len(data) + 2 * MIB
+    assert peak <= 20 * len(data) + 2 * MIB
 
 
 # --------------------------------------------------------------------------------------- sets
@@ -325,24 +334,25 @@ def test_other_members_of_an_index_say_nothing() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (b"", "'{' is due"),
-        (b"[]", "'{' is due"),
+        (b"", "is not JSON"),
+        (b"[]", "weight_map is missing"),
         (b"{}", "weight_map is missing"),
-        (b'{"weight_map":[]}', "'{' is due"),
-        (b'{"weight_map":{"a":1}}', "is due"),
-        (b'{"weight_map":{},"weight_map":{}}', "stands there twice"),
-        (b'{"weight_map":{"a":"x.safetensors","a":"x.safetensors"}}', "'a' stands there twice"),
+        (b'{"weight_map":[]}', "is not an object"),
+        (b'{"weight_map":{"a":1}}', "is not a string"),
+        (b'{"weight_map":{},"weight_map":{}}', "'weight_map' occurs twice"),
+        (b'{"weight_map":{"a":"x.safetensors","a":"x.safetensors"}}', "'a' occurs twice"),
+        (b'{"weight_map":{"\\ud800":"x.safetensors"}}', "cannot be named"),
         (b'{"weight_map":{"a":"../x.safetensors"}}', "has a part '..'"),
         (b'{"weight_map":{"a":"/etc/x.safetensors"}}', "is absolute"),
         (b'{"weight_map":{"a":"a//x.safetensors"}}', "has an empty part"),
         (b'{"weight_map":{"a":"a\\\\x.safetensors"}}', "has a backslash"),
         (b'{"weight_map":{"a":""}}', "is empty"),
         (b'{"weight_map":{"a":"x.bin"}}', "does not end in .safetensors"),
-        (b'{"metadata":' + b"[" * 100 + b"]" * 100 + b"}", "too large or too deep"),
-        (b'{"metadata":"' + b"a" * 2_000_000 + b'"}', "too large or too deep"),
-        (b'{"metadata":}', "where a value is due"),
-        (b'{"metadata":[}]}', "a value is malformed"),
-        (b'{"metadata":[', "where a value is due"),
+        (b'{"metadata":' + b"[" * 300 + b"]" * 300 + b"}", "nested deeper than 256"),
+        (b'{"metadata":' + b"[" * 300_000 + b"]" * 300_000 + b"}", "values in 600013 bytes"),
+        (b'{"metadata":' + b"[" * 90_000 + b"]" * 90_000 + b"}", "is not JSON|nested deeper"),
+        (b'{"metadata":}', "is not JSON"),
+        (b'{"metadata":[', "is not JSON"),
     ],
 )
 def test_a_damaged_index_says_what_is_wrong(text: bytes, reason: str) -> None:
@@ -389,21 +399,6 @@ def test_files_of_shards_are_told_from_files_of_tensors(text: str | None, found:
 def test_damaged_sharding_information_is_corrupt(text: str) -> None:
     with pytest.raises(CorruptCheckpointError, match=SHARDS_KEY):
         holds_parts({SHARDS_KEY: text}, file=FILE)
-
-
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.text(),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-        max_leaves=8,
-    ),
-    st.sampled_from([None, 2]),
-)
-def test_a_value_of_any_kind_ends_where_json_says(value: object, indent: int | None) -> None:
-    text = json.dumps(value, indent=indent)
-    reader = JsonReader(text.encode() + b" , rest", "it", "f")
-    assert reader.value() == value
-    assert reader.position == len(text.encode())
 
 
 def test_ml_dtypes_agree_on_the_size_of_every_dtype() -> None:

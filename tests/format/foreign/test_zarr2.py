@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncckpt.errors import AsyncCheckpointError, CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.format.foreign.zarr2 import decode_metadata
 from asyncckpt.format.zarr import Chain, ChunkKeys, ZarrArray, ZarrLimits
-from asyncckpt.format.zarr2 import decode_metadata
 from asyncckpt.spec import DTYPES, ArraySpec
 
 GOOD: dict[str, Any] = {

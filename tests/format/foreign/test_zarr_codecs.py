@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from asyncckpt.errors import UnsupportedFormatError
 from asyncckpt.format.codecs import Bytes, ChunkError, Codec
 from asyncckpt.format.crc import crc32c
+from asyncckpt.format.foreign.zarr_codecs import make_codec
 from asyncckpt.format.zarr import Chain, Shards
-from asyncckpt.format.zarr_codecs import make_codec
 
 Pack = Callable[[bytes], bytes]
 
@@ -139,7 +139,7 @@ def test_elements_are_put_into_c_order_and_little_endian(dtype: str) -> None:
         decode(chunk, stored[:-1], value.nbytes)
 
 
-def test_whole_shards_are_decoded_where_elements_are_transposed_before() -> None:
+def test_shards_are_decoded_whole() -> None:
     value = np.arange(16, dtype=np.int32).reshape(2, 8)
     shards = Shards((4, 2), Chain(packing=("zlib",)), index_crc32c=False)
     chunk = make_codec(Chain(order=(1, 0), shards=shards), (2, 8), "int32", fill=b"\7\0\0\0")
@@ -153,11 +153,28 @@ def test_whole_shards_are_decoded_where_elements_are_transposed_before() -> None
     wrong = np.array([[0, len(first) - 1], [-1, -1]], np.int64).tobytes()
     with pytest.raises(ChunkError, match="cut off"):
         decode(chunk, first + wrong, 64)
-    with pytest.raises(ChunkError, match="a chunk in the shard has 8 bytes, it needs 32"):
+    with pytest.raises(ChunkError, match="it holds 8 bytes, the chunk has 32"):
         plain = Shards((4, 2), Chain(), index_crc32c=False)
         whole = make_codec(Chain(order=(1, 0), shards=plain), (2, 8), "int32", fill=b"")
         index = np.array([[0, 8], [-1, -1]], np.int64).tobytes()
         decode(whole, bytes(8) + index, 64)
+
+
+def test_a_chunk_that_must_be_in_its_shard_and_is_not_is_damage() -> None:
+    """Of an array of 7 by 6 in shards of 4 by 4, chunks inside of every shard must be stored."""
+    chain = Chain(shards=Shards((1, 2), Chain(), index_crc32c=False))
+    entries = np.full((8, 2), -1, np.int64)
+    entries[:6] = [(2 * n, 2) for n in range(6)]
+    stored = bytes(range(12))
+    for last, sizes in ((None, None), (None, (3, 4)), ("in", (4, 4)), ("in", (4, 2))):
+        chunk = make_codec(chain, (4, 4), "uint8", fill=b"\7", stored=sizes)
+        assert not chunk.verifies
+        if last is None:
+            found = decode(chunk, stored + entries.tobytes(), 16)
+            assert found == stored + b"\7" * 4
+            continue
+        with pytest.raises(ChunkError, match="chunk 6 of the shard is missing"):
+            decode(chunk, stored + entries.tobytes(), 16)
 
 
 def test_packings_that_nobody_unpacks_are_named() -> None:
@@ -166,7 +183,7 @@ def test_packings_that_nobody_unpacks_are_named() -> None:
 
 
 def test_packings_are_unpacked_by_who_knows_them() -> None:
-    def unpack(stored: object, limit: int) -> Bytes:
+    def unpack(stored: Bytes, limit: int) -> Bytes:
         return np.full(limit, 7, np.uint8)
 
     chunk = make_codec(Chain(packing=("blosc",)), (3,), "uint8", fill=b"", more={"blosc": unpack})

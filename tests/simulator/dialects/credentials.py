@@ -1,4 +1,4 @@
-"""Who may ask: signatures of S3 (version 4) and tokens of GCS.
+"""Credentials: signatures of S3 (version 4) and tokens of GCS.
 
 The signature is that of "Signature Calculations for the Authorization Header" in the documentation
 of S3; presigned URLs are not known.
@@ -12,8 +12,8 @@ import re
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, quote
 
-from asyncckpt.testing.objectstore.requests import Request
-from asyncckpt.testing.objectstore.state import Refused
+from tests.simulator.requests import Request
+from tests.simulator.state import Refused
 
 AUTHORIZATION = re.compile(
     r"AWS4-HMAC-SHA256\s+Credential=([^/]+)/(\d+)/([^/]*)/s3/aws4_request,"
@@ -23,7 +23,7 @@ AUTHORIZATION = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a service knows of its users.
+    """Credentials of the one user of a service.
 
     Attributes:
         access_key: of the S3 user.
@@ -41,14 +41,14 @@ class Credentials:
 
 
 def scope_region(request: Request) -> str | None:
-    """The region of the credential scope, or None if the request is not signed."""
-    found = AUTHORIZATION.match(request.headers.get("authorization", ""))
+    """Return the region of the credential scope, or None if the request is not signed."""
+    found = AUTHORIZATION.match(request.secrets.get("authorization", ""))
     return found.group(3) if found else None
 
 
 def check_token(credentials: Credentials, request: Request) -> None:
     """Raise `Refused` unless the request carries the bearer token."""
-    sent = request.headers.get("authorization", "")
+    sent = request.secrets.get("authorization", "")
     if not sent:
         raise Refused("Anonymous")
     if sent != f"Bearer {credentials.token}":
@@ -57,13 +57,13 @@ def check_token(credentials: Credentials, request: Request) -> None:
 
 def check_s3(credentials: Credentials, request: Request) -> None:
     """Raise `Refused` unless the request is signed with the credentials."""
-    if "authorization" not in request.headers:
+    if "authorization" not in request.secrets:
         raise Refused("AccessDenied")
-    found = AUTHORIZATION.match(request.headers["authorization"])
+    found = AUTHORIZATION.match(request.secrets["authorization"])
     if found is None:
         raise Refused("AuthorizationHeaderMalformed")
     access_key, day, region, signed, signature = found.groups()
-    token = request.headers.get("x-amz-security-token")
+    token = request.secrets.get("x-amz-security-token")
     if token in credentials.expired_tokens:
         raise Refused("ExpiredToken")
     if access_key != credentials.access_key:
@@ -93,9 +93,8 @@ def _canonical(request: Request, signed: list[str]) -> str:
         (quote(name, safe="-_.~"), quote(value, safe="-_.~"))
         for name, value in parse_qsl(query, keep_blank_values=True)
     )
-    headers = "".join(
-        f"{name}:{' '.join(request.headers.get(name, '').split())}\n" for name in signed
-    )
+    sent = request.headers | request.secrets
+    headers = "".join(f"{name}:{' '.join(sent.get(name, '').split())}\n" for name in signed)
     return "\n".join(
         (
             request.method,

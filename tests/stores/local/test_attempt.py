@@ -24,9 +24,11 @@ from asyncckpt.errors import (
     UsageError,
 )
 from asyncckpt.flow.threads import Workers
-from asyncckpt.stores import birth, datafile, local, posix, publish
-from asyncckpt.stores.local import LocalStore, open_local
-from asyncckpt.stores.locks import this_machine
+from asyncckpt.stores.local import attempt as attempts
+from asyncckpt.stores.local import datafile, posix, publish
+from asyncckpt.stores.local import store as local
+from asyncckpt.stores.local.locks import this_machine
+from asyncckpt.stores.local.store import LocalStore, open_local
 from asyncckpt.testing.conformance import PAGE, pattern
 from tests.stores.checkpoints import expect, save, write_file
 
@@ -227,18 +229,24 @@ async def test_a_directory_without_record_is_moved_aside_and_kept(
     root = tmp_path / "root"
     (root / "1").mkdir(parents=True)
     (root / "1" / "thesis.txt").write_text("years of work")
-    (root / "2").mkdir()  # empty: a plain rename would succeed onto it
     with caplog.at_level(logging.WARNING, "asyncckpt.stores"):
         await save(store, "1", "a")
-        await save(store, "2", "b", overwrite=True)
     aside = root / ".asyncckpt" / "aside-1-a"
     assert f"it was moved to {aside}" in caplog.text
     assert await store.sweep() == []
     await store.close()
     assert (aside / "thesis.txt").read_text() == "years of work"
-    assert (root / ".asyncckpt" / "aside-2-b").is_dir()
     await expect(store, "1")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+async def test_saving_onto_an_empty_directory_leaves_no_aside(
+    store: LocalStore, tmp_path: Path, overwrite: bool
+) -> None:
+    (tmp_path / "root" / "2").mkdir(parents=True)
+    await save(store, "2", "b", overwrite=overwrite)
     await expect(store, "2")
+    assert everything(tmp_path / "root" / ".asyncckpt") == ["epoch-0", "lock"]
 
 
 async def test_what_counts_as_a_checkpoint_is_asked(tmp_path: Path, workers: Workers) -> None:
@@ -266,9 +274,9 @@ def a_run(place: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "name", "text"),
     [
-        (a_project, "final", r"a directory that is no checkpoint \(it has src\) stands here"),
-        (a_run, "final", r"the root of a run \(it has step 5, 10\) stands here .*Checkpointer\("),
-        (a_run, "1", r"the root of a run \(it has step 5, 10\) stands here"),
+        (a_project, "final", r"a directory that is not a checkpoint \(it has src\) exists here"),
+        (a_run, "final", r"the root of a run \(it has step 5, 10\) exists here .*Checkpointer\("),
+        (a_run, "1", r"the root of a run \(it has step 5, 10\) exists here"),
     ],
 )
 @pytest.mark.parametrize("late", [False, True], ids=["before", "meanwhile"])
@@ -337,8 +345,8 @@ async def test_a_file_in_the_way_is_kept(
     (root / "1").write_text("mine")
     (root / "2").symlink_to("nowhere")
     for name in ("1", "2"):
-        with pytest.raises(CheckpointExistsError, match="a file stands here"):
-            await save(store, name, "a", overwrite=overwrite)
+        with pytest.raises(CheckpointExistsError, match="a file exists here"):
+            await store.begin(name, "a", overwrite=overwrite)  # before anything is staged
     assert (root / "1").read_text() == "mine"
     assert everything(root) == ["1", "2"]
 
@@ -481,6 +489,40 @@ def without_rename_flags(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(publish, name, unsupported)
 
 
+@pytest.mark.parametrize("end", ["replaced", "deleted"])
+async def test_a_publication_is_taken_back_only_while_it_has_the_name(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """A renames, its flush of the root fails; B overwrites and is acknowledged; A undoes."""
+    root, sync = tmp_path / "root", os.fsync
+    await save(store, "2", "other")
+    renamed, go_on = threading.Event(), threading.Event()
+
+    def fsync(fd: int) -> None:
+        place = os.readlink(f"/proc/self/fd/{fd}")
+        if place == str(root) and (root / "1").exists() and not renamed.is_set():
+            renamed.set()
+            assert go_on.wait(30)
+            failing(errno.EIO)()
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    first = asyncio.create_task(save(store, "1", "a", 1))
+    await asyncio.to_thread(renamed.wait, 30)
+    if end == "replaced":
+        await save(store, "1", "b", 2, overwrite=True)
+    else:
+        await store.delete("1")
+    go_on.set()
+    with pytest.raises(SaveError, match="another process has replaced or deleted") as caught:
+        await first
+    assert (caught.value.visible, caught.value.durable) == (False, False)
+    if end == "replaced":
+        await expect(store, "1", 2)
+    assert sorted(await store.names()) == (["1", "2"] if end == "replaced" else ["2"])
+    assert await store.sweep() == []
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 async def test_if_the_rename_cannot_be_taken_back_the_error_says_visible(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
@@ -595,7 +637,7 @@ async def test_a_publish_cancelled_after_the_rename_returns_its_outcome(
 async def test_a_cancelled_begin_leaves_nothing(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = birth.leads_to
+    own = attempts.leads_to
     locked, go_on = threading.Event(), threading.Event()
 
     def held(path: str, fd: int) -> bool:
@@ -603,7 +645,7 @@ async def test_a_cancelled_begin_leaves_nothing(
         assert go_on.wait(30)
         return own(path, fd)
 
-    monkeypatch.setattr(birth, "leads_to", held)
+    monkeypatch.setattr(attempts, "leads_to", held)
     task = asyncio.create_task(store.begin("1", "a"))
     await store._workers.run(locked.wait, 30)
     task.cancel()
@@ -628,6 +670,31 @@ async def test_no_descriptor_and_no_lock_stays_after_an_attempt(
         await save(store, "1", "c")
     await store.delete("1")
     assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+async def test_an_unlisting_that_is_cancelled_leaves_no_descriptor_and_no_lock(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await save(store, "1", "a")
+    before = sorted(os.listdir("/proc/self/fd"))
+    moved, go_on = threading.Event(), threading.Event()
+    rename = os.rename
+
+    def held(source: str, target: str) -> None:
+        rename(source, target)
+        moved.set()
+        assert go_on.wait(30)
+
+    monkeypatch.setattr(os, "rename", held)
+    task = asyncio.create_task(store.unlist("1"))
+    await asyncio.to_thread(moved.wait, 30)
+    task.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert await store.names() == []
+    assert len(await store.sweep()) == 1
 
 
 # ---------------------------------------------------------------------------------- direct writes
@@ -672,7 +739,7 @@ async def test_whole_pages_are_written_past_the_page_cache(
     writes = Writes(monkeypatch, lambda number, nbytes: None)
     assert await saved_bytes(store, data) == data.tobytes()
     assert writes.direct == 8
-    assert writes.buffered == 2  # the owner file and the record
+    assert writes.buffered == 1  # the owner file
 
 
 async def test_a_short_direct_write_is_finished_through_the_page_cache(

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from asyncckpt.stores import publish
-from asyncckpt.stores.local import LocalStore
+from asyncckpt.stores.local import publish
+from asyncckpt.stores.local.store import LocalStore
 from tests.crash.faults import ForkServer
 from tests.stores.checkpoints import expect, save
 from tests.stores.children import attempted, fresh, unsupported, with_store
@@ -96,7 +96,7 @@ def allowed(scenario: str) -> list[set[int]]:
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
     with ForkServer(
-        imports=("numpy", "asyncckpt.stores.local", "tests.stores.children")
+        imports=("numpy", "asyncckpt.stores.local.store", "tests.stores.children")
     ) as running:
         yield running
 
@@ -107,7 +107,7 @@ def test_a_kill_leaves_the_old_or_the_new_and_nothing_after_a_sweep(
 ) -> None:
     visited = 0
     states = []
-    target = "tests.stores.test_crash_points:change"
+    target = "tests.stores.local.test_crash_points:change"
     for number, args, outcome in server.each_call(target, fresh(prepare, tmp_path, scenario)):
         assert outcome.killed, outcome.describe()
         root = Path(args["root"])
@@ -138,7 +138,7 @@ def test_an_error_leaves_what_it_says(
     server: ForkServer, tmp_path: Path, scenario: str, mode: Any
 ) -> None:
     visited = 0
-    target = "tests.stores.test_crash_points:change"
+    target = "tests.stores.local.test_crash_points:change"
     for number, args, outcome in server.each_call(
         target, fresh(prepare, tmp_path, scenario), mode=mode, errno=errno.EIO
     ):

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: nothing outside it, from one checkpoint only, and past the cache."""
+"""Reads of a checkpoint: nothing outside it, from one checkpoint only, and past the cache."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from asyncckpt.errors import (
     StoreError,
 )
 from asyncckpt.flow.threads import Workers
-from asyncckpt.stores import files as module
-from asyncckpt.stores.local import LocalStore
+from asyncckpt.stores.local import files as module
+from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.testing.conformance import PAGE, pattern
 from tests.stores.checkpoints import save, write_file
 
@@ -106,32 +106,76 @@ async def test_everything_comes_from_the_checkpoint_that_was_opened(store: Local
     attempt = await store.begin("1", "b", overwrite=True)
     await attempt.put("data", b"new")
     await attempt.publish(b"new record")
-    await files.read_into("data", 0, [buffer])  # still open
+    for read in (
+        files.read_into("data", 0, [buffer]),
+        files.read("checkpoint.json", max_nbytes=100),
+    ):
+        with pytest.raises(CheckpointNotFoundError, match="deleted while it was being read"):
+            await read
     assert buffer.tobytes() == b"old"
-    with pytest.raises(CheckpointNotFoundError, match="deleted while it was being read"):
-        await files.read("checkpoint.json", max_nbytes=100)
+    assert await files.changed() == "replaced"
     files = store.files("1")
     assert await files.read("data", max_nbytes=3) == b"new"
 
 
 async def test_descriptors_are_bounded_and_closed(store: LocalStore) -> None:
     attempt = await store.begin("1", "a")
-    count = module.MAX_OPEN_FILES + 20
+    count = 20
     for i in range(count):
         await attempt.put(f"f{i}", b"%3d" % i)
     await attempt.publish(b"record")
     before = sorted(os.listdir("/proc/self/fd"))
     files = store.files("1")
     buffer = np.empty(3, np.uint8)
-    for i in [*range(count), *range(count)]:
+    for i in range(count):
         await files.read_into(f"f{i}", 0, [buffer])
         assert buffer.tobytes() == b"%3d" % i
     open_now = len(os.listdir("/proc/self/fd")) - len(before)
-    assert open_now == module.MAX_OPEN_FILES + 1
+    assert open_now == 1, "the checkpoint's directory, and no file of it"
     await store.close()
     assert sorted(os.listdir("/proc/self/fd")) == before
     with pytest.raises(ClosedError, match="these files were closed"):
         await files.read("f0", max_nbytes=3)
+
+
+async def test_many_small_files_are_read_by_four_threads_at_once(store: LocalStore) -> None:
+    """No reader may lose its descriptor to another one's: 2,000 files, each read twice."""
+    (path := Path(store.url) / "1").mkdir(parents=True)
+    for i in range(2000):
+        (path / f"f{i}").write_bytes(b"%4d" % i)
+    files = store.files("1")
+    buffers = np.empty((4000, 4), np.uint8)
+    async with asyncio.TaskGroup() as group:
+        for i in range(4000):
+            group.create_task(files.read_into(f"f{i % 2000}", 0, [buffers[i]]))
+    assert buffers.tobytes() == b"".join(b"%4d" % (i % 2000) for i in range(4000))
+
+
+async def test_a_slow_open_that_was_cancelled_leaves_no_descriptor(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await save(store, "1", "a")
+    files = store.files("1")
+    await files.read("checkpoint.json", max_nbytes=1 << 20)
+    before = sorted(os.listdir("/proc/self/fd"))
+    own, reached, go_on = files._open_file, threading.Event(), threading.Event()
+
+    def slow(path: str, flags: int = 0) -> int:
+        reached.set()
+        assert go_on.wait(30)
+        return own(path, flags)
+
+    monkeypatch.setattr(files, "_open_file", slow)
+    task = asyncio.create_task(files.read("checkpoint.json", max_nbytes=1 << 20))
+    await asyncio.to_thread(reached.wait, 30)
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0)
+    assert not task.done(), "the thread has yet to open the file, and to close it"
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 async def test_closing_waits_for_nobody_and_pulls_no_descriptor_away(

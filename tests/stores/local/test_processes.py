@@ -14,8 +14,8 @@ import pytest
 
 from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.flow.threads import Workers
-from asyncckpt.stores.local import LocalStore
-from asyncckpt.stores.locks import Machine, this_machine, write_owner
+from asyncckpt.stores.local.locks import Machine, this_machine, write_owner
+from asyncckpt.stores.local.store import LocalStore
 from tests.stores.checkpoints import expect, save
 from tests.stores.children import answer, end, start, tell
 
@@ -160,6 +160,33 @@ async def test_a_held_lock_outweighs_an_owner_file_of_another_boot(
     assert answer(child) == "published"
 
 
+async def test_another_boot_proves_nothing_where_the_file_system_may_be_shared(
+    tmp_path: Path,
+    workers: Workers,
+    children: list[subprocess.Popen[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two machines of one host name on NFS without shared locks: each finds the other's free."""
+    child = start("hold_attempt", str(tmp_path), "1", "x")
+    children.append(child)
+    assert answer(child) == "begun"
+    mounts = Path("/proc/self/mounts").read_text()
+    read_text = Path.read_text
+
+    def with_nfs(path: Path, *args: str) -> str:
+        if str(path) != "/proc/self/mounts":
+            return read_text(path, *args)
+        return f"{mounts}server:/export {os.path.realpath(tmp_path)} nfs4 rw,local_lock=all 0 0\n"
+
+    monkeypatch.setattr("asyncckpt.stores.local.sweep.try_lock", lambda fd: True)
+    other = LocalStore(tmp_path, workers, machine=Machine(this_machine().host, "another"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", with_nfs)
+        assert await other.sweep() == []
+    assert await other.sweep() == ["epoch-0/1-x"], "a local file system has one kernel"
+    end(child, kill=True)
+
+
 async def test_without_locks_only_another_boot_proves_death(
     tmp_path: Path,
     workers: Workers,
@@ -170,7 +197,7 @@ async def test_without_locks_only_another_boot_proves_death(
     children.append(child)
     assert answer(child) == "begun"
     end(child, kill=True)
-    monkeypatch.setattr("asyncckpt.stores.sweep.try_lock", lambda fd: None)
+    monkeypatch.setattr("asyncckpt.stores.local.sweep.try_lock", lambda fd: None)
     same = LocalStore(tmp_path, workers)
     assert await same.sweep() == []
     after_boot = LocalStore(tmp_path, workers, machine=Machine(this_machine().host, "another"))

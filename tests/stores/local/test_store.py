@@ -13,8 +13,8 @@ import pytest
 
 from asyncckpt.flow.threads import Workers
 from asyncckpt.ports import Store
-from asyncckpt.stores import posix, publish
-from asyncckpt.stores.local import LocalStore
+from asyncckpt.stores.local import posix, publish
+from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.testing.conformance import StoreConformance
 from asyncckpt.testing.faults import FaultStore
 

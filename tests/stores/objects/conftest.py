@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asyncckpt.testing.objectstore import Simulator, simulator
+from tests.simulator import Simulator, simulator
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from asyncckpt.flow.retry import Patience
-from asyncckpt.stores.objects.client import (
+from asyncckpt.stores.objects.clients.client import (
     Body,
     ClientTraits,
     Kind,
@@ -19,10 +18,11 @@ from asyncckpt.stores.objects.client import (
     PendingParts,
     RequestError,
 )
-from asyncckpt.stores.objects.policy import HASTY, RequestPolicy
-from asyncckpt.stores.objects.requests import Requests
+from asyncckpt.stores.objects.requests.policy import HASTY, RequestPolicy
+from asyncckpt.stores.objects.requests.requests import Requests
+from asyncckpt.stores.objects.requests.retry import RetryPolicy
 
-AT_ONCE = replace(HASTY, patience=Patience(tries=4, backoff_s=0.0, backoff_cap_s=0.0))
+AT_ONCE = replace(HASTY, retry=RetryPolicy(tries=4, backoff_s=0.0, backoff_cap_s=0.0))
 SHORT = replace(AT_ONCE, timeout_s=0.02, hedge_cold_s=60.0)
 """Deadlines that a request without an answer reaches at once."""
 
@@ -60,7 +60,7 @@ class ScriptedClient:
 
     def __init__(self, *script: Step) -> None:
         self.url = "script://bucket/run"
-        self.traits = ClientTraits("scripted", "any", 0, 0, True, multipart=True)
+        self.traits = ClientTraits("scripted", 0, 0, True, multipart=True)
         self.script = list(script)
         self.objects: dict[str, bytes] = {}
         self.uploads: dict[str, dict[int, bytes]] = {}
@@ -119,7 +119,7 @@ class ScriptedClient:
 
         await self._request(f"delete {' '.join(keys)}", act)
 
-    async def begin_parts(self, key: str) -> str:
+    async def begin_parts(self, key: str, *, create: bool = False) -> str:
         upload = f"upload {len(self.uploads)}"
 
         def act() -> None:
@@ -135,7 +135,9 @@ class ScriptedClient:
         await self._request(f"part {number}", act)
         return f"tag {number}"
 
-    async def complete_parts(self, key: str, upload: str, tags: Sequence[str]) -> None:
+    async def complete_parts(
+        self, key: str, upload: str, tags: Sequence[str], *, create: bool = False
+    ) -> None:
         def act() -> None:
             if upload not in self.uploads:
                 raise RequestError("missing", upload, status=404)
@@ -171,7 +173,7 @@ def name(number: int) -> str:
 def assert_at_rest(store: Requests, client: ScriptedClient) -> None:
     """Every request has ended and holds nothing."""
     assert (store.limiter.in_flight, store.limiter.waiting) == (0, 0)
-    assert all(hedges.in_flight == 0 for hedges in store.hedges.values())
+    assert all(store.controller(way).hedges_in_flight == 0 for way in ("put", "get"))
     assert client.running == 0
     assert client.ended == len(client.requests)
 

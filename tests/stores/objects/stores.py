@@ -12,13 +12,13 @@ from typing import Any
 from aiobotocore.session import AioSession
 
 from asyncckpt.flow.threads import Workers
-from asyncckpt.stores.objects.client import ObjectClient
+from asyncckpt.stores.objects.clients.client import ObjectClient
+from asyncckpt.stores.objects.clients.opening import open_client
 from asyncckpt.stores.objects.layout import is_probe
-from asyncckpt.stores.objects.opening import open_client
-from asyncckpt.stores.objects.requests import HASTY, Requests
+from asyncckpt.stores.objects.requests.requests import HASTY, Requests
 from asyncckpt.stores.objects.store import ObjectStore
-from asyncckpt.testing.conformance import expect, identity, save_id_of
-from asyncckpt.testing.objectstore import Logged, Simulator
+from asyncckpt.testing.conformance import expect, identity, outline_of, save_id_of
+from tests.simulator import Request, Simulator
 
 ROOT = "run"
 KINDS = ("s3fs", "gcsfs", "obstore")
@@ -75,6 +75,7 @@ def store_of(client: ObjectClient, workers: Workers, **more: Any) -> ObjectStore
     return ObjectStore(
         requests,
         save_id_of=save_id_of,
+        outline_of=outline_of,
         workers=workers,
         google=client.url.startswith("gs://"),
         **more,
@@ -103,7 +104,7 @@ async def whole(sim: Simulator, store: ObjectStore, name: str, seed: int) -> Non
     assert sim.get("bucket", f"{ROOT}/{name}/default/small") == b"small %d" % seed
 
 
-def writes(sim: Simulator) -> list[Logged]:
+def writes(sim: Simulator) -> list[Request]:
     """Requests that change something, in their order."""
     return [
         request for request in sim.requests if request.kind not in ("get_object", "list_objects")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from asyncckpt.stores.objects.client import RequestError
-from asyncckpt.stores.objects.fsspec_client import DELETES, each
-from asyncckpt.testing.objectstore import Fault, Simulator, simulator
+from asyncckpt.stores.objects.clients.client import RequestError
+from asyncckpt.stores.objects.clients.fsspec_client import DELETES, each
+from tests.simulator import Fault, Simulator, simulator
 from tests.stores.objects.scripted import requests
 from tests.stores.objects.stores import opened
 

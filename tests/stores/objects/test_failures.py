@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from asyncckpt.errors import CheckpointNotFoundError, StoreError
-from asyncckpt.stores.objects.client import RETRYABLE, Kind, RequestError
+from asyncckpt.stores.objects.clients.client import RETRYABLE, Kind, RequestError
 from asyncckpt.stores.objects.failures import reported, store_error
 
 S3 = "s3://bucket/run/7/checkpoint.json"

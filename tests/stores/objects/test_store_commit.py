@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import SimpleNamespace
 
 import pytest
 
 from asyncckpt.errors import CheckpointExistsError, SaveError, StoreError, UsageError
 from asyncckpt.stores.objects import attempt as attempts
-from asyncckpt.stores.objects.layout import fixed_owner
+from asyncckpt.stores.objects.layout import is_fixed, owner
 from asyncckpt.stores.objects.store import COLLECT_MIN_S
-from asyncckpt.testing.conformance import expect, expect_no_record, fill, identity, record_of, save
-from asyncckpt.testing.objectstore import Fault, Simulator
+from asyncckpt.testing.conformance import (
+    expect,
+    expect_no_record,
+    fill,
+    identity,
+    put,
+    record_of,
+    save,
+)
+from tests.simulator import Fault, Simulator
 from tests.stores.objects.stores import KINDS, RECORD_PUT, ROOT, names, of, opened, whole, writes
 
 # -------------------------------------------------------------------------------------- round trips
@@ -25,8 +32,9 @@ async def test_a_commit_is_one_round_trip_and_one_more_for_the_fixed_names(
     async with opened(kind, sim) as store:
         await save(store, "0", "first")  # the store is known from here on
         attempt = await store.begin("1", identity("a"))
-        record = await fill(attempt, identity("a"))
-        await attempt.put("default/_METADATA", b"metadata")
+        await fill(attempt, identity("a"))
+        small = {"default/small": b"small 0", "default/_METADATA": b"metadata"}
+        record = await put(attempt, identity("a"), small)
         sim.reset()
         await attempt.publish(record)
         log = writes(sim)
@@ -49,21 +57,28 @@ async def test_nothing_before_the_record_has_a_name_that_others_could_write(sim:
         await attempt.put("default/more", b"more")
         assert all(identity("a") in key for key in names(sim))
         # The contents of fixed names are durable before the record, in objects of the attempt.
-        assert len([key for key in names(sim) if fixed_owner(key.removeprefix("1/"))]) == 2
+        assert len([key for key in names(sim) if is_fixed(key.removeprefix("1/"))]) == 2
         with pytest.raises(UsageError, match="another attempt could write this name"):
             await attempt.create("default/d/data", nbytes=1)
         await attempt.publish(record)
 
 
-async def test_files_that_are_put_together_are_kept_in_one_object(sim: Simulator) -> None:
+async def test_the_content_of_a_file_is_where_its_attempt_says_before_the_record(
+    sim: Simulator,
+) -> None:
+    """In an object of its own, or in the record alone."""
     async with opened("obstore", sim) as store:
         attempt = await store.begin("1", identity("a"))
-        async with asyncio.TaskGroup() as group:
-            for number in range(20):
-                group.create_task(attempt.put(f"default/{number}", b"%d" % number))
-        assert of(sim, "a") == [f"1/.asyncckpt-{identity('a')}-fixed-0"]
+        await attempt.put("default/small", b"small")
+        source = attempt.source("default/small")
+        assert source is not None and owner(source) == identity("a")
+        assert sim.get("bucket", f"{ROOT}/1/{source}") == b"small"
+        await attempt.put("default/manifest", b"manifest", in_record=True)
+        assert of(sim, "a") == [f"1/{source}"]
         await attempt.publish(record_of(identity("a")))
-        assert sim.get("bucket", f"{ROOT}/1/default/7") == b"7"
+        assert sim.get("bucket", f"{ROOT}/1/default/small") == b"small"
+        assert sim.get("bucket", f"{ROOT}/1/default/manifest") == b"manifest"
+        assert attempt.source(f"default/d/{identity('a')}-0") is None
 
 
 # --------------------------------------------------------------------------------- answers of a PUT
@@ -150,7 +165,7 @@ async def test_what_is_no_record_is_reported_and_only_replaced_when_asked(
     async with opened(kind, sim) as store:
         sim.put("bucket", f"{ROOT}/1/checkpoint.json", b"torn")
         with pytest.raises(
-            CheckpointExistsError, match="4 bytes that are no commit record"
+            CheckpointExistsError, match="4 bytes that are not a valid commit record"
         ) as caught:
             await save(store, "1", "a")
         assert caught.value.found == b"torn" and "overwrite=True" in str(caught.value)

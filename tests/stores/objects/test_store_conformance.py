@@ -10,8 +10,8 @@ import pytest
 
 from asyncckpt.ports import Store
 from asyncckpt.testing.conformance import StoreConformance
-from asyncckpt.testing.objectstore import Simulator, simulator
 from tests.moto_s3 import moto_server
+from tests.simulator import Simulator, simulator
 from tests.stores.objects.stores import opened, opened_at
 
 

@@ -11,7 +11,7 @@ import pytest
 from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError
 from asyncckpt.stores.objects.store import ObjectStore
 from asyncckpt.testing.conformance import expect, expect_no_record, save
-from asyncckpt.testing.objectstore import Fault, Simulator
+from tests.simulator import Fault, Simulator
 from tests.stores.objects.stores import ROOT, names, opened, whole, writes
 
 FOREVER = 1 << 30
@@ -51,7 +51,7 @@ class Scenario:
 async def seed_of(store: ObjectStore, name: str) -> int | None:
     files = store.files(name)
     try:
-        return int((await files.read("checkpoint.json", max_nbytes=200)).split()[1])
+        return int((await files.read("checkpoint.json", max_nbytes=1000)).split()[1])
     except CheckpointNotFoundError:
         return None
     finally:

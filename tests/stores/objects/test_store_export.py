@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
-from asyncckpt.errors import CheckpointExistsError, StoreError, UsageError
+from asyncckpt.errors import AsyncCheckpointError, CheckpointExistsError, StoreError, UsageError
 from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.ports import Bytes, ExportingStore
 from asyncckpt.stores.objects.export import ObjectExport
 from asyncckpt.stores.objects.store import ObjectStore
 from asyncckpt.testing.conformance import identity, pattern, save
-from asyncckpt.testing.objectstore import Fault, Simulator
+from tests.objects import controls
+from tests.simulator import Fault, Gate, Simulator
 from tests.stores.objects.stores import ROOT, opened
 
 KINDS = ("s3fs", "gcsfs", "obstore")
@@ -139,3 +142,147 @@ async def test_an_abort_that_is_refused_leaves_no_other_upload_open(
         assert left == ([] if kind == "s3fs" else [first])
         assert keys(sim) == set()
         sim.clear()
+
+
+# --------------------------------------------------------------------------------------- multipart
+
+# Sessions of resumable uploads to Google cannot be listed: one whose id was lost expires there.
+PARTS = ("s3fs", "gcsfs")
+LOST = (
+    ("s3fs", {"kind": "create_upload", "reset": True, "applied": True}),
+    *((kind, {"kind": "put_part", "reset": True, "applied": True}) for kind in PARTS),
+    *((kind, {"kind": "put_part", "number": 2, "status": 503}) for kind in PARTS),
+    ("s3fs", {"kind": "complete_upload", "reset": True, "applied": True}),
+    ("s3fs", {"kind": "complete_upload", "status": 500}),
+)
+
+
+@pytest.mark.parametrize(("kind", "what"), LOST, ids=str)
+async def test_a_multipart_upload_survives_lost_answers_and_leaves_no_other(
+    sim: Simulator, kind: str, what: dict[str, Any]
+) -> None:
+    data = pattern(2 * SLOT_NBYTES + 5)
+    fault = Fault(**what)
+    async with opened(kind, sim) as store:
+        sim.faults.append(fault)
+        await export_one(store, data, "a")
+        assert sim.get("bucket", f"{ROOT}/{FILE}") == data.tobytes()
+    assert fault.happened
+    assert not sim.uploads
+
+
+@pytest.mark.parametrize(
+    ("kind", "at"),
+    [("s3fs", "create_upload"), ("s3fs", "put_part"), ("gcsfs", "put_part")],
+)
+async def test_an_upload_that_was_cancelled_anywhere_is_aborted_for_good(
+    sim: Simulator, kind: str, at: str
+) -> None:
+    """Twice, and also where the id of the upload was lost with the answer."""
+    data = pattern(SLOT_NBYTES + 5)
+    async with opened(kind, sim) as store:
+        export = await store.begin_export(FILE, identity("a"))
+        gate = Gate()
+        sim.faults.append(Fault(kind=at, applied=True, hang=True, gate=gate))
+        task = asyncio.ensure_future(write(export, FILE, data))
+        await gate.reached.wait()
+        gate.release()
+        while not sim.uploads:  # until it took effect
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        aborting = asyncio.ensure_future(export.abort())
+        for _ in range(2):
+            await asyncio.sleep(0)
+            aborting.cancel()
+        with suppress(asyncio.CancelledError):
+            await aborting
+        assert not sim.uploads
+        assert keys(sim) == set()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("nbytes", [100, 2 * SLOT_NBYTES + 5])
+async def test_of_two_exports_to_one_name_exactly_one_succeeds(
+    sim: Simulator, kind: str, nbytes: int
+) -> None:
+    """Also where both have looked, and found nothing, before either object appeared."""
+    async with opened(kind, sim) as first, opened(kind, sim) as second:
+        exports = [
+            await first.begin_export(FILE, identity("a")),
+            await second.begin_export(FILE, identity("b")),
+        ]
+        for seed, export in enumerate(exports):
+            await write(export, FILE, pattern(nbytes, seed))
+            export._replaced = nothing_there  # type: ignore[method-assign]
+        results = await asyncio.gather(
+            *(export.publish_files(FILE) for export in exports), return_exceptions=True
+        )
+        errors = [result for result in results if result is not None]
+        assert len(errors) == 1 and isinstance(errors[0], CheckpointExistsError)
+        winner = results.index(None)
+        assert sim.get("bucket", f"{ROOT}/{FILE}") == pattern(nbytes, winner).tobytes()
+        assert not sim.uploads
+
+
+async def nothing_there(single: bool) -> list[str]:
+    return []
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+async def test_a_completion_whose_answer_was_lost_is_no_defeat(
+    sim: Simulator, overwrite: bool
+) -> None:
+    """The retry finds an object, which is ours: the upload has ended."""
+    data = pattern(2 * SLOT_NBYTES)
+    async with opened("s3fs", sim) as store:
+        sim.faults.append(Fault(kind="complete_upload", reset=True, applied=True))
+        await export_one(store, data, "a", overwrite=overwrite)
+    assert sim.get("bucket", f"{ROOT}/{FILE}") == data.tobytes()
+
+
+async def test_a_collected_file_is_sent_from_where_it_is(
+    sim: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies: list[object] = []
+    async with opened("obstore", sim) as store:
+        put = store._requests.create
+
+        async def create(key: str, body: object) -> bool:
+            bodies.append(body)
+            return await put(key, body)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(store._requests, "create", create)
+        export = await store.begin_export(FILE, identity("a"))
+        file = await export.create(FILE, nbytes=100, window_nbytes=SLOT_NBYTES)
+        await file.write(0, pattern(100))
+        await file.seal(100)
+        held = file._buffer  # type: ignore[attr-defined]
+        await export.publish_files(FILE)
+        assert bodies[-1] is held and file._buffer == b""  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("forget", [False, True])
+async def test_a_refusal_of_any_request_leaves_no_upload(
+    sim: Simulator, monkeypatch: pytest.MonkeyPatch, forget: bool
+) -> None:
+    """Unless the export forgets to abort them, which is noticed."""
+    if forget:
+        controls.uploads_are_forgotten(monkeypatch)
+    data, left, number = pattern(2 * SLOT_NBYTES), 0, 0
+    async with opened("s3fs", sim) as store:
+        await export_one(store, data, "known")
+        happened = True
+        while happened:
+            number += 1
+            sim.clear()
+            fault = Fault(number=number, status=403)
+            sim.faults.append(fault)
+            with suppress(AsyncCheckpointError, ExceptionGroup):
+                await export_one(store, data, f"{number}")
+            happened = bool(fault.happened)
+            sim.faults.clear()
+            left += len(sim.uploads)
+            assert forget or keys(sim) <= {FILE}
+    assert number >= 6 and (left > 0) == forget

@@ -13,8 +13,8 @@ from asyncckpt.errors import CheckpointExistsError
 from asyncckpt.stores.objects.publish import Publication
 from asyncckpt.stores.objects.store import ObjectStore
 from asyncckpt.testing.conformance import expect, identity, save
-from asyncckpt.testing.objectstore import Fault, Gate, Simulator, simulator
 from tests.children import finish, start
+from tests.simulator import Fault, Gate, Simulator, simulator
 from tests.stores.objects.stores import ROOT, opened
 
 WRITERS = 8
@@ -82,7 +82,7 @@ async def check(sim: Simulator, kind: str, rounds: int) -> None:
 
 async def winner_of(store: ObjectStore, name: str) -> int:
     files = store.files(name)
-    record = await files.read("checkpoint.json", max_nbytes=200)
+    record = await files.read("checkpoint.json", max_nbytes=1000)
     await files.close()
     return int(record.split()[1])
 

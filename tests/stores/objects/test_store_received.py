@@ -7,7 +7,7 @@ import pytest
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.options import MIB
-from asyncckpt.testing.objectstore import Simulator
+from tests.simulator import Simulator
 from tests.stores.objects.stores import ROOT, opened
 
 

@@ -1,4 +1,4 @@
-"""Whether the shards of a tensor tile it."""
+"""Check that the shards of a tensor tile it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from asyncckpt.spec import Box
 
 _FREE_WORK = 1 << 20
 _WORK_PER_BOX = 64
-"""Looks at a box that its tiling may take. Meshes need one per axis; what needs far more was made
-to need it."""
+"""Comparisons per box that a check may take. Meshes need one per axis; inputs that need far more
+are hostile."""
 
 
 def tiling_fault(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
-    """Why not each element of an array is in exactly one box; None where each is.
+    """Return why not every element of an array is in exactly one box, or None.
 
     Args:
         shape: of the array.
@@ -31,15 +31,15 @@ def tiling_fault(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
 
 
 def box_text(box: Box) -> str:
-    """The box as an index expression: `[0:4, 8:10]`."""
+    """Return the box as an index expression: `[0:4, 8:10]`."""
     return f"[{', '.join(f'{o}:{o + n}' for o, n in zip(box.offset, box.shape, strict=True))}]"
 
 
 def _overlap(boxes: Sequence[Box], rank: int) -> str | None:
-    """Which boxes overlap, or None.
+    """Return which boxes overlap, or None.
 
-    They are cut into groups that lie apart, again and again along any axis; only boxes that no cut
-    parts are compared with each other.
+    The boxes are split into separate groups, again and again along any axis; only boxes that no
+    split separates are compared with each other.
     """
     work = _FREE_WORK + _WORK_PER_BOX * len(boxes)
     groups = [list(boxes)]
@@ -65,7 +65,7 @@ def _overlap(boxes: Sequence[Box], rank: int) -> str | None:
 
 
 def _apart(group: list[Box], axis: int) -> list[list[Box]]:
-    """The group, cut wherever no box of it reaches across along the axis."""
+    """Split the group along an axis wherever no box crosses."""
     group = sorted(group, key=lambda box: box.offset[axis])
     parts: list[list[Box]] = []
     reach = -1

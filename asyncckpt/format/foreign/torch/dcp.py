@@ -1,8 +1,9 @@
-"""What a checkpoint of `torch.distributed.checkpoint` says about itself, checked.
+"""Metadata of `torch.distributed.checkpoint`, checked.
 
-`.metadata` names every key of the flattened state dict, the path it had (`planner_data`), whether
-it is a tensor, and for every shard of it the file, offset and length of an archive of `torch.save`.
-Source: `metadata.py`, `filesystem.py` and `default_planner.py` of torch 2.13.
+`.metadata` names every key of the flattened state dict, its path in the nested one
+(`planner_data`), whether it is a tensor, and for every shard the file, offset and length of an
+archive of `torch.save`. Source: `metadata.py`, `filesystem.py` and `default_planner.py` of torch
+2.13.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from asyncckpt.errors import UnsupportedFormatError
-from asyncckpt.format.faults import corrupt
-from asyncckpt.format.paths import path_fault
-from asyncckpt.format.strided import Layout, dense_axes
-from asyncckpt.format.tiles import tiling_fault
-from asyncckpt.format.torch_pickle import (
+from asyncckpt.format.damage import corrupt, path_fault
+from asyncckpt.format.foreign.torch.cover import tiling_fault
+from asyncckpt.format.foreign.torch.strided import Layout, dense_axes
+from asyncckpt.format.foreign.torch.torch_pickle import (
     DTYPES,
     MAX_RANK,
     BytesStorageMetadata,
@@ -36,19 +36,19 @@ from asyncckpt.tree import MAX_DEPTH, Key
 
 METADATA_NAME = ".metadata"
 VERSION = 1
-"""Major version of the format, as `Metadata.version` states it; torch before 2.6 states none."""
+"""Major version of the format, as in `Metadata.version`; torch before 2.6 writes none."""
 
 MAX_METADATA_NBYTES = 1 << 30
 MAX_FILE_NBYTES = 1 << 62
 MAX_ELEMENTS = 1 << 58
-"""Elements of a tensor, of which none has more than 16 bytes."""
+"""Most elements of a tensor; an element has at most 16 bytes."""
 
 _WHAT = "the metadata of torch.distributed.checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One archive: a run of bytes of a file."""
+    """Bytes of one archive in a file."""
 
     file: str
     offset: int
@@ -57,15 +57,15 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One key of the flattened state dict.
+    """Key of the flattened state dict.
 
     Attributes:
         key: the key.
-        path: where it was in the nested one; integers are indices of lists.
-        shape: of a tensor; None for other values.
+        path: its path in the nested state dict; integers are indices of lists.
+        shape: shape of a tensor; None for other values.
         dtype: torch dtype of a tensor, without its module.
-        boxes: of a tensor, the shards that hold elements; they tile it.
-        items: per box the archive that holds it; of other values the one archive.
+        boxes: shards of a tensor that hold elements; they tile it.
+        items: the archive of every box; of other values, the one archive.
     """
 
     key: str
@@ -77,12 +77,12 @@ class Entry:
 
 
 def decode_entries(value: object, *, file: str) -> list[Entry]:
-    """The entries of a checkpoint, from what its `.metadata` holds.
+    """Return the entries of a checkpoint, from the unpickled `.metadata`.
 
     Raises:
         CorruptCheckpointError: it is malformed, names files outside the checkpoint, or has shards
             that do not tile their tensor.
-        UnsupportedFormatError: it is of a newer version, or uses what is not read here.
+        UnsupportedFormatError: it has a newer version, or a feature that is not read here.
     """
     return _Decoder(file).entries(value)
 
@@ -169,7 +169,7 @@ class _Decoder:
         return Entry(key, path, shape, dtype.name, boxes, tuple(items))
 
     def _boxes(self, chunks: object, shape: tuple[int, ...], where: str) -> tuple[Box, ...]:
-        """The shards that hold elements; they tile the tensor."""
+        """Return the shards that hold elements, after checking that they tile the tensor."""
         if type(chunks) is not list:
             self._fault(f"{where} has no list of shards")
         boxes = []
@@ -189,14 +189,14 @@ class _Decoder:
 
     def _item(self, info: StorageInfo | None, where: str) -> Item:
         if info is None:
-            self._fault(f"storage_data has no place for a shard of {where}")
+            self._fault(f"storage_data does not locate a shard of {where}")
         path, offset, nbytes = (
             getattr(info, name, None) for name in ("relative_path", "offset", "length")
         )
         if type(path) is not str or type(offset) is not int or type(nbytes) is not int:
-            self._fault(f"the place of {where} has no file, offset and length")
+            self._fault(f"the location of {where} has no file, offset and length")
         if not 0 <= offset <= MAX_FILE_NBYTES or not 0 < nbytes <= MAX_FILE_NBYTES:
-            self._fault(f"the place of {where} is bytes {offset} to {offset + nbytes}")
+            self._fault(f"the location of {where} is bytes {offset} to {offset + nbytes}")
         if path not in self._files:
             reason = path_fault(path)
             if reason is not None:
@@ -212,7 +212,7 @@ class _Decoder:
         return Item(self._files.setdefault(path, path), offset, nbytes)
 
     def _check_apart(self, entries: Sequence[Entry]) -> None:
-        """No two archives share bytes: what is read is no more than there is."""
+        """Raise if two archives share bytes: no more may be read than is stored."""
         items = sorted(
             (item.file, item.offset, item.nbytes, entry.key)
             for entry in entries
@@ -221,15 +221,15 @@ class _Decoder:
         for (file, offset, nbytes, key), (other, start, _, next_key) in itertools.pairwise(items):
             if file == other and offset + nbytes > start:
                 self._fault(
-                    f"{key[:200]!r} and {next_key[:200]!r} share bytes of {file} from {start} on"
+                    f"{key[:200]!r} and {next_key[:200]!r} share bytes of {file} from byte {start}"
                 )
 
     def _extents(self, value: object, what: str) -> tuple[int, ...]:
-        """The value, if it is a tuple of sizes or offsets. Nothing else may be hashed."""
+        """Return a tuple of sizes or offsets. Nothing else of a pickle may be hashed."""
         if type(value) is not tuple or len(value) > MAX_RANK:
             self._fault(f"{what} is no tuple of at most {MAX_RANK} numbers")
         if any(type(n) is not int or not 0 <= n < MAX_ELEMENTS for n in value):
-            self._fault(f"{what} has what is no size")
+            self._fault(f"{what} has an item that is not a size")
         return value
 
     def _dict(self, value: object, name: str, kind: type = str) -> dict[Any, Any]:
@@ -247,13 +247,13 @@ class _Decoder:
 
 
 def nest(paths: Sequence[tuple[Key, ...]], values: Sequence[object]) -> dict[Key, object]:
-    """The nested state dict with these values at these paths.
+    """Return the nested state dict with these values at these paths.
 
-    Integers in a path are indices of a list where those beside each other count from 0; else they
-    stay the keys of a dict (torch leaves out empty containers, and with them their index).
+    Integers in a path are indices of a list if those of one container count from 0; otherwise they
+    remain keys of a dict (torch leaves out empty containers, and with them their index).
 
     Raises:
-        ValueError: two values have one path, or one stands inside another.
+        ValueError: two values have one path, or one is inside another.
     """
     root: dict[Key, Any] = {}
     made: list[tuple[dict[Key, Any], Key]] = []
@@ -271,9 +271,9 @@ def nest(paths: Sequence[tuple[Key, ...]], values: Sequence[object]) -> dict[Key
                 raise ValueError(f"the path {list(path)!r:.200} leads through another value")
             node = inner
         if path[-1] in node:
-            raise ValueError(f"the path {list(path)!r:.200} is that of two values, or of a dict")
+            raise ValueError(f"the path {list(path)!r:.200} is used by two values, or by a dict")
         node[path[-1]] = value
-    # Children were made after their parents.
+    # Reversed: children were made after their parents.
     for parent, key in reversed(made):
         child = parent[key]
         if all(type(part) is int for part in child) and max(child) == len(child) - 1:
@@ -282,21 +282,21 @@ def nest(paths: Sequence[tuple[Key, ...]], values: Sequence[object]) -> dict[Key
 
 
 def _shown(value: object) -> str:
-    """The value, if it is a text; what else a pickle holds may be too deep for `repr`."""
+    """Return the `repr` of a string, or the type of anything else, which may be too deep for it."""
     return repr(value[:80]) if isinstance(value, str) else f"a {type(value).__name__}"
 
 
 def layout_of(saved: SavedTensor, shape: tuple[int, ...], dtype: str) -> Layout:
-    """How the elements of a shard stand in its archive.
+    """Return the layout of a shard's elements in its archive.
 
     Args:
-        saved: what the archive says of itself.
-        shape: of the shard.
+        saved: the tensor that the archive describes.
+        shape: shape of the shard.
         dtype: torch dtype of the whole tensor; one that can be restored.
 
     Raises:
-        ValueError: the archive holds another tensor, or less than it says.
-        NotImplementedError: its elements do not stand densely.
+        ValueError: the archive holds another tensor, or less than it claims.
+        NotImplementedError: its elements are not dense.
     """
     if saved.dtype != dtype or saved.shape != shape:
         raise ValueError(

@@ -1,60 +1,66 @@
 """Pickles of plain values: numbers, strings, bytes and containers of them, as `torch.save` writes.
 
-`bytes` and `complex` stand in protocol 2 as calls of `_codecs.encode` and `complex`; these and
-`OrderedDict` (as a dict) and `torch.Size` (as a tuple) are the only calls that are known here.
+Protocol 2 writes `bytes` and `complex` as calls of `_codecs.encode` and `complex`; these,
+`OrderedDict` (read as a dict) and `torch.Size` (read as a tuple) are the only calls accepted.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from asyncckpt.format.allowance import DICT_NBYTES, INT_NBYTES, TEXT_NBYTES, Allowance
-from asyncckpt.format.opcodes import PickleSource
-from asyncckpt.format.unpickle import Names, Unpickler
+from asyncckpt.format.foreign.torch.unpickle import (
+    DICT_NBYTES,
+    INT_NBYTES,
+    TEXT_NBYTES,
+    Allowance,
+    Names,
+    PickleSource,
+    Unpickler,
+)
 from asyncckpt.tree import MAX_DEPTH
 from asyncckpt.tree.structure import MAX_KEY_BITS
 
 LEAF_NBYTES = 192
-"""What a leaf takes in the tables of an open checkpoint: its path, its value, its place."""
+"""Memory that a leaf takes in the tables of an open checkpoint: its path, its value, its place."""
 
 _SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes))
 
 
 def _encode(arguments: tuple[Any, ...], allowance: Allowance) -> bytes:
-    """`_codecs.encode`: how protocol 2 writes bytes."""
+    """Return bytes as protocol 2 writes them: a call of `_codecs.encode`."""
     if len(arguments) != 2 or type(arguments[0]) is not str or arguments[1] != "latin1":
-        raise ValueError("it encodes something else than bytes")
+        raise ValueError("it encodes something other than bytes")
     allowance.take(TEXT_NBYTES + len(arguments[0]))
     return arguments[0].encode("latin1")
 
 
 def _bytes(arguments: tuple[Any, ...], _: Allowance) -> bytes:
-    """`bytes`: how protocol 2 writes empty ones."""
+    """Return empty bytes, which protocol 2 writes as a call of `bytes`."""
     if arguments:
-        raise ValueError("it makes bytes of something")
+        raise ValueError("it makes bytes from arguments")
     return b""
 
 
 def _complex(arguments: tuple[Any, ...], allowance: Allowance) -> complex:
     if len(arguments) != 2 or any(type(part) is not float for part in arguments):
-        raise ValueError("it makes a complex number of something else than two floats")
+        raise ValueError("it makes a complex number of something other than two floats")
     allowance.take(INT_NBYTES)
     return complex(*arguments)
 
 
 def empty_dict(arguments: tuple[Any, ...], allowance: Allowance) -> dict[Any, Any]:
-    """`collections.OrderedDict`, whose items are set afterwards."""
+    """Return an empty dict for a `collections.OrderedDict`, whose items are set afterwards."""
     if arguments:
-        raise ValueError("it makes an OrderedDict of something")
+        raise ValueError("it makes an OrderedDict from arguments")
     allowance.take(DICT_NBYTES)
     return {}
 
 
 def _size(arguments: tuple[Any, ...], _: Allowance) -> tuple[int, ...]:
     if len(arguments) != 1 or type(arguments[0]) is not tuple:
-        raise ValueError("it makes a torch.Size of something else than a tuple")
+        raise ValueError("it makes a torch.Size of something other than a tuple")
     if any(type(n) is not int for n in arguments[0]):
-        raise ValueError("it makes a torch.Size of something else than integers")
+        raise ValueError("it makes a torch.Size of something other than integers")
     return arguments[0]
 
 
@@ -70,17 +76,17 @@ NAMES: Names = {
 
 
 def load_value(source: PickleSource, allowance: Allowance, *, depth: int = 0) -> Any:
-    """The plain value that a pickle holds, as a tree that may stand `depth` containers deep.
+    """Return the plain value of a pickle, as a tree that will be `depth` containers deep.
 
     Raises:
         CorruptCheckpointError: the pickle is malformed, refers to itself, or describes a value far
             larger than itself.
-        UnsupportedFormatError: it holds something that is no plain value.
+        UnsupportedFormatError: it holds something that is not a plain value.
     """
     unpickler = Unpickler(source, NAMES, allowance)
     value = unpickler.run()
     try:
-        found = _foreign(value, allowance, MAX_DEPTH - depth, unpickler.nbytes)
+        found = _not_plain(value, allowance, MAX_DEPTH - depth, unpickler.nbytes)
     except ValueError as error:
         raise source.corrupt(str(error), source.start) from None
     except MemoryError:
@@ -91,12 +97,12 @@ def load_value(source: PickleSource, allowance: Allowance, *, depth: int = 0) ->
     return value
 
 
-def _foreign(value: Any, allowance: Allowance, depth: int, most: int) -> str | None:
-    """What of a value is not plain, or None. Containers that it shares count as often as it does.
+def _not_plain(value: Any, allowance: Allowance, depth: int, most: int) -> str | None:
+    """Return what in a value is not plain, or None. Shared containers count as often as used.
 
     Raises:
         ValueError: it is deeper than `depth`, or has more than `most` parts.
-        MemoryError: the allowance does not do for its leaves.
+        MemoryError: its leaves take more than the allowance.
     """
     level = [value]
     count = 0
@@ -122,5 +128,5 @@ def _foreign(value: Any, allowance: Allowance, depth: int, most: int) -> str | N
         level = inner
         depth -= 1
         if inner and depth <= 0:
-            raise ValueError(f"its containers stand more than {MAX_DEPTH} deep")
+            raise ValueError(f"its containers are more than {MAX_DEPTH} deep")
     return None

@@ -1,7 +1,7 @@
-"""Arrays whose elements stand densely, but not in C order or not as they are.
+"""Layouts of dense arrays that are not in C order, or are conjugated or negated views.
 
 torch keeps the strides of a tensor when it saves it (transposed weights, `channels_last`), and the
-two bits by which a view of complex numbers is conjugated or negated without being computed.
+two bits that make a tensor the conjugate or negative of its storage.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from asyncckpt.spec import DTYPES
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the elements of an array stand.
+    """Order of an array's elements in memory.
 
     Attributes:
-        axes: its axes, the one along which memory is slowest first.
-        conj: the values are the complex conjugates of what is stored.
-        neg: the values are the negatives of what is stored.
+        axes: its axes, slowest-varying first.
+        conj: the values are the complex conjugates of the stored ones.
+        neg: the values are the negatives of the stored ones.
     """
 
     axes: tuple[int, ...]
@@ -36,9 +36,9 @@ class Layout:
 
 
 def dense_axes(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
-    """The axes from slow to fast, where elements stand without gaps; None where they do not.
+    """Return the axes from slow to fast if the elements have no gaps, else None.
 
-    Axes of length 1 have any stride, and are put where they keep C order if they can.
+    Axes of length 1 may have any stride, and are placed to keep C order where possible.
     """
     rank = len(shape)
     long = sorted((a for a in range(rank) if shape[a] > 1), key=lambda axis: (-strides[axis], axis))
@@ -53,7 +53,7 @@ def dense_axes(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] 
 
 
 def codec_of(layout: Layout, chunk_shape: tuple[int, ...], dtype: str) -> Codec:
-    """Makes a chunk of C order from one whose axes stand as in `layout`."""
+    """Return the codec that turns a chunk with this layout into one in C order."""
     if layout.plain:
         return PLAIN
     return Codec("strided", crc32c=False, decode=_decoder(layout, chunk_shape, dtype))
@@ -67,7 +67,7 @@ def _decoder(layout: Layout, chunk_shape: tuple[int, ...], dtype: str) -> Decode
         stored = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if stored.nbytes != nbytes:
             raise ChunkError(f"it has {stored.nbytes} bytes, not {nbytes}")
-        # A slot's memory is used again: what is returned is always new.
+        # A slot's memory is reused: the result is always a copy.
         values = stored.view(DTYPES[dtype]).reshape(stored_shape).transpose(back).copy()
         if layout.conj:
             np.conjugate(values, out=values)

@@ -1,8 +1,10 @@
-"""What the pickles of torch 2.13 may name, and what it stands for here.
+"""Names that the pickles of torch may use, and the stubs that stand for them.
 
-Three kinds are read: the metadata of `torch.distributed.checkpoint`, one tensor as `torch.save`
-writes it, and one plain value. Nothing of torch is imported: its classes are stubs with the fields
-that matter, its dtypes are their names.
+Two kinds of pickles are read here: the metadata of `torch.distributed.checkpoint`, and one tensor
+as `torch.save` writes it. Nothing of torch is imported: classes are stubs with the fields that
+matter, dtypes are their names. Source: `metadata.py` and `filesystem.py` of
+`torch.distributed.checkpoint`, `torch/_utils.py` and `torch/serialization.py` of torch 2.13; torch
+2.15 adds a sixth item to the state of `TensorProperties`.
 """
 
 from __future__ import annotations
@@ -10,18 +12,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from asyncckpt.format.allowance import (
-    ENTRY_NBYTES,
-    INT_NBYTES,
-    TUPLE_NBYTES,
+from asyncckpt.format.foreign.torch.plain_values import empty_dict
+from asyncckpt.format.foreign.torch.unpickle import (
     Allowance,
+    Names,
+    PickleSource,
+    Stub,
+    Unpickler,
 )
-from asyncckpt.format.opcodes import PickleSource
-from asyncckpt.format.plain_values import empty_dict
-from asyncckpt.format.unpickle import Names, Stub, Unpickler
 
 MAX_RANK = 32
-"""Dimensions of an array of NumPy before 2.0; torch itself has at most 64."""
+"""Most dimensions of a NumPy array before 2.0; torch allows 64."""
+
+ENTRY_NBYTES = 64
+"""Memory of one entry of a dict."""
 
 _MAX_EXTENT = 1 << 62
 
@@ -71,7 +75,7 @@ _STORAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """A torch dtype, or with `storage` the storage class of one; the untyped one has no name."""
+    """Torch dtype, or with `storage` the storage class of one; the untyped class has no name."""
 
     name: str
     storage: bool = False
@@ -86,16 +90,20 @@ _STORAGE_NAMES: Names = {
 
 
 def _shape(arguments: tuple[Any, ...]) -> tuple[int, ...]:
-    """The one argument of `torch.Size`, checked: a tuple of extents or offsets."""
+    """Return the checked argument of `torch.Size`: a tuple of sizes or offsets."""
     (items,) = arguments if len(arguments) == 1 else (None,)
     if type(items) is not tuple or len(items) > MAX_RANK or any(type(n) is not int for n in items):
         raise ValueError(f"a torch.Size is not made of at most {MAX_RANK} integers")
     if any(not 0 <= n < _MAX_EXTENT for n in items):
-        raise ValueError("a torch.Size has an extent out of range")
+        raise ValueError("a torch.Size has an item out of range")
     return items
 
 
 # ------------------------------------------------------------- torch.distributed.checkpoint
+
+
+_PROPERTIES = 5
+"""Items in the state of `TensorProperties` up to torch 2.14."""
 
 
 class Metadata(Stub):
@@ -121,14 +129,17 @@ class ChunkStorageMetadata(Stub):
 
 
 class TensorProperties(Stub):
-    """Its state is a tuple: dtype, layout, and three fields that mean nothing any more."""
+    """Properties of a tensor, whose state is a tuple: dtype, layout, and items without meaning."""
 
     __slots__ = ("dtype", "layout")
 
-    def set_state(self, state: object) -> None:
-        if type(state) is not tuple or len(state) != 5:
-            raise ValueError("the state of TensorProperties is no tuple of five")
+    def set_state(self, state: object) -> dict[str, object]:
+        """Take dtype and layout from the tuple; name the items that torch 2.14 did not have."""
+        if type(state) is not tuple or len(state) < _PROPERTIES:
+            raise ValueError(f"the state of TensorProperties is no tuple of {_PROPERTIES} or more")
         self.dtype, self.layout = state[:2]
+        # Sizes and layout are stored elsewhere too: further items are hints, whatever they hold.
+        return dict.fromkeys(map(str, range(_PROPERTIES, len(state))))
 
 
 class MetadataIndex(Stub):
@@ -144,7 +155,7 @@ class StorageInfo(Stub):
 
 
 def _nothing(_: tuple[Any, ...], __: Allowance) -> None:
-    """For what is in the metadata and means nothing to a reader."""
+    """Return None for objects that mean nothing to a reader."""
 
 
 def _layout(arguments: tuple[Any, ...], _: Allowance) -> str:
@@ -154,16 +165,13 @@ def _layout(arguments: tuple[Any, ...], _: Allowance) -> str:
 
 
 def metadata_names() -> Names:
-    """What the globals of the file `.metadata` stand for; a new table for each."""
+    """Return the globals that the file `.metadata` may name; each file needs a table of its own."""
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def size(arguments: tuple[Any, ...], allowance: Allowance) -> tuple[int, ...]:
         # Shards have few different shapes and offsets: each is kept once.
         shape = _shape(arguments)
-        if shape in shapes:
-            allowance.give(TUPLE_NBYTES + sum(INT_NBYTES * (n > 255) + 8 for n in shape))
-        else:
-            allowance.take(ENTRY_NBYTES)
+        allowance.take(ENTRY_NBYTES)
         return shapes.setdefault(shape, shape)
 
     module = "torch.distributed.checkpoint.metadata"
@@ -190,11 +198,11 @@ def metadata_names() -> Names:
 
 @dataclass(frozen=True, slots=True)
 class SavedStorage:
-    """A storage beside the pickle: the member of the archive, and what it holds.
+    """Storage beside the pickle: a member of the archive.
 
     Attributes:
         key: the member is called `data/<key>`.
-        dtype: torch dtype of its elements; empty when it is counted in bytes.
+        dtype: torch dtype of its elements; empty if it is counted in bytes.
         count: number of elements.
     """
 
@@ -205,11 +213,11 @@ class SavedStorage:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor of a pickle, as a view of a storage; offset and strides count elements.
+    """Tensor of a pickle, as a view of a storage; offset and strides count elements.
 
     Attributes:
-        conj: its values are the complex conjugates of what is stored.
-        neg: its values are the negatives of what is stored.
+        conj: its values are the complex conjugates of the stored ones.
+        neg: its values are the negatives of the stored ones.
     """
 
     storage: SavedStorage
@@ -222,10 +230,10 @@ class SavedTensor:
 
 
 def saved_storage(identity: object) -> SavedStorage:
-    """The storage that a persistent id names.
+    """Return the storage that a persistent id names.
 
     Raises:
-        ValueError: it names none.
+        ValueError: it does not name one.
     """
     if type(identity) is tuple and len(identity) == 5 and identity[0] == "storage":
         _, kind, key, _, count = identity
@@ -236,7 +244,7 @@ def saved_storage(identity: object) -> SavedStorage:
 
 
 def _tensor(arguments: tuple[Any, ...], _: Allowance) -> SavedTensor:
-    """`torch._utils._rebuild_tensor_v2`, the dtype being the storage's."""
+    """Rebuild a tensor as `torch._utils._rebuild_tensor_v2`; the dtype is the storage's."""
     if len(arguments) not in (6, 7):
         raise ValueError(f"a tensor is made of {len(arguments)} arguments")
     storage = arguments[0]
@@ -245,7 +253,7 @@ def _tensor(arguments: tuple[Any, ...], _: Allowance) -> SavedTensor:
 
 
 def _tensor_of_dtype(arguments: tuple[Any, ...], _: Allowance) -> SavedTensor:
-    """`torch._utils._rebuild_tensor_v3`, for dtypes without a storage class."""
+    """Rebuild a tensor as `torch._utils._rebuild_tensor_v3`: a dtype without a storage class."""
     if len(arguments) not in (7, 8) or not isinstance(arguments[6], Dtype):
         raise ValueError(f"a tensor is made of {len(arguments)} arguments, or has no dtype")
     return _view(arguments[:4], arguments[6].name, arguments[7] if len(arguments) == 8 else None)
@@ -277,7 +285,7 @@ _TENSOR_NAMES: Names = {
 
 
 def load_tensor(source: PickleSource, allowance: Allowance) -> tuple[SavedTensor, int]:
-    """The tensor that a pickle holds, and the pickle's length.
+    """Return the tensor that a pickle holds, and the pickle's length.
 
     Raises:
         CorruptCheckpointError: it is malformed.

@@ -1,10 +1,10 @@
-"""Where things stand in an archive of `torch.save`, from its first bytes.
+"""Archives of `torch.save`, located from their first bytes.
 
-The archive is a zip file of members that are stored as they are: `data.pkl`, a few that are tiny
-(`byteorder`, `.format_version`, …), then the payloads `data/0`, `data/1`, … Sizes stand behind the
-members and in the directory at the end; here the pickle tells its own, and with it those of the
-payloads, so that the head of an archive is enough to find a tensor. Source: APPNOTE.TXT 6.3.10,
-`torch.serialization` and `caffe2/serialize/inline_container.cc` of torch 2.13.
+An archive is a zip file of uncompressed members: `data.pkl`, a few tiny ones (`byteorder`,
+`.format_version`, …), then the payloads `data/0`, `data/1`, … Sizes follow the members and are in
+the directory at the end; here the pickle gives its own length, so that the head of an archive is
+enough to find a tensor. Source: APPNOTE.TXT 6.3.10, `torch.serialization` and
+`caffe2/serialize/inline_container.cc` of torch 2.13.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ import struct
 from dataclasses import dataclass
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.format.allowance import Allowance
-from asyncckpt.format.faults import corrupt
-from asyncckpt.format.opcodes import PickleSource
-from asyncckpt.format.torch_pickle import SavedTensor, load_tensor
+from asyncckpt.format.damage import corrupt
+from asyncckpt.format.foreign.torch.torch_pickle import SavedTensor, load_tensor
+from asyncckpt.format.foreign.torch.unpickle import Allowance, PickleSource
 
 HEAD_NBYTES = 1024
 """Enough for the head of nearly every tensor: 704 bytes with torch 2.13."""
 
 LONG_HEAD_NBYTES = 64 << 10
-"""Longer heads are not written by anybody."""
+"""Longest head that is searched; no writer makes longer ones."""
 
 _HEADER = struct.Struct("<4sHHHHHIIIHH")
 _HEADER_MAGIC = b"PK\x03\x04"
@@ -35,17 +34,17 @@ _MAX_MEMBERS = 16
 
 
 class ShortHeadError(Exception):
-    """The archive's head is longer than the bytes that are there."""
+    """The archive's head is longer than the bytes at hand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One member of the archive.
+    """Member of an archive.
 
     Attributes:
-        name: its name without that of the archive.
+        name: its name without the archive's.
         start: first byte of its content, in the archive.
-        nbytes: its size; None where that stands behind it.
+        nbytes: its size; None if that follows its content.
     """
 
     name: str
@@ -55,13 +54,13 @@ class Member:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Archive:
-    """The first bytes of one archive.
+    """First bytes of one archive.
 
     Attributes:
         data: the bytes.
         nbytes: length of the whole archive.
-        what: what it is, for errors.
-        file: where it stands, for errors.
+        what: name of the archive in errors.
+        file: name of the file in errors.
         base: offset of the archive in that file.
     """
 
@@ -72,7 +71,7 @@ class Archive:
     base: int
 
     def pickle(self) -> PickleSource:
-        """The pickle, which is the first member.
+        """Return the pickle, which is the first member.
 
         Raises:
             CorruptCheckpointError: these are not the first bytes of an archive.
@@ -80,7 +79,7 @@ class Archive:
         return PickleSource(self.data, self.what, self.file, self.base, self._first().start)
 
     def tensor(self, allowance: Allowance) -> tuple[SavedTensor, int]:
-        """The one tensor in the archive, and where its payload begins in it.
+        """Return the archive's one tensor, and where its payload begins in the archive.
 
         Raises:
             ShortHeadError: more bytes are needed.
@@ -112,16 +111,16 @@ class Archive:
         return member
 
     def _member(self, at: int) -> Member:
-        """The member whose header begins at byte `at`."""
+        """Return the member whose header begins at byte `at`."""
         (magic, _, flags, method, _, _, _, packed, nbytes, name_nbytes, extra_nbytes) = (
             _HEADER.unpack(self._bytes(at, _HEADER.size))
         )
         if magic != _HEADER_MAGIC:
-            raise self._corrupt(f"{magic!r} stands where a member of the zip file is due", at)
+            raise self._corrupt(f"{magic!r} is not the header of a member of a zip file", at)
         if method or flags & ~(_SIZES_BEHIND | _UTF8):
             raise UnsupportedFormatError(
                 f"{self.file}, byte {self.base + at}: {self.what} is a zip file with compressed or "
-                "encrypted members; torch.save stores them as they are",
+                "encrypted members; torch.save stores them uncompressed",
                 file=self.file,
                 offset=self.base + at,
                 expected="stored members",
@@ -135,7 +134,7 @@ class Archive:
         return Member(name.partition("/")[2], start, known)
 
     def _end(self, member: Member, nbytes: int) -> int:
-        """One past a member of `nbytes` and what stands behind it."""
+        """Return the offset behind a member of `nbytes` and its data descriptor."""
         end = member.start + nbytes
         if member.nbytes is not None:
             if member.nbytes != nbytes:
@@ -148,10 +147,10 @@ class Archive:
             magic, _, packed, size = layout.unpack(self._bytes(end, layout.size))
             if (magic, packed, size) == (_DESCRIPTOR_MAGIC, nbytes, nbytes):
                 return end + layout.size
-        raise self._corrupt(f"nothing tells the size of its member {member.name[:80]!r}", end)
+        raise self._corrupt(f"its member {member.name[:80]!r} has no data descriptor", end)
 
     def _small(self, member: Member) -> int:
-        """Length of a tiny member."""
+        """Return the length of a tiny member."""
         if member.nbytes is not None:
             return member.nbytes
         end = self.data.find(_DESCRIPTOR_MAGIC, member.start, member.start + _MAX_SMALL_NBYTES + 4)

@@ -1,102 +1,157 @@
-"""An interpreter for pickles of plain values. Nothing of a pickle is imported, called or executed.
+"""One-pass interpreter of pickles. Nothing that a pickle names is imported, called or executed.
 
-A pickle is a program for a small stack machine. Its opcodes of protocols 2 to 5 are done here; the
-names in it are looked up in a table that the caller gives, and what is not in there is refused.
+A pickle is a program for a small stack machine. The opcodes that `pickle.dumps` writes for plain
+values in protocols 2 to 5 are interpreted; globals are looked up in a table that the caller
+supplies; everything else is refused. Source: `pickletools` of CPython 3.13.
 """
 
-# Rule 1: all opcodes are read before the first object is made: a pickle that is cut off, or has an
-#   opcode beyond the table, makes nothing.
-# Rule 2: what is made is counted against an allowance first. Of the memo, to which pickles add
-#   everything, only what is used again is kept.
-# Rule 3: nothing recurses, and of a pickle only strings, integers and stubs are hashed: values may
-#   be nested as deep as the pickle is long.
+# Rule 1: an opcode pays for what it makes before it makes it (`Allowance`), so that memory is
+#   bounded by the pickle's own size. Costs are upper bounds; only the state of an instance, which
+#   is cleared when it has been applied, is given back.
+# Rule 2: nothing recurses, and only strings, integers and stubs are hashed: values may be nested as
+#   deep as the pickle is long (test_hostile_pickles_are_refused_within_their_memory).
+# Rule 3: a method reads its whole argument first, through `_bytes`, which knows where the data end.
 
 from __future__ import annotations
 
 import struct
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from sys import getrefcount
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
-from asyncckpt.format import opcodes as op
-from asyncckpt.format.allowance import (
-    DICT_NBYTES,
-    ENTRY_NBYTES,
-    FILLED_NBYTES,
-    FLOAT_NBYTES,
-    INT_NBYTES,
-    ITEM_NBYTES,
-    LIST_NBYTES,
-    TEXT_NBYTES,
-    TUPLE_NBYTES,
-    Allowance,
-)
-from asyncckpt.format.opcodes import PickleSource, scan
+from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.format.damage import corrupt
 
-MAX_STACK = 1 << 20
-"""Values that wait on the stack: 8 MiB. Pickles write lists and dicts in batches of 1,000."""
+MAX_PROTOCOL = 5
 
-_BATCH = 1 << 12
-"""Opcodes between two looks at the stack, each of which adds one value at most."""
-
-MAX_MARKS = 1 << 10
-"""Containers that are open at once."""
+MAX_NAME_NBYTES = 512
+"""Longest module or name of a global."""
 
 MAX_INTEGER_NBYTES = 1785
-"""Integers of 4,300 digits, the most that Python itself takes from a text."""
+"""Integers of 4,300 digits, the most that Python itself converts from text."""
+
+ALLOWANCE_RATIO = 20
+"""Bytes that decoded objects may count per byte of their pickle. Metadata of many small shards
+counts 16, and takes half of that."""
+
+# Upper bounds of what objects take in CPython on 64 bits, garbage-collector headers included.
+_SLOT_NBYTES: Final = 32
+"""A reference on the stack, and then in a list, in a tuple or in half an entry of a dict."""
+INT_NBYTES: Final = 32
+TEXT_NBYTES: Final = 56
+TUPLE_NBYTES: Final = 56
+LIST_NBYTES: Final = 104
+EMPTY_NBYTES: Final = 64
+DICT_NBYTES: Final = 184
+"""A dict with its first entries; `EMPTY_NBYTES` once it is cleared."""
+_MEMO_NBYTES: Final = 9
+
+
+class Allowance:
+    """Bytes of memory that decoded objects may take.
+
+    Attributes:
+        left: bytes that may still be taken.
+    """
+
+    __slots__ = ("left",)
+
+    def __init__(self, nbytes: int) -> None:
+        self.left = nbytes
+
+    def take(self, nbytes: int) -> None:
+        """Subtract `nbytes`.
+
+        Raises:
+            MemoryError: fewer are left.
+        """
+        self.left -= nbytes
+        if self.left < 0:
+            raise MemoryError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PickleSource:
+    """Bytes with a pickle in them, and how errors name it.
+
+    Attributes:
+        data: the bytes.
+        what: what the pickle is.
+        file: the file that holds it.
+        base: offset of `data` in that file.
+        start: where the pickle begins in `data`; bytes behind its end are ignored.
+    """
+
+    data: bytes
+    what: str
+    file: str
+    base: int = 0
+    start: int = 0
+
+    def corrupt(self, reason: str, at: int) -> CorruptCheckpointError:
+        """Return the error for damage at byte `at` of the data."""
+        return corrupt(self.what, reason, file=self.file, offset=self.base + at)
+
+    def refused(self, found: str, at: int) -> UnsupportedFormatError:
+        """Return the error for something at byte `at` that is not part of a plain value."""
+        return UnsupportedFormatError(
+            f"{self.file}, byte {self.base + at}: {self.what} has {found}, which is not read "
+            "(nothing is executed from a checkpoint); save it as tensors, numbers, strings and "
+            "plain containers, or leave it out with include=",
+            file=self.file,
+            offset=self.base + at,
+            expected="tensors, numbers, strings, bytes, dicts, lists and tuples",
+            found=found,
+        )
 
 
 class Stub:
-    """Base of what stands for the instances of one class: slots, filled from their state."""
+    """Base of the classes that stand for instances in a pickle: slots, filled from their state."""
 
     __slots__: tuple[str, ...] = ()
 
-    def set_state(self, state: object) -> None:
-        """The slots hold what `state` says, by name; others keep their values.
+    def set_state(self, state: object) -> dict[str, object]:
+        """Fill the slots from `state`, by name, and return the fields that are not slots.
 
         Raises:
-            ValueError: it is no dict, or names what is no slot.
+            ValueError: the state is not a dict.
         """
         if type(state) is not dict:
             raise ValueError(f"the state of a {type(self).__name__} is a {type(state).__name__}")
+        unknown: dict[str, object] = {}
         for name, value in state.items():
-            if name not in self.__slots__:
-                raise ValueError(f"a {type(self).__name__} has no field {str(name)[:80]!r}")
-            setattr(self, name, value)
+            if name in self.__slots__:
+                setattr(self, name, value)
+            else:
+                unknown[str(name)[:80]] = value
+        # Every instance has a state of its own, which the memo would keep alive.
+        state.clear()
+        return unknown
 
 
 Function = Callable[[tuple[Any, ...], Allowance], object]
-"""What a pickle may call with its arguments. Takes from the allowance what its result takes, and
-raises ValueError where the arguments do not fit."""
+"""A call that a pickle may make with its arguments. Takes what its result takes from the allowance,
+and raises ValueError if the arguments do not fit."""
 
 Names = Mapping[tuple[str, str], object]
-"""What globals stand for, by module and name: a `Function`, a subclass of `Stub`, or a value."""
-
-
-_MY_REFERENCES: Final = 2
-"""References to an object that nobody else has: a name and the argument of `getrefcount`."""
+"""Globals by module and name: a `Function`, a subclass of `Stub`, or a value."""
 
 
 class _StopError(Exception):
-    """The opcode STOP was done."""
+    """The opcode STOP was reached."""
 
 
 class Unpickler:
-    """One pickle, decoded step by step.
+    """Decoder of one pickle, which runs in steps.
 
     Args:
         source: the pickle.
-        names: what its globals stand for.
-        allowance: what the objects may take.
-        persistent: gives the object for a persistent id; raises ValueError where there is none.
+        names: the globals that it may name.
+        allowance: the memory that its objects may take.
+        persistent: returns the object of a persistent id; raises ValueError if there is none.
 
     Attributes:
-        nbytes: length of the pickle.
-
-    Raises:
-        CorruptCheckpointError: the pickle is cut off or malformed.
-        UnsupportedFormatError: it uses what is not read here.
+        unknown: fields of newer writers that were ignored, as `Class.field`.
     """
 
     def __init__(
@@ -107,6 +162,7 @@ class Unpickler:
         *,
         persistent: Callable[[object], object] | None = None,
     ) -> None:
+        self.unknown: set[str] = set()
         self._source = source
         self._data = source.data
         self._names = names
@@ -116,13 +172,14 @@ class Unpickler:
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: list[Any] = []
-        self._memo_count = 0
-        self._used, end = scan(source)
-        self.nbytes = end - source.start
-        self._next_used = self._used[0]
 
     def run(self) -> Any:
-        """The pickle's value."""
+        """Decode the whole pickle and return its value.
+
+        Raises:
+            CorruptCheckpointError: the pickle is truncated or malformed.
+            UnsupportedFormatError: it uses something that is not read here.
+        """
         while not self.step(1 << 20):
             pass
         return self.value
@@ -132,49 +189,66 @@ class Unpickler:
         """The pickle's value, once `step` has returned True."""
         return self._stack[-1]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pickle that were interpreted."""
+        return self._at - self._source.start
+
     def step(self, count: int) -> bool:
-        """At least `count` more opcodes are done; True when the last one was."""
+        """Interpret up to `count` opcodes; return True once the last one was done."""
+        data, take = self._data, self._allowance.take
         begun = self._at
         try:
-            for _ in range(0, count, _BATCH):
-                for _ in range(_BATCH):
-                    begun = self._at
-                    self._at = begun + 1
-                    method, argument = _TABLE[self._data[begun]]
-                    method(self, argument)
-                if len(self._stack) > MAX_STACK:
-                    raise ValueError(f"it has more than {MAX_STACK} values on its stack")
+            for _ in range(count):
+                begun = self._at
+                method, argument, cost = _TABLE[data[begun]]
+                self._at = begun + 1
+                take(cost)
+                method(self, argument)
+        except _StopError:
+            return True
         except IndexError:
-            raise self._source.corrupt("it takes more values than there are", begun) from None
+            short = "it ends before its last opcode"
+            reason = short if begun >= len(data) else "it takes more values than there are"
+            raise self._source.corrupt(reason, begun) from None
         except ValueError as error:
             raise self._source.corrupt(str(error), begun) from None
         except MemoryError:
-            raise self._source.corrupt(
-                "its objects would take far more memory than its bytes do", begun
-            ) from None
-        except _StopError:
-            return True
+            reason = "its objects would take far more memory than its bytes do"
+            raise self._source.corrupt(reason, begun) from None
         return False
 
-    # -- arguments
+    # -- arguments and operands
+
+    def _bytes(self, nbytes: int) -> bytes:
+        """Return the next bytes of an argument."""
+        end = self._at + nbytes
+        if end > len(self._data):
+            raise ValueError("it ends before its last opcode")
+        part = self._data[self._at : end]
+        self._at = end
+        return part
 
     def _number(self, width: int) -> int:
-        at = self._at
-        self._at = at + width
-        return int.from_bytes(self._data[at : at + width], "little")
+        return int.from_bytes(self._bytes(width), "little")
 
     def _raw(self, width: int) -> bytes:
-        nbytes = self._number(width)
-        self._allowance.take(TEXT_NBYTES + nbytes)
-        at = self._at
-        self._at = at + nbytes
-        return self._data[at : at + nbytes]
+        """Return an argument that follows its own length, which takes `width` bytes."""
+        raw = self._bytes(self._number(width))
+        self._allowance.take(TEXT_NBYTES + len(raw))
+        return raw
 
-    def _few(self, count: int) -> list[Any]:
-        """The last values of the stack; with 0 those since the last mark."""
+    def _line(self) -> str:
+        end = self._data.find(b"\n", self._at, self._at + MAX_NAME_NBYTES)
+        if end < 0:
+            raise ValueError(f"a global is cut off, or longer than {MAX_NAME_NBYTES} bytes")
+        return self._bytes(end + 1 - self._at)[:-1].decode()
+
+    def _pop(self, count: int) -> list[Any]:
+        """Pop the last `count` values, or with 0 those since the last mark."""
         stack, marks = self._stack, self._marks
         start = len(stack) - count if count else marks.pop()
-        # What stood there before a mark is not there to be taken.
+        # Values below a mark are not there to be taken.
         if start < (marks[-1] if marks else 0):
             raise IndexError
         items = stack[start:]
@@ -188,32 +262,32 @@ class Unpickler:
             raise ValueError(f"{len(self._stack)} values are left at its end")
         raise _StopError
 
-    def _skip(self, width: int) -> None:
-        self._at += width
+    def _proto(self, width: int) -> None:
+        protocol = self._number(width)
+        if protocol > MAX_PROTOCOL:
+            raise self._source.refused(f"protocol {protocol}", self._at - 1 - width)
 
-    def _constant(self, value: object) -> None:
+    def _refuse(self, code: int) -> None:
+        name = REFUSED.get(code)
+        if name is None:
+            raise ValueError(f"it has the opcode {code:#04x}, which does not exist")
+        raise self._source.refused(name, self._at - 1)
+
+    def _push(self, value: object) -> None:
         self._stack.append(value)
 
     def _integer(self, width: int) -> None:
-        if width > 1:
-            self._allowance.take(INT_NBYTES)
-        at = self._at
-        self._at = at + width
-        self._stack.append(int.from_bytes(self._data[at : at + width], "little", signed=width == 4))
+        self._stack.append(int.from_bytes(self._bytes(width), "little", signed=width == 4))
 
     def _long(self, width: int) -> None:
         nbytes = self._number(width)
         if nbytes > MAX_INTEGER_NBYTES:
             raise ValueError(f"it has an integer of {nbytes} bytes")
         self._allowance.take(INT_NBYTES + nbytes)
-        at = self._at
-        self._at = at + nbytes
-        self._stack.append(int.from_bytes(self._data[at : at + nbytes], "little", signed=True))
+        self._stack.append(int.from_bytes(self._bytes(nbytes), "little", signed=True))
 
     def _float(self, width: int) -> None:
-        self._allowance.take(FLOAT_NBYTES)
-        self._stack.append(_FLOAT.unpack_from(self._data, self._at)[0])
-        self._at += width
+        self._stack.append(struct.unpack(">d", self._bytes(width))[0])
 
     def _text(self, width: int) -> None:
         raw = self._raw(width)
@@ -221,42 +295,33 @@ class Unpickler:
             self._allowance.take(4 * len(raw))
         self._stack.append(raw.decode("utf-8", "surrogatepass"))
 
-    def _bytes(self, width: int) -> None:
+    def _binary(self, width: int) -> None:
         self._stack.append(self._raw(width))
 
     def _mark(self, _: int) -> None:
-        if len(self._marks) == MAX_MARKS:
-            raise ValueError(f"more than {MAX_MARKS} of its containers are open at once")
         self._marks.append(len(self._stack))
 
     def _tuple(self, count: int) -> None:
-        items = self._few(count)
-        self._allowance.take(TUPLE_NBYTES + 8 * len(items))
-        self._stack.append(tuple(items))
+        self._stack.append(tuple(self._pop(count)))
 
     def _list(self, _: int) -> None:
-        self._allowance.take(LIST_NBYTES)
         self._stack.append([])
 
     def _dict(self, _: int) -> None:
-        self._allowance.take(DICT_NBYTES)
         self._stack.append({})
 
     def _append(self, count: int) -> None:
-        items = self._few(count)
+        items = self._pop(count)
         target = self._stack[-1]
         if type(target) is not list:
             raise ValueError(f"it appends to a {type(target).__name__}")
-        self._allowance.take(ITEM_NBYTES * len(items))
         target.extend(items)
 
     def _set(self, count: int) -> None:
-        items = self._few(count)
+        items = self._pop(count)
         target = self._stack[-1]
         if type(target) is not dict or len(items) % 2:
             raise ValueError(f"it sets {len(items)} keys and values of a {type(target).__name__}")
-        first = 0 if target or not items else FILLED_NBYTES
-        self._allowance.take(first + ENTRY_NBYTES * (len(items) // 2))
         for row in range(0, len(items), 2):
             key = items[row]
             if type(key) not in (str, int) and not isinstance(key, Stub):
@@ -265,121 +330,141 @@ class Unpickler:
             target[key] = items[row + 1]
 
     def _put(self, width: int) -> None:
-        self._at += width
-        if self._memo_count == self._next_used:
-            self._allowance.take(16)
-            self._memo.append(self._stack[-1])
-            self._next_used = self._used[len(self._memo)]
-        self._memo_count += 1
+        count = len(self._memo)
+        index = self._number(width) if width else count
+        if index != count:
+            found = f"memo entry {count} as number {index}"
+            raise self._source.refused(found, self._at - 1 - width)
+        self._memo.append(self._stack[-1])
 
     def _get(self, width: int) -> None:
-        self._stack.append(self._memo[bisect_left(self._used, self._number(width))])
+        index = self._number(width)
+        if index >= len(self._memo):
+            raise ValueError(f"it uses memo entry {index} of {len(self._memo)}")
+        self._stack.append(self._memo[index])
 
     def _global(self, _: int) -> None:
-        at = self._at
-        middle = self._data.index(b"\n", at)
-        end = self._data.index(b"\n", middle + 1)
-        self._at = end + 1
-        self._name(self._data[at:middle].decode(), self._data[middle + 1 : end].decode(), at - 1)
+        at = self._at - 1
+        module = self._line()
+        self._push_name(module, self._line(), at)
 
     def _stack_global(self, _: int) -> None:
-        module, name = self._few(2)
+        module, name = self._pop(2)
         if type(module) is not str or type(name) is not str:
-            raise ValueError("it names a global by what is no text")
-        self._name(module, name, self._at - 1)
+            raise ValueError("it names a global by something that is not text")
+        self._push_name(module, name, self._at - 1)
 
-    def _name(self, module: str, name: str, at: int) -> None:
-        try:
-            self._stack.append(self._names[module, name])
-        except KeyError:
-            found = f"the global {f'{module}.{name}'[:200]!r}"
-            raise self._source.refused(found, at) from None
+    def _push_name(self, module: str, name: str, at: int) -> None:
+        if (module, name) not in self._names:
+            raise self._source.refused(f"the global {f'{module}.{name}'[:200]!r}", at)
+        self._stack.append(self._names[module, name])
 
     def _reduce(self, _: int) -> None:
-        function, arguments = self._few(2)
+        function, arguments = self._pop(2)
         if not callable(function) or isinstance(function, type) or type(arguments) is not tuple:
             raise ValueError(f"it calls a {type(function).__name__}")
         self._stack.append(function(arguments, self._allowance))
-        if getrefcount(arguments) <= _MY_REFERENCES:
-            self._allowance.give(TUPLE_NBYTES + 8 * len(arguments))
 
     def _new(self, _: int) -> None:
-        cls, arguments = self._few(2)
+        cls, arguments = self._pop(2)
         if not isinstance(cls, type) or not issubclass(cls, Stub) or arguments != ():
-            raise ValueError("it makes an instance of what is no class, or with arguments")
-        self._allowance.take(16 + cls.__basicsize__)
+            raise ValueError("it makes an instance of something that is no class, or has arguments")
+        self._allowance.take(cls.__basicsize__)
         self._stack.append(cls())
 
     def _build(self, _: int) -> None:
-        target, state = self._few(2)
+        target, state = self._pop(2)
         if not isinstance(target, Stub):
             raise ValueError(f"it sets the state of a {type(target).__name__}")
-        target.set_state(state)
+        kind = type(target).__name__
+        filled = len(state) if type(state) is dict else 0
+        unknown = target.set_state(state)
+        if filled:
+            self._allowance.left += DICT_NBYTES - EMPTY_NBYTES + 2 * _SLOT_NBYTES * filled
+        for name, value in unknown.items():
+            # A newer writer's field may be ignored where it is unused; else it may change what the
+            # others mean, as compression would.
+            if value:
+                found = f"the field {name!r} of {kind}, unknown to this release,"
+                raise self._source.refused(found, self._at - 1)
+            self.unknown.add(f"{kind}.{name}")
         self._stack.append(target)
-        if getrefcount(state) <= _MY_REFERENCES:
-            # Pickles describe every instance by a dict or tuple that nothing else uses.
-            if type(state) is dict:
-                first = FILLED_NBYTES if state else 0
-                self._allowance.give(DICT_NBYTES + first + ENTRY_NBYTES * len(state))
-            elif type(state) is tuple:
-                self._allowance.give(TUPLE_NBYTES + 8 * len(state))
 
     def _persist(self, _: int) -> None:
-        (identity,) = self._few(1)
+        (identity,) = self._pop(1)
         if self._persistent is None:
             raise self._source.refused("a persistent id", self._at - 1)
-        self._allowance.take(DICT_NBYTES)
         self._stack.append(self._persistent(identity))
 
 
-_FLOAT = struct.Struct(">d")
+_Row = tuple[Callable[[Unpickler, Any], object], object, int]
 
-_METHODS: Final[dict[int, tuple[Callable[[Unpickler, Any], None], object]]] = {
-    op.STOP: (Unpickler._stop, 0),
-    op.PROTO: (Unpickler._skip, 1),
-    op.FRAME: (Unpickler._skip, 8),
-    op.MARK: (Unpickler._mark, 0),
-    op.NONE: (Unpickler._constant, None),
-    op.NEWTRUE: (Unpickler._constant, True),
-    op.NEWFALSE: (Unpickler._constant, False),
-    op.BININT: (Unpickler._integer, 4),
-    op.BININT1: (Unpickler._integer, 1),
-    op.BININT2: (Unpickler._integer, 2),
-    op.LONG1: (Unpickler._long, 1),
-    op.LONG4: (Unpickler._long, 4),
-    op.BINFLOAT: (Unpickler._float, 8),
-    op.SHORT_BINUNICODE: (Unpickler._text, 1),
-    op.BINUNICODE: (Unpickler._text, 4),
-    op.BINUNICODE8: (Unpickler._text, 8),
-    op.SHORT_BINBYTES: (Unpickler._bytes, 1),
-    op.BINBYTES: (Unpickler._bytes, 4),
-    op.BINBYTES8: (Unpickler._bytes, 8),
-    op.EMPTY_TUPLE: (Unpickler._constant, ()),
-    op.TUPLE1: (Unpickler._tuple, 1),
-    op.TUPLE2: (Unpickler._tuple, 2),
-    op.TUPLE3: (Unpickler._tuple, 3),
-    op.TUPLE: (Unpickler._tuple, 0),
-    op.EMPTY_LIST: (Unpickler._list, 0),
-    op.APPEND: (Unpickler._append, 1),
-    op.APPENDS: (Unpickler._append, 0),
-    op.EMPTY_DICT: (Unpickler._dict, 0),
-    op.SETITEM: (Unpickler._set, 2),
-    op.SETITEMS: (Unpickler._set, 0),
-    op.BINPUT: (Unpickler._put, 1),
-    op.LONG_BINPUT: (Unpickler._put, 4),
-    op.MEMOIZE: (Unpickler._put, 0),
-    op.BINGET: (Unpickler._get, 1),
-    op.LONG_BINGET: (Unpickler._get, 4),
-    op.GLOBAL: (Unpickler._global, 0),
-    op.STACK_GLOBAL: (Unpickler._stack_global, 0),
-    op.REDUCE: (Unpickler._reduce, 0),
-    op.NEWOBJ: (Unpickler._new, 0),
-    op.BUILD: (Unpickler._build, 0),
-    op.BINPERSID: (Unpickler._persist, 0),
+READ: Final[dict[int, _Row]] = {
+    0x28: (Unpickler._mark, 0, _SLOT_NBYTES),  # (  MARK
+    0x2E: (Unpickler._stop, 0, 0),  # .  STOP
+    0x80: (Unpickler._proto, 1, 0),  # PROTO
+    0x95: (Unpickler._number, 8, 0),  # FRAME: a length that is not needed
+    0x4E: (Unpickler._push, None, _SLOT_NBYTES),  # N  NONE
+    0x88: (Unpickler._push, True, _SLOT_NBYTES),  # NEWTRUE
+    0x89: (Unpickler._push, False, _SLOT_NBYTES),  # NEWFALSE
+    0x29: (Unpickler._push, (), _SLOT_NBYTES),  # )  EMPTY_TUPLE
+    0x4A: (Unpickler._integer, 4, _SLOT_NBYTES + INT_NBYTES),  # J  BININT
+    0x4B: (Unpickler._integer, 1, _SLOT_NBYTES),  # K  BININT1
+    0x4D: (Unpickler._integer, 2, _SLOT_NBYTES + INT_NBYTES),  # M  BININT2
+    0x8A: (Unpickler._long, 1, _SLOT_NBYTES),  # LONG1
+    0x8B: (Unpickler._long, 4, _SLOT_NBYTES),  # LONG4
+    0x47: (Unpickler._float, 8, _SLOT_NBYTES + INT_NBYTES),  # G  BINFLOAT
+    0x8C: (Unpickler._text, 1, _SLOT_NBYTES),  # SHORT_BINUNICODE
+    0x58: (Unpickler._text, 4, _SLOT_NBYTES),  # X  BINUNICODE
+    0x8D: (Unpickler._text, 8, _SLOT_NBYTES),  # BINUNICODE8
+    0x43: (Unpickler._binary, 1, _SLOT_NBYTES),  # C  SHORT_BINBYTES
+    0x42: (Unpickler._binary, 4, _SLOT_NBYTES),  # B  BINBYTES
+    0x8E: (Unpickler._binary, 8, _SLOT_NBYTES),  # BINBYTES8
+    0x85: (Unpickler._tuple, 1, _SLOT_NBYTES + TUPLE_NBYTES),  # TUPLE1
+    0x86: (Unpickler._tuple, 2, _SLOT_NBYTES + TUPLE_NBYTES),  # TUPLE2
+    0x87: (Unpickler._tuple, 3, _SLOT_NBYTES + TUPLE_NBYTES),  # TUPLE3
+    0x74: (Unpickler._tuple, 0, _SLOT_NBYTES + TUPLE_NBYTES),  # t  TUPLE
+    0x5D: (Unpickler._list, 0, _SLOT_NBYTES + LIST_NBYTES),  # ]  EMPTY_LIST
+    0x61: (Unpickler._append, 1, 0),  # a  APPEND
+    0x65: (Unpickler._append, 0, 0),  # e  APPENDS
+    0x7D: (Unpickler._dict, 0, _SLOT_NBYTES + DICT_NBYTES),  # }  EMPTY_DICT
+    0x73: (Unpickler._set, 2, 0),  # s  SETITEM
+    0x75: (Unpickler._set, 0, 0),  # u  SETITEMS
+    0x71: (Unpickler._put, 1, _MEMO_NBYTES),  # q  BINPUT
+    0x72: (Unpickler._put, 4, _MEMO_NBYTES),  # r  LONG_BINPUT
+    0x94: (Unpickler._put, 0, _MEMO_NBYTES),  # MEMOIZE
+    0x68: (Unpickler._get, 1, _SLOT_NBYTES),  # h  BINGET
+    0x6A: (Unpickler._get, 4, _SLOT_NBYTES),  # j  LONG_BINGET
+    0x63: (Unpickler._global, 0, _SLOT_NBYTES),  # c  GLOBAL
+    0x93: (Unpickler._stack_global, 0, _SLOT_NBYTES),  # STACK_GLOBAL
+    0x52: (Unpickler._reduce, 0, _SLOT_NBYTES),  # R  REDUCE
+    0x81: (Unpickler._new, 0, _SLOT_NBYTES),  # NEWOBJ
+    0x62: (Unpickler._build, 0, _SLOT_NBYTES),  # b  BUILD
+    0x51: (Unpickler._persist, 0, _SLOT_NBYTES + DICT_NBYTES),  # Q  BINPERSID
 }
+"""Per opcode that is read: its method, the argument of that, and the memory that it pays for."""
 
-_NO_METHOD = (Unpickler._skip, 0)
-_TABLE: Final[Sequence[tuple[Callable[[Unpickler, Any], None], object]]] = [
-    _METHODS.get(code, _NO_METHOD) for code in range(256)
-]
-"""By opcode; `scan` has let none pass that is not in `_METHODS`."""
+REFUSED: Final[dict[int, str]] = {
+    0x8F: "a set",
+    0x90: "a set",
+    0x91: "a frozenset",
+    0x92: "an instance made with keywords",
+    0x96: "a bytearray",
+    0x97: "a buffer beside the pickle",
+    0x98: "a buffer beside the pickle",
+    0x82: "a code of the extension registry",
+    0x83: "a code of the extension registry",
+    0x84: "a code of the extension registry",
+    0x69: "an instance of an old-style class",
+    0x6F: "an instance of an old-style class",
+    0x50: "a persistent id in text",
+    0x54: "a string of Python 2",
+    0x55: "a string of Python 2",
+    0x30: "the opcode POP",
+    0x31: "the opcode POP_MARK",
+    0x32: "the opcode DUP",
+    **dict.fromkeys(b"ILFSVdlgp", "an opcode of protocol 0"),
+}
+"""What the opcodes of pickle that are not read stand for."""
+
+_TABLE: Final = tuple(READ.get(code, (Unpickler._refuse, code, 0)) for code in range(256))

@@ -1,43 +1,139 @@
-"""What an error of a client library says about a request, whichever library it is.
+"""Classification of client-library errors: one table for all libraries, and what may be shown.
 
-No library is imported: errors are known by the names of their classes and by what they carry.
+No library is imported: errors are recognized by the names of their classes and by what they carry.
 """
 
-# Rule 1: the error that knows most decides: fsspec's backends wrap what the server said into
-#   OSErrors, whose cause has the status and the code.
-# Rule 2: no text of an error is passed on before `one_line` has cut out what may be a credential.
+# Rule 1: the most specific error decides. fsspec's backends wrap the server's response in an
+#   OSError whose cause has status and code; obstore gives text alone: one line for people, then
+#   the whole response, then a dump of the layers below.
+# Rule 2: no text of an error is passed on before `one_line` has removed possible credentials. What
+#   a server says about keys and signatures may repeat them, so obstore's is left out.
 
 from __future__ import annotations
 
+import errno
+import html
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from asyncckpt.stores.objects.client import Kind, RequestError
-from asyncckpt.stores.objects.kinds import CLASSES, CODES, ERRNOS, STATUSES, TLS_CLASSES
+from asyncckpt.stores.objects.clients.client import Kind, RequestError
+
+# HTTP statuses, codes, classes and errnos, each by its name. Codes of S3:
+# https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html, and what compatible stores
+# add; of GCS, the `reason` of https://cloud.google.com/storage/docs/json_api/v1/status-codes.
+# Of an error's base classes the most derived one listed here decides.
+_TABLE: dict[Kind, str] = {
+    "missing": """
+        404 410 NoSuchKey NoSuchUpload NoSuchVersion notFound FileNotFoundError NotFoundError
+        IsADirectoryError NotADirectoryError""",
+    "exists": """
+        412 PreconditionFailed conditionNotMet FileExistsError AlreadyExistsError
+        PreconditionError""",
+    "conflict": "409 ConditionalRequestConflict OperationAborted",
+    "throttled": """
+        429 509 SlowDown SlowDownRead SlowDownWrite BandwidthLimitExceeded KMS.ThrottlingException
+        LimitExceededException ProvisionedThroughputExceededException RequestLimitExceeded
+        RequestThrottled RequestThrottledException ServerBusy Throttling ThrottlingException
+        TooManyRequests TooManyRequestsException rateLimitExceeded userRateLimitExceeded EBUSY""",
+    "unavailable": """
+        500 502 503 504 InternalError ServiceUnavailable backendError internalError
+        ResponseParserError ProxyError JSONDecodeError""",
+    "timeout": """
+        408 RequestTimeout RequestTimeoutException ReadTimeoutError ConnectTimeoutError
+        ServerTimeoutError Timeout TimeoutError ETIMEDOUT""",
+    # A digest that does not match: the body was damaged in transit and can be sent again.
+    "connection": """
+        BadDigest XAmzContentSHA256Mismatch XAmzContentChecksumMismatch EndpointConnectionError
+        ConnectionClosedError HTTPClientError ProxyConnectionError ClientConnectionError
+        ServerDisconnectedError ConnectionError ConnectionReset gaierror TransportError
+        ECONNREFUSED ECONNRESET ECONNABORTED EPIPE EHOSTUNREACH ENETUNREACH ENETDOWN""",
+    "short": """
+        IncompleteBody ResponseStreamingError IncompleteReadError IncompleteRead ClientPayloadError
+        ContentDecodingError ChunkedEncodingError FlexibleChecksumError ChecksumError""",
+    "no_bucket": "NoSuchBucket ContainerNotFound ContainerBeingDeleted",
+    "credentials": """
+        401 AuthFailure AuthenticationFailed CredentialsNotSupported ExpiredToken
+        ExpiredTokenException InvalidAccessKeyId InvalidClientTokenId InvalidSecurity InvalidToken
+        MissingSecurityHeader RequestExpired RequestTimeTooSkewed SignatureDoesNotMatch
+        TokenRefreshRequired UnrecognizedClientException authError invalid_grant
+        NoCredentialsError PartialCredentialsError CredentialRetrievalError NoAuthTokenError
+        TokenRetrievalError UnknownTokenProviderError ProfileNotFound SSOError LoginError
+        RefreshWithMFAUnsupportedError UnknownCredentialError DefaultCredentialsError RefreshError
+        GoogleAuthError UnauthenticatedError""",
+    "forbidden": """
+        403 AccessDenied AllAccessDisabled InvalidPayer forbidden KMS.AccessDenied PermissionError
+        PermissionDeniedError EACCES""",
+    "endpoint": """
+        301 302 307 308 AuthorizationHeaderMalformed IllegalLocationConstraintException
+        PermanentRedirect Redirect TemporaryRedirect InvalidLocationConstraint InvalidRegionName
+        BaseEndpointResolverError EndpointProviderError InvalidRegionError
+        InvalidEndpointConfigurationError UnknownRegionError InvalidURL InvalidUrlClientError
+        NonHttpUrlClientError""",
+    "quota": """
+        507 AccountProblem NotSignedUp QuotaExceeded StorageQuotaExceeded
+        XMinioAdminBucketQuotaExceeded XMinioStorageFull accountDisabled billingNotEnabled
+        dailyLimitExceeded quotaExceeded storageQuotaExceeded ENOSPC EDQUOT""",
+    "invalid": """
+        ParamValidationError UnseekableStreamError NotImplementedError EINVAL EPERM ENOSYS EROFS""",
+}
+
+KINDS: dict[str, Kind] = {name: kind for kind, names in _TABLE.items() for name in names.split()}
+
+_TLS_CLASSES = frozenset(("SSLError", "ClientSSLError", "ClientConnectorCertificateError"))
+
+# Words in obstore's dumps, the most specific first: kind, detail, words.
+_DUMPED: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
+    (
+        "credentials",
+        "no keys were given or found, and no instance role answered",
+        ("169.254.169.254", "169.254.170.2", "169.254.170.23", "/latest/api/token"),
+    ),
+    (
+        "endpoint",
+        "the server redirects to another endpoint: the bucket is in another region",
+        ("BareRedirect", "redirect without LOCATION"),
+    ),
+    ("endpoint", "the endpoint is not encrypted, which was not allowed", ("BadScheme",)),
+    (
+        "endpoint",
+        "TLS failed",
+        ("InvalidCertificate", "certificate", "InvalidContentType", "HandshakeFailure", "TLS"),
+    ),
+    ("timeout", "no response in time", ("TimedOut", "kind: Timeout")),
+    (
+        "short",
+        "the connection ended before the response did",
+        ("IncompleteBody", "UnexpectedEof", "kind: Decode", "end of file before message length"),
+    ),
+    ("connection", "no connection", ("HttpError", "reqwest::Error", "hyper::Error", "kind: Body")),
+    ("missing", "no such object", ("kind: NotADirectory",)),
+    ("quota", "the device is full", ("kind: StorageFull", "kind: QuotaExceeded")),
+    ("forbidden", "permission denied", ("kind: PermissionDenied",)),
+)
 
 DETAIL_LENGTH = 300
 """Characters of a detail; what a server says beyond them is rarely read."""
 
 HIDDEN_MIN_LENGTH = 4
-"""Shorter option values are no credentials, and would cut common words."""
+"""Shorter option values are not credentials, and hiding them would cut common words."""
 
 
 def request_error(error: BaseException, hidden: Collection[str] = ()) -> RequestError:
-    """What the error of a library means, without the values in `hidden` and other credentials."""
+    """Return what a library's error means, without the texts in `hidden` and other credentials."""
     if isinstance(error, RequestError):
         return error
     chain = list(_chain(error))
     for link in chain:
-        # google.auth says itself whether another try is worth it; gcsfs makes a 401 of it.
+        # google.auth knows whether a retry makes sense; gcsfs turns the error into a 401.
         if "GoogleAuthError" in _names(link) and getattr(link, "retryable", False):
             return RequestError("connection", one_line(_text(link), hidden))
     for link in chain:
-        if (found := _server_said(link, hidden)) is not None:
+        if (found := _response(link, hidden)) is not None:
             return found
     for link in chain:
-        if (kind := _known(link)) is not None:
+        if (kind := _kind(link)) is not None:
             return RequestError(kind, one_line(_text(link), hidden))
     kind = "unavailable" if isinstance(error, OSError) else "invalid"
     return RequestError(kind, one_line(_text(error), hidden))
@@ -51,30 +147,34 @@ def status_error(
     *,
     retry_after: str | None = None,
 ) -> RequestError:
-    """What an answer with this status and code means."""
-    kind = CODES.get(code or "")
-    if code == "notFound" or (kind is None and status == 404):
-        kind = "no_bucket" if "bucket does not exist" in message.lower() else "missing"
+    """Return what a response with this status and code means."""
+    if code is not None and code.isdigit() and not 100 <= status < 600:
+        status = int(code)
+    kind = KINDS.get(code or "")
     # Some codes say less than the status or the message beside them.
     if status in (401, 408, 507):
-        kind = STATUSES[status]
+        kind = KINDS[str(status)]
     if code in ("forbidden", "InvalidRequest") and "billing" in message.lower():
         kind = "quota"
     if kind is None:
-        if code is not None and code.isdigit() and not 100 <= status < 600:
-            status = int(code)
-        kind = STATUSES.get(status, "unavailable" if status >= 500 and status != 501 else "invalid")
-    said = ": ".join(filter(None, (code, message))) or "no more was said"
+        other: Kind = "unavailable" if status >= 500 and status != 501 else "invalid"
+        kind = KINDS.get(str(status), other)
+    if kind == "missing" and "bucket does not exist" in message.lower():
+        kind = "no_bucket"
+    said = ": ".join(filter(None, (code, message))) or "without a message"
     return RequestError(
         kind,
         one_line(f"HTTP {status}, {said}", hidden),
         status=status or None,
-        retry_after_s=_delay(retry_after),
+        # The other form of the header, a date, is not used by object stores.
+        retry_after_s=float(retry_after or 0)
+        if re.fullmatch("[0-9]+", retry_after or "")
+        else None,
     )
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, and what it was raised from."""
+    """Yield the error, and what it was raised from."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -83,8 +183,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
-def _server_said(error: BaseException, hidden: Collection[str]) -> RequestError | None:
-    """The error if it carries an answer of the server: botocore's, gcsfs's or aiohttp's."""
+def _response(error: BaseException, hidden: Collection[str]) -> RequestError | None:
+    """Classify a response that botocore's, gcsfs's or aiohttp's error carries."""
     response = getattr(error, "response", None)
     if isinstance(response, Mapping) and isinstance(response.get("Error"), Mapping):
         said: Mapping[str, Any] = response["Error"]
@@ -98,20 +198,12 @@ def _server_said(error: BaseException, hidden: Collection[str]) -> RequestError 
             retry_after=headers.get("retry-after"),
         )
     name = type(error).__name__
-    if name == "HttpError" and hasattr(error, "code"):
-        answer = getattr(error, "_error_response", None) or {}
-        reasons = [e.get("reason") for e in answer.get("errors") or () if isinstance(e, Mapping)]
-        return status_error(
-            int(error.code or 0) if str(error.code or 0).isdigit() else 0,
-            reasons[0] if reasons else None,
-            str(answer.get("message") or ""),
-            hidden,
-        )
-    status = getattr(error, "status", None)
-    if name == "ClientResponseError" and isinstance(status, int):
+    status = getattr(error, "code" if name == "HttpError" else "status", None)
+    if name in ("HttpError", "ClientResponseError") and str(status).isdigit():
         headers = getattr(error, "headers", None) or {}
         message = str(getattr(error, "message", ""))
-        return status_error(status, None, message, hidden, retry_after=headers.get("Retry-After"))
+        retry_after = headers.get("Retry-After")
+        return status_error(int(str(status)), None, message, hidden, retry_after=retry_after)
     return None
 
 
@@ -119,40 +211,23 @@ def _names(error: BaseException) -> list[str]:
     return [cls.__name__ for cls in type(error).__mro__]
 
 
-def _known(error: BaseException) -> Kind | None:
-    names = _names(error)
-    if not TLS_CLASSES.isdisjoint(names):
+def _kind(error: BaseException) -> Kind | None:
+    names, text = _names(error), str(error).lower()
+    if not _TLS_CLASSES.isdisjoint(names):
         # A handshake that is cut off may succeed later, a wrong certificate will not.
-        text = str(error).lower()
         wrong = "certificate" in text or "wrong_version_number" in text or "wrong version" in text
         return "endpoint" if wrong else "connection"
-    if type(error) is OSError and str(error).startswith("Forbidden: "):
-        return _gcsfs_forbidden(str(error))
+    if type(error) is OSError and text.startswith("forbidden: "):
+        # gcsfs keeps the message of a 403 and drops its reason.
+        if "rate limit" in text or "ratelimit" in text:
+            return "throttled"
+        return "quota" if "billing" in text or "quota" in text else "forbidden"
     for name in names:
-        if (kind := CLASSES.get(name)) is not None:
+        if (kind := KINDS.get(name)) is not None:
             return kind
     if isinstance(error, OSError):
-        return ERRNOS.get(error.errno or 0)
+        return KINDS.get(errno.errorcode.get(error.errno or 0, ""))
     return None
-
-
-def _gcsfs_forbidden(text: str) -> Kind:
-    # gcsfs keeps the message of a 403 and drops its reason.
-    lower = text.lower()
-    if "rate limit" in lower or "ratelimit" in lower:
-        return "throttled"
-    if "billing" in lower or "quota" in lower:
-        return "quota"
-    return "forbidden"
-
-
-def _delay(retry_after: str | None) -> float | None:
-    # The other form, a date, is not used by object stores.
-    return (
-        float(retry_after)
-        if retry_after and retry_after.isascii() and retry_after.isdigit()
-        else None
-    )
 
 
 def _text(error: BaseException) -> str:
@@ -160,7 +235,56 @@ def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-# ---------------------------------------------------------------------------------- what is shown
+# ----------------------------------------------------------------------------------------- obstore
+
+_DUMP = "\n\nDebug source:"
+_STATUS = re.compile(r"status code: (\d{3})\b")
+_CODE = re.compile(r"<Code>([\w.]{1,64})</Code>|\(code: ([\w.]{1,64})\)")
+_MESSAGE = re.compile(r"<Message>([^<]{1,1000})")
+_REGION = re.compile(r"<Region>([\w-]{1,40})</Region>")
+_VERB = re.compile(r"Error performing ([A-Z]{3,7}) ")
+_ODD_KEY = re.compile(r'Error parsing Path "([^"]{1,200})"')
+_SYSTEM = re.compile(r'kind: \w+,\s+message: "([^"]{1,100})"')
+
+
+def obstore_error(error: BaseException, hidden: Collection[str] = ()) -> RequestError:
+    """Return what an error of obstore means, from its text; status 416 past the object's end."""
+    text, _, dump = str(error).partition(_DUMP)
+    status, code = _STATUS.search(text), _CODE.search(text)
+    verb = f"{found[1]}: " if (found := _VERB.search(text)) is not None else ""
+    if status is None and code is None:
+        kind, detail = _dumped(type(error).__name__, f"{text}\n{dump}")
+        past_the_end = 416 if "StartTooLarge" in dump else None
+        return RequestError(kind, one_line(verb + detail, hidden), status=past_the_end)
+    said, name = _MESSAGE.search(text), (code[1] or code[2]) if code is not None else None
+    # Without a status it is one key of many, in a response with status 200.
+    failure = status_error(
+        int(status[1]) if status else 200, name, html.unescape(said[1]) if said else "", hidden
+    )
+    if failure.kind == "credentials":
+        failure.detail = f"HTTP {failure.status}" + (f", {name}" if name else "")
+    if failure.kind == "endpoint" and (region := _REGION.search(text)) is not None:
+        failure.detail += f"; the bucket is in region {region[1]}"
+    failure.detail = one_line(verb + failure.detail, hidden)
+    return failure
+
+
+def _dumped(name: str, dump: str) -> tuple[Kind, str]:
+    if (kind := KINDS.get(name)) is not None:
+        return kind, name
+    for kind, detail, words in _DUMPED:
+        if any(word in dump for word in words):
+            if kind == "connection" and "dns error" in dump:
+                detail += ": the name of the endpoint is unknown"
+            elif kind == "connection" and (found := _SYSTEM.search(dump)) is not None:
+                detail += f": {found[1]}"
+            return kind, detail
+    if (found := _ODD_KEY.search(dump)) is not None:
+        return "invalid", f"{name}: obstore refuses the key {found[1]}, which has an odd part"
+    return "invalid", f"obstore rejected the request with {name}"
+
+
+# ----------------------------------------------------------------------------------- what is shown
 
 _SECRETS = re.compile(
     r"""
@@ -173,18 +297,17 @@ _SECRETS = re.compile(
     | (?i:\b(?:[\w\-]*(?:signature|credential|secret|password|token|authorization|api[_-]?key
         |access[_-]?key(?:[_-]?id)?|upload[_-]?id))['"]?\s*[=:]\s*)['"]?[^\s,;'"<>&]+
     | -----BEGIN[^-]*-----.*?(?:-----END[^-]*-----|$)
-    | \b[A-Za-z0-9+/_\-]{40,}={0,2}                       # what else is long and random
+    | \b[A-Za-z0-9+/_\-]{40,}={0,2}                       # anything else long and random
     """,
     re.VERBOSE | re.DOTALL,
 )
 
 
 def one_line(text: str, hidden: Collection[str] = ()) -> str:
-    """The text as one short line, without `hidden` and without what looks like a credential."""
-    names: set[str] = set()
+    """Return the text as one short line, without `hidden` and what looks like a credential."""
+    names: set[str] = set(hidden)
     for value in hidden:
-        names.add(value)
-        # An endpoint is named by its host alone as well.
+        # Texts also name the host of an endpoint alone.
         if "://" in value:
             names |= {urlsplit(value).netloc, urlsplit(value).hostname or ""}
     for value in sorted(names, key=len, reverse=True):
@@ -193,3 +316,20 @@ def one_line(text: str, hidden: Collection[str] = ()) -> str:
     text = _SECRETS.sub("…", text)
     text = " ".join(re.sub(r"[\x00-\x1f\x7f\u2028\u2029\x85]", " ", text).split())
     return text if len(text) <= DETAIL_LENGTH else text[: DETAIL_LENGTH - 1] + "…"
+
+
+def hidden_values(options: Mapping[str, Any]) -> frozenset[str]:
+    """Return every text in the options, however deep: none of it may be shown."""
+    found: set[str] = set()
+    pending: list[Any] = list(options.values())
+    while pending:
+        value = pending.pop()
+        if isinstance(value, str):
+            found.add(value)
+        elif isinstance(value, bytes):
+            found.add(value.decode("utf-8", "replace"))
+        elif isinstance(value, Mapping):
+            pending += value.values()
+        elif isinstance(value, list | tuple | set):
+            pending += value
+    return frozenset(found)

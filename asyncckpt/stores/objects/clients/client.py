@@ -1,15 +1,18 @@
-"""What a client of an object store must do, and how its failures are told apart.
+"""The protocol of an object-store client, and the failures that a client reports.
 
-An `ObjectClient` translates: one call of it is one request (or as few as its library can make of
-it), without retries, deadlines or limits of its own, which `Requests` adds for all clients alike.
+An `ObjectClient` translates: one call is one request, or as few as the library below needs. A
+client neither repeats requests nor limits them; `Requests` adds retries, deadlines and limits for
+all clients alike.
 """
 
-# Rule 1: keys are relative to the client's prefix, with `/` between parts, and never begin or end
-#   with one; "" in `list` is the prefix itself.
-# Rule 2: a client raises `RequestError` and `asyncio.CancelledError`, nothing else of its library.
-# Rule 3: no credential and no option value is in any text that a client makes.
-# Rule 4: a cancelled call ends promptly; whoever made it may not use its body again, because the
-#   library below may still be sending it.
+# Rule 1: keys are relative to the client's prefix, with `/` between parts, and neither begin nor
+#   end with one; "" in `list` is the prefix itself.
+# Rule 2: a client raises `RequestError`, `asyncio.CancelledError`, and `UsageError` for options
+#   that its library refuses; nothing else of the library gets out.
+# Rule 3: no text that a client makes contains a credential, or an option value other than the
+#   host of the endpoint.
+# Rule 4: a cancelled call ends promptly. Its body must not be reused, because the library may
+#   still be sending it.
 
 from __future__ import annotations
 
@@ -25,25 +28,25 @@ Body = bytes | bytearray | memoryview | Bytes
 
 Kind = Literal[
     "missing",  # 404 of an object
-    "exists",  # 412: a conditional create found something
-    "conflict",  # 409: another conditional write of the key is under way; try again
+    "exists",  # 412: the condition of a request does not hold
+    "conflict",  # 409: another conditional write of the key is in progress; retry
     "throttled",  # 429, 503 SlowDown: too many requests
     "unavailable",  # 500, 502, 503, 504
-    "timeout",  # no answer in time
+    "timeout",  # no response in time
     "connection",  # refused, reset, closed, name not resolved
-    "short",  # fewer bytes than the answer announced
+    "short",  # fewer bytes than the response announced
     "no_bucket",  # 404 of the bucket or container
     "credentials",  # none, unknown, expired; 401, and 403 with a signature or token code
-    "forbidden",  # 403: known, and not allowed
+    "forbidden",  # 403: authenticated, but not allowed
     "endpoint",  # wrong region or endpoint: 301, 307, 400 with a region code, TLS failures
     "quota",  # the account or bucket is full, or billing is off; waiting does not help
-    "invalid",  # the request is refused for what it is: 400, 405, 416, 501, …
+    "invalid",  # the store rejects the request itself: 400, 405, 416, 501, …
 ]
 
 RETRYABLE: frozenset[Kind] = frozenset(
     ("conflict", "throttled", "unavailable", "timeout", "connection", "short")
 )
-"""After these the same request may succeed without anybody changing anything."""
+"""Retryable without changes."""
 
 
 class RequestError(Exception):
@@ -54,7 +57,7 @@ class RequestError(Exception):
         detail: what the server or the library said, without credentials; one line.
         status: HTTP status, or None.
         retry_after_s: seconds that the server asks to wait, or None.
-        left: of a deletion of several, the keys that may still be there; None for all of them.
+        left: after a deletion of several keys, those that may still exist; None for all of them.
     """
 
     left: Sequence[str] | None = None
@@ -67,11 +70,14 @@ class RequestError(Exception):
         status: int | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        super().__init__(f"{kind}: {detail}")
+        super().__init__(kind, detail)
         self.kind: Kind = kind
         self.detail = detail
         self.status = status
         self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.detail}"
 
     @property
     def retryable(self) -> bool:
@@ -82,38 +88,39 @@ class RequestError(Exception):
     def concerns_one_object(self) -> bool:
         """Whether one object was changed too often, which says nothing about other requests.
 
-        Google's store takes one change of an object per second, and answers 429 as it does to too
-        many requests; the words are those of
-        https://cloud.google.com/storage/docs/gcs429.
+        Google Cloud Storage allows one change per object and second, and answers more with 429,
+        like any other excess; the words are those of https://cloud.google.com/storage/docs/gcs429.
         """
         return self.kind == "throttled" and "object mutation operations" in self.detail
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTraits:
-    """What a client can do and what it costs; declared by it, `conditional_create` also probed.
+    """What a client can do, and what it costs.
+
+    The client declares these; the store also probes `conditional_create`.
 
     Attributes:
         name: the library, for errors and reports: ``"s3fs"``, ``"gcsfs"``, ``"obstore"``, …
-        body: what `put` and `put_part` send without a copy of ours: only ``bytes`` and
-            ``bytearray``, or ``"any"`` buffer.
-        put_copies: copies of a body that the library holds while it sends it.
-        get_copies: copies of an answer that the library holds until it hands it over, that
-            included.
-        conditional_create: `put(create=True)` is decided by the server (or, for a file system
-            of this process, under a lock), so that of two exactly one succeeds.
+        put_copies: copies of a body that exist beside it while it is being sent.
+        get_copies: copies of a response in memory until `get` returns, the returned one included.
+        conditional_create: of several `put(create=True)` of one key exactly one succeeds, because
+            the server decides (or a lock, for a filesystem inside this process).
+        conditional_replace: `replace` is available.
+        conditional_delete: `delete_version` is available.
+        repeats: the library below may repeat a PUT by itself whose response was lost, so that the
+            refusal of a conditional one does not tell that nothing was written.
         put_max_nbytes: largest body of one `put`.
-        multipart: objects can be sent in parts.
-        parallel_parts: parts may be sent in any order and at the same time.
-        part_min_nbytes: least size of a part that is not the last; parts are multiples of
+        multipart: the client can send objects in parts.
+        parallel_parts: parts may be sent in any order and concurrently.
+        part_min_nbytes: smallest part other than the last; parts are multiples of
             `part_multiple_nbytes`.
         part_max_nbytes: largest part.
         part_max_count: most parts of an object.
-        modified: `list` tells when objects were written.
+        modified: `list` returns modification times.
     """
 
     name: str
-    body: Literal["bytes", "any"] = "bytes"
     put_copies: int = 1
     get_copies: int = 1
     conditional_create: bool = False
@@ -125,23 +132,31 @@ class ClientTraits:
     part_max_nbytes: int = 5 * GIB
     part_max_count: int = 9_000
     modified: bool = True
+    conditional_replace: bool = False
+    conditional_delete: bool = False
+    repeats: bool = False
 
 
 class Listed(NamedTuple):
     """One entry of a listing.
 
     Attributes:
-        key: relative to the client's prefix; of a common prefix without the `/` at its end.
+        key: relative to the client's prefix; a common prefix comes without the `/` at its end.
         nbytes: size of the object; 0 for a common prefix.
-        is_prefix: whether it stands for all keys below it.
+        is_prefix: whether the entry is a common prefix.
         modified_s: seconds since 1970 when the object was written, by the server's clock; 0.0
-            where nothing tells.
+            if unknown.
+        version: as `ObjectClient.version`; "" where listings do not contain it.
+        checksum: the server's tag of the contents (S3: ETag, GCS: MD5); equal for two objects of
+            one bucket with equal bytes that were each sent by one PUT; "" if unknown.
     """
 
     key: str
     nbytes: int
     is_prefix: bool = False
     modified_s: float = 0.0
+    version: str = ""
+    checksum: str = ""
 
 
 class PendingParts(NamedTuple):
@@ -153,13 +168,13 @@ class PendingParts(NamedTuple):
 
 
 class ObjectClient(Protocol):
-    """A bucket and a prefix in it, through one client library. Used on one event loop only."""
+    """A prefix of a bucket, through one client library. Bound to one event loop."""
 
     url: str
     traits: ClientTraits
 
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
-        """The object is exactly `body`, durable and visible; with `create` it is new.
+        """Store `body` as the object, durable and visible; with `create`, only if there is none.
 
         Raises:
             RequestError: `exists` and `conflict` only with `create`.
@@ -167,54 +182,92 @@ class ObjectClient(Protocol):
         ...
 
     async def get(self, key: str, start: int, stop: int) -> Body:
-        """Bytes `start` to `stop` of the object, fewer where it ends before; none past its end.
+        """Return bytes `start` to `stop` of the object: fewer, or none, where it ends before.
 
         One ranged request, with both bounds. `0 <= start < stop`.
 
         Raises:
-            RequestError: `missing`; `short` when the connection ended before the answer did.
+            RequestError: `missing`; `short` if the connection ended before the response did.
         """
         ...
 
     async def size(self, key: str) -> int:
-        """Length of the object in bytes. Raises `RequestError`: `missing`."""
+        """Return the length of the object in bytes. Raises `RequestError`: `missing`."""
+        ...
+
+    async def version(self, key: str) -> str:
+        """Return what identifies the object's present contents: an ETag (S3) or generation (GCS).
+
+        Only with `conditional_replace` or `conditional_delete`. To read and then replace, ask for
+        the version first: a change in between then makes the replacement fail.
+
+        Raises:
+            RequestError: `missing`.
+        """
+        ...
+
+    async def replace(self, key: str, body: Body, *, version: str) -> None:
+        """Replace the object with `body`, only if it still has this version.
+
+        A retry after a lost response fails with `exists` if the first try succeeded: read the
+        object back to find out.
+
+        Raises:
+            RequestError: `exists` if it has another version, `missing` (S3) or `exists` (GCS) if
+                it was deleted, `conflict` while another conditional write is in progress.
+        """
+        ...
+
+    async def delete_version(self, key: str, *, version: str) -> None:
+        """Delete the object, only if it still has this version. A missing one is no error.
+
+        Raises:
+            RequestError: `exists` if it has another version, `conflict` as in `replace`.
+        """
         ...
 
     async def list(self, prefix: str, *, recursive: bool, limit: int) -> list[Listed]:
-        """What stands below `prefix` (without `/` at its end), by key, never from a cache.
+        """Return the entries below `prefix` (without `/` at its end) by key, never from a cache.
 
-        Not recursive: one level, objects and common prefixes. An empty list where there is
-        nothing. The marker of a "directory" itself is left out. Ends after `limit` + 1 entries.
+        If not `recursive`, those of one level: objects and common prefixes. The list is empty
+        where nothing exists. The marker object of a "directory" is left out. Stops after
+        `limit` + 1 entries.
         """
         ...
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """None of the objects is there. One that is missing is no error."""
+        """Delete the objects. A missing one is no error."""
         ...
 
-    async def begin_parts(self, key: str) -> str:
-        """A multipart upload is open; returns its id."""
+    async def begin_parts(self, key: str, *, create: bool = False) -> str:
+        """Open a multipart upload and return its id; `create` as in `complete_parts`."""
         ...
 
     async def put_part(self, key: str, upload: str, number: int, offset: int, body: Body) -> str:
-        """Part `number` (from 0), which begins at `offset` of the object, is stored.
+        """Store part `number` (from 0), which begins at `offset` of the object.
 
-        Returns what `complete_parts` wants to know about it.
+        Returns what `complete_parts` needs to know about it.
         """
         ...
 
-    async def complete_parts(self, key: str, upload: str, tags: Sequence[str]) -> None:
-        """The object consists of the parts with these tags, in order; durable and visible."""
+    async def complete_parts(
+        self, key: str, upload: str, tags: Sequence[str], *, create: bool = False
+    ) -> None:
+        """Create the object from the parts with these tags, in order; durable and visible.
+
+        With `create`, given here and in `begin_parts`, only if there is none, where the client
+        has `conditional_create`; else `RequestError`: `exists`.
+        """
         ...
 
     async def abort_parts(self, key: str, upload: str) -> None:
-        """The upload and its parts are gone; it is no error if they are already."""
+        """Delete the upload and its parts. A missing upload is no error."""
         ...
 
     async def pending_parts(self, prefix: str) -> Sequence[PendingParts]:
-        """Uploads below `prefix` that nobody ended; empty where the client cannot tell."""
+        """Return open uploads below `prefix`; none if the client cannot list them."""
         ...
 
     async def close(self) -> None:
-        """Sessions and connections are closed. Idempotent."""
+        """Close sessions and connections. Idempotent."""
         ...

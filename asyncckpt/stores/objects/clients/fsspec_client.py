@@ -1,18 +1,19 @@
-"""A client of any fsspec filesystem, through the methods that all of them have."""
+"""The client of any fsspec filesystem, through the methods that all of them have."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
+import logging
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from traceback import clear_frames
 from typing import Any, TypeVar
 
-from asyncckpt.options import GIB
-from asyncckpt.stores.objects.answers import request_error
-from asyncckpt.stores.objects.client import (
+from asyncckpt.errors import AsyncCheckpointError
+from asyncckpt.options import GIB, KIB
+from asyncckpt.stores.objects.clients.classification import request_error
+from asyncckpt.stores.objects.clients.client import (
     Body,
     ClientTraits,
     Kind,
@@ -20,28 +21,47 @@ from asyncckpt.stores.objects.client import (
     PendingParts,
     RequestError,
 )
-from asyncckpt.stores.objects.fsspec_bodies import viewed
-from asyncckpt.stores.objects.fsspec_session import FilesystemSession, hidden_values
+from asyncckpt.stores.objects.clients.fsspec_session import FilesystemSession
 
 T = TypeVar("T")
 Listing = list[Listed]
-Entry = dict[str, Any]
+
+log = logging.getLogger("asyncckpt.stores")
 
 DELETES = 32
 """Deletions of one `delete` in flight where a request deletes one object."""
 
-UNCONDITIONAL: dict[Kind, Kind] = {"conflict": "unavailable", "exists": "unavailable"}
-"""What these mean where nothing was asked for: a server's other troubles."""
+INLINE_NBYTES = 64 * KIB
+"""Bodies up to this size are copied on the event loop: a thread would cost more."""
 
-_MEMORY = threading.Lock()
-"""Held by every write to a memory filesystem: all of a process share one dictionary."""
+UNCONDITIONAL: dict[Kind, Kind] = {"conflict": "unavailable", "exists": "unavailable"}
+"""Meaning of these kinds for a request without a condition: other trouble of the server."""
+
+LOCATED: frozenset[Kind] = frozenset(("connection", "timeout", "endpoint"))
+"""Failures whose detail names the endpoint."""
+
+_MEMORY_LOCK = threading.Lock()
+"""Held by every write to a memory filesystem: all in a process share one dictionary."""
 
 
 class FsspecClient:
     """Objects below a path of an fsspec filesystem.
 
-    Calls of an async filesystem run on its loop, those of others in worker threads.
+    Methods of an async filesystem run on its loop, those of others in worker threads. Libraries
+    send `bytes`, so other bodies are copied, in a worker thread.
+
+    Args:
+        session: of the filesystem.
+        url: the client's name; holds no credentials.
+        root: the path as the filesystem's methods take it.
+        traits: of the library.
+        hidden: texts that no error repeats.
+        endpoint: host of the server, for errors.
     """
+
+    # Whether objects are in directories that have to be made first. On S3 and GCS the "directory"
+    # would be the bucket.
+    _directories = True
 
     def __init__(
         self,
@@ -49,79 +69,150 @@ class FsspecClient:
         url: str,
         root: str,
         *,
-        name: str,
-        options: Mapping[str, Any],
+        traits: ClientTraits,
+        hidden: Collection[str] = (),
+        endpoint: str = "",
     ) -> None:
-        """`root` is the path as the filesystem's methods take it; of `options` nothing is shown."""
         self.url = url
-        # What holds for every filesystem.
-        self.traits = ClientTraits(name=name, put_max_nbytes=64 * GIB, get_copies=2)
+        self.traits = traits
         self._session = session
         self._root = root.rstrip("/")
-        self._hidden = hidden_values(options)
+        self._hidden = hidden
+        self._endpoint = endpoint
+        self._warned = traits.conditional_create
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.traits.name}, {self.url!r})"
 
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
-        """See `ObjectClient`; `create` is refused."""
-        if create:
+        """See `ObjectClient`; `create` is refused where the traits do not declare it."""
+        if create and not self.traits.conditional_create:
             raise self._without("conditional creation")
-        await self._answer(self._put(key, body))
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "%s: %s cannot create objects conditionally: if two processes save one step at "
+                "the same time, both report success, and the later one replaces the earlier. Let "
+                "only one process save a step",
+                self.url,
+                self.traits.name,
+            )
+        data = await self._as_bytes(body)
+        await self._request(self._put(key, data, create), conditional=create)
 
     async def get(self, key: str, start: int, stop: int) -> Body:
-        """See `ObjectClient`."""
-        return await self._answer(self._get(key, start, stop))
+        try:
+            found: Body = await self._call("_cat_file", self._path(key), start=start, end=stop)
+        except RequestError as error:
+            # Past the end a server answers 416; what other filesystems raise says less.
+            if error.status != 416 and (error.kind != "invalid" or await self.size(key) > start):
+                raise
+            return b""
+        if len(found) > stop - start:
+            raise RequestError(
+                "invalid",
+                f"{len(found)} bytes came instead of {stop - start}: the store ignores ranges",
+            )
+        return found
 
     async def size(self, key: str) -> int:
-        """See `ObjectClient`."""
-        return await self._answer(self._size(key))
+        return int((await self._described(key))["size"])
+
+    async def version(self, key: str) -> str:
+        return _version(await self._described(key))
+
+    async def replace(self, key: str, body: Body, *, version: str) -> None:
+        raise self._without("conditional replacement")
+
+    async def delete_version(self, key: str, *, version: str) -> None:
+        raise self._without("conditional deletion")
 
     async def list(self, prefix: str, *, recursive: bool, limit: int) -> Listing:
-        """See `ObjectClient`."""
-        return await self._answer(self._list(prefix, recursive, limit))
+        """See `ObjectClient`; libraries read all pages, whatever the limit."""
+        path = self._path(prefix)
+        try:
+            if recursive:
+                found = await self._uncached("_find", path, detail=True)
+                entries: Iterable[Mapping[str, Any]] = found.values()
+            else:
+                entries = await self._uncached("_ls", path, detail=True)
+        except RequestError as error:
+            if error.kind != "missing":
+                raise
+            return []
+        root = self._root.strip("/")
+        return sorted(_entries(entries, path, root, recursive=recursive))[: limit + 1]
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """See `ObjectClient`; the objects are deleted one by one, several at once."""
+        """See `ObjectClient`; one request for each object, several at once."""
         await each(self._delete, keys)
 
-    async def begin_parts(self, key: str) -> str:
-        """Refused."""
-        raise self._without("uploads in parts")
+    async def begin_parts(self, key: str, *, create: bool = False) -> str:
+        raise self._without("multipart uploads")
 
     async def put_part(self, key: str, upload: str, number: int, offset: int, body: Body) -> str:
-        """Refused."""
-        raise self._without("uploads in parts")
+        raise self._without("multipart uploads")
 
-    async def complete_parts(self, key: str, upload: str, tags: Sequence[str]) -> None:
-        """Refused."""
-        raise self._without("uploads in parts")
+    async def complete_parts(
+        self, key: str, upload: str, tags: Sequence[str], *, create: bool = False
+    ) -> None:
+        raise self._without("multipart uploads")
 
     async def abort_parts(self, key: str, upload: str) -> None:
-        """Refused."""
-        raise self._without("uploads in parts")
+        raise self._without("multipart uploads")
 
     async def pending_parts(self, prefix: str) -> Sequence[PendingParts]:
-        """Empty."""
+        """See `ObjectClient`; none here."""
         return []
 
     async def close(self) -> None:
-        """See `ObjectClient`."""
         await self._session.close()
 
-    # ----------------------------------------------------------------------- for the subclasses too
+    # ------------------------------------------------------------------------------- for subclasses
 
-    async def _answer(self, call: Awaitable[T], *, conditional: bool = False) -> T:
-        """The result of a call into the library; its errors become `RequestError`."""
+    async def _put(self, key: str, data: bytes | bytearray, create: bool) -> None:
+        path, options = self._path(key), self._put_options(len(data), create)
+        try:
+            await self._session.call("_pipe_file", path, data, **options)
+        except FileNotFoundError:
+            if not self._directories:
+                raise
+            await self._session.call("_makedirs", path.rpartition("/")[0], exist_ok=True)
+            await self._session.call("_pipe_file", path, data, **options)
+
+    def _put_options(self, nbytes: int, create: bool) -> dict[str, Any]:
+        """Return arguments of `_pipe_file` with which it makes one request."""
+        return {}
+
+    async def _as_bytes(self, body: Body) -> bytes | bytearray:
+        if isinstance(body, bytes | bytearray):
+            return body
+        view = memoryview(body)
+        if len(view) <= INLINE_NBYTES:
+            return bytes(view)
+        return await self._session.in_thread(bytes, view)
+
+    async def _call(
+        self, name: str, /, *args: Any, conditional: bool = False, **kwargs: Any
+    ) -> Any:
+        """Return the result of a method of the filesystem; its errors become `RequestError`."""
+        call = self._session.call(name, *args, **kwargs)
+        return await self._request(call, conditional=conditional)
+
+    async def _request(self, call: Awaitable[T], *, conditional: bool = False) -> T:
         try:
             return await call
+        except AsyncCheckpointError:
+            raise
         except Exception as error:
             failure = request_error(error, self._hidden)
             if not conditional:
                 failure.kind = UNCONDITIONAL.get(failure.kind, failure.kind)
             # Frames of the library hold the body, and s3fs keeps its error in one of them.
             clear_frames(error.__traceback__)
-        # Not inside `except`: the error of the library is no context of ours.
+        # Not inside `except`: the library's error must not be the context of ours.
+        if failure.kind in LOCATED and self._endpoint:
+            failure.detail += f" (endpoint {self._endpoint})"
         try:
             raise failure
         finally:
@@ -130,80 +221,29 @@ class FsspecClient:
     def _without(self, ability: str) -> RequestError:
         return RequestError("invalid", f"{self.traits.name} offers no {ability}")
 
-    # ------------------------------------------------------------------------------------ requests
-
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}" if key else self._root or "/"
 
-    async def _put(self, key: str, body: Body) -> None:
-        path, data = self._path(key), as_bytes(body)
+    async def _described(self, key: str) -> Mapping[str, Any]:
         try:
-            await self._session.call("pipe_file", path, data)
-        except FileNotFoundError:
-            # A filesystem with real directories.
-            await self._session.call("makedirs", path.rpartition("/")[0], exist_ok=True)
-            await self._session.call("pipe_file", path, data)
-
-    async def _get(self, key: str, start: int, stop: int) -> Body:
-        try:
-            found: Body = await self._session.call(
-                "cat_file", self._path(key), start=start, end=stop
-            )
-        except Exception as error:
-            # Beyond the end some raise what the server says, and some what Python does.
-            failure = request_error(error, self._hidden)
-            if failure.kind != "invalid" or await self._size(key) > start:
-                raise
-            return b""
-        if len(found) > stop - start:
-            raise RequestError(
-                "invalid",
-                f"{len(found)} bytes came where {stop - start} were asked for: ranges are ignored",
-            )
-        return found
-
-    async def _size(self, key: str) -> int:
-        info = await self._uncached("info", self._path(key))
+            info: Mapping[str, Any] = await self._uncached("_info", self._path(key))
+        except RequestError as error:
+            if error.kind in ("forbidden", "invalid") and error.status is not None:
+                # S3 gives the reason in the body, which the response to a HEAD has not.
+                await self._call("_cat_file", self._path(key), start=0, end=1)
+            raise
         if info["type"] == "directory":
-            raise FileNotFoundError(key)
-        return int(info["size"])
-
-    async def _list(self, prefix: str, recursive: bool, limit: int) -> Listing:
-        path = self._path(prefix)
-        try:
-            if recursive:
-                entries: Iterable[Entry] = (
-                    await self._uncached("find", path, detail=True)
-                ).values()
-            else:
-                entries = await self._uncached("ls", path, detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return sorted(self._entries(entries, path, recursive))[: limit + 1]
+            raise RequestError("missing", "no such object")
+        return info
 
     async def _uncached(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        # A cache of listings that somebody has left on knows nothing of other writers.
-        (await self._session.filesystem()).invalidate_cache()
-        return await self._session.call(name, *args, **kwargs)
-
-    def _entries(self, found: Iterable[Entry], path: str, recursive: bool) -> Iterable[Listed]:
-        below = path.strip("/") + "/"
-        skip = len(self._root.strip("/")) + 1 if self._root.strip("/") else 0
-        for info in found:
-            name = info["name"].strip("/")
-            is_prefix = info["type"] == "directory"
-            # Listing a file gives that file, and listing some directories gives them as well.
-            if not name or (below != "/" and not name.startswith(below)):
-                continue
-            if is_prefix and recursive:
-                continue
-            yield Listed(
-                name[skip:], 0 if is_prefix else int(info["size"] or 0), is_prefix, modified(info)
-            )
+        # A listings cache that the user has left on does not see other writers.
+        (await self._request(self._session.filesystem())).invalidate_cache()
+        return await self._call(name, *args, **kwargs)
 
     async def _delete(self, key: str) -> None:
         try:
-            await self._answer(self._session.call("rm_file", self._path(key)))
+            await self._call("_rm_file", self._path(key))
         except RequestError as error:
             if error.kind != "missing":
                 raise
@@ -212,31 +252,33 @@ class FsspecClient:
 class MemoryClient(FsspecClient):
     """Objects of the memory filesystem of this process, which several clients may share."""
 
-    def __init__(
-        self, session: FilesystemSession, url: str, root: str, *, options: Mapping[str, Any]
-    ) -> None:
-        super().__init__(session, url, root, name="memory", options=options)
-        self.traits = ClientTraits(name="memory", conditional_create=True, put_max_nbytes=64 * GIB)
+    _directories = False
 
-    async def put(self, key: str, body: Body, *, create: bool = False) -> None:
-        """See `ObjectClient`; decided under a lock of this process."""
-        filesystem = await self._session.filesystem()
-        put = functools.partial(_put_in_memory, filesystem, self._path(key), as_bytes(body), create)
-        await self._answer(self._session.in_thread(put), conditional=create)
+    async def _put(self, key: str, data: bytes | bytearray, create: bool) -> None:
+        filesystem, path = await self._session.filesystem(), self._path(key)
+
+        def put() -> None:
+            with _MEMORY_LOCK:
+                if create and filesystem.isfile(path):
+                    raise FileExistsError(path)
+                # The filesystem keeps `bytes` as they are, and a bytearray may change.
+                filesystem.pipe_file(path, bytes(data))
+
+        await self._session.in_thread(put)
 
 
-def _put_in_memory(filesystem: Any, path: str, body: bytes | bytearray, create: bool) -> None:
-    with _MEMORY:
-        if create and filesystem.isfile(path):
-            raise FileExistsError(path)
-        # The filesystem keeps `bytes` as they are, and the buffer is the caller's.
-        filesystem.pipe_file(path, bytes(body))
+MEMORY_TRAITS = ClientTraits("memory", conditional_create=True, put_max_nbytes=64 * GIB)
+
+
+def generic_traits(name: str) -> ClientTraits:
+    """Return the traits that every filesystem has."""
+    return ClientTraits(name, get_copies=2, put_max_nbytes=64 * GIB)
 
 
 async def each(delete: Callable[[str], Awaitable[None]], keys: Sequence[str]) -> None:
-    """The call has been made for each key, `DELETES` at a time.
+    """Call `delete` for each key, `DELETES` at a time.
 
-    After an error no other begins; the first one is raised, with the keys that are `left`.
+    After an error no other call begins; the first error is raised, with the keys that are `left`.
     """
     left = dict.fromkeys(keys)
     waiting = iter(keys)
@@ -249,7 +291,7 @@ async def each(delete: Callable[[str], Awaitable[None]], keys: Sequence[str]) ->
             except RequestError as error:
                 failed.append(error)
             else:
-                del left[key]
+                left.pop(key, None)
             if failed:
                 return
 
@@ -264,13 +306,36 @@ async def each(delete: Callable[[str], Awaitable[None]], keys: Sequence[str]) ->
         failed.clear()  # a cycle of error and frame would stay until it is collected
 
 
-def as_bytes(body: Body) -> bytes | bytearray:
-    """The body as most libraries want it; copied if it is something else."""
-    return body if isinstance(body, bytes | bytearray) else bytes(viewed(body))
+def _entries(
+    found: Iterable[Mapping[str, Any]], path: str, root: str, *, recursive: bool
+) -> Iterable[Listed]:
+    below = path.strip("/") + "/" if path.strip("/") else ""
+    for info in found:
+        name, is_prefix = info["name"].lstrip("/"), info["type"] == "directory"
+        # Listing a file gives that file, and listing some directories gives them as well. A file
+        # with `/` at its end is the marker of a directory.
+        if (is_prefix and recursive) or (not is_prefix and name.endswith("/")):
+            continue
+        name = name.rstrip("/")
+        if not name.startswith(below) or "" in (parts := name[len(below) :].split("/")):
+            continue
+        if {".", ".."}.isdisjoint(parts):
+            yield Listed(
+                name[len(root) + 1 :] if root else name,
+                0 if is_prefix else int(info["size"] or 0),
+                is_prefix,
+                modified(info),
+                "" if is_prefix else _version(info),
+                "" if is_prefix else str(info.get("md5Hash") or info.get("ETag") or "").strip('"'),
+            )
+
+
+def _version(info: Mapping[str, Any]) -> str:
+    return str(info.get("generation") or info.get("ETag") or "")
 
 
 def modified(info: Mapping[str, Any]) -> float:
-    """When an entry of a listing was written, under whichever name its filesystem tells it."""
+    """Return when an entry of a listing was written, under whichever name it says so."""
     for name in ("LastModified", "mtime", "updated", "last_modified", "modified", "created"):
         if (value := info.get(name)) is not None:
             return seconds(value)
@@ -278,14 +343,12 @@ def modified(info: Mapping[str, Any]) -> float:
 
 
 def seconds(value: object) -> float:
-    """Seconds since 1970 of a time as libraries tell it; 0.0 if it is none."""
-    if isinstance(value, datetime):
-        return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
-    if isinstance(value, int | float):
-        return float(value)
+    """Return the seconds since 1970 of a library's time; 0.0 if it is none."""
     if isinstance(value, str):
         try:
-            return seconds(datetime.fromisoformat(value))
+            value = datetime.fromisoformat(value)
         except ValueError:
             return 0.0
-    return 0.0
+    if isinstance(value, datetime):
+        return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
+    return float(value) if isinstance(value, int | float) else 0.0

@@ -1,38 +1,40 @@
-"""Object stores through obstore, whose requests are made by threads of its own, in Rust.
+"""The client of obstore, a library in Rust whose requests are made by its own threads.
 
-It is the extra ``fast``. A body is sent from where it lies and an answer arrives in the buffer that
-is handed over, so that nothing is copied; what a request costs on the event loop is microseconds.
+It is the extra ``fast``. A body is sent from where it lies, and a response arrives in the buffer
+that is handed over, so that nothing is copied; a request costs microseconds on the event loop.
 """
 
-# Rule 1: one call is one request: obstore's own retries are off and its timeout is out of the way.
+# Rule 1: one call is one request: obstore's own retries are off, and its timeout never expires.
 # Rule 2: a body belongs to obstore until it has dropped it, which after a cancellation is later
-#   than the call's end: it holds the very object that was passed, and with it the memory.
-# Rule 3: errors are raised where the library's own are no longer handled, so that no traceback of
-#   ours shows its text, which may hold what was signed.
+#   than the end of the call: it holds the very object that was passed, and with it the memory.
+# Rule 3: errors are raised where the library's own are no longer handled, so that no traceback
+#   shows their text, which may contain what was signed.
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import urllib.error
+import urllib.request
 import weakref
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from asyncckpt.options import GIB
-from asyncckpt.stores.objects.client import (
+from asyncckpt.stores.objects.clients.classification import obstore_error
+from asyncckpt.stores.objects.clients.client import (
     Body,
     ClientTraits,
     Kind,
     Listed,
+    ObjectClient,
     PendingParts,
     RequestError,
 )
-from asyncckpt.stores.objects.fsspec_client import each
-from asyncckpt.stores.objects.fsspec_session import hidden_values
-from asyncckpt.stores.objects.obstore_account import Untranslatable
-from asyncckpt.stores.objects.obstore_errors import is_past_the_end, translated
-from asyncckpt.stores.objects.obstore_options import s3_config
+from asyncckpt.stores.objects.clients.fsspec_client import LOCATED, each
+from asyncckpt.stores.objects.clients.obstore_options import StoreOptions
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Backend
@@ -44,10 +46,10 @@ TIMEOUT = timedelta(days=1)
 """Of a whole request; the default of 30 s ends large ones. `Requests` has deadlines of its own."""
 
 RETRIES_OFF = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
-"""`Requests` retries, within its limiter; obstore's ten tries would hide throttling from it."""
+"""`Requests` retries, within its limiter; obstore's ten retries would hide throttling from it."""
 
 DROP_POLL_S = 0.02
-"""Between two looks for bodies that obstore has dropped after their requests ended."""
+"""Time between two checks for bodies that obstore has dropped after their requests ended."""
 
 DROP_WAIT_S = 1.0
 """How long `close` waits for them: a cancelled request was seen to sign 512 MiB for 0.7 s."""
@@ -55,75 +57,73 @@ DROP_WAIT_S = 1.0
 LIST_CHUNK = 1000
 """Entries that a listing hands over at once: a page of S3."""
 
+REGION_TIMEOUT_S = 10.0
+"""For one HEAD request without a body."""
+
 _SCHEMES = {"S3Store": "s3", "GCSStore": "gs", "AzureStore": "az", "HTTPStore": "https"}
 _BUCKETS = {"S3Store": "bucket", "GCSStore": "bucket", "AzureStore": "container_name"}
 
-_CONDITIONAL: dict[Kind, Kind] = {"conflict": "unavailable", "exists": "invalid"}
+_UNCONDITIONAL: dict[Kind, Kind] = {"conflict": "unavailable", "exists": "invalid"}
 
 # Azure stores at most 5,000 MiB by one request.
 _PUT_MAX_NBYTES = {"AzureStore": 4 * GIB}
 
 
-def obstore_from(
-    url: str, storage_options: Mapping[str, Any] | None = None
-) -> ObstoreClient | None:
-    """A client of an `s3://` URL, or None where obstore would not do what s3fs does.
+def made_store(options: StoreOptions, *, region: str | None = None) -> Backend:
+    """Return a store object of obstore with these options, in another region if one is given."""
+    from obstore import store
 
-    None when obstore is not installed, the scheme is another one, or an option, profile or setting
-    has no exact translation; `s3_config` says which. Blocks: it imports, reads AWS's configuration
-    files, and may ask the machine for its role.
-    """
-    try:
-        from obstore.store import S3Store
-    except ImportError:
-        return None
-    options = storage_options or {}
-    try:
-        found = s3_config(url, options)
-    except Untranslatable:
-        return None
-    make: Any = S3Store
-    store = make(
-        found.bucket,
-        config=found.config,
-        client_options={**found.client_options, "timeout": TIMEOUT},
+    make: Any = getattr(store, options.kind)
+    made: Backend = make(
+        options.bucket,
+        config=options.config if region is None else {**options.config, "region": region},
+        client_options={**options.client_options, "timeout": TIMEOUT},
         retry_config=RETRIES_OFF,
-        credential_provider=found.credentials,
+        **({} if options.credentials is None else {"credential_provider": options.credentials}),
     )
-    return ObstoreClient(store, url.rstrip("/"), prefix=found.prefix, hidden=hidden_values(options))
+    return made
 
 
 def bucket_of(store: Backend) -> str:
-    """The bucket that a store object of obstore was made for; empty if it does not say."""
+    """Return the bucket that a store object was made for; empty if it does not say."""
     config = getattr(store, "config", None) or {}
     return str(config.get(_BUCKETS.get(type(store).__name__, ""), ""))
 
 
-def obstore_client(store: Backend, prefix: str = "") -> ObstoreClient:
-    """A client of a store object of obstore and a prefix in it.
+def obstore_client(store: Any, prefix: str = "") -> ObstoreClient:
+    """Return a client of a store object of the user and a prefix in it.
 
-    The object keeps its options, but for retries, which are off, and its timeout, where it says
-    none. Its URL tells bucket and prefix alone; that of an HTTPStore may hold a password.
+    The store keeps its options, except for retries, which are off, and its timeout, where it has
+    none. The client's URL contains bucket and prefix alone; that of an HTTPStore may hold a
+    password.
     """
     name = type(store).__name__
     prefix = prefix.strip("/")
     within = "/".join(part for part in (str(getattr(store, "prefix", None) or ""), prefix) if part)
-    bucket = bucket_of(store)
     scheme = _SCHEMES.get(name, name.removesuffix("Store").lower())
-    url = f"{scheme}://" + "/".join(part for part in (bucket, within.strip("/")) if part)
-    return ObstoreClient(_without_retries(store), url, prefix=prefix)
+    url = f"{scheme}://" + "/".join(part for part in (bucket_of(store), within.strip("/")) if part)
+    if name in ("S3Store", "GCSStore", "AzureStore"):
+        store = type(store)(
+            prefix=store.prefix,
+            config=store.config,
+            client_options={"timeout": TIMEOUT, **(store.client_options or {})},
+            retry_config=RETRIES_OFF,
+            credential_provider=store.credential_provider,
+        )
+    return ObstoreClient(store, url, prefix=prefix)
 
 
-def _without_retries(store: Any) -> Any:
-    if type(store).__name__ not in ("S3Store", "GCSStore", "AzureStore"):
-        return store
-    return type(store)(
-        prefix=store.prefix,
-        config=store.config,
-        client_options={"timeout": TIMEOUT, **(store.client_options or {})},
-        retry_config=RETRIES_OFF,
-        credential_provider=store.credential_provider,
-    )
+def bucket_region(endpoint: str, bucket: str) -> str | None:
+    """Return the region that a server of S3 names for the bucket. Blocks; needs no credentials."""
+    request = urllib.request.Request(f"{endpoint}/{bucket}", method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=REGION_TIMEOUT_S) as answer:
+            return str(answer.headers.get("x-amz-bucket-region") or "") or None
+    except urllib.error.HTTPError as error:
+        # Which it also names in a redirection, or when it does not let us in.
+        return error.headers.get("x-amz-bucket-region")
+    except OSError:
+        return None
 
 
 class ObstoreClient:
@@ -133,32 +133,52 @@ class ObstoreClient:
     leaves the parts of a cancelled one behind.
 
     Args:
-        store: the store object; of its own thread-safe kind, made by anyone.
-        url: what the client is called; holds no credentials.
+        store: the store object.
+        url: the client's name; holds no credentials.
         prefix: below which all keys are, without `/` at its ends.
         hidden: texts that no error repeats.
+        options: what `store` was made with, if it is ours: then a bucket in another region is
+            found, and errors name the endpoint.
+        in_thread: runs a blocking function in a worker thread.
+        other: returns a client of another library for the same objects, for listings that obstore
+            refuses; None if there is no such library.
     """
 
     def __init__(
-        self, store: Backend, url: str, *, prefix: str = "", hidden: Collection[str] = ()
+        self,
+        store: Backend,
+        url: str,
+        *,
+        prefix: str = "",
+        hidden: Collection[str] = (),
+        options: StoreOptions | None = None,
+        in_thread: Callable[..., Awaitable[Any]] | None = None,
+        other: Callable[[], ObjectClient] | None = None,
     ) -> None:
         import obstore
 
         self.url = url
         name = type(store).__name__
+        classes = {cls.__name__ for cls in type(store).__mro__}
+        self._is_gcs, self._is_s3 = "GCSStore" in classes, "S3Store" in classes
         self.traits = ClientTraits(
             name="obstore",
-            body="any",
             put_copies=0,
-            get_copies=1,
+            # Hedged reads and its own receive buffers: measured, a second copy is in memory.
+            get_copies=2,
             conditional_create=name != "HTTPStore",
+            conditional_replace=self._is_gcs or self._is_s3,
             put_max_nbytes=_PUT_MAX_NBYTES.get(name, 5 * GIB),
         )
-        self._deletes_many = any(cls.__name__ == "S3Store" for cls in type(store).__mro__)
         self._api = obstore
         self._store: Any = store
         self._prefix = prefix.strip("/")
         self._hidden = frozenset(hidden)
+        self._options = options
+        self._region_known = not self._is_s3 or options is None
+        self._in_thread = in_thread
+        self._make_other = other
+        self._other: ObjectClient | None = None
         self._held: Held = []
         self._all_dropped = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -167,106 +187,107 @@ class ObstoreClient:
         return f"{type(self).__name__}(obstore, {self.url!r})"
 
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
-        """The object is exactly `body`, durable and visible; with `create` it is new.
+        """See `ObjectClient`.
 
         Cancellation: ends at once, while obstore may go on reading `body`, usually for some
         milliseconds, until the connection is closed. It holds the object that was passed: when
         that is collected, the memory is free.
         """
-        mode = "create" if create else "overwrite"
-        path = self._path(key)
-        views = [memoryview(body)]  # of its own, so that its end tells that obstore dropped it
-        held = weakref.ref(views[0])
         try:
-            await self._ask(
-                lambda: self._api.put_async(
-                    self._store, path, views.pop(), mode=mode, use_multipart=False
+            await self._put(key, body, "create" if create else "overwrite")
+        except RequestError as error:
+            # Without a condition these are other trouble of the server.
+            if not create:
+                error.kind = _UNCONDITIONAL.get(error.kind, error.kind)
+            raise
+
+    async def get(self, key: str, start: int, stop: int) -> Body:
+        """See `ObjectClient`; returns the read-only buffer in which obstore received the bytes."""
+        path = self._path(key)
+        try:
+            return memoryview(
+                await self._ask(
+                    lambda store: self._api.get_range_async(store, path, start=start, end=stop)
                 )
             )
         except RequestError as error:
-            # Without a condition these are a server's other troubles.
-            if not create and error.kind in _CONDITIONAL:
-                error.kind = _CONDITIONAL[error.kind]
-            raise
-        finally:
-            views.clear()
-            if held() is not None:
-                self._held.append(held)
-                self._all_dropped.clear()
-                self._watch()
-
-    async def get(self, key: str, start: int, stop: int) -> Body:
-        """The buffer that obstore received them in; read-only."""
-        path = self._path(key)
-        answer = await self._ask(
-            lambda: self._api.get_range_async(self._store, path, start=start, end=stop),
-            past_the_end=b"",
-        )
-        return memoryview(answer)
+            if error.status != 416:
+                raise
+            return b""
 
     async def size(self, key: str) -> int:
-        """Length of the object in bytes, by a read of its first one.
+        return int((await self._meta(key))["size"])
 
-        The answer to a HEAD has no body, which alone tells a missing object from a missing bucket.
-        """
-        path = self._path(key)
+    async def version(self, key: str) -> str:
+        return str((await self._meta(key))["version" if self._is_gcs else "e_tag"])
 
-        async def first() -> int:
-            found = await self._api.get_async(self._store, path, options={"range": (0, 1)})
-            await found.bytes_async()  # a connection with unread bytes is of no further use
-            return int(found.meta["size"])
+    async def replace(self, key: str, body: Body, *, version: str) -> None:
+        """See `ObjectClient`; by `If-Match` on S3 and by generation on GCS."""
+        await self._put(key, body, {"version" if self._is_gcs else "e_tag": version})
 
-        return int(await self._ask(first, past_the_end=0))
+    async def delete_version(self, key: str, *, version: str) -> None:
+        """See `ObjectClient`; obstore has no conditional deletion."""
+        raise RequestError("invalid", "obstore offers no conditional deletion")
 
     async def list(self, prefix: str, *, recursive: bool, limit: int) -> list[Listed]:
-        """What stands below `prefix`; of one level all pages are asked for, whatever the limit."""
+        """See `ObjectClient`; all pages of one level are read, whatever the limit.
+
+        obstore refuses a listing with a key that has an empty or dot part, like `run//x`. The
+        other library reads that one, and all later ones.
+        """
         below = "/".join(part for part in (self._prefix, prefix) if part)
-        if recursive:
-            found = await self._list_all(below, limit)
-        else:
-            found = await self._list_level(below)
-        found.sort(key=lambda entry: entry.key)
-        return found[: limit + 1]
+        if self._other is None:
+            try:
+                found = await (self._all(below, limit) if recursive else self._level(below))
+            except RequestError as error:
+                if error.kind == "missing":
+                    error.kind = "no_bucket"  # no object was asked for
+                if "InvalidPathError" not in error.detail:
+                    raise
+                if self._make_other is None:
+                    error.detail += "; install s3fs or gcsfs, or delete the object"
+                    raise
+                self._other = self._make_other()
+            else:
+                found.sort(key=lambda entry: entry.key)
+                return found[: limit + 1]
+        return await self._other.list(prefix, recursive=recursive, limit=limit)
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """None of the objects is there; by one request for 1,000 of them where a server has it."""
-        if not keys:
-            return
-        if self._deletes_many and len(keys) > 1:
+        """See `ObjectClient`; by one request for 1,000 objects where the server has it."""
+        if self._is_s3 and len(keys) > 1:
             paths = [self._path(key) for key in keys]
             try:
-                await self._ask(lambda: self._api.delete_async(self._store, paths))
+                await self._ask(lambda store: self._api.delete_async(store, paths))
             except RequestError as error:
                 if error.kind not in ("missing", "invalid"):
                     raise
             else:
                 return
-        # Others end at the first object that is missing, or know no deletion of many and send one
-        # request each themselves, without telling which of them failed.
+        # Other stores end at the first object that is missing, or delete one by one themselves,
+        # without telling which deletion failed.
         await each(self._delete, keys)
 
-    async def begin_parts(self, key: str) -> str:
-        """Always raises: see the class."""
+    async def begin_parts(self, key: str, *, create: bool = False) -> str:
         raise _no_parts()
 
     async def put_part(self, key: str, upload: str, number: int, offset: int, body: Body) -> str:
-        """Always raises: see the class."""
         raise _no_parts()
 
-    async def complete_parts(self, key: str, upload: str, tags: Sequence[str]) -> None:
-        """Always raises: see the class."""
+    async def complete_parts(
+        self, key: str, upload: str, tags: Sequence[str], *, create: bool = False
+    ) -> None:
         raise _no_parts()
 
     async def abort_parts(self, key: str, upload: str) -> None:
-        """Always raises: see the class."""
         raise _no_parts()
 
     async def pending_parts(self, prefix: str) -> Sequence[PendingParts]:
-        """Always empty: it cannot tell."""
-        return ()
+        """See `ObjectClient`; none, obstore cannot list them."""
+        return []
 
     async def close(self) -> None:
-        """The store object is let go, and with the last reference its connections. Idempotent.
+        """Drop the store object, and with the last reference its connections. Idempotent.
 
         Waits up to `DROP_WAIT_S` for bodies of cancelled requests to be dropped.
         """
@@ -278,28 +299,83 @@ class ObstoreClient:
             self._timer.cancel()
         self._held.clear()
         self._store = None
+        if self._other is not None:
+            await self._other.close()
 
     # ------------------------------------------------------------------------------------ requests
 
-    async def _ask(
-        self,
-        call: Callable[[], Awaitable[Any]],
-        *,
-        of_bucket: bool = False,
-        past_the_end: Any = RequestError,
-    ) -> Any:
-        if self._store is None:
-            raise RequestError("invalid", "the client was closed")
+    async def _ask(self, call: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Return the answer of a call with the store; its errors become `RequestError`."""
+        while True:
+            if self._store is None:
+                raise RequestError("invalid", "the client is closed")
+            try:
+                answer = await call(self._store)
+                self._region_known = True
+                return answer
+            except Exception as error:
+                failure = obstore_error(error, self._hidden)
+            if failure.kind in LOCATED and self._options is not None:
+                failure.detail += f" (endpoint {urlsplit(self._options.endpoint).netloc})"
+                # Servers may close the connection instead of answering a large PUT.
+                if failure.kind != "timeout" and await self._found_region():
+                    continue
+            try:
+                raise failure
+            finally:
+                del failure  # a cycle of error and frame would hold the body until it is collected
+
+    async def _found_region(self) -> bool:
+        """Return whether the bucket is in another region, for which the store is made anew."""
+        options, in_thread = self._options, self._in_thread
+        if self._region_known or options is None or in_thread is None:
+            return False
+        region = await in_thread(bucket_region, options.endpoint, options.bucket)
+        self._region_known = region is not None
+        if self._store is None or region in (None, options.config["region"]):
+            return False
+        self._store = made_store(options, region=region)
+        return True
+
+    async def _put(self, key: str, body: Body, mode: Any) -> None:
+        path, bodies = self._path(key), [body]
+        held: Held = []
+
+        def put(store: Any) -> Any:
+            view = memoryview(
+                bodies[0]
+            )  # of its own, so that its end tells that obstore dropped it
+            held.append(weakref.ref(view))
+            return self._api.put_async(store, path, view, mode=mode, use_multipart=False)
+
         try:
-            return await call()
-        except Exception as error:
-            if past_the_end is not RequestError and is_past_the_end(error):
-                return past_the_end
-            failure = translated(error, self._hidden, of_bucket=of_bucket)
-        try:
-            raise failure
+            await self._ask(put)
         finally:
-            del failure  # a cycle of error and frame would hold the body until it is collected
+            bodies.clear()  # a traceback keeps `put`
+            if kept := [view for view in held if view() is not None]:
+                self._held += kept
+                self._all_dropped.clear()
+                self._watch()
+
+    async def _meta(self, key: str) -> Any:
+        """Return what the server says about an object, by a read of its first byte.
+
+        The response to a HEAD has no body, which alone tells a missing object from a missing
+        bucket.
+        """
+        path = self._path(key)
+
+        async def first(store: Any) -> Any:
+            found = await self._api.get_async(store, path, options={"range": (0, 1)})
+            await found.bytes_async()  # a connection with unread bytes cannot be used again
+            return found.meta
+
+        try:
+            return await self._ask(first)
+        except RequestError as error:
+            if error.status != 416:
+                raise
+        return await self._ask(lambda store: self._api.head_async(store, path))
 
     def _watch(self) -> None:
         if self._timer is None:
@@ -313,7 +389,7 @@ class ObstoreClient:
             self._all_dropped.set()
 
     def _still_held(self) -> Held:
-        """Bodies that obstore still holds, after what it dropped has been released.
+        """Return the bodies that obstore still holds, after releasing what it has dropped.
 
         A thread of Rust that drops a reference to Python may leave the release to the next call
         of the library from Python, whichever it is; without one a body would never be free.
@@ -325,47 +401,53 @@ class ObstoreClient:
     async def _delete(self, key: str) -> None:
         path = self._path(key)
         try:
-            await self._ask(lambda: self._api.delete_async(self._store, path))
+            await self._ask(lambda store: self._api.delete_async(store, path))
         except RequestError as error:
             if error.kind != "missing":
                 raise
 
-    async def _list_all(self, below: str, limit: int) -> Entries:
+    async def _all(self, below: str, limit: int) -> Entries:
         found: Entries = []
         stream: Any = None
 
-        async def next_page() -> Any:
+        async def next_page(store: Any) -> Any:
             nonlocal stream
             if stream is None:
-                stream = self._api.list(self._store, below or None, chunk_size=LIST_CHUNK)
-            return await anext(stream, None)
+                stream = self._api.list(store, below or None, chunk_size=LIST_CHUNK)
+            try:
+                return await anext(stream, None)
+            except Exception:
+                stream = None if not found else stream
+                raise
 
-        while len(found) <= limit:
-            page = await self._ask(next_page, of_bucket=True)
-            if page is None:
-                break
+        while len(found) <= limit and (page := await self._ask(next_page)) is not None:
             for meta in page:
                 if meta["path"] == below:
                     continue  # the marker of the directory itself
                 entry = self._listed(meta)
-                # That of one below it comes right before what is in it.
+                # The marker of a directory below comes right before what is in it.
                 if found and not found[-1].nbytes and entry.key.startswith(found[-1].key + "/"):
                     found.pop()
                 found.append(entry)
         return found
 
-    async def _list_level(self, below: str) -> Entries:
+    async def _level(self, below: str) -> Entries:
         level = await self._ask(
-            lambda: self._api.list_with_delimiter_async(self._store, below or None),
-            of_bucket=True,
+            lambda store: self._api.list_with_delimiter_async(store, below or None)
         )
         found = [Listed(self._key(path), 0, is_prefix=True) for path in level["common_prefixes"]]
         found += [self._listed(meta) for meta in level["objects"] if meta["path"] != below]
         return found
 
     def _listed(self, meta: Any) -> Listed:
-        modified_s = meta["last_modified"].timestamp()
-        return Listed(self._key(meta["path"]), meta["size"], modified_s=modified_s)
+        etag = meta["e_tag"] or ""
+        return Listed(
+            self._key(meta["path"]),
+            meta["size"],
+            modified_s=meta["last_modified"].timestamp(),
+            version=etag if self._is_s3 else "",
+            checksum=etag.strip('"') if self._is_s3 or self._is_gcs else "",
+        )
 
     def _path(self, key: str) -> str:
         return f"{self._prefix}/{key}" if self._prefix else key
@@ -375,4 +457,4 @@ class ObstoreClient:
 
 
 def _no_parts() -> RequestError:
-    return RequestError("invalid", "obstore sends no parts: put the object in one request")
+    return RequestError("invalid", "obstore offers no multipart uploads")

@@ -2,39 +2,50 @@
 
 Two keys of `storage_options` are ours, all others are arguments of the fsspec filesystem:
 
-- ``"client"``: ``"auto"`` (the default: obstore for `s3://` where it is installed and does exactly
-  what the other options say, else fsspec), ``"fsspec"``, ``"obstore"``, or an object: a store of
-  obstore, or an `ObjectClient` of one's own.
+- ``"client"``: ``"auto"`` (the default: obstore for `s3://` and `gs://` where it is installed and
+  the other options are simple, else fsspec), ``"fsspec"``, ``"obstore"``, or an object: a store of
+  obstore, or an `ObjectClient`.
 - ``"filesystem"``: an fsspec filesystem, which is used as it is and not closed.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
+import os
+import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.threads import Workers
-from asyncckpt.stores.objects import fsspec_gcs, fsspec_s3
-from asyncckpt.stores.objects.client import ObjectClient
-from asyncckpt.stores.objects.fsspec_client import FsspecClient, MemoryClient
-from asyncckpt.stores.objects.fsspec_gcs import GcsClient
-from asyncckpt.stores.objects.fsspec_s3 import S3Client
-from asyncckpt.stores.objects.fsspec_session import FilesystemSession, is_async, made_again
-from asyncckpt.stores.objects.urls import (
-    ALIASES,
-    Url,
-    is_url,
-    location_text,
-    parse_url,
-    split_url,
+from asyncckpt.stores.objects.clients import fsspec_apis
+from asyncckpt.stores.objects.clients.classification import hidden_values, request_error
+from asyncckpt.stores.objects.clients.client import ObjectClient
+from asyncckpt.stores.objects.clients.fsspec_apis import GcsClient, S3Client
+from asyncckpt.stores.objects.clients.fsspec_client import (
+    MEMORY_TRAITS,
+    FsspecClient,
+    MemoryClient,
+    generic_traits,
 )
-
-__all__ = ["is_url", "location_text", "open_client", "parse_url", "split_url"]
+from asyncckpt.stores.objects.clients.fsspec_session import FilesystemSession, is_async, made_again
+from asyncckpt.stores.objects.clients.obstore_client import (
+    ObstoreClient,
+    bucket_of,
+    made_store,
+    obstore_client,
+)
+from asyncckpt.stores.objects.clients.obstore_options import NotSimple, store_options
+from asyncckpt.stores.objects.clients.urls import ALIASES, Url, is_url, parse_url, unknown_scheme
 
 EXTRAS = {"s3": "s3", "gs": "gcs"}
 """The extra of this package that installs what a scheme needs."""
+
+LIBRARIES = {"s3": "s3fs", "gs": "gcsfs"}
 
 CLIENTS = ("auto", "fsspec", "obstore")
 
@@ -42,10 +53,9 @@ CLIENTS = ("auto", "fsspec", "obstore")
 def open_client(
     location: str, *, storage_options: Mapping[str, Any] | None = None, workers: Workers
 ) -> ObjectClient:
-    """The client of the URL of a root; no request is made before its first call.
+    """Return the client of the URL of a root; no request is made before its first call.
 
-    May take a second: it imports the libraries, and obstore reads the configuration of the
-    account.
+    Blocks: it may import libraries for half a second, and reads small configuration files.
 
     Args:
         location: `scheme://bucket/prefix`.
@@ -53,7 +63,7 @@ def open_client(
         workers: threads for filesystems that are not async, and for finding credentials.
 
     Raises:
-        UsageError: no such scheme, its library is not installed, or options that contradict each
+        UsageError: unknown scheme, its library is not installed, or options that contradict each
             other.
     """
     url = parse_url(location)
@@ -65,21 +75,7 @@ def open_client(
         )
     options = dict(storage_options or {})
     filesystem = options.pop("filesystem", None)
-    chosen: Any = "auto"
-    if "client" in options and (filesystem is not None or _is_choice(options["client"])):
-        chosen = options.pop("client")
-    elif "client" in options and not _is_of_filesystem(url, options["client"]):
-        given = options.pop("client")
-        if given is not None:
-            raise UsageError(
-                f'{url}: storage_options={{"client": …}} takes '
-                f"{', '.join(repr(name) for name in CLIENTS)}, a store of obstore or an "
-                f"ObjectClient; the {type(given).__name__} that was given is none of them. "
-                'Leave it out, or pass a filesystem as "filesystem"',
-                location=str(url),
-                expected=CLIENTS,
-                found=type(given),
-            )
+    chosen = _chosen(url, options, sole=filesystem is not None)
     if filesystem is not None:
         if chosen not in ("auto", "fsspec") or options:
             raise UsageError(
@@ -90,38 +86,67 @@ def open_client(
         return _borrowed(url, filesystem, workers)
     if not isinstance(chosen, str):
         return _given(url, chosen, options)
-    if chosen == "obstore" or (chosen == "auto" and url.scheme == "s3"):
-        client = _obstore(url, options, required=chosen == "obstore")
+    options = configured(url, options)
+    if chosen == "obstore" or (chosen == "auto" and url.scheme in LIBRARIES):
+        client = _obstore(url, options, workers, required=chosen == "obstore")
         if client is not None:
             return client
     return _own(url, options, workers)
 
 
-def _is_choice(value: object) -> bool:
-    """Whether it is for us, or an option of a filesystem that happens to have this name."""
-    return value in CLIENTS if isinstance(value, str) else _is_client(value) or _is_obstore(value)
+def configured(url: Url, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options, and those of fsspec's configuration (`~/.config/fsspec`, `FSSPEC_…`)."""
+    if not _has("fsspec"):
+        return dict(options)
+    from fsspec.config import conf
+
+    found: dict[str, Any] = {}
+    for scheme in (url.scheme, *(alias for alias, name in ALIASES.items() if name == url.scheme)):
+        found |= conf.get(scheme) or {}
+    return {**found, **options}
 
 
-def _is_of_filesystem(url: Url, value: object) -> bool:
-    """Whether a value that is no choice may be meant for the filesystem.
+def _chosen(url: Url, options: dict[str, Any], *, sole: bool) -> Any:
+    """Take our own choice out of the options.
 
-    s3fs and gcsfs have no such option; others have one if they name it, or take an object.
+    Other values of ``"client"`` may be meant for the filesystem: s3fs and gcsfs have no such
+    option; others have one if they name it, or take an object.
     """
-    if url.scheme in ("s3", "gs"):
-        return False
-    return (
+    if "client" not in options:
+        return "auto"
+    value = options["client"]
+    is_choice = value in CLIENTS if isinstance(value, str) else _is_client(value)
+    if sole or is_choice:
+        return options.pop("client")
+    if url.scheme not in LIBRARIES and (
         not isinstance(value, str)
         or "client" in inspect.signature(_filesystem_class(url).__init__).parameters
+    ):
+        return "auto"
+    if options.pop("client") is None:
+        return "auto"
+    raise UsageError(
+        f'{url}: storage_options={{"client": …}} takes '
+        f"{', '.join(repr(name) for name in CLIENTS)}, a store of obstore or an ObjectClient; the "
+        f"{type(value).__name__} that was given is none of them. "
+        'Leave it out, or pass a filesystem as "filesystem"',
+        location=str(url),
+        expected=CLIENTS,
+        found=type(value),
     )
 
 
 def _is_client(value: object) -> bool:
+    return _is_ours(value) or _is_obstore(value)
+
+
+def _is_ours(value: object) -> bool:
     return all(hasattr(value, name) for name in ("put", "get", "list", "begin_parts", "traits"))
 
 
 def _is_obstore(value: object) -> bool:
     # A class derived from one of its stores is one, too.
-    modules = {cls.__module__.partition(".")[0] for cls in type(value).__mro__}
+    modules = {base.__module__.partition(".")[0] for base in type(value).__mro__}
     return not modules.isdisjoint(("obstore", "_obstore"))
 
 
@@ -131,11 +156,9 @@ def _given(url: Url, client: Any, options: Mapping[str, Any]) -> ObjectClient:
             f"{url}: a client object has its options; leave the other storage_options out",
             location=str(url),
         )
-    if _is_client(client):
+    if _is_ours(client):
         given: ObjectClient = client
         return given
-    from asyncckpt.stores.objects.obstore_client import bucket_of, obstore_client
-
     found = obstore_client(client, "/".join(url.parts))
     scheme, bucket = found.url.partition("://")[0], bucket_of(client)
     elsewhere = scheme != url.scheme or bucket not in ("", url.host)
@@ -150,56 +173,75 @@ def _given(url: Url, client: Any, options: Mapping[str, Any]) -> ObjectClient:
     return found
 
 
-def _obstore(url: Url, options: dict[str, Any], *, required: bool) -> ObjectClient | None:
-    from asyncckpt.stores.objects.obstore_client import obstore_from
-
-    client = obstore_from(str(url), options)
-    if client is None and required:
-        try:
-            import obstore  # noqa: F401
-        except ImportError:
-            raise UsageError(
-                f"{url}: the client obstore is not installed: "
-                'pip install "asyncckpt[fast]", or leave "client" out',
-                location=str(url),
-            ) from None
+def _obstore(
+    url: Url, options: dict[str, Any], workers: Workers, *, required: bool
+) -> ObjectClient | None:
+    """Return a client of obstore, or None where fsspec is to be used."""
+    if not _has("obstore"):
+        if not required:
+            return None
         raise UsageError(
-            f"{url}: obstore serves s3:// and has a translation for most options of s3fs, "
-            'not for these; leave "client" out, or pass a store of obstore as "client"',
+            f"{url}: the client obstore is not installed: "
+            'pip install "asyncckpt[fast]", or leave "client" out',
             location=str(url),
         )
-    return client
+    has_fsspec = _is_installed(url)
+    try:
+        found = store_options(url, options, _environ(), alone=required or not has_fsspec)
+    except NotSimple as reason:
+        if has_fsspec and not required:
+            return None
+        if not has_fsspec and not required:
+            raise _not_installed(
+                url, f"; obstore alone might not do the same with {reason}"
+            ) from None
+        raise UsageError(
+            f"{url}: obstore serves s3:// and gs:// with simple options, and might not do what "
+            f'fsspec does with {reason}; leave "client" out, or pass a store of obstore '
+            'as "client"',
+            location=str(url),
+        ) from None
+    try:
+        store = made_store(found)
+    except Exception as error:
+        failure = _not_opened(url, options, error)
+    else:
+        return ObstoreClient(
+            store,
+            str(url),
+            prefix="/".join(url.parts),
+            hidden=hidden_values(options),
+            options=found,
+            in_thread=FilesystemSession(lambda: None, workers).in_thread,
+            other=(lambda: _own(url, options, workers)) if has_fsspec else None,
+        )
+    raise failure
 
 
 # ------------------------------------------------------------------------------------------ fsspec
 
 
 def _own(url: Url, options: dict[str, Any], workers: Workers) -> ObjectClient:
-    """A client with a filesystem of its own, which is made at its first request."""
-    root = "/".join((url.host, *url.parts))
-    cls = _filesystem_class(url)
-    if url.scheme == "s3":
-        return S3Client(
-            _s3(lambda: fsspec_s3.s3_filesystem(options), workers), str(url), root, options=options
-        )
-    if url.scheme == "gs":
-        return GcsClient(
-            _gcs(lambda: fsspec_gcs.gcs_filesystem(options), workers),
-            str(url),
-            root,
-            options=options,
-        )
-    arguments = {**cls._get_kwargs_from_urls(str(url)), **options, "skip_instance_cache": True}
-    if _takes(cls, "use_listings_cache"):
-        arguments["use_listings_cache"] = False
-    if cls.async_impl:
-        arguments["asynchronous"] = True
-    session = FilesystemSession(lambda: cls(**arguments), workers, dispose=_close_session)
-    return _generic(cls, session, url, options)
+    """Return a client with a filesystem of its own, which is made at its first request."""
+    if _is_installed(url) and url.scheme in LIBRARIES:
+        importlib.import_module(LIBRARIES[url.scheme])  # within no request's deadline
+    if url.scheme == "s3" and _is_installed(url):
+        make = partial(fsspec_apis.s3_filesystem, options)
+    elif url.scheme == "gs" and _is_installed(url):
+        make = partial(fsspec_apis.gcs_filesystem, options, hidden_values(options))
+    else:
+        kind = _filesystem_class(url)
+        arguments = {**kind._get_kwargs_from_urls(str(url)), **options, "skip_instance_cache": True}
+        if _takes(kind, "use_listings_cache"):
+            arguments["use_listings_cache"] = False
+        if kind.async_impl:
+            arguments["asynchronous"] = True
+        return _client(url, kind, partial(kind, **arguments), options, workers)
+    return _client(url, None, make, options, workers)
 
 
 def _borrowed(url: Url, filesystem: Any, workers: Workers) -> ObjectClient:
-    """A client of a filesystem of the user."""
+    """Return a client of a filesystem of the user."""
     from fsspec import AbstractFileSystem
 
     if not isinstance(filesystem, AbstractFileSystem):
@@ -219,80 +261,149 @@ def _borrowed(url: Url, filesystem: Any, workers: Workers) -> ObjectClient:
             found=url.scheme,
         )
     # What it was made with is as secret as storage_options.
-    options = {"args": filesystem.storage_args, "kwargs": filesystem.storage_options}
-    root = "/".join((url.host, *url.parts))
-    lent = FilesystemSession(lambda: filesystem, workers)
-    again = is_async(filesystem) and filesystem.asynchronous
-    if _is_a(filesystem, "s3fs", "S3FileSystem"):
-        session = _s3(lambda: fsspec_s3.connected(made_again(filesystem)), workers)
-        return S3Client(session if again else lent, str(url), root, options=options)
-    if _is_a(filesystem, "gcsfs", "GCSFileSystem"):
-        session = _gcs(lambda: made_again(filesystem), workers)
-        return GcsClient(session if again else lent, str(url), root, options=options)
-    session = FilesystemSession(lambda: made_again(filesystem), workers, dispose=_close_session)
-    return _generic(type(filesystem), session if again else lent, url, options)
+    options = {"args": filesystem.storage_args, **filesystem.storage_options}
+    kind = type(filesystem)
+    if not is_async(filesystem) or not filesystem.asynchronous:
+        return _client(url, kind, lambda: filesystem, options, workers, ours=False)
+
+    def make() -> Any:
+        again = made_again(filesystem)
+        return fsspec_apis.connected(again) if _is_a(kind, "s3fs", "S3FileSystem") else again
+
+    return _client(url, kind, make, options, workers)
 
 
-def _s3(make: Callable[[], Any], workers: Workers) -> FilesystemSession:
-    return FilesystemSession(make, workers, dispose=fsspec_s3.disconnect)
+def _client(
+    url: Url,
+    kind: Any,
+    make: Callable[[], Any],
+    options: Mapping[str, Any],
+    workers: Workers,
+    *,
+    ours: bool = True,
+) -> ObjectClient:
+    """Return the client of a filesystem; `kind` is its class, or None for that of s3fs or gcsfs."""
+
+    def made() -> Any:
+        try:
+            return make()
+        except Exception as error:
+            failure = _not_opened(url, options, error)
+        raise failure
+
+    path = "/".join((url.host, *url.parts))
+    shown: dict[str, Any] = {"hidden": hidden_values(options), "endpoint": _endpoint(options)}
+    if _is_a(kind, "gcsfs", "GCSFileSystem") if kind else url.scheme == "gs":
+        ready = fsspec_apis.refreshed if ours else None
+        return GcsClient(
+            FilesystemSession(made, workers, ready=ready, ours=ours), str(url), path, **shown
+        )
+    session = FilesystemSession(made, workers, ours=ours)
+    if kind is None or _is_a(kind, "s3fs", "S3FileSystem"):
+        return S3Client(session, str(url), path, **shown)
+    root = kind._strip_protocol(str(url))
+    if url.scheme == "memory":
+        return MemoryClient(session, str(url), root, traits=MEMORY_TRAITS, **shown)
+    return FsspecClient(session, str(url), root, traits=generic_traits(kind.__name__), **shown)
 
 
-def _gcs(make: Callable[[], Any], workers: Workers) -> FilesystemSession:
-    return FilesystemSession(
-        make, workers, prepare=fsspec_gcs.connect, dispose=fsspec_gcs.disconnect
+def _not_opened(url: Url, options: Mapping[str, Any], error: Exception) -> Exception:
+    """Return what to raise where options made no filesystem or store."""
+    failure = request_error(error, hidden_values(options))
+    text = str(error)
+    if url.scheme == "gs" and failure.kind in ("invalid", "unavailable") and "access" not in text:
+        # A token that is malformed, expired, of another project, or rejected by Google.
+        failure.kind = "credentials"
+    if failure.kind != "invalid":
+        return failure
+    inner = [value for value in options.values() if isinstance(value, Mapping)]
+    names = sorted({str(name) for names in (options, *inner) for name in names})
+    named = [name for name in names if re.search(rf"\b{re.escape(name)}\b", text)] or names
+    return UsageError(
+        f"{url}: cannot be opened with the storage_options {', '.join(named)}: {failure.detail}; "
+        "correct them, or leave them out",
+        location=str(url),
+        found=tuple(named),
     )
 
 
-def _generic(
-    cls: Any, session: FilesystemSession, url: Url, options: Mapping[str, Any]
-) -> ObjectClient:
-    root = cls._strip_protocol(str(url))
-    if url.scheme == "memory":
-        return MemoryClient(session, str(url), root, options=options)
-    return FsspecClient(session, str(url), root, name=cls.__name__, options=options)
+def _endpoint(options: Mapping[str, Any]) -> str:
+    """Return the host of the endpoint that the options name; empty if they name none."""
+    inner = options.get("client_kwargs")
+    endpoint = options.get("endpoint_url")
+    if not endpoint and isinstance(inner, Mapping):
+        endpoint = inner.get("endpoint_url")
+    try:
+        return urlsplit(str(endpoint or "")).netloc.rpartition("@")[2]
+    except ValueError:
+        return ""
+
+
+def _environ() -> Mapping[str, str]:
+    return os.environ  # noqa: TID251 - the variables of AWS and Google, which fsspec reads too
+
+
+def _is_installed(url: Url) -> bool:
+    return _has(LIBRARIES.get(url.scheme, "fsspec"))
+
+
+def _has(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
 
 
 def _filesystem_class(url: Url) -> Any:
-    from fsspec.registry import get_filesystem_class, known_implementations
-
+    try:
+        from fsspec.registry import get_filesystem_class, known_implementations
+    except ImportError:
+        raise _not_installed(url) from None
     try:
         return get_filesystem_class(url.scheme)
     except ValueError:
-        raise UsageError(
-            f"{url}: fsspec knows no filesystem for {url.scheme}://; use s3://, gs://, memory:// "
-            "or another of its schemes, or the path of a directory",
-            location=str(url),
-            found=url.scheme,
-        ) from None
+        raise unknown_scheme(url) from None
     except ImportError as error:
-        if url.scheme in EXTRAS:
-            hint = f'pip install "asyncckpt[{EXTRAS[url.scheme]}]"'
-        else:
-            hint = str(known_implementations.get(url.scheme, {}).get("err") or error)
-        raise UsageError(
-            f"{url}: what {url.scheme}:// needs is not installed: {hint}",
-            location=str(url),
-            found=url.scheme,
-        ) from error
+        known = str(known_implementations.get(url.scheme, {}).get("err") or error)
+        raise _not_installed(url, known=known) from error
 
 
-def _takes(cls: Any, name: str) -> bool:
-    parameters = inspect.signature(cls.__init__).parameters
+def _not_installed(url: Url, more: str = "", *, known: str = "") -> UsageError:
+    """Return the error that names what to install; `known` for schemes without an extra."""
+    extra = EXTRAS.get(url.scheme) or ("" if known else "s3")
+    hint = f'pip install "asyncckpt[{extra}]"' if extra else known
+    return UsageError(
+        f"{url}: what {url.scheme}:// needs is not installed: {hint}{more}",
+        location=str(url),
+        found=url.scheme,
+    )
+
+
+def _takes(kind: Any, name: str) -> bool:
+    parameters = inspect.signature(kind.__init__).parameters
     return name in parameters or any(
         parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
     )
 
 
-def _is_a(filesystem: object, package: str, name: str) -> bool:
+def _is_a(kind: type, package: str, name: str) -> bool:
     return any(
-        cls.__name__ == name and cls.__module__.partition(".")[0] == package
-        for cls in type(filesystem).__mro__
+        base.__name__ == name and base.__module__.partition(".")[0] == package
+        for base in kind.__mro__
     )
 
 
-async def _close_session(filesystem: Any) -> None:
-    """What fsspec's own backends keep open is closed; others have finalizers."""
-    session = getattr(filesystem, "_session", None)
-    close = getattr(session, "close", None)
-    if inspect.iscoroutinefunction(close):
-        await close()
+def multipart_options(
+    location: object, storage_options: Mapping[str, Any] | None
+) -> Mapping[str, Any] | None:
+    """Return the options, with a client that sends objects in parts and lists open uploads.
+
+    obstore, the first choice, does neither: fsspec is taken where it is installed and the user has
+    chosen no client.
+    """
+    if not is_url(location) or (url := parse_url(str(location))).scheme not in LIBRARIES:
+        return storage_options
+    options = storage_options or {}
+    if options.keys() & {"client", "filesystem"} or not _is_installed(url):
+        return storage_options
+    return {**options, "client": "fsspec"}

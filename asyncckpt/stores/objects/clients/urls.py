@@ -14,6 +14,7 @@ ALIASES = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}
 """Other names of a scheme; URLs are shown with the usual one."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
+_LOCAL = re.compile(r"(?:file|local)://", re.IGNORECASE)
 _CHAINED = re.compile(r"::[A-Za-z][A-Za-z0-9+.\-]*://")
 _ARN = re.compile(
     r"arn:aws[^/]*:s3(-outposts|-object-lambda)?:[^/]*(:accesspoint[:/][^/]+"
@@ -48,16 +49,21 @@ _BUCKETS = frozenset(("s3", "gs"))
 
 
 def is_url(location: object) -> bool:
-    """Whether the location is a URL and none of a local file."""
+    """Return whether the location is a URL of anything but a local file."""
     return (
         isinstance(location, str)
         and re.match(rf"(?:[\w+.\-]+::)*{_SCHEME.pattern}", location) is not None
-        and not location.startswith(("file://", "local://"))
+        and _LOCAL.match(location) is None
     )
 
 
+def without_scheme(location: str) -> str:
+    """Return the path of a local file's URL; any other location as it is."""
+    return _LOCAL.sub("", location)
+
+
 def parse_url(location: str) -> Url:
-    """The URL in its normal form: no doubled `/`, none at the end, the usual scheme.
+    """Return the URL in its normal form: no doubled `/`, none at the end, the usual scheme.
 
     Raises:
         UsageError: it is no URL, chained, holds credentials or parts that name no object.
@@ -100,7 +106,7 @@ def parse_url(location: str) -> Url:
 
 
 def split_url(location: str) -> tuple[str, str]:
-    """The URL of the root and the name in it of the one checkpoint that `location` is.
+    """Split the location of one checkpoint into the URL of its root and its name there.
 
     Raises:
         UsageError: as `parse_url`, or it names a bucket alone.
@@ -115,7 +121,7 @@ def split_url(location: str) -> tuple[str, str]:
 
 
 def location_text(location: str) -> str:
-    """What errors and logs show of a URL: all of it, unless it may hold a credential."""
+    """Return the URL as errors and logs show it, without what may be a credential."""
     scheme, separator, rest = location.partition("://")
     known = ALIASES.get(scheme.lower(), scheme.lower())
     if not separator:
@@ -154,3 +160,25 @@ def _divided(scheme: str, rest: str) -> tuple[str, tuple[str, ...]]:
     else:
         host, _, path = rest.partition("/")
     return host, tuple(filter(None, path.split("/")))
+
+
+def check_scheme(url: Url) -> None:
+    """Raise if fsspec knows no filesystem of this scheme, without importing any.
+
+    Raises:
+        UsageError: names the scheme.
+    """
+    from fsspec.registry import known_implementations, registry
+
+    if url.scheme not in known_implementations and url.scheme not in registry:
+        raise unknown_scheme(url)
+
+
+def unknown_scheme(url: Url) -> UsageError:
+    """Return the error for a scheme that fsspec does not know."""
+    return UsageError(
+        f"{url}: fsspec knows no filesystem for {url.scheme}://; use s3://, gs://, memory:// "
+        "or another of its schemes, or the path of a directory",
+        location=str(url),
+        found=url.scheme,
+    )

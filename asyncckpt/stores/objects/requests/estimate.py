@@ -1,20 +1,17 @@
-"""What a link is like, from the requests that were made over it: latency and bandwidth."""
+"""Latency and bandwidth of one direction of a link, estimated from the requests made over it."""
 
-# Rule 1: no clock: whoever observes says how long it took.
+# Rule 1: no clock. Callers pass how long a request took.
 # Rule 2: medians of windows: one request in a hundred takes ten times as long and means nothing.
-# Rule 3: a stream's bandwidth falls where streams share a pipe. It says how large a request should
-#   be, never how many there should be; that is for `Climb`, which looks at their sum.
+# Rule 3: a stream's bandwidth falls where streams share a link. It says how large a request should
+#   be, never how many there should be; that is the job of the concurrency tuner.
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
-from typing import Literal
 
 from asyncckpt.options import KIB, MIB
-from asyncckpt.planning.sizes import ASSUMED_LATENCY_S, ASSUMED_STREAM_NBYTES_PER_S
-
-Direction = Literal["put", "get"]
+from asyncckpt.stores.objects.requests.sizes import ASSUMED_LATENCY_S, ASSUMED_STREAM_NBYTES_PER_S
 
 SMALL_NBYTES = 256 * KIB
 """Requests up to this size take as long as an empty one: 3 ms of transfer at 85 MB/s."""
@@ -29,14 +26,18 @@ ENOUGH = 5
 """Requests of a class before its median is trusted."""
 
 REFRESH = 8
-"""Requests after which medians are taken anew: sorting costs as much as a small request."""
+"""Requests after which medians are computed again: sorting costs as much as a small request."""
 
 CLOCK_S = 1e-4
 """Shorter times are not told apart: clocks of event loops may tick in milliseconds."""
 
 
-class Stream:
-    """One direction of a link: how long a request takes when its size is known."""
+class StreamEstimate:
+    """How long a request in one direction takes when its size is known.
+
+    Attributes:
+        count: requests observed.
+    """
 
     __slots__ = ("_all", "_large", "_ratios", "_small", "_stale", "_values", "count")
 
@@ -51,12 +52,12 @@ class Stream:
 
     def __repr__(self) -> str:
         return (
-            f"Stream({self.latency_s * 1e3:.1f} ms, {self.nbytes_per_s / 1e6:.1f} MB/s, "
+            f"StreamEstimate({self.latency_s * 1e3:.1f} ms, {self.nbytes_per_s / 1e6:.1f} MB/s, "
             f"{self.count} requests)"
         )
 
     def observe(self, nbytes: int, seconds: float) -> None:
-        """A request of `nbytes` was answered after `seconds`."""
+        """Take a request of `nbytes` into account that was answered after `seconds`."""
         seconds = max(seconds, CLOCK_S)
         self.count += 1
         self._stale |= self.count % REFRESH == 0 or self.count < 4 * REFRESH
@@ -68,7 +69,7 @@ class Stream:
 
     @property
     def measured(self) -> bool:
-        """Whether the bandwidth stands on measurements."""
+        """Whether the bandwidth was measured rather than assumed."""
         return len(self._large) >= ENOUGH
 
     @property
@@ -82,14 +83,15 @@ class Stream:
         return self._estimates()[1]
 
     def expected_s(self, nbytes: int) -> float:
-        """Seconds that a request of this size takes, as a rule."""
+        """Return the seconds that a request of this size usually takes."""
         latency_s, nbytes_per_s = self._estimates()
         return latency_s + nbytes / nbytes_per_s
 
     def quantile_s(self, nbytes: int, share: float) -> float | None:
-        """Seconds within which this share of requests of `nbytes` ended; None if too few did.
+        """Return the seconds within which this share of requests of `nbytes` ended.
 
-        Requests of all sizes count, each relative to what its size lets expect.
+        Requests of all sizes count, each relative to the time expected for its size. None if
+        there were too few.
         """
         if len(self._all) < 4 * ENOUGH:
             return None
@@ -110,33 +112,7 @@ class Stream:
         latency_s = statistics.median(self._small) if known else ASSUMED_LATENCY_S
         if not self.measured:
             return latency_s, ASSUMED_STREAM_NBYTES_PER_S
-        if not known:  # it cannot be more than the fastest large request left for it
+        if not known:  # bounded by what the fastest large request leaves for it
             latency_s = min(latency_s, min(seconds for _, seconds in self._large) / 2)
         rates = [nbytes / max(seconds - latency_s, seconds / 10) for nbytes, seconds in self._large]
         return latency_s, statistics.median(rates)
-
-
-class Link:
-    """A link to a store, both ways.
-
-    Attributes:
-        put: uploads.
-        get: downloads.
-    """
-
-    __slots__ = ("get", "put")
-
-    def __init__(self) -> None:
-        self.put = Stream()
-        self.get = Stream()
-
-    def __repr__(self) -> str:
-        return f"Link(put={self.put!r}, get={self.get!r})"
-
-    def observe(self, direction: Direction, nbytes: int, seconds: float) -> None:
-        """A request that moved `nbytes` this way was answered after `seconds`."""
-        self.toward(direction).observe(nbytes, seconds)
-
-    def toward(self, direction: Direction) -> Stream:
-        """The estimates of one direction."""
-        return self.put if direction == "put" else self.get

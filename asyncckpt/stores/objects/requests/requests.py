@@ -1,47 +1,42 @@
-"""The requests of one store, by what is true after them."""
+"""Requests of one object store, with deadlines, retries and hedges."""
 
-# Rule: a try that was given up may still arrive. So a data object gets another name for every try,
-#   everything else is idempotent, and a body that a given-up try was sending is reported.
+# Rule: a try that was given up may still arrive. So a data object gets a new name for every try,
+#   everything else is idempotent, and the caller learns of a body that such a try was sending.
 
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import NamedTuple
 
-from asyncckpt.flow.climb import Climb
-from asyncckpt.flow.hedge import HedgeBudget
 from asyncckpt.flow.limiter import Limiter
-from asyncckpt.flow.link import Direction, Link
-from asyncckpt.planning.sizes import PartRules, Traffic
-from asyncckpt.stores.objects.client import (
+from asyncckpt.stores.objects.clients.client import (
     RETRYABLE,
     Body,
     ClientTraits,
+    Kind,
     Listed,
     ObjectClient,
     PendingParts,
     RequestError,
 )
-from asyncckpt.stores.objects.policy import HASTY, RequestPolicy
-from asyncckpt.stores.objects.sending import Sender, Try
+from asyncckpt.stores.objects.requests.concurrency import ConcurrencyController
+from asyncckpt.stores.objects.requests.policy import HASTY, RequestPolicy
+from asyncckpt.stores.objects.requests.sending import REPEATED, Direction, Sender, Try
 
 __all__ = ["HASTY", "RequestPolicy", "Requests", "Sent"]
 
 
-SILENT_S = 5.0
-"""What cleaning up gets at most on a store that has not answered since: it hardly holds anything,
-and whoever gave a save a deadline does not wait for minutes."""
-
-
 class Sent(NamedTuple):
-    """A data object is stored.
+    """A data object that is stored.
 
     Attributes:
         key: the object that holds the body.
-        reusable: nobody can still be sending the body: no try of it was cancelled or timed out.
-        orphans: names of earlier tries that may have landed.
+        reusable: whether the body's memory may be used again: no try of it was cancelled or timed
+            out, so no request can still be sending it.
+        orphans: names of other tries that may have landed.
     """
 
     key: str
@@ -58,18 +53,15 @@ Listing = list[Listed]
 class Requests:
     """Every request of one store.
 
-    It belongs to the event loop of its client. All methods raise `RequestError`, after the last
-    try where trying again could help; its `detail` then says how often and how long it was tried.
-    A cancelled call has ended all of its requests when `CancelledError` is raised; its body must
-    not be used again.
+    Belongs to the event loop of its client. All methods raise `RequestError`, after the last try
+    where trying again could help; its `detail` then says how often and how long it was tried. A
+    cancelled call has ended all of its requests when it raises `CancelledError`; its body must not
+    be used again.
 
     Attributes:
-        client: whose requests these are.
-        traits: of the client.
-        url: of the client.
-        link: latency and bandwidth as measured.
-        limiter: the window of requests in flight, which the server's refusals cut.
-        hedges: how many second transfers were made, either way.
+        client: client that makes the requests.
+        policy: deadlines, tries, streams and hedges.
+        limiter: window of requests in flight, which the server's refusals cut.
     """
 
     def __init__(
@@ -80,76 +72,50 @@ class Requests:
         rng: random.Random | None = None,
     ) -> None:
         self.client = client
-        self._sender = sender = Sender(
-            client.url, policy or RequestPolicy(), random.Random() if rng is None else rng
-        )
-        self.link: Link = sender.link
-        self.limiter: Limiter = sender.limiter
-        self.hedges: Mapping[Direction, HedgeBudget] = sender.hedges
         self.policy = policy or RequestPolicy()
+        self._sender = Sender(client.url, self.policy, random.Random() if rng is None else rng)
+        self.limiter: Limiter = self._sender.limiter
 
     def __repr__(self) -> str:
-        return f"Requests({self.url!r}, {self.limiter!r}, {self.link!r})"
+        put, get = self.controller("put"), self.controller("get")
+        return f"Requests({self.url!r}, {self.limiter!r}, put={put!r}, get={get!r})"
 
     @property
     def traits(self) -> ClientTraits:
-        """What the client can do."""
+        """Capabilities of the client."""
         return self.client.traits
 
     @property
     def url(self) -> str:
-        """Of the client."""
+        """URL of the client's root."""
         return self.client.url
 
-    @property
-    def answers(self) -> int:
-        """How many requests were answered so far, in whatever way."""
-        return self._sender.answers
-
-    def clean_up_s(self, usual_s: float, *, answers: int) -> float:
-        """Seconds for cleaning up after what began when there had been so many answers."""
-        return min(usual_s, SILENT_S) if self.answers == answers else usual_s
-
-    @property
-    def part_rules(self) -> PartRules:
-        """Of the client's multipart uploads, as `choose` wants to know them."""
-        traits = self.traits
-        return PartRules(
-            parallel=traits.multipart and traits.parallel_parts,
-            min_nbytes=traits.part_min_nbytes,
-            multiple_nbytes=traits.part_multiple_nbytes,
-            max_nbytes=traits.part_max_nbytes,
-            max_count=traits.part_max_count,
-        )
-
-    def location(self, key: str) -> str:
-        """The URL of an object, for errors."""
-        return f"{self.url}/{key}" if key else self.url
-
-    def climb(self, direction: Direction) -> Climb:
-        """How many transfers this way are worth while, as measured."""
-        return self._sender.climb(direction)
-
-    def traffic(self, direction: Direction, *, streams: int | None = None) -> Traffic:
-        """What is known of the link this way; with `streams`, for so many and no others."""
-        stream, climb = self.link.toward(direction), self.climb(direction)
-        return Traffic(
-            stream.latency_s,
-            stream.nbytes_per_s,
-            climb.full_nbytes_per_s,
-            climb.room if streams is None else streams,
-        )
+    def controller(self, direction: Direction) -> ConcurrencyController:
+        """Return the concurrency controller of one direction."""
+        return self._sender.controllers[direction]
 
     def fix_streams(self, direction: Direction, streams: int | None) -> None:
-        """So many transfers this way may be in flight; None finds out again how many."""
+        """Set the transfers in flight in one direction; None lets the tuner decide again."""
         self._sender.fix_streams(direction, streams)
 
+    def cleaning_up(self, usual_s: float) -> AbstractAsyncContextManager[None]:
+        """Bound a block that cleans up: `usual_s` in all, seconds where the store is silent.
+
+        Raises:
+            TimeoutError: the block was cancelled because a bound was reached.
+        """
+        return self._sender.cleaning_up(usual_s)
+
+    def location(self, key: str) -> str:
+        """Return the URL of an object, for errors."""
+        return f"{self.url}/{key}" if key else self.url
+
     async def put(self, name: Callable[[int], str], body: Body) -> Sent:
-        """The body is stored in a data object.
+        """Store the body in a data object.
 
         Args:
-            name: the key for request 0, 1, …: never the same twice. A slow request is raced by a
-                second one.
+            name: returns the key for request 0, 1, …: never the same twice. A slow request is
+                hedged by a second one.
             body: what to send.
         """
         failed: Tried = []
@@ -171,7 +137,7 @@ class Requests:
 
         async def send(this: Try) -> str:
             if self.traits.put_copies:
-                # The copies of a second request are in nobody's budget.
+                # The budget does not cover the copies of a second request.
                 return await self._sender.transfer(this, "put", nbytes, partial(put, 0))
             return await self._sender.raced(this, "put", nbytes, put)
 
@@ -183,19 +149,17 @@ class Requests:
         raced = len(keys) > len(failed) + 1
         return Sent(key, not raced and not any(this.abandoned for this in failed), landed)
 
-    async def create(self, key: str, body: Body) -> bool:
-        """The object is there; whether it was created by this call's own answer.
+    async def create(
+        self, key: str, body: Body, *, again: Callable[[], Awaitable[bool]] | None = None
+    ) -> bool:
+        """Create an object; return whether the answer said that this call created it.
 
-        False: something was there already, which may be what an earlier try of this call has
-        left: the caller reads it back.
+        False means that an object exists there, perhaps from an earlier try of this call whose
+        answer was lost: the caller reads it back; or that `again` forbade another try.
         """
         put = partial(self.client.put, key, body, create=True)
         try:
-            await self._sender.tried(
-                lambda this: self._sender.transfer(this, "put", len(body), put),
-                nbytes=len(body),
-                retried=RETRYABLE,
-            )
+            await self._put(put, body, again, RETRYABLE)
         except RequestError as error:
             if error.kind != "exists":
                 raise
@@ -207,33 +171,57 @@ class Requests:
         key: str,
         body: Body,
         *,
+        version: str | None = None,
         again: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
-        """The object is exactly the body, whatever was there before.
+        """Put the body at the key, whatever was there before, or only if it had this version.
 
         Args:
-            key: of the object.
-            body: what it will be.
-            again: asked before every try but the first; where it says no, `exists` is raised.
+            key: key of the object.
+            body: what to store.
+            version: as `ObjectClient.replace`; another one raises `exists` or `missing`.
+            again: called before every try but the first; False raises `exists`.
         """
-        put = partial(self.client.put, key, body)
+        if version is None:
+            await self._put(partial(self.client.put, key, body), body, again, REPEATED)
+        else:
+            put = partial(self.client.replace, key, body, version=version)
+            await self._put(put, body, again, RETRYABLE)
+
+    async def _put(
+        self,
+        put: Callable[[], Awaitable[None]],
+        body: Body,
+        again: Callable[[], Awaitable[bool]] | None,
+        retried: frozenset[Kind],
+    ) -> None:
         failed: Tried = []
 
         async def send(this: Try) -> None:
             if failed and again is not None and not await again():
-                raise RequestError("exists", "something else stands there since the last try")
+                raise RequestError("exists", "another object was put there since the last try")
             await self._sender.transfer(this, "put", len(body), put)
 
-        await self._sender.tried(send, nbytes=len(body), failed=failed)
+        await self._sender.tried(send, nbytes=len(body), failed=failed, retried=retried)
+
+    async def version(self, key: str) -> str:
+        """Return the version of the object, as `ObjectClient.version`."""
+        return await self._sender.asked(lambda: self.client.version(key))
+
+    async def delete_version(self, key: str, version: str) -> None:
+        """Delete the object if it has this version; a missing one is no error."""
+        await self._sender.asked(lambda: self.client.delete_version(key, version=version))
 
     async def get(self, key: str, start: int, stop: int) -> Body:
-        """Bytes `start` to `stop` of the object, fewer only where it ends before."""
+        """Return bytes `start` to `stop` of the object, fewer only where it ends before."""
         nbytes = stop - start
 
         async def read() -> Body:
             body = await self.client.get(key, start, stop)
             if len(body) > nbytes:
-                raise RequestError("invalid", f"{nbytes} bytes were asked for and {len(body)} came")
+                raise RequestError(
+                    "invalid", f"{nbytes} bytes were requested and {len(body)} arrived"
+                )
             return body
 
         return await self._sender.tried(
@@ -241,7 +229,7 @@ class Requests:
         )
 
     async def read(self, key: str, *, max_nbytes: int) -> bytes | None:
-        """The whole of a small object; None if it is longer than `max_nbytes`."""
+        """Return the whole of a small object, or None if it is longer than `max_nbytes`."""
         parts: list[Body] = []
         stop, wanted = 0, self.policy.first_read_nbytes
         while True:
@@ -254,18 +242,18 @@ class Requests:
             wanted = self.policy.next_read_nbytes
 
     async def size(self, key: str) -> int:
-        """Length of the object in bytes."""
+        """Return the length of the object in bytes."""
         return await self._sender.asked(lambda: self.client.size(key))
 
     async def list(self, prefix: str, *, recursive: bool, limit: int) -> Listing:
-        """What stands below `prefix`, as `ObjectClient.list` says."""
+        """List what is below `prefix`, as `ObjectClient.list` does."""
         return await self._sender.asked(
             lambda: self.client.list(prefix, recursive=recursive, limit=limit),
             deadline_s=self.policy.list_timeout_s,
         )
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """None of the objects is there."""
+        """Delete the objects; missing ones are no error."""
         left = tuple(keys)
 
         async def delete() -> None:
@@ -273,7 +261,7 @@ class Requests:
             try:
                 await self.client.delete(left)
             except RequestError as error:
-                # What is gone is not deleted again: some stores count that as a change, too.
+                # Some stores count deleting a missing object as a change: delete the rest only.
                 left = left if error.left is None else tuple(error.left)
                 raise
 
@@ -282,17 +270,25 @@ class Requests:
                 delete, deadline_s=self.policy.timeout_s + len(left) * self.policy.per_key_s
             )
 
-    async def begin_parts(self, key: str) -> str:
-        """A multipart upload is open; returns its id.
+    async def begin_parts(self, key: str, *, create: bool = False) -> tuple[str, bool]:
+        """Begin a multipart upload; return its id, and whether there may be another one.
 
-        A try whose answer was lost may have opened another one, which `pending_parts` shows.
+        A try whose answer was lost may have begun one, which `pending_parts` lists. With `create`
+        the object must be new, as in `complete_parts`.
         """
-        return await self._sender.asked(lambda: self.client.begin_parts(key))
+        tries = 0
+
+        async def begin() -> str:
+            nonlocal tries
+            tries += 1
+            return await self.client.begin_parts(key, create=create)
+
+        return await self._sender.asked(begin), tries > 1
 
     async def put_part(
         self, key: str, upload: str, number: int, offset: int, body: Body
     ) -> tuple[str, bool]:
-        """Part `number` is stored; returns its tag, and whether nobody sends the body any more."""
+        """Store part `number`; return its tag, and whether the body's memory may be used again."""
         failed: Tried = []
         held, nbytes = [body], len(body)
         del body
@@ -310,17 +306,24 @@ class Requests:
             held.clear()  # as in `put`
         return tag, not any(this.abandoned for this in failed)
 
-    async def complete_parts(self, key: str, upload: str, tags: Sequence[str]) -> None:
-        """The object consists of the parts with these tags, in order.
+    async def complete_parts(
+        self, key: str, upload: str, tags: Sequence[str], *, create: bool = False
+    ) -> None:
+        """Make the object of the parts with these tags, in order; with `create` it must be new.
 
-        Where a lost answer has made the upload unknown to the next try, the object tells.
+        Where the next try finds no such upload because an answer was lost, the object is looked
+        up instead.
         """
 
         async def complete(number: int) -> None:
             try:
-                await self.client.complete_parts(key, upload, tags)
+                await self.client.complete_parts(key, upload, tags, create=create)
             except RequestError as error:
-                if error.kind != "missing" or number == 0:
+                if number == 0:
+                    raise
+                if error.kind == "exists" and await self._has_ended(key, upload):
+                    return  # an upload whose completion was refused stays open
+                if error.kind != "missing":
                     raise
                 try:
                     await self.client.size(key)
@@ -331,16 +334,20 @@ class Requests:
             lambda this: self._sender.bounded(this, lambda: complete(this.number))
         )
 
+    async def _has_ended(self, key: str, upload: str) -> bool:
+        pending = await self.client.pending_parts(key.rpartition("/")[0])
+        return upload not in [found.upload for found in pending]
+
     async def abort_parts(self, key: str, upload: str) -> None:
-        """The upload and its parts are gone."""
+        """Abort the upload and delete its parts."""
         await self._sender.asked(lambda: self.client.abort_parts(key, upload))
 
     async def pending_parts(self, prefix: str) -> Sequence[PendingParts]:
-        """Uploads below `prefix` that nobody ended."""
+        """List unfinished uploads below `prefix`."""
         return await self._sender.asked(
             lambda: self.client.pending_parts(prefix), deadline_s=self.policy.list_timeout_s
         )
 
     async def close(self) -> None:
-        """The client is closed. Idempotent."""
+        """Close the client. Idempotent."""
         await self.client.close()

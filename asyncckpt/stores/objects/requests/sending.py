@@ -1,39 +1,41 @@
-"""How a request is sent: its permit, its deadline, its tries, and what is learnt from it."""
+"""Sending of one request: its permit, its deadline, its tries, and what is learned from it."""
 
-# Rule 1: who waits before the next try holds no permit.
-# Rule 2: whoever takes a permit releases it himself, and not a task that may never have run.
-# Rule 3: only tries that were answered are measured, and time in line does not count.
+# Rule 1: a request that waits before its next try holds no permit.
+# Rule 2: the coroutine that takes a permit releases it, not a task that may never have run.
+# Rule 3: only tries that were answered are measured, and time in the queue does not count.
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Sized
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sized
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from asyncckpt.flow.climb import Climb, Meter
-from asyncckpt.flow.hedge import HedgeBudget, first
 from asyncckpt.flow.limiter import Limiter, Permit
-from asyncckpt.flow.link import Direction, Link
-from asyncckpt.flow.retry import Patience, Tries
-from asyncckpt.stores.objects.client import RETRYABLE, Kind, RequestError
-from asyncckpt.stores.objects.policy import RequestPolicy
+from asyncckpt.stores.objects.clients.client import RETRYABLE, Kind, RequestError
+from asyncckpt.stores.objects.requests.concurrency import ConcurrencyController
+from asyncckpt.stores.objects.requests.hedge import race
+from asyncckpt.stores.objects.requests.policy import RequestPolicy
 
 T = TypeVar("T")
+
+Direction = Literal["put", "get"]
 
 logger = logging.getLogger(__name__)
 
 REPEATED: frozenset[Kind] = RETRYABLE - {"conflict"}
-"""What is tried again unless a request says otherwise."""
-
-FIRST_TRIES = 4
-"""Tries of a request to a server that no request has reached yet: two seconds."""
+"""Failures after which a request is tried again unless it says otherwise."""
 
 LONGEST = 8
 """Times the deadline of the first try that a try gets at most, after others ran out of time."""
+
+SILENT_S = 5.0
+"""Longest time that cleaning up goes on without an answer from the store. A caller who set a
+deadline does not wait for minutes; garbage collection removes the rest later."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,8 +45,8 @@ class Try:
     Attributes:
         number: 0 for the first.
         deadline_s: seconds that it may take once it has its permit.
-        begun_s: when it got it.
-        abandoned: it ran out of time: the client may still be sending its body.
+        begun_s: when it got the permit.
+        abandoned: it ran out of time, and the client may still be sending its body.
         kind: why it failed.
     """
 
@@ -55,47 +57,60 @@ class Try:
     kind: Kind | None = None
 
 
-_DIRECTIONS: tuple[Direction, ...] = ("put", "get")
-
-
 class Sender:
     """Sends the requests of one store.
 
     Attributes:
-        link: latency and bandwidth as measured.
-        limiter: the window of requests in flight.
-        hedges: second transfers, either way.
-        answers: how many requests were answered, in whatever way.
+        limiter: window of requests in flight, which the server's refusals cut.
+        controllers: concurrency controller of each direction.
+        answers: requests that were answered so far, in whatever way.
     """
 
     def __init__(self, url: str, policy: RequestPolicy, rng: random.Random) -> None:
-        self.link = Link()
         self.limiter = Limiter(policy.ceiling)
-        self.hedges: dict[Direction, HedgeBudget] = {
-            direction: HedgeBudget(
-                share=policy.hedge_share, burst=policy.hedge_burst, at_once=policy.hedges_at_once
-            )
-            for direction in _DIRECTIONS
+        self.controllers: dict[Direction, ConcurrencyController] = {
+            "put": ConcurrencyController(policy),
+            "get": ConcurrencyController(policy),
         }
         self.answers = 0
         self._url = url
         self._policy = policy
         self._rng = rng
-        self._lanes: dict[Direction, _Lane] = {"put": _Lane(policy), "get": _Lane(policy)}
-
-    def climb(self, direction: Direction) -> Climb:
-        """How many transfers this way are worth while."""
-        return self._lanes[direction].climb
 
     def fix_streams(self, direction: Direction, streams: int | None) -> None:
-        """So many transfers this way may be in flight; None finds out again how many."""
-        self._lanes[direction].fix(streams)
-        fixed = sum(lane.fixed or 0 for lane in self._lanes.values())
+        """Set the transfers in flight in one direction; None lets the tuner decide again."""
+        self.controllers[direction].fixed = streams
+        fixed = sum(controller.fixed or 0 for controller in self.controllers.values())
         self.limiter.ceiling = max(self._policy.ceiling, fixed)
+
+    @contextlib.asynccontextmanager
+    async def cleaning_up(self, usual_s: float) -> AsyncIterator[None]:
+        """Bound the block: `usual_s` in all, and `SILENT_S` without any answer from the store.
+
+        Raises:
+            TimeoutError: the block was cancelled because one of the bounds was reached.
+        """
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(usual_s) as scope:
+            timer: asyncio.TimerHandle
+
+            def look(seen: int) -> None:
+                nonlocal timer
+                if self.answers != seen:
+                    timer = loop.call_later(SILENT_S, look, self.answers)
+                elif not scope.expired():
+                    scope.reschedule(loop.time())
+
+            timer = loop.call_later(SILENT_S, look, self.answers)
+            try:
+                yield
+            finally:
+                timer.cancel()
 
     async def asked(
         self, call: Callable[[], Awaitable[T]], *, deadline_s: float | None = None
     ) -> T:
+        """Return the answer to a request that moves no data worth measuring."""
         return await self.tried(lambda this: self.bounded(this, call), deadline_s=deadline_s)
 
     async def tried(
@@ -107,10 +122,18 @@ class Sender:
         retried: frozenset[Kind] = REPEATED,
         failed: list[Try] | None = None,
     ) -> T:
-        """The result of the first try that succeeds; those that did not are put into `failed`."""
+        """Return the result of the first try that succeeds.
+
+        Args:
+            send: sends one try.
+            nbytes: length of the body, which gives the deadline unless `deadline_s` does.
+            deadline_s: seconds that the first try gets.
+            retried: failures after which there is another try.
+            failed: receives the tries that failed.
+        """
         failed = [] if failed is None else failed
         base_s = self._policy.deadline_s(nbytes) if deadline_s is None else deadline_s
-        tries: Tries | None = None
+        spent_s = 0.0
         while True:
             abandoned = sum(this.abandoned for this in failed)
             this = Try(len(failed), base_s * min(2**abandoned, LONGEST))
@@ -121,31 +144,25 @@ class Sender:
                 failed.append(this)
                 if error.kind not in retried:
                     raise
-                if tries is None:
-                    tries = Tries(self._patience(error.kind), self._rng)
-                wait_s = tries.next_wait_s(
-                    self._now() - this.begun_s,
-                    asked_s=error.retry_after_s,
+                spent_s += self._now() - this.begun_s
+                wait_s = self._policy.retry.wait_s(
+                    len(failed),
+                    spent_s,
+                    self._rng,
+                    asked_s=error.retry_after_s or 0.0,
                     deadline_s=base_s,
                 )
                 if wait_s is None:
-                    raise _given_up(error, tries) from error
+                    raise _given_up(error, len(failed), spent_s) from error
+                spent_s += wait_s
                 logger.info(
                     "%s: %s; try %d of %d follows in %.2f s",
-                    self._url, error, len(failed) + 1, self._policy.patience.tries, wait_s,
+                    self._url, error, len(failed) + 1, self._policy.retry.tries, wait_s,
                 )  # fmt: skip
             await asyncio.sleep(wait_s)
 
-    def _patience(self, kind: Kind) -> Patience:
-        """How often a request is tried that failed like this."""
-        patience = self._policy.patience
-        if kind == "connection" and not self.answers:
-            # More likely a name that is misspelt than a network that will be back.
-            return replace(patience, tries=min(patience.tries, FIRST_TRIES))
-        return patience
-
     async def bounded(self, this: Try, call: Callable[[], Awaitable[T]]) -> T:
-        """One request that moves no data worth measuring."""
+        """Send one try of a request that moves no data worth measuring."""
         with await self.limiter.acquire() as permit:
             this.begun_s = self._now()
             return await self._sent(this, permit, call)
@@ -153,9 +170,9 @@ class Sender:
     async def transfer(
         self, this: Try, direction: Direction, nbytes: int, call: Callable[[], Awaitable[T]]
     ) -> T:
-        """One request that moves `nbytes`."""
-        lane = self._lanes[direction]
-        with await lane.gate.acquire(), await self.limiter.acquire() as permit:
+        """Send one try of a request that moves `nbytes`."""
+        controller = self.controllers[direction]
+        with await controller.gate.acquire(), await self.limiter.acquire() as permit:
             this.begun_s = self._now()
             return await self._measured(this, permit, direction, nbytes, call)
 
@@ -166,11 +183,11 @@ class Sender:
         nbytes: int,
         start: Callable[[int], Awaitable[T]],
     ) -> T:
-        """One transfer, raced by a second one where it is slow and a request may be added at once.
+        """Send one try of a transfer, hedged where it is slow and another request is allowed.
 
         `start(0)` makes the first request, `start(1)` the second one.
         """
-        hedges = self.hedges[direction]
+        controller = self.controllers[direction]
         extra: Permit | None = None
         answered: set[int] = set()
 
@@ -182,38 +199,28 @@ class Sender:
         def second() -> Coroutine[Any, Any, T] | None:
             nonlocal extra
             permit = self.limiter.try_acquire()
-            if permit is None or not hedges.take():
+            if permit is None or not controller.take_hedge():
                 if permit is not None:
                     permit.release()
                 return None
             extra = permit
             return run(1, permit)
 
-        with await self._lanes[direction].gate.acquire(), await self.limiter.acquire() as permit:
+        with await controller.gate.acquire(), await self.limiter.acquire() as permit:
             this.begun_s = self._now()
-            hedges.earn()
+            controller.earn_hedge()
             try:
-                answer = await first(
-                    partial(run, 0, permit), self._slow_s(direction, nbytes), second
-                )
+                answer = await race(partial(run, 0, permit), controller.slow_s(nbytes), second)
             finally:
                 if extra is not None:
                     extra.release()
-                    hedges.give_back()
+                    controller.end_hedge()
             if 0 not in answered:
-                # It would have taken longer still; without it slow ones would seem not to exist,
-                # and ever faster ones be raced.
+                # It would have taken longer still; without it slow requests would seem not to
+                # exist, and ever faster ones be hedged.
                 moved = len(answer) if direction == "get" and isinstance(answer, Sized) else nbytes
-                self.link.observe(direction, moved, self._now() - this.begun_s)
+                controller.estimate.observe(moved, self._now() - this.begun_s)
             return answer
-
-    def _slow_s(self, direction: Direction, nbytes: int) -> float:
-        """Seconds after which a transfer of `nbytes` is slow."""
-        policy = self._policy
-        usual_s = self.link.toward(direction).quantile_s(nbytes, policy.hedge_quantile)
-        if usual_s is None:
-            return policy.hedge_cold_s + nbytes / policy.hedge_cold_nbytes_per_s
-        return max(policy.hedge_min_s, policy.hedge_factor * usual_s)
 
     async def _measured(
         self,
@@ -223,23 +230,23 @@ class Sender:
         nbytes: int,
         call: Callable[[], Awaitable[T]],
     ) -> T:
-        """The answer to one request that moves `nbytes`, which the estimates hear of."""
-        lane = self._lanes[direction]
+        """Return the answer to one request that moves `nbytes`, and measure it."""
+        controller = self.controllers[direction]
         begun_s = self._now()
         moved = 0
-        lane.began(begun_s)
+        controller.began(begun_s)
         try:
             answer = await self._sent(this, permit, call)
             moved = nbytes
             if direction == "get" and isinstance(answer, Sized):
                 moved = len(answer)  # what was asked for may end past the object's end
-            self.link.observe(direction, moved, self._now() - begun_s)
+            controller.estimate.observe(moved, self._now() - begun_s)
             return answer
         finally:
-            lane.ended(self._now(), moved)
+            controller.ended(self._now(), moved)
 
     async def _sent(self, this: Try, permit: Permit, call: Callable[[], Awaitable[T]]) -> T:
-        """The answer to one request, which it gets `this.deadline_s` for."""
+        """Return the answer to one request, which gets `this.deadline_s`."""
         late = False
         try:
             async with asyncio.timeout(this.deadline_s):
@@ -267,36 +274,10 @@ class Sender:
         return asyncio.get_running_loop().time()
 
 
-class _Lane:
-    """The transfers in one direction: how many there may be, and what they carry together."""
-
-    __slots__ = ("_meter", "_policy", "climb", "fixed", "gate")
-
-    def __init__(self, policy: RequestPolicy) -> None:
-        self._policy = policy
-        self._meter = Meter()
-        self.climb = Climb(policy.streams, policy.max_streams)
-        self.fixed: int | None = None
-        self.gate = Limiter(self.climb.streams)
-
-    def fix(self, streams: int | None) -> None:
-        self.fixed = streams
-        self.gate.ceiling = self.climb.streams if streams is None else streams
-
-    def began(self, now_s: float) -> None:
-        self._meter.began(now_s)
-
-    def ended(self, now_s: float, nbytes: int) -> None:
-        interval = self._meter.ended(now_s, nbytes)
-        if interval is not None and self.fixed is None:
-            self.climb.observe(interval)
-            self.gate.ceiling = self.climb.streams
-
-
-def _given_up(error: RequestError, tries: Tries) -> RequestError:
+def _given_up(error: RequestError, tries: int, spent_s: float) -> RequestError:
     return RequestError(
         error.kind,
-        f"{error.detail} (tried {tries.failed} times in {tries.spent_s:.1f} s)",
+        f"{error.detail} (tried {tries} times in {spent_s:.1f} s)",
         status=error.status,
         retry_after_s=error.retry_after_s,
     )

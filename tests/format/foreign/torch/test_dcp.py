@@ -19,16 +19,24 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.format.allowance import Allowance
 from asyncckpt.format.codecs import ChunkError
-from asyncckpt.format.dcp import Entry, Item, decode_entries, layout_of, nest
-from asyncckpt.format.opcodes import PickleSource
-from asyncckpt.format.plain_values import load_value
-from asyncckpt.format.strided import Layout, codec_of, dense_axes
-from asyncckpt.format.tiles import tiling_fault
-from asyncckpt.format.torch_pickle import DTYPES, SavedStorage, SavedTensor, metadata_names
-from asyncckpt.format.torch_zip import Archive, ShortHeadError
-from asyncckpt.format.unpickle import Unpickler
+from asyncckpt.format.foreign.torch.cover import tiling_fault
+from asyncckpt.format.foreign.torch.dcp import Entry, Item, decode_entries, layout_of, nest
+from asyncckpt.format.foreign.torch.plain_values import load_value
+from asyncckpt.format.foreign.torch.strided import Layout, codec_of, dense_axes
+from asyncckpt.format.foreign.torch.torch_pickle import (
+    DTYPES,
+    SavedStorage,
+    SavedTensor,
+    metadata_names,
+)
+from asyncckpt.format.foreign.torch.torch_zip import Archive, ShortHeadError
+from asyncckpt.format.foreign.torch.unpickle import (
+    ALLOWANCE_RATIO,
+    Allowance,
+    PickleSource,
+    Unpickler,
+)
 from asyncckpt.options import MIB
 from asyncckpt.spec import DTYPES as ZARR_DTYPES
 from asyncckpt.spec import Box
@@ -142,7 +150,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         "storage_data of 'lr' is a int",
     ),
     "an index": (lambda: sample(storage_data={dcp.MetadataIndex(5): 5}), "has no name"),  # type: ignore[arg-type]
-    "a missing place": (lambda: sample(storage_data={}), "no place for a shard of 'lr'"),
+    "a missing place": (lambda: sample(storage_data={}), "does not locate a shard of 'lr'"),
     "a path": (lambda: sample(planner_data={"lr": "lr"}), "planner_data of 'lr' is no path"),
     "an empty path": (lambda: sample(planner_data={"lr": ()}), "planner_data of 'lr' is no path"),
     "a deep path": (lambda: sample(planner_data={"lr": ("a",) * 300}), "too deep"),
@@ -279,7 +287,7 @@ def test_large_metadata_stay_within_their_memory() -> None:
         },
     )
     data = pickle.dumps(metadata)
-    allowance = Allowance(3 * len(data) + 64 * 1024)
+    allowance = Allowance(ALLOWANCE_RATIO * len(data) + 64 * 1024)
     value = Unpickler(PickleSource(data, "it", "f"), metadata_names(), allowance).run()
     assert len(decode_entries(value, file="f")) == 200
 
@@ -357,9 +365,9 @@ def test_integers_are_indices_where_they_count_from_zero() -> None:
 @pytest.mark.parametrize(
     ("paths", "reason"),
     [
-        ([("a",), ("a",)], "that of two values"),
+        ([("a",), ("a",)], "used by two values"),
         ([("a",), ("a", "b")], "leads through another value"),
-        ([("a", "b"), ("a",)], "that of two values, or of a dict"),
+        ([("a", "b"), ("a",)], "used by two values, or by a dict"),
         ([("a", 0), ("a", 0, "b")], "leads through another value"),
     ],
 )

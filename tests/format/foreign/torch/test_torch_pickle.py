@@ -14,7 +14,7 @@ import pickletools
 import struct
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.format.allowance import Allowance
-from asyncckpt.format.opcodes import REFUSED, TWO_LINES, WIDTHS, PickleSource
-from asyncckpt.format.plain_values import load_value
-from asyncckpt.format.torch_pickle import Dtype, StorageInfo, load_tensor, metadata_names
-from asyncckpt.format.unpickle import MAX_INTEGER_NBYTES, MAX_STACK, Unpickler
+from asyncckpt.format.foreign.torch.plain_values import load_value
+from asyncckpt.format.foreign.torch.torch_pickle import (
+    Dtype,
+    StorageInfo,
+    load_tensor,
+    metadata_names,
+)
+from asyncckpt.format.foreign.torch.unpickle import (
+    MAX_INTEGER_NBYTES,
+    READ,
+    REFUSED,
+    Allowance,
+    PickleSource,
+    Unpickler,
+)
 from asyncckpt.options import MIB
 
 PROTOCOLS = range(2, 6)
@@ -114,7 +124,8 @@ def test_text_that_is_no_unicode_keeps_its_surrogates() -> None:
 def test_what_follows_a_pickle_is_left_alone() -> None:
     data = pickle.dumps([1], 4)
     found = Unpickler(PickleSource(b"PK" + data + b"\xff", "it", "f", 0, 2), {}, Allowance(PLENTY))
-    assert (found.run(), found.nbytes) == ([1], len(data))
+    assert found.run() == [1]
+    assert found.nbytes == len(data)
 
 
 def test_a_pickle_is_decoded_in_turns() -> None:
@@ -204,23 +215,32 @@ def test_a_long_integer_as_a_key_is_refused() -> None:
 
 
 def test_every_opcode_of_pickle_is_read_or_refused() -> None:
-    for opcode in pickletools.opcodes:
-        code = ord(opcode.code)
-        assert (WIDTHS[code] is None) == (code in REFUSED), opcode.name
-        if WIDTHS[code] is None:
-            continue
-        argument = 0 if opcode.arg is None else opcode.arg.n
-        if argument == pickletools.TAKEN_FROM_ARGUMENT1:
-            argument = -1
-        elif argument in (pickletools.TAKEN_FROM_ARGUMENT4, pickletools.TAKEN_FROM_ARGUMENT4U):
-            argument = -4
-        elif argument == pickletools.TAKEN_FROM_ARGUMENT8U:
-            argument = -8
-        elif argument == pickletools.UP_TO_NEWLINE:
-            argument = TWO_LINES
-        assert WIDTHS[code] == argument, opcode.name
-    known = {ord(opcode.code) for opcode in pickletools.opcodes}
-    assert {code for code in range(256) if WIDTHS[code] is not None or code in REFUSED} == known
+    assert not READ.keys() & REFUSED.keys()
+    assert READ.keys() | REFUSED.keys() == {ord(opcode.code) for opcode in pickletools.opcodes}
+
+
+def argument_of(code: int) -> bytes:
+    """An argument that an opcode may have, by the description of CPython."""
+    argument = pickletools.code2op[chr(code)].arg
+    if argument is None:
+        return b""
+    sizes = {
+        pickletools.TAKEN_FROM_ARGUMENT1: b"\2ab",
+        pickletools.TAKEN_FROM_ARGUMENT4: b"\2\0\0\0ab",
+        pickletools.TAKEN_FROM_ARGUMENT4U: b"\2\0\0\0ab",
+        pickletools.TAKEN_FROM_ARGUMENT8U: b"\2\0\0\0\0\0\0\0ab",
+        pickletools.UP_TO_NEWLINE: b"a\nb\n",
+    }
+    return sizes.get(argument.n) or bytes(argument.n)
+
+
+@pytest.mark.parametrize("code", sorted(READ))
+def test_opcodes_that_are_read_have_the_arguments_of_pickle(code: int) -> None:
+    data = bytes([code]) + argument_of(code)
+    unpickler = Unpickler(source(data + b"behind"), {("a", "b"): None}, Allowance(PLENTY))
+    with suppress(CorruptCheckpointError):  # of its operands there are none
+        unpickler.step(1)
+    assert unpickler.nbytes == len(data)
 
 
 @pytest.mark.parametrize("code", sorted(REFUSED))
@@ -260,17 +280,11 @@ def test_changed_bytes_raise_our_errors_or_give_a_value(data: st.DataObject, pro
 
 
 @settings(max_examples=300)
-@given(st.lists(st.sampled_from([c for c in range(256) if WIDTHS[c] is not None]), max_size=30))
+@given(st.lists(st.sampled_from(sorted(READ)), max_size=30))
 def test_any_program_of_known_opcodes_ends(codes: list[int]) -> None:
-    parts = [b"\x80\x04"]
-    for code in codes:
-        width = WIDTHS[code] or 0
-        argument = b"a\nb\n" if width == TWO_LINES else bytes(abs(width))
-        parts.append(bytes([code]) + argument)
-    try:
-        value_of(b"".join(parts) + b".", 10 * MIB)
-    except (CorruptCheckpointError, UnsupportedFormatError):
-        pass
+    program = b"".join(bytes([code]) + argument_of(code) for code in codes)
+    with suppress(CorruptCheckpointError, UnsupportedFormatError):
+        value_of(b"\x80\x04" + program + b".", 10 * MIB)
 
 
 def nested(opening: bytes, closing: bytes, depth: int) -> bytes:
@@ -326,18 +340,7 @@ def test_hostile_pickles_are_refused_within_their_memory(what: str) -> None:
     ):
         value_of(data, 3 * len(data) + 3 * MIB)
     assert caught.value.offset is not None
-    assert peak[0] <= 3 * len(data) + 3 * MIB + 9 * MAX_STACK
-
-
-def test_the_stack_has_an_end() -> None:
-    with pytest.raises(CorruptCheckpointError, match="values on its stack"):
-        value_of(b"\x80\x04" + b"N" * (MAX_STACK + 5000) + b".")
-
-
-def test_a_memo_that_nothing_uses_takes_no_memory() -> None:
-    with memory_peak() as peak:
-        assert value_of(b"\x80\x04\x8c\x01a" + b"\x94" * MANY + b".", 1000) == "a"
-    assert peak[0] < 6 * MANY
+    assert peak[0] <= 3 * len(data) + 3 * MIB
 
 
 def test_values_within_their_depth_are_read_and_no_deeper() -> None:
@@ -379,7 +382,7 @@ def test_integers_up_to_the_limit_of_python_are_read(sign: int) -> None:
         (b"N)R.", "calls a NoneType"),
         (b"N)\x81.", "makes an instance"),
         (b"NNb.", "sets the state of a NoneType"),
-        (b"NN\x93.", "names a global by what is no text"),
+        (b"NN\x93.", "names a global by something that is not text"),
         (b"\xff.", "opcode 0xff, which does not exist"),
         (b"X\x02\x00\x00\x00\xff\xfe.", "utf-8"),
     ],
@@ -392,13 +395,13 @@ def test_malformed_programs_say_what_is_wrong(program: bytes, reason: str) -> No
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        (b"c_codecs\nencode\n\x8c\x01a\x8c\x03rot\x86R.", "encodes something else"),
-        (b"c_codecs\nencode\n\x8c\x01a\x85R.", "encodes something else"),
-        (b"c__builtin__\nbytes\nM\xff\xff\x85R.", "makes bytes of something"),
-        (b"c__builtin__\ncomplex\n\x8c\x01a\x85R.", "complex number of something else"),
-        (b"ccollections\nOrderedDict\n)\x85R.", "OrderedDict of something"),
-        (b"ctorch\nSize\n]\x85R.", "torch.Size of something else"),
-        (b"ctorch\nSize\n\x8c\x01a\x85\x85R.", "torch.Size of something else"),
+        (b"c_codecs\nencode\n\x8c\x01a\x8c\x03rot\x86R.", "encodes something other"),
+        (b"c_codecs\nencode\n\x8c\x01a\x85R.", "encodes something other"),
+        (b"c__builtin__\nbytes\nM\xff\xff\x85R.", "makes bytes from arguments"),
+        (b"c__builtin__\ncomplex\n\x8c\x01a\x85R.", "complex number of something other"),
+        (b"ccollections\nOrderedDict\n)\x85R.", "OrderedDict from arguments"),
+        (b"ctorch\nSize\n]\x85R.", "torch.Size of something other"),
+        (b"ctorch\nSize\n\x8c\x01a\x85\x85R.", "torch.Size of something other"),
         (b"ctorch\nSize\n)\x81.", "makes an instance"),
     ],
 )
@@ -410,7 +413,7 @@ def test_calls_with_other_arguments_are_corrupt(call: bytes, reason: str) -> Non
 # ------------------------------------------------------------------------------------- of torch
 
 
-def test_the_memory_that_is_counted_is_about_what_is_taken() -> None:
+def test_at_least_the_memory_that_is_taken_is_counted() -> None:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -425,7 +428,7 @@ def test_the_memory_that_is_counted_is_about_what_is_taken() -> None:
     assert len(found) == 1000
     assert all(isinstance(info, StorageInfo) for info in found.values())
     counted = PLENTY - allowance.left
-    assert peak[0] / 1.3 < counted < peak[0] * 1.3
+    assert peak[0] < counted < 3 * peak[0]
 
 
 def test_dtypes_are_their_names() -> None:

@@ -1,4 +1,4 @@
-"""The laws that every client of an object store keeps, as tests that run on any client.
+"""Conformance suite for clients of object stores: laws that every client keeps.
 
 Make a subclass in a test module, with pytest and pytest-asyncio installed::
 
@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from asyncckpt.options import MIB
-from asyncckpt.stores.objects.client import Body, Listed, ObjectClient, RequestError
+from asyncckpt.stores.objects.clients.client import Body, Listed, ObjectClient, RequestError
 
 KIB = 1024
 LENGTHS = (0, 1, 64 * KIB - 1, 64 * KIB, 64 * KIB + 1, 3 * MIB + 5)
@@ -47,40 +47,37 @@ ODD_KEYS = (
 """Keys are literal: nothing in them is a pattern, a query or an escape."""
 
 PROMPTLY_S = 10.0
-"""A cancelled call has ended long before this."""
+"""Limit for the end of a cancelled call, far above what it takes."""
 
 CLOCKS_S = 24 * 3600.0
-"""How far the clock of a server may be from ours; a modification time is told in seconds."""
+"""Most that a server's clock may differ from ours; modification times have whole seconds."""
 
 
 def content(nbytes: int, seed: int = 0) -> bytes:
-    """Bytes that differ at every place, the same for the same seed."""
+    """Return pseudo-random bytes, the same for the same seed."""
     return np.random.default_rng([nbytes, seed]).bytes(nbytes)
 
 
-def bodies(nbytes: int, client: ObjectClient) -> list[Body]:
-    """The same bytes in every kind of buffer that the client declares to take."""
+def bodies(nbytes: int) -> list[Body]:
+    """Return the same bytes in every kind of buffer."""
     data = content(nbytes)
-    found: list[Body] = [data, bytearray(data)]
-    if client.traits.body == "any":
-        array = np.frombuffer(data, np.uint8).copy()
-        found += [memoryview(bytearray(data)), array]
-    return found
+    array = np.frombuffer(data, np.uint8).copy()
+    return [data, bytearray(data), memoryview(bytearray(data)), array]
 
 
 async def whole(client: ObjectClient, key: str) -> bytes:
-    """All bytes of an object, by one request more than its size."""
+    """Read all bytes of an object, after a request for its size."""
     return bytes(await client.get(key, 0, max(await client.size(key), 1)))
 
 
 def parts_nbytes(client: ObjectClient) -> int:
-    """The least length of a part that is not the last."""
+    """Return the least length of a part that is not the last."""
     step = client.traits.part_multiple_nbytes
     return -(-client.traits.part_min_nbytes // step) * step
 
 
 async def expect_failure(kind: str, call: object) -> RequestError:
-    """The awaitable fails with this kind, and its text is one line."""
+    """Check that the awaitable fails with this kind, and a text of one line."""
     with pytest.raises(RequestError) as caught:
         await call  # type: ignore[misc]
     assert caught.value.kind == kind, caught.value
@@ -89,25 +86,25 @@ async def expect_failure(kind: str, call: object) -> RequestError:
 
 
 def keys(listing: list[Listed]) -> list[str]:
-    """Keys of a listing, with `/` behind those that are prefixes."""
+    """Return the keys of a listing, with `/` behind those that are prefixes."""
     return [entry.key + "/" * entry.is_prefix for entry in listing]
 
 
 @pytest.mark.asyncio
 class ClientConformance:
-    """Subclass it, define `opened`, and name the subclass `Test…`."""
+    """All laws of clients. Subclass it as `Test…` and define `opened`."""
 
     def opened(self, prefix: str) -> AbstractAsyncContextManager[ObjectClient]:
-        """A client with this prefix, closed at the end."""
+        """Open a client with this prefix, and close it at the end."""
         raise NotImplementedError
 
     def opened_without_bucket(self) -> AbstractAsyncContextManager[ObjectClient] | None:
-        """A client of a bucket that does not exist; None where there is no such thing."""
+        """Open a client of a bucket that does not exist; None where there are no buckets."""
         return None
 
     @pytest.fixture
     def prefix(self) -> str:
-        """A prefix that no other test uses."""
+        """Return a prefix that no other test uses."""
         return f"run-{uuid.uuid4().hex}/deep"
 
     # -------------------------------------------------------------------------- objects and ranges
@@ -117,7 +114,7 @@ class ClientConformance:
         async with self.opened(prefix) as client:
             for nbytes in LENGTHS:
                 expected = content(nbytes)
-                for i, body in enumerate(bodies(nbytes, client)):
+                for i, body in enumerate(bodies(nbytes)):
                     await client.put(f"d/{i}", body)
                     assert await client.size(f"d/{i}") == nbytes
                     assert await whole(client, f"d/{i}") == expected
@@ -319,6 +316,78 @@ class ClientConformance:
                         group.create_task(create(writer, key, winners))
                 assert len(winners) == 1
                 assert await whole(one, key) == content(40_000, winners[0])
+
+    # -------------------------------------------------------- conditional replacement and deletion
+
+    async def test_a_replacement_needs_the_version_that_was_read(self, prefix: str) -> None:
+        """It fails with `exists` after any change in between, and changes nothing then."""
+        async with self.opened(prefix) as client:
+            if not client.traits.conditional_replace:
+                return
+            await client.put("a", b"first")
+            version = await client.version("a")
+            await client.replace("a", b"second", version=version)
+            assert await whole(client, "a") == b"second"
+            assert await client.version("a") != version
+            await expect_failure("exists", client.replace("a", b"third", version=version))
+            assert await whole(client, "a") == b"second"
+            version = await client.version("a")
+            await client.delete(["a"])
+            with pytest.raises(RequestError) as caught:
+                await client.replace("a", b"fourth", version=version)
+            assert caught.value.kind in ("missing", "exists")
+            await expect_failure("missing", client.version("a"))
+
+    async def test_a_conditional_deletion_spares_another_version(self, prefix: str) -> None:
+        """And what is missing is no error."""
+        async with self.opened(prefix) as client:
+            if not client.traits.conditional_delete:
+                return
+            await client.put("a", b"first")
+            version = await client.version("a")
+            await client.put("a", b"second")
+            await expect_failure("exists", client.delete_version("a", version=version))
+            assert await whole(client, "a") == b"second"
+            version = await client.version("a")
+            await client.delete_version("a", version=version)
+            await expect_failure("missing", client.size("a"))
+            await client.delete_version("a", version=version)
+
+    async def test_of_many_conditional_replacements_exactly_one_wins(self, prefix: str) -> None:
+        """From several clients at once; the object is what the winner put."""
+        async with self.opened(prefix) as one, self.opened(prefix) as other:
+            if not one.traits.conditional_replace:
+                return
+            await one.put("a", b"first")
+            version = await one.version("a")
+            winners: list[int] = []
+
+            async def replace(writer: int) -> None:
+                client = one if writer % 2 else other
+                try:
+                    await client.replace("a", content(40_000, writer), version=version)
+                except RequestError as error:
+                    assert error.kind in ("exists", "conflict"), error
+                else:
+                    winners.append(writer)
+
+            async with asyncio.TaskGroup() as group:
+                for writer in range(6):
+                    group.create_task(replace(writer))
+            assert len(winners) == 1
+            assert await whole(one, "a") == content(40_000, winners[0])
+
+    async def test_listings_tell_versions_and_checksums_or_neither(self, prefix: str) -> None:
+        """Equal bytes have equal checksums, and other bytes have others."""
+        async with self.opened(prefix) as client:
+            for key, data in (("a", b"same"), ("b", b"same"), ("c", b"else")):
+                await client.put(key, data)
+            a, b, c = await client.list("", recursive=True, limit=9)
+            assert a.checksum == b.checksum
+            assert (a.checksum != c.checksum) == bool(a.checksum)
+            for entry in (a, b, c):
+                if entry.version and client.traits.conditional_replace:
+                    assert entry.version == await client.version(entry.key)
 
     # ---------------------------------------------------------------------------------------- parts
 

@@ -19,8 +19,13 @@ import requests
 from gcsfs.retry import HttpError, validate_response
 from s3fs.errors import translate_boto_error
 
-from asyncckpt.stores.objects.answers import DETAIL_LENGTH, one_line, request_error, status_error
-from asyncckpt.stores.objects.client import RETRYABLE, RequestError
+from asyncckpt.stores.objects.clients.classification import (
+    DETAIL_LENGTH,
+    one_line,
+    request_error,
+    status_error,
+)
+from asyncckpt.stores.objects.clients.client import RETRYABLE, RequestError
 
 
 def s3(status: int, code: str, message: str = "Said by the server.", **headers: str) -> Exception:
@@ -262,7 +267,7 @@ def test_what_a_server_says_is_kept_otherwise() -> None:
 
 def test_the_package_and_its_stores_import_no_backend() -> None:
     code = (
-        "import sys, asyncckpt, asyncckpt.stores.objects.opening\n"
+        "import sys, asyncckpt, asyncckpt.stores.objects.clients.opening\n"
         "found = {'fsspec', 's3fs', 'gcsfs', 'aiohttp', 'botocore', 'aiobotocore', 'google.auth', "
         "'obstore', 'requests'} & set(sys.modules)\n"
         "assert not found, found\n"

@@ -10,10 +10,10 @@ import pytest
 
 from asyncckpt.flow.threads import Workers
 from asyncckpt.options import KIB
-from asyncckpt.stores.objects.client import ObjectClient, RequestError
-from asyncckpt.stores.objects.opening import open_client
-from asyncckpt.testing.object_client import ClientConformance, content
-from asyncckpt.testing.objectstore import Fault, Simulator, simulator
+from asyncckpt.stores.objects.clients.client import ObjectClient, RequestError
+from asyncckpt.stores.objects.clients.opening import open_client
+from tests.simulator import Fault, Simulator, simulator
+from tests.stores.objects.clients.laws import ClientConformance, content
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from asyncckpt.flow.threads import Workers
-from asyncckpt.stores.objects.client import ObjectClient
-from asyncckpt.stores.objects.opening import open_client
-from asyncckpt.testing.object_client import ClientConformance
+from asyncckpt.stores.objects.clients.client import ObjectClient
+from asyncckpt.stores.objects.clients.opening import open_client
+from tests.stores.objects.clients.laws import ClientConformance
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from google.oauth2.credentials import Credentials
 from s3fs import S3FileSystem
 
 from asyncckpt.flow.threads import Workers
-from asyncckpt.stores.objects.client import ObjectClient, RequestError
-from asyncckpt.stores.objects.opening import open_client
-from asyncckpt.stores.objects.requests import HASTY, Requests
-from asyncckpt.testing.objectstore import Credentials as Known
-from asyncckpt.testing.objectstore import Fault, Gate, Simulator, simulator
+from asyncckpt.stores.objects.clients.client import ObjectClient, RequestError
+from asyncckpt.stores.objects.clients.opening import open_client
+from asyncckpt.stores.objects.requests.requests import HASTY, Requests
+from tests.simulator import Credentials as Known
+from tests.simulator import Fault, Gate, Simulator, simulator
 
 SCHEMES = ("s3", "gs")
 
@@ -43,7 +43,16 @@ def sim(shared: Simulator) -> Simulator:
 
 @pytest.fixture(scope="module")
 def session() -> AioSession:
-    return AioSession()
+    """What botocore knows about this machine, read once."""
+    found = AioSession()
+
+    async def read() -> None:
+        keys = {"aws_access_key_id": "a", "aws_secret_access_key": "b"}
+        async with found.create_client("s3", region_name="us-east-1", **keys):
+            pass
+
+    asyncio.run(read())
+    return found
 
 
 @pytest.fixture
@@ -103,14 +112,15 @@ async def test_one_call_is_one_request(given: Given, scheme: str, no_blocking: l
         await client.get("a", 3_000_000, 3_000_001)
         assert given.kinds() == ["get_object"]
         assert await client.size("b") == 0
-        assert len(given.kinds()) == 1
+        # gcsfs looks for an object and a directory at once, and again where the object is empty.
+        assert 1 <= len(given.kinds()) <= (1 if scheme == "s3" else 3)
         await client.list("", recursive=True, limit=1000)
         await client.list("", recursive=False, limit=1000)
         assert given.kinds() == ["list_objects", "list_objects"]
         await client.delete(["a"])
         assert given.kinds() == ["delete_object"]
         await client.delete([f"{i}" for i in range(50)])
-        assert given.kinds() == (["delete_objects"] if scheme == "s3" else ["delete_object"] * 50)
+        assert given.kinds() == ["delete_object"] * 50
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -137,6 +147,7 @@ async def test_no_library_repeats_a_put(
         with pytest.raises(RequestError) as caught:
             await client.put("a", bytes(1_000_000))
         assert caught.value.kind in kind
+        # aiohttp would repeat one on a connection that the server has closed.
         assert given.kinds() == ["put_object"]
         if "retry_after_s" in fault:
             assert caught.value.retry_after_s == 3.0
@@ -199,19 +210,18 @@ async def test_a_store_that_never_answers_is_left_promptly(given: Given, scheme:
         assert bytes(await client.get("a", 0, 1)) == b"x"
 
 
-async def test_a_bulk_delete_tells_what_failed(given: Given) -> None:
-    async with given.opened("s3") as client:
-        await client.put("a", b"x")
-        given.sim.faults.append(Fault(kind="delete_objects", number=1, status=503))
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_a_deletion_of_many_tells_what_is_left(given: Given, scheme: str) -> None:
+    async with given.opened(scheme) as client:
+        for key in "abc":
+            await client.put(key, b"x")
+        given.sim.faults.append(Fault(kind="delete_object", number=2, status=503))
         with pytest.raises(RequestError) as caught:
-            await client.delete(["a", "b"])
-        assert caught.value.kind == "throttled"
-        # A store without it: each by itself.
-        given.sim.faults[:] = [Fault(kind="delete_objects", number=0, status=501)]
-        given.kinds()
-        await client.delete(["a", "b"])
-        assert given.kinds() == ["delete_objects", "delete_object", "delete_object"]
-        assert given.sim.objects("bucket") == {}
+            await client.delete(["a", "b", "c"])
+        assert caught.value.kind in ("throttled", "unavailable")
+        assert [f"run/{key}" for key in caught.value.left or ()] == list(
+            given.sim.objects("bucket")
+        )
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -229,6 +239,16 @@ async def test_a_listing_goes_through_all_pages(given: Given, scheme: str) -> No
         assert len(await client.list("d", recursive=True, limit=1050)) == 1051
         assert [entry.key for entry in await client.list("", recursive=False, limit=9)] == ["d"]
         assert await client.list("d/sub", recursive=False, limit=9) == []
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_keys_with_odd_parts_hide_no_others(given: Given, scheme: str) -> None:
+    for key in ("run//x", "run/./x", "run/d//x", "run/1/a", "run/2"):
+        given.sim.put("bucket", key, b"x")
+    async with given.opened(scheme) as client:
+        for recursive, keys in ((True, ["1/a", "2"]), (False, ["1", "2", "d"])):
+            listing = await client.list("", recursive=recursive, limit=9)
+            assert [entry.key for entry in listing] == keys
 
 
 # ------------------------------------------------------------------------------------ credentials
@@ -326,6 +346,25 @@ async def test_the_region_of_a_bucket_is_found_out(given: Given) -> None:
             assert [request.kind for request in sim.requests] == ["put_object", "get_object"]
 
 
+@pytest.mark.parametrize("sync", [False, True])
+async def test_first_puts_reach_a_bucket_in_another_region(given: Given, sync: bool) -> None:
+    """Also those that are sent at the same time, with large bodies."""
+    with simulator(region="eu-west-1") as sim:
+        options = sim.s3_options(client="fsspec", client_kwargs={"region_name": "us-east-1"})
+        if sync:
+            options.pop("client")
+            filesystem = S3FileSystem(**options, skip_instance_cache=True)
+            options = {"filesystem": filesystem}
+        body = np.ones(3_000_000, np.uint8)
+        async with given.opened("s3", **options) as client, asyncio.TaskGroup() as group:
+            for i in range(8):
+                group.create_task(client.put(f"{i}", body))
+        assert len(sim.objects("bucket")) == 8
+        if sync:
+            close = asyncio.run_coroutine_threadsafe(_closed(filesystem), get_loop())
+            await asyncio.wrap_future(close)
+
+
 async def refused(call: Awaitable[object]) -> RequestError | None:
     try:
         await call
@@ -357,7 +396,7 @@ async def test_credentials_that_are_none_are_told(
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-async def test_a_server_that_is_not_there_is_told_without_its_address(
+async def test_a_server_that_is_not_there_is_named(
     workers: Workers, scheme: str, session: AioSession
 ) -> None:
     endpoint = "http://127.0.0.1:1"
@@ -369,7 +408,7 @@ async def test_a_server_that_is_not_there_is_told_without_its_address(
         await client.put("a", b"x")
     await client.close()
     assert caught.value.kind == "connection"
-    assert "127.0.0.1" not in str(caught.value)
+    assert str(caught.value).endswith("(endpoint 127.0.0.1:1)")
     # Nothing of the library hangs on the error: no text of its own, no body that its frames hold.
     assert caught.value.__context__ is None
     assert caught.value.__cause__ is None
@@ -419,7 +458,7 @@ def made(given: Given, scheme: str, **more: Any) -> Any:
 
 async def used(client: ObjectClient) -> None:
     data = bytes(range(256)) * 1000
-    await client.put("a", bytearray(data), create=True)
+    await client.put("a", np.frombuffer(data, np.uint8), create=True)
     with pytest.raises(RequestError) as caught:
         await client.put("a", b"x", create=True)
     assert caught.value.kind == "exists"
@@ -442,6 +481,8 @@ async def test_a_sync_filesystem_of_the_user_works_on_its_own_loop(
     filesystem = made(given, scheme)
     async with given.opened(scheme, filesystem=filesystem) as client:
         await used(client)
+        # A server that does not know the question would never answer it.
+        assert all("expect" not in request.headers for request in given.sim.requests)
         gate = Gate()
         given.sim.faults[:] = [Fault(kind="put_object", number=0, gate=gate)]
         async with asyncio.timeout(10), asyncio.TaskGroup() as group:

@@ -7,17 +7,14 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import pytest
-from aiobotocore.httpchecksum import AioAwsChunkedWrapper
 from aiobotocore.session import AioSession
-from botocore.httpchecksum import Crc32Checksum
 
 from asyncckpt.flow.threads import Workers
-from asyncckpt.stores.objects.client import ObjectClient
-from asyncckpt.stores.objects.fsspec_bodies import SentBody
-from asyncckpt.stores.objects.opening import open_client
-from asyncckpt.testing.object_client import ClientConformance
-from asyncckpt.testing.objectstore import Simulator, simulator
+from asyncckpt.stores.objects.clients.client import ObjectClient
+from asyncckpt.stores.objects.clients.opening import open_client
 from tests.moto_s3 import KEY, SECRET, moto_server
+from tests.simulator import Simulator, simulator
+from tests.stores.objects.clients.laws import ClientConformance
 
 
 @pytest.fixture(scope="module")
@@ -43,18 +40,6 @@ def workers() -> Iterator[Workers]:
     workers = Workers(4, "asyncckpt-test")
     yield workers
     workers.shutdown()
-
-
-async def test_a_body_can_be_sent_with_a_checksum_behind_it() -> None:
-    """As botocore sends it under TLS where the user wants checksums."""
-    data = bytes(range(256)) * 9000
-    sent = AioAwsChunkedWrapper(SentBody(data), checksum_cls=Crc32Checksum, checksum_name="crc")
-    found, left = b"", b"".join([chunk async for chunk in sent])
-    while (size := int((line := left.partition(b"\r\n"))[0], 16)) > 0:
-        found += line[2][:size]
-        left = line[2][size + 2 :]
-    assert found == data
-    assert left.startswith(b"0\r\ncrc:")
 
 
 class OnS3(ClientConformance):

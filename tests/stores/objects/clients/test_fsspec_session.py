@@ -16,9 +16,9 @@ import asyncckpt
 from asyncckpt import SaveOptions
 from asyncckpt.errors import DeadlineExceededError
 from asyncckpt.flow.threads import Workers
-from asyncckpt.stores.objects.fsspec_session import FilesystemSession
-from asyncckpt.stores.objects.opening import open_client
-from asyncckpt.testing.objectstore import Simulator
+from asyncckpt.stores.objects.clients.fsspec_session import FilesystemSession
+from asyncckpt.stores.objects.clients.opening import open_client
+from tests.simulator import Simulator
 
 SECRET = "zXsecretX0815"
 

@@ -24,9 +24,13 @@ from asyncckpt.flow.budget import ByteBudget
 from asyncckpt.flow.buffers import AnonymousMemory, SlotPool, map_anonymous
 from asyncckpt.flow.threads import Workers
 from asyncckpt.options import MIB
-from asyncckpt.stores.objects.client import RequestError
-from asyncckpt.stores.objects.obstore_client import ObstoreClient, obstore_client, obstore_from
-from asyncckpt.testing.objectstore import LOOPBACK, Fault, Gate, Simulator, simulator
+from asyncckpt.stores.objects.clients.client import RequestError
+from asyncckpt.stores.objects.clients.obstore_client import (
+    ObstoreClient,
+    obstore_client,
+)
+from tests.simulator import LOOPBACK, Fault, Gate, Simulator, simulator
+from tests.stores.objects.clients.opened import obstore_from
 from tests.watch import nothing_left_behind
 
 BODY_NBYTES = 48 * MIB
@@ -310,8 +314,8 @@ async def test_a_closed_client_leaves_no_connection_and_no_thread(sim: Simulator
 ENDING = """
 import asyncio, sys
 import numpy as np
-from asyncckpt.stores.objects.obstore_client import obstore_from
-from asyncckpt.testing.objectstore import Fault, Gate, simulator
+from tests.stores.objects.clients.opened import obstore_from
+from tests.simulator import Fault, Gate, simulator
 
 async def main():
     gate = Gate()

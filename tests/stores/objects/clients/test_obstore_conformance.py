@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 from obstore.store import LocalStore, MemoryStore
 
-from asyncckpt.stores.objects.obstore_client import ObstoreClient, obstore_client, obstore_from
-from asyncckpt.testing.object_client import ClientConformance
-from asyncckpt.testing.objectstore import Simulator, simulator
+from asyncckpt.stores.objects.clients.obstore_client import (
+    ObstoreClient,
+    obstore_client,
+)
 from tests.moto_s3 import KEY, SECRET, moto_server
+from tests.simulator import Simulator, simulator
+from tests.stores.objects.clients.laws import ClientConformance
+from tests.stores.objects.clients.opened import obstore_from
 
 
 @asynccontextmanager

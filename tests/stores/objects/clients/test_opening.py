@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -12,21 +14,23 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from obstore.store import GCSStore, MemoryStore, S3Store
 
+import asyncckpt
+from asyncckpt import blocking
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.threads import Workers
-from asyncckpt.stores.objects.client import RequestError
-from asyncckpt.stores.objects.fsspec_client import FsspecClient, MemoryClient
-from asyncckpt.stores.objects.fsspec_gcs import GcsClient
-from asyncckpt.stores.objects.fsspec_s3 import S3Client, s3_options
-from asyncckpt.stores.objects.obstore_client import ObstoreClient
-from asyncckpt.stores.objects.opening import open_client
-from asyncckpt.stores.objects.urls import (
+from asyncckpt.stores.objects.clients.client import RequestError
+from asyncckpt.stores.objects.clients.fsspec_apis import GcsClient, S3Client, s3_options
+from asyncckpt.stores.objects.clients.fsspec_client import FsspecClient, MemoryClient
+from asyncckpt.stores.objects.clients.obstore_client import ObstoreClient
+from asyncckpt.stores.objects.clients.opening import open_client
+from asyncckpt.stores.objects.clients.urls import (
     is_url,
     location_text,
     parse_url,
     split_bucket,
     split_url,
 )
+from tests.simulator import Simulator
 
 ARN = "arn:aws:s3:us-west-2:123456789012:accesspoint/mine"
 
@@ -136,6 +140,35 @@ def test_what_is_a_url() -> None:
         assert not is_url(path)
 
 
+@pytest.mark.parametrize("scheme", ["file", "File", "FILE", "local", "LOCAL"])
+def test_a_local_url_is_a_directory_in_any_letters(scheme: str, tmp_path: Path) -> None:
+    """Kept by the local store, with its promises, and not by a filesystem of fsspec."""
+    blocking.save(f"{scheme}://{tmp_path}/a", {"w": [1.0]})
+    assert (tmp_path / "a").is_dir()
+    with blocking.Checkpointer(f"{scheme}://{tmp_path}/run") as ckpt:
+        ckpt.save(3, {"w": [2.0]})
+        assert ckpt.steps() == [3]
+    assert (tmp_path / "run" / "3").is_dir()
+
+
+async def test_the_caller_of_a_checkpointer_does_not_wait_for_its_client(
+    monkeypatch: pytest.MonkeyPatch, sim: Simulator
+) -> None:
+    """Libraries, configuration and credentials are loaded in a worker, at the first use."""
+    threads: list[str] = []
+
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return open_client(*args, **kwargs)
+
+    monkeypatch.setattr("asyncckpt.stores.objects.clients.opening.open_client", opened)
+    ckpt = asyncckpt.Checkpointer("s3://bucket/run", storage_options=sim.s3_options())
+    assert threads == []
+    assert await ckpt.steps() == []
+    assert len(threads) == 1 and threads[0] != threading.current_thread().name
+    await ckpt.close()
+
+
 def test_keys_may_hold_what_other_urls_give_a_meaning(workers: Workers) -> None:
     client = open_client("gs://bucket/a::b/c?d#1%2F", workers=workers)
     assert client.url == "gs://bucket/a::b/c?d#1%2F"
@@ -235,7 +268,8 @@ def test_options_that_are_no_mapping_are_refused(workers: Workers, options: Any)
     ("url", "options", "kind"),
     [
         ("s3://bucket/run", OPTIONS | {"client": None}, ObstoreClient),
-        ("gs://bucket/run", {"client": None, "token": "anon"}, GcsClient),
+        ("gs://bucket/run", {"client": None, "token": "s3cr3t-value"}, GcsClient),
+        ("gs://bucket/run", {"client": None, "token": "anon"}, ObstoreClient),
         ("memory://run", {"client": None}, MemoryClient),
         ("memory://run", {"client": "fsspec"}, MemoryClient),
     ],
@@ -359,6 +393,45 @@ def test_a_filesystem_object_serves_its_own_schemes(workers: Workers) -> None:
         )
 
 
+async def test_a_filesystem_without_conditional_creation_warns_once(
+    workers: Workers, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When it is written to: of two processes that save one step, both would report success."""
+    filesystem = DirFileSystem(str(tmp_path), LocalFileSystem())
+    client = open_client("dir://run", storage_options={"filesystem": filesystem}, workers=workers)
+    assert await client.list("", recursive=True, limit=9) == []
+    assert caplog.text == ""
+    for key in "ab":
+        await client.put(key, b"x")
+    assert caplog.text.count("dir://run: DirFileSystem cannot create objects conditionally") == 1
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "named"),
+    [
+        ("s3://bucket/run", {"client": "fsspec", "max_concurrency": 0}, "max_concurrency"),
+        ("s3://bucket/run", {"config_kwargs": {"nonsense": 1}}, "nonsense"),
+        ("s3://bucket/run", {"config_kwargs": {"s3": {"addressing_style": "s3cr3t"}}}, "s3"),
+        ("s3://bucket/run", {"client_kwargs": {"nonsense": 1}}, "nonsense"),
+        ("s3://bucket/run", {"nonsense": 1}, "nonsense"),
+        ("s3://bucket/run", {"config_kwargs": 7}, "config_kwargs"),
+        ("gs://bucket/run", {"access": "s3cr3t"}, "access"),
+    ],
+)
+async def test_an_odd_option_is_named(
+    workers: Workers, url: str, options: dict[str, Any], named: str
+) -> None:
+    client = open_client(url, storage_options=options, workers=workers)
+    try:
+        with pytest.raises(UsageError, match="storage_options") as caught:
+            await client.put("a", b"x")
+        assert named in caught.value.found
+        assert "s3cr3t" not in str(caught.value)
+    finally:
+        await client.close()
+
+
 async def test_a_filesystem_with_directories(workers: Workers, tmp_path: Any) -> None:
     """They are made when they are needed, and what fsspec cannot promise is not declared."""
     inner = LocalFileSystem()
@@ -377,7 +450,7 @@ async def test_a_filesystem_with_directories(workers: Workers, tmp_path: Any) ->
     assert [(entry.key, entry.is_prefix) for entry in listing] == [("a/b", True)]
     with pytest.raises(RequestError, match="no conditional creation"):
         await client.put("x", b"", create=True)
-    with pytest.raises(RequestError, match="no uploads in parts"):
+    with pytest.raises(RequestError, match="no multipart uploads"):
         await client.begin_parts("x")
     assert list(await client.pending_parts("")) == []
     await client.delete(["a/b/c", "none"])

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncckpt.flow.link import Link, Stream
 from asyncckpt.options import KIB, MIB
-from asyncckpt.planning.sizes import ASSUMED_LATENCY_S, ASSUMED_STREAM_NBYTES_PER_S
+from asyncckpt.stores.objects.requests.estimate import StreamEstimate
+from asyncckpt.stores.objects.requests.sizes import ASSUMED_LATENCY_S, ASSUMED_STREAM_NBYTES_PER_S
 
 
-def fill(stream: Stream, latency_s: float, nbytes_per_s: float, *, seed: int = 0) -> None:
+def fill(stream: StreamEstimate, latency_s: float, nbytes_per_s: float, *, seed: int = 0) -> None:
     """Requests as a profile makes them: lognormal latency, one in a hundred ten times slower."""
     rng = random.Random(seed)
     for number in range(200):
@@ -23,7 +23,7 @@ def fill(stream: Stream, latency_s: float, nbytes_per_s: float, *, seed: int = 0
 
 
 def test_before_anything_was_measured_the_assumptions_stand() -> None:
-    stream = Stream()
+    stream = StreamEstimate()
     assert stream.latency_s == ASSUMED_LATENCY_S
     assert stream.nbytes_per_s == ASSUMED_STREAM_NBYTES_PER_S
     assert stream.quantile_s(MIB, 0.95) is None
@@ -35,7 +35,7 @@ def test_before_anything_was_measured_the_assumptions_stand() -> None:
 def test_latency_and_bandwidth_are_found_in_spite_of_tails(
     latency_s: float, nbytes_per_s: float, seed: int
 ) -> None:
-    stream = Stream()
+    stream = StreamEstimate()
     fill(stream, latency_s, nbytes_per_s, seed=seed)
     assert stream.latency_s == pytest.approx(latency_s, rel=0.35)
     # What a large request takes is known better than its parts.
@@ -45,7 +45,7 @@ def test_latency_and_bandwidth_are_found_in_spite_of_tails(
 
 
 def test_one_slow_request_in_a_hundred_changes_nothing() -> None:
-    calm, wild = Stream(), Stream()
+    calm, wild = StreamEstimate(), StreamEstimate()
     for number in range(100):
         calm.observe(16 * MIB, 0.25)
         wild.observe(16 * MIB, 30.0 if number == 50 else 0.25)
@@ -54,7 +54,7 @@ def test_one_slow_request_in_a_hundred_changes_nothing() -> None:
 
 
 def test_old_requests_are_forgotten() -> None:
-    stream = Stream()
+    stream = StreamEstimate()
     fill(stream, 0.2, 20e6)
     fill(stream, 0.01, 500e6)
     assert stream.latency_s == pytest.approx(0.01, rel=0.4)
@@ -62,7 +62,7 @@ def test_old_requests_are_forgotten() -> None:
 
 
 def test_an_assumed_latency_is_never_more_than_a_large_request_took() -> None:
-    stream = Stream()
+    stream = StreamEstimate()
     for _ in range(10):
         stream.observe(16 * MIB, 0.012)  # a server on the same machine, before any small request
     assert stream.latency_s == pytest.approx(0.006)
@@ -72,7 +72,7 @@ def test_an_assumed_latency_is_never_more_than_a_large_request_took() -> None:
 @settings(max_examples=20)
 @given(st.integers(1, 256 * MIB), st.integers(0, 10**6))
 def test_quantiles_are_in_order_and_above_most_requests(nbytes: int, seed: int) -> None:
-    stream = Stream()
+    stream = StreamEstimate()
     fill(stream, 0.03, 85e6, seed=seed)
     found = [stream.quantile_s(nbytes, share) for share in (0.1, 0.5, 0.95, 1.0)]
     assert all(value is not None for value in found)
@@ -81,20 +81,16 @@ def test_quantiles_are_in_order_and_above_most_requests(nbytes: int, seed: int) 
 
 
 def test_quantiles_of_one_size_hold_for_that_size() -> None:
-    stream = Stream()
+    stream = StreamEstimate()
     for number in range(100):
         stream.observe(8 * MIB, 0.1 + 0.001 * number)
     assert stream.quantile_s(8 * MIB, 0.95) == pytest.approx(0.195, rel=0.02)
 
 
 def test_directions_are_kept_apart() -> None:
-    link = Link()
+    put, get = StreamEstimate(), StreamEstimate()
     for _ in range(8):
-        link.observe("put", 64, 0.08)
-        link.observe("get", 64, 0.05)
-    assert link.put.latency_s == 0.08
-    assert link.toward("get").latency_s == 0.05
-    assert repr(link) == (
-        "Link(put=Stream(80.0 ms, 85.0 MB/s, 8 requests), "
-        "get=Stream(50.0 ms, 85.0 MB/s, 8 requests))"
-    )
+        put.observe(64, 0.08)
+        get.observe(64, 0.05)
+    assert repr(put) == "StreamEstimate(80.0 ms, 85.0 MB/s, 8 requests)"
+    assert repr(get) == "StreamEstimate(50.0 ms, 85.0 MB/s, 8 requests)"

@@ -7,10 +7,8 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from asyncckpt.flow.hedge import HedgeBudget, first
+from asyncckpt.stores.objects.requests.hedge import race as raced
 
 
 class Race:
@@ -51,7 +49,7 @@ class Race:
 
 async def test_a_quick_request_is_not_raced() -> None:
     race = Race()
-    task = asyncio.create_task(first(race.start, 60.0, race.second))
+    task = asyncio.create_task(raced(race.start, 60.0, race.second))
     await race.begun(1)
     race.answers[0].set_result("first")
     assert await task == "first"
@@ -60,7 +58,7 @@ async def test_a_quick_request_is_not_raced() -> None:
 
 async def test_without_a_delay_there_is_no_second_request() -> None:
     race = Race()
-    task = asyncio.create_task(first(race.start, None, race.second))
+    task = asyncio.create_task(raced(race.start, None, race.second))
     await race.begun(1)
     race.answers[0].set_result("first")
     assert await task == "first"
@@ -71,7 +69,7 @@ async def test_without_a_delay_there_is_no_second_request() -> None:
 async def test_whichever_succeeds_first_ends_the_other(winner: int) -> None:
     race = Race()
     race.hold_s = 5
-    task = asyncio.create_task(first(race.start, 0.0, race.second))
+    task = asyncio.create_task(raced(race.start, 0.0, race.second))
     await race.begun(2)
     race.answers[winner].set_result(f"request {winner}")
     assert await task == f"request {winner}"
@@ -81,7 +79,7 @@ async def test_whichever_succeeds_first_ends_the_other(winner: int) -> None:
 
 async def test_a_second_request_that_is_declined_leaves_the_first_alone() -> None:
     race = Race(hedged=False)
-    task = asyncio.create_task(first(race.start, 0.0, race.second))
+    task = asyncio.create_task(raced(race.start, 0.0, race.second))
     while not race.asked:
         await asyncio.sleep(0)
     race.answers[0].set_result("first")
@@ -92,7 +90,7 @@ async def test_a_second_request_that_is_declined_leaves_the_first_alone() -> Non
 @pytest.mark.parametrize("loser", [0, 1])
 async def test_if_one_fails_the_other_is_waited_for(loser: int) -> None:
     race = Race()
-    task = asyncio.create_task(first(race.start, 0.0, race.second))
+    task = asyncio.create_task(raced(race.start, 0.0, race.second))
     await race.begun(2)
     race.answers[loser].set_exception(OSError("no"))
     for _ in range(5):
@@ -105,7 +103,7 @@ async def test_if_one_fails_the_other_is_waited_for(loser: int) -> None:
 
 async def test_a_request_that_fails_before_its_time_is_not_raced() -> None:
     race = Race()
-    task = asyncio.create_task(first(race.start, 60.0, race.second))
+    task = asyncio.create_task(raced(race.start, 60.0, race.second))
     await race.begun(1)
     race.answers[0].set_exception(OSError("at once"))
     with pytest.raises(OSError, match="at once"):
@@ -115,7 +113,7 @@ async def test_a_request_that_fails_before_its_time_is_not_raced() -> None:
 
 async def test_if_both_fail_the_first_ones_error_is_raised() -> None:
     race = Race()
-    task = asyncio.create_task(first(race.start, 0.0, race.second))
+    task = asyncio.create_task(raced(race.start, 0.0, race.second))
     await race.begun(2)
     race.answers[1].set_exception(OSError("second"))
     race.answers[0].set_exception(OSError("first"))
@@ -129,7 +127,7 @@ async def test_if_both_fail_the_first_ones_error_is_raised() -> None:
 async def test_a_cancelled_race_has_ended_both_requests(requests: int, times: int) -> None:
     race = Race()
     race.hold_s = 6
-    task = asyncio.create_task(first(race.start, 0.0 if requests == 2 else 60.0, race.second))
+    task = asyncio.create_task(raced(race.start, 0.0 if requests == 2 else 60.0, race.second))
     await race.begun(requests)
     for _ in range(times):
         task.cancel()
@@ -144,7 +142,7 @@ async def test_a_cancelled_race_has_ended_both_requests(requests: int, times: in
 async def test_a_cancellation_while_the_loser_ends_is_not_lost() -> None:
     race = Race()
     race.hold_s = 10
-    task = asyncio.create_task(first(race.start, 0.0, race.second))
+    task = asyncio.create_task(raced(race.start, 0.0, race.second))
     await race.begun(2)
     race.answers[1].set_result("won")
     for _ in range(4):
@@ -154,30 +152,3 @@ async def test_a_cancellation_while_the_loser_ends_is_not_lost() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert race.running == 0
-
-
-@given(
-    st.floats(0.01, 0.2),
-    st.floats(1.0, 5.0),
-    st.lists(st.sampled_from(["request", "take", "end"]), max_size=300),
-)
-def test_second_requests_stay_a_share_of_all(share: float, burst: float, events: list[str]) -> None:
-    budget = HedgeBudget(share=share, burst=burst, at_once=2)
-    requests = 0
-    for event in events:
-        if event == "request":
-            budget.earn()
-            requests += 1
-        elif event == "take":
-            budget.take()
-        elif budget.in_flight:
-            budget.give_back()
-        assert 0 <= budget.in_flight <= 2
-        assert budget.spent <= 1 + share * requests + 1e-6
-
-
-def test_the_budget_tells_what_it_has() -> None:
-    budget = HedgeBudget(share=0.05, burst=4.0, at_once=2)
-    assert budget.take()
-    assert not budget.take()
-    assert repr(budget) == "HedgeBudget(0.00 left, 1 in flight, 1 in all)"

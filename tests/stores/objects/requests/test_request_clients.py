@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from asyncckpt.flow.retry import Patience
 from asyncckpt.flow.threads import Workers
-from asyncckpt.stores.objects.client import RequestError
-from asyncckpt.stores.objects.opening import open_client
-from asyncckpt.stores.objects.policy import HASTY, RequestPolicy
-from asyncckpt.stores.objects.requests import Requests, Sent
-from asyncckpt.testing.objectstore import LOOPBACK, Fault, Gate, Simulator
+from asyncckpt.stores.objects.clients.client import RequestError
+from asyncckpt.stores.objects.clients.opening import open_client
+from asyncckpt.stores.objects.requests.policy import HASTY, RequestPolicy
+from asyncckpt.stores.objects.requests.requests import Requests, Sent
+from asyncckpt.stores.objects.requests.retry import RetryPolicy
+from tests.simulator import LOOPBACK, Fault, Gate, Simulator
 from tests.stores.objects.scripted import name
 from tests.stores.objects.stores import UNRACED
 
@@ -90,7 +90,7 @@ async def test_a_read_that_is_held_up_is_overtaken(sim: Simulator, library: str)
             assert bytes(await store.get("key", 0, 5000)) == b"value" * 1000
         finally:
             gate.release()
-        assert store.hedges["get"].spent == 1
+        assert store.controller("get").hedges_spent == 1
 
 
 @pytest.mark.parametrize("library", ["gcsfs", "obstore"])
@@ -105,7 +105,7 @@ async def test_an_answer_that_ends_too_early_is_asked_for_again(
 
 @pytest.mark.parametrize("library", ["gcsfs", "obstore"])
 async def test_a_store_that_never_answers_is_given_up_in_time(sim: Simulator, library: str) -> None:
-    policy = replace(HASTY, timeout_s=0.1, patience=Patience(tries=2, backoff_s=0.001))
+    policy = replace(HASTY, timeout_s=0.1, retry=RetryPolicy(tries=2, backoff_s=0.001))
     async with opened(sim, library, policy=policy) as store:
         sim.faults.append(Fault(number=0, hang=True))
         with pytest.raises(RequestError) as caught:

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from asyncckpt.flow.retry import Patience
 from asyncckpt.options import MIB
-from asyncckpt.stores.objects.client import RequestError
-from asyncckpt.stores.objects.policy import HASTY, RequestPolicy
-from asyncckpt.stores.objects.requests import Requests
+from asyncckpt.stores.objects.clients.client import RequestError
+from asyncckpt.stores.objects.requests.policy import HASTY, RequestPolicy
+from asyncckpt.stores.objects.requests.requests import Requests
+from asyncckpt.stores.objects.requests.retry import RetryPolicy
+from asyncckpt.stores.objects.requests.sending import SILENT_S
 from tests.stores.objects.scripted import (
     AT_ONCE,
     SHORT,
@@ -56,13 +57,50 @@ async def test_after_a_try_that_ran_out_of_time_the_next_gets_twice_as_long(
     assert_at_rest(store, client)
 
 
+async def test_a_network_that_is_away_at_the_start_is_waited_for_as_at_any_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A start-up blip of two seconds used to be fatal, because nothing had been answered yet."""
+    clock = Clock(monkeypatch)
+    store, client = requests(*[Fails("connection")] * 8, policy=RequestPolicy())
+    task = asyncio.create_task(store.size("key"))
+    for _ in range(8):
+        await clock.advance(21.0)
+    with pytest.raises(RequestError) as caught:
+        await task
+    assert caught.value.kind == "missing"  # of the answer that came at last
+    assert len(client.requests) == 9
+
+
+async def test_cleaning_up_ends_where_the_store_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    store, client = requests(*[None] * 3, *[Hang()] * 4)
+
+    async def clean_up() -> None:
+        async with store.cleaning_up(120.0):
+            for number in range(9):
+                await asyncio.sleep(4.0)
+                await store.delete([f"{number}"])
+
+    task = asyncio.create_task(clean_up())
+    for _ in range(3):  # as long as the store answers, there is time
+        await clock.advance(4.0)
+    assert client.ended == 3
+    await clock.advance(4.0)
+    assert not task.done()
+    await clock.advance(2 * SILENT_S)
+    with pytest.raises(TimeoutError):
+        await task
+    assert_at_rest(store, client)
+
+
 @pytest.mark.parametrize(("nbytes", "tries"), [(0, 3), (64 * MIB, 2)])
 async def test_a_silent_store_is_asked_for_as_long_as_it_was_said_and_no_longer(
     monkeypatch: pytest.MonkeyPatch, nbytes: int, tries: int
 ) -> None:
     """The time that tries get grows, and not the time in which they may begin."""
     clock = Clock(monkeypatch)
-    policy = replace(RequestPolicy(), patience=replace(AT_ONCE.patience, tries=10, total_s=300.0))
+    policy = replace(RequestPolicy(), retry=replace(AT_ONCE.retry, tries=10, total_s=300.0))
     store, client = requests(*[Hang()] * 10, policy=policy)
     begun_s: list[float] = []
     passed_s = 0.0
@@ -83,7 +121,7 @@ async def test_time_in_line_does_not_count_against_a_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(monkeypatch)
-    store, client = requests(policy=replace(SHORT, ceiling=1, patience=Patience(tries=1)))
+    store, client = requests(policy=replace(SHORT, ceiling=1, retry=RetryPolicy(tries=1)))
     client.objects["key"] = b"12"
     held = await store.limiter.acquire()
     task = asyncio.create_task(store.size("key"))
@@ -151,7 +189,7 @@ async def test_a_request_cancelled_between_its_tries_holds_nothing() -> None:
 
 @pytest.mark.parametrize("times", [1, 2])
 async def test_a_request_cancelled_at_any_turn_of_the_loop_leaves_nothing(times: int) -> None:
-    policy = replace(HASTY, ceiling=2, hedge_cold_s=0.0, patience=AT_ONCE.patience)
+    policy = replace(HASTY, ceiling=2, hedge_cold_s=0.0, retry=AT_ONCE.retry)
     cut = 0
     for turn in range(400):
         store, client = requests(policy=policy)
@@ -196,7 +234,7 @@ async def test_a_slow_data_object_is_raced_by_one_of_another_name(
     # What the first request was sending may still be on its way.
     assert await task == (name(1), False, (name(0),))
     assert client.requests == [f"put {name(0)}", f"put {name(1)}"]
-    assert store.hedges["put"].spent == 1
+    assert store.controller("put").hedges_spent == 1
     assert_at_rest(store, client)
 
 
@@ -226,7 +264,7 @@ async def test_a_client_that_copies_what_it_sends_is_not_made_to_copy_twice(
     assert client.requests == [f"put {name(0)}"]
     event.set()
     assert await task == (name(0), True, ())
-    assert store.hedges["put"].spent == 0
+    assert store.controller("put").hedges_spent == 0
 
 
 # ----------------------------------------------------------------------------------- races of reads
@@ -242,7 +280,7 @@ async def test_a_slow_read_is_raced_by_a_second_one(monkeypatch: pytest.MonkeyPa
     await clock.advance(0.2 * SOON.hedge_cold_s)
     assert await task == b"value"
     assert client.requests == ["get key 0-5"] * 2
-    assert store.hedges["get"].spent == 1
+    assert store.controller("get").hedges_spent == 1
     assert_at_rest(store, client)
 
 

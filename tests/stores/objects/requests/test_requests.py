@@ -8,16 +8,16 @@ import weakref
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncckpt.flow.buffers import UploadBytes
 from asyncckpt.flow.shield import forget_frames
 from asyncckpt.options import KIB, MIB
-from asyncckpt.stores.objects.client import Kind, RequestError
-from asyncckpt.stores.objects.policy import HASTY
-from asyncckpt.stores.objects.requests import Sent
+from asyncckpt.stores.objects.clients.client import Kind, RequestError
+from asyncckpt.stores.objects.requests.policy import HASTY
+from asyncckpt.stores.objects.requests.requests import Sent
 from tests.stores.objects.scripted import (
     AT_ONCE,
     SHORT,
@@ -64,7 +64,7 @@ async def test_a_body_that_may_still_be_on_its_way_is_not_reusable(step: Step) -
 @pytest.mark.parametrize("part", [False, True])
 async def test_an_error_that_is_kept_keeps_no_body(part: bool) -> None:
     store, client = requests(Fails("forbidden"))
-    owner = UploadBytes(b"body")
+    owner = np.full(4, 7, np.uint8)
     gone = weakref.ref(owner)
     with pytest.raises(RequestError) as caught:
         if part:
@@ -112,7 +112,7 @@ async def test_a_conflict_is_tried_again_by_a_create_alone() -> None:
 async def test_what_may_pass_is_tried_again_whatever_the_request(kind: Kind) -> None:
     store, client = requests()
     await store.replace("key", b"value")
-    upload = await store.begin_parts("big")
+    upload, _ = await store.begin_parts("big")
     calls: list[Any] = [
         lambda: store.put(name, b"body"),
         lambda: store.create("new", b"body"),
@@ -202,7 +202,7 @@ async def test_an_answer_longer_than_what_was_asked_for_is_refused() -> None:
         return b"the whole object, because the server knows no ranges"
 
     client.get = whole  # type: ignore[method-assign]
-    with pytest.raises(RequestError, match="5 bytes were asked for and 52 came") as caught:
+    with pytest.raises(RequestError, match="5 bytes were requested and 52 arrived") as caught:
         await store.get("key", 4, 9)
     assert caught.value.kind == "invalid"
 
@@ -212,7 +212,7 @@ async def test_an_answer_longer_than_what_was_asked_for_is_refused() -> None:
 
 async def test_a_completion_whose_answer_was_lost_is_found_by_its_object() -> None:
     store, client = requests()
-    upload = await store.begin_parts("big")
+    upload, _ = await store.begin_parts("big")
     tag, reusable = await store.put_part("big", upload, 0, 0, b"part")
     assert reusable
     client.script = [Fails("connection", applied=True)]
@@ -234,7 +234,7 @@ async def test_an_upload_that_is_gone_from_the_beginning_is_missing() -> None:
 
 async def test_a_part_that_may_still_be_on_its_way_is_not_reusable() -> None:
     store, client = requests(policy=SHORT)
-    upload = await store.begin_parts("big")
+    upload, _ = await store.begin_parts("big")
     client.script = [Hang()]
     assert await store.put_part("big", upload, 0, 0, b"part") == ("tag 0", False)
 
@@ -253,7 +253,7 @@ async def test_streams_that_are_asked_for_bound_the_transfers_and_nothing_else()
         for _ in range(10):
             group.create_task(store.list("", recursive=True, limit=1))
     assert client.peak == 10
-    assert store.traffic("put", streams=3).streams == 3
+    assert store.controller("put").traffic.streams == 3
     store.fix_streams("put", 200)
     assert store.limiter.ceiling == 200
     store.fix_streams("put", None)
@@ -264,10 +264,10 @@ async def test_only_answered_requests_are_measured() -> None:
     store, client = requests(Fails("unavailable"), Hang(), policy=SHORT)
     client.objects["key"] = b"value"
     await store.get("key", 0, 1 * MIB)
-    assert store.link.get.count == 1
-    assert store.link.get.latency_s > 0
+    assert store.controller("get").estimate.count == 1
+    assert store.controller("get").estimate.latency_s > 0
     await store.replace("other", b"x" * KIB)
-    assert store.link.put.count == 1
+    assert store.controller("put").estimate.count == 1
 
 
 async def test_nothing_but_places_and_measures_is_shown() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -10,11 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES, GIB, MIB, MIN_BUDGET_NBYTES, PAGE_NBYTES
-from asyncckpt.planning.sizes import (
-    FEW_FILES,
+from asyncckpt.stores.objects.requests.sizes import (
     PUT_THRESHOLD_NBYTES,
     Choice,
-    PartRules,
     Traffic,
     choose,
     fits_chunk_nbytes,
@@ -22,8 +19,6 @@ from asyncckpt.planning.sizes import (
 
 SLOT = 8 * MIB
 S3 = Traffic(0.04, 85e6, None, 16)
-S3_PARTS = PartRules(parallel=True)
-GCS_PARTS = PartRules(parallel=False, multiple_nbytes=256 * 1024)
 
 TRAFFIC = st.builds(
     Traffic,
@@ -31,14 +26,6 @@ TRAFFIC = st.builds(
     st.floats(1e5, 5e9),
     st.none() | st.floats(1e6, 1e11),
     st.integers(1, 128),
-)
-PARTS = st.none() | st.builds(
-    PartRules,
-    st.booleans(),
-    st.sampled_from([1, 256 * 1024, 5 * MIB]),
-    st.sampled_from([1, 256 * 1024, 3 * 1000]),
-    st.sampled_from([16 * MIB, 5 * GIB]),
-    st.sampled_from([32, 9_000]),
 )
 
 
@@ -49,7 +36,7 @@ def held(choice: Choice, copies: int) -> int:
 
 
 def s3(nbytes: int, budget_nbytes: int, **more: object) -> Choice:
-    arguments = {"copies": 1, "slot_nbytes": SLOT, "parts": S3_PARTS, **more}
+    arguments = {"copies": 1, "slot_nbytes": SLOT, **more}
     return choose(nbytes, S3, budget_nbytes=budget_nbytes, **arguments)  # type: ignore[arg-type]
 
 
@@ -62,7 +49,6 @@ def s3(nbytes: int, budget_nbytes: int, **more: object) -> Choice:
     asked=st.none() | st.integers(SLOT, 1 << 42),
     chunk_nbytes=st.sampled_from([4096, 1 * MIB, DEFAULT_CHUNK_NBYTES, 1 * GIB]),
     put_max_nbytes=st.sampled_from([32 * MIB, 5 * GIB]),
-    parts=PARTS,
 )
 def test_the_budget_and_the_rules_of_the_store_hold_always(
     nbytes: int,
@@ -72,7 +58,6 @@ def test_the_budget_and_the_rules_of_the_store_hold_always(
     asked: int | None,
     chunk_nbytes: int,
     put_max_nbytes: int,
-    parts: PartRules | None,
 ) -> None:
     choice = choose(
         nbytes,
@@ -83,7 +68,6 @@ def test_the_budget_and_the_rules_of_the_store_hold_always(
         chunk_nbytes=chunk_nbytes,
         data_file_nbytes=asked,
         put_max_nbytes=put_max_nbytes,
-        parts=parts,
     )
     window, file = choice.window_nbytes, choice.data_file_nbytes
     assert held(choice, copies) <= budget_nbytes
@@ -92,14 +76,7 @@ def test_the_budget_and_the_rules_of_the_store_hold_always(
     assert window % PAGE_NBYTES == 0
     if asked is not None:
         assert file <= asked
-    if file <= window:
-        assert window <= min(put_max_nbytes, PUT_THRESHOLD_NBYTES)
-    else:
-        assert parts is not None
-        assert parts.parallel
-        assert window % math.lcm(PAGE_NBYTES, parts.multiple_nbytes) == 0
-        assert parts.min_nbytes <= window <= parts.max_nbytes
-        assert -(-file // window) <= parts.max_count
+    assert file <= window <= min(put_max_nbytes, PUT_THRESHOLD_NBYTES)
     assert choice.expected_s > 0
     assert choice == choose(
         nbytes,
@@ -110,7 +87,6 @@ def test_the_budget_and_the_rules_of_the_store_hold_always(
         chunk_nbytes=chunk_nbytes,
         data_file_nbytes=asked,
         put_max_nbytes=put_max_nbytes,
-        parts=parts,
         last=choice,
     )
 
@@ -155,22 +131,17 @@ def test_the_smallest_budget_still_keeps_some_streams_busy() -> None:
     assert held(s3(2 * GIB, 256 * MIB, copies=3), 3) <= 256 * MIB
 
 
-def test_what_is_asked_for_is_one_request_up_to_the_threshold_and_parts_above() -> None:
+def test_what_is_asked_for_is_one_request_and_clamped_to_what_one_may_hold() -> None:
     one = s3(16 * GIB, 8 * GIB, data_file_nbytes=100 * MIB)
     assert (one.data_file_nbytes, one.window_nbytes) == (100 * MIB, 100 * MIB)
-    many = s3(16 * GIB, 8 * GIB, data_file_nbytes=GIB)
-    assert many.data_file_nbytes == GIB
-    assert many.window_nbytes < GIB
+    clamped = s3(16 * GIB, 8 * GIB, data_file_nbytes=GIB)
+    assert clamped.data_file_nbytes == clamped.window_nbytes == PUT_THRESHOLD_NBYTES
     odd = s3(16 * GIB, 8 * GIB, data_file_nbytes=50_000_001)
     assert odd.data_file_nbytes == 50_000_001
     assert 0 <= odd.window_nbytes - odd.data_file_nbytes < PAGE_NBYTES
 
 
 def test_the_budget_wins_over_what_is_asked_for() -> None:
-    parted = s3(16 * GIB, 256 * MIB, data_file_nbytes=128 * MIB)
-    assert parted.data_file_nbytes == 128 * MIB
-    assert held(parted, 1) <= 256 * MIB
-    # Without parts that go side by side, a file cannot be larger than a window.
     cut = choose(
         16 * GIB,
         S3,
@@ -178,17 +149,14 @@ def test_the_budget_wins_over_what_is_asked_for() -> None:
         copies=2,
         slot_nbytes=SLOT,
         data_file_nbytes=512 * MIB,
-        parts=GCS_PARTS,
     )
-    assert cut.data_file_nbytes == cut.window_nbytes < 512 * MIB
+    assert cut.data_file_nbytes == cut.window_nbytes < PUT_THRESHOLD_NBYTES
     assert held(cut, 2) <= 256 * MIB
 
 
-def test_a_very_large_state_is_kept_to_a_number_of_files_that_can_be_listed_and_deleted() -> None:
-    nbytes = 64 << 40
-    choice = s3(nbytes, 256 * MIB)
-    assert choice.data_file_nbytes > choice.window_nbytes
-    assert nbytes / choice.data_file_nbytes <= FEW_FILES
+def test_a_very_large_state_gets_the_largest_files() -> None:
+    """Objects beyond `FEW_FILES` are a burden for every listing and deletion."""
+    assert s3(64 << 40, 8 * GIB).data_file_nbytes > s3(GIB, 8 * GIB).data_file_nbytes
 
 
 def test_the_last_choice_stands_until_something_is_a_tenth_faster() -> None:
@@ -201,7 +169,6 @@ def test_the_last_choice_stands_until_something_is_a_tenth_faster() -> None:
             budget_nbytes=8 * GIB,
             copies=1,
             slot_nbytes=SLOT,
-            parts=S3_PARTS,
             last=first,
         )
         assert again.sizes == first.sizes
@@ -211,7 +178,6 @@ def test_the_last_choice_stands_until_something_is_a_tenth_faster() -> None:
         budget_nbytes=8 * GIB,
         copies=1,
         slot_nbytes=SLOT,
-        parts=S3_PARTS,
         last=first,
     )
     assert far.window_nbytes > first.window_nbytes
@@ -251,7 +217,7 @@ def test_a_state_of_nothing_has_sizes_too() -> None:
 
 def test_the_ends_of_few_files_are_evened_out_with_the_streams_of_before() -> None:
     """Plans are made anew where the streams have become others, not at every step of them."""
-    asked: dict[str, object] = {"data_file_nbytes": 32 * MIB, "parts": None}
+    asked: dict[str, object] = {"data_file_nbytes": 32 * MIB}
     first = s3(512 * MIB, 4 * GIB, **asked)
     assert first.even_streams == first.concurrency == 16
     for streams, kept in ((24, 16), (12, 16), (32, 32), (8, 8)):
@@ -267,8 +233,5 @@ def test_the_ends_of_few_files_are_evened_out_with_the_streams_of_before() -> No
         assert (again.concurrency, again.even_streams) == (streams, kept)
 
 
-def test_the_ends_of_many_files_and_of_parts_are_left_alone() -> None:
+def test_the_ends_of_many_files_are_left_alone() -> None:
     assert s3(64 * GIB, GIB, data_file_nbytes=32 * MIB).even_streams is None
-    of_parts = s3(2 * GIB, GIB, data_file_nbytes=GIB)
-    assert of_parts.of_parts
-    assert of_parts.even_streams is None

@@ -1,0 +1,116 @@
+"""The zarr v3 codec `sharding_indexed`: many chunks under one key, and their index.
+
+A shard is its chunks in any order and an index: for every chunk of the shard, in C order, its
+offset in the shard and its length, two `uint64`; all bits are set for a chunk that is not stored.
+The index is at the end of the shard or at its start, and may have a CRC-32C behind it. Source:
+zarr-specs v3, `codecs/sharding-indexed/v1.0`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from asyncckpt.format.codecs import Bytes, ChunkError
+from asyncckpt.format.crc import crc32c
+from asyncckpt.format.zarr import CRC_NBYTES, Shards
+
+ENTRY_NBYTES = 16
+"""Bytes of the index per chunk."""
+
+_MISSING = (1 << 64) - 1
+
+
+def decode_index(
+    data: Bytes, shards: Shards, shard_shape: Sequence[int]
+) -> list[tuple[int, int] | None]:
+    """Return offset and length in the shard of every chunk; None for chunks that are not stored.
+
+    Raises:
+        ChunkError: the index is cut off, its checksum differs, or a chunk is outside the shard.
+    """
+    chunks = math.prod(n // c for n, c in zip(shard_shape, shards.chunk_shape, strict=True))
+    crc_nbytes = CRC_NBYTES if shards.index_crc32c else 0
+    nbytes = chunks * ENTRY_NBYTES + crc_nbytes
+    if nbytes > data.nbytes:
+        raise ChunkError(
+            f"the shard has {data.nbytes} bytes, its index alone needs {nbytes}",
+            expected=nbytes,
+            found=data.nbytes,
+        )
+    start = 0 if shards.index_at_start else data.nbytes - nbytes
+    index = data[start : start + nbytes].tobytes()
+    table = index[: nbytes - crc_nbytes]
+    if shards.index_crc32c:
+        stored, crc = int.from_bytes(index[-CRC_NBYTES:], "little"), crc32c(table)
+        if crc != stored:
+            raise ChunkError(
+                f"the CRC-32C of the shard's index is {crc:08x}, the stored one {stored:08x}",
+                expected=stored,
+                found=crc,
+            )
+    entries = np.frombuffer(table, ">u8" if shards.index_big_endian else "<u8").tolist()
+    places: list[tuple[int, int] | None] = []
+    for number, (offset, length) in enumerate(zip(entries[::2], entries[1::2], strict=True)):
+        if offset == length == _MISSING:
+            places.append(None)
+            continue
+        if offset + length > data.nbytes:
+            raise ChunkError(
+                f"the shard's index places chunk {number} at {offset}+{length}, the shard has "
+                f"{data.nbytes} bytes",
+                expected=data.nbytes,
+                found=offset,
+            )
+        places.append((offset, length))
+    return places
+
+
+def unshard(
+    data: Bytes,
+    shards: Shards,
+    decode: Callable[[Bytes, int], Bytes],
+    *,
+    shape: Sequence[int],
+    itemsize: int,
+    fill: bytes,
+    stored: Sequence[int] | None,
+) -> Bytes:
+    """Return the elements of a whole shard.
+
+    Args:
+        data: the shard.
+        shards: how its chunks are stored.
+        decode: returns the elements of one stored chunk as that many bytes.
+        shape: shape of the shard.
+        itemsize: bytes of an element.
+        fill: one element of the chunks that are not stored; empty for zero.
+        stored: sizes of the corner of the shard whose chunks must all be stored; None if any may
+            be missing.
+
+    Raises:
+        ChunkError: the index or a chunk is damaged, or a chunk that must be stored is missing.
+    """
+    places = decode_index(data, shards, shape)
+    chunk_shape = shards.chunk_shape
+    chunk_nbytes = math.prod(chunk_shape) * itemsize
+    element = f"V{itemsize}"
+    out = np.full(shape, np.frombuffer(fill or bytes(itemsize), element)[0])
+    axes = [range(0, n, c) for n, c in zip(shape, chunk_shape, strict=True)]
+    for number, corner in enumerate(itertools.product(*axes)):
+        place = places[number]
+        if place is not None:
+            payload = decode(data[place[0] : sum(place)], chunk_nbytes)
+            box = tuple(slice(at, at + n) for at, n in zip(corner, chunk_shape, strict=True))
+            out[box] = np.ndarray(chunk_shape, element, np.ascontiguousarray(payload))
+        elif stored is not None and all(a < n for a, n in zip(corner, stored, strict=True)):
+            raise ChunkError(
+                f"chunk {number} of the shard is missing, and this checkpoint says that all are "
+                "stored",
+                expected="a chunk",
+                found="nothing",
+            )
+    return out.reshape(-1).view(np.uint8)

@@ -1,0 +1,26 @@
+"""Reports that the public functions return, and the texts in which they describe sizes and rates.
+
+Not here: how a report comes about, and how the command line prints it (`cli`).
+"""
+
+from asyncckpt.reports.contents import CheckpointInfo, FileInfo, LeafInfo
+from asyncckpt.reports.findings import Damage, DiffReport, LeafDifference, VerifyReport
+from asyncckpt.reports.outcomes import ConvertReport, RestoreReport, SaveReport
+from asyncckpt.reports.progress import Progress
+from asyncckpt.reports.texts import nbytes_text, rate_text
+
+__all__ = [
+    "CheckpointInfo",
+    "ConvertReport",
+    "Damage",
+    "DiffReport",
+    "FileInfo",
+    "LeafDifference",
+    "LeafInfo",
+    "Progress",
+    "RestoreReport",
+    "SaveReport",
+    "VerifyReport",
+    "nbytes_text",
+    "rate_text",
+]

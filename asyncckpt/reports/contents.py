@@ -1,0 +1,160 @@
+"""Leaves, files and metadata of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+from asyncckpt.errors import UsageError
+from asyncckpt.reports.texts import nbytes_text
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """One file of a checkpoint: path relative to it, size in bytes, CRC-32C where it is known."""
+
+    path: str
+    nbytes: int
+    crc32c: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeafInfo:
+    """One leaf of a checkpoint.
+
+    Attributes:
+        path: parts joined by ``/``, percent-escaped.
+        kind: ``array``, or the Python type of a scalar (``int``, ``str``, …).
+        framework: what saved an array: ``numpy``, ``jax`` or ``torch``; empty for scalars.
+        shape: shape of an array, ``()`` for scalars.
+        dtype: zarr v3 dtype name, empty for scalars.
+        chunk_shape: elements per chunk and dimension.
+        chunk_count: number of chunks.
+        nbytes: bytes of array data.
+        stored_nbytes: bytes in the files, padding and checksums included.
+        compression: ``"zstd"`` or None.
+        array: name of its array in the OCDBT database, None for scalars.
+        value: value of a scalar, None for arrays.
+        tied_to: path of the leaf whose bytes it shares, or None.
+        location: path or URL of the OCDBT database that holds it; empty where there is none.
+        pieces: of a leaf stored as several arrays, the offset, name and shape of each.
+        driver: TensorStore's driver of its arrays: ``zarr3``, or ``zarr`` for zarr version 2.
+    """
+
+    path: str
+    kind: str
+    framework: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    chunk_shape: tuple[int, ...] = ()
+    chunk_count: int = 0
+    nbytes: int = 0
+    stored_nbytes: int = 0
+    compression: str | None = None
+    array: str | None = None
+    value: Any = None
+    tied_to: str | None = None
+    location: str = ""
+    pieces: tuple[tuple[tuple[int, ...], str, tuple[int, ...]], ...] = ()
+    driver: str = "zarr3"
+
+    def tensorstore_spec(self) -> dict[str, Any]:
+        """Return a TensorStore spec that opens this leaf for slicing, with ``ts.open(spec)``.
+
+        A leaf in pieces is opened as one array too: TensorStore stacks them.
+
+        Raises:
+            TypeError: the leaf is no array.
+            UsageError: the checkpoint is no OCDBT database (safetensors, DCP, one directory per
+                array), so that TensorStore cannot open it from here.
+        """
+        if self.array is None:
+            raise TypeError(f"{self.path}: a {self.kind} has no array; its value is in .value")
+        if not self.location:
+            raise UsageError(
+                f"{self.path}: this checkpoint is no OCDBT database, and there is no TensorStore "
+                "spec for it; restore the leaf (include=), or convert the checkpoint first",
+                path=self.path,
+            )
+        if not self.pieces:
+            return self._array_spec(self.array)
+        return {
+            "driver": "stack",
+            "dtype": self.dtype,
+            "layers": [
+                {
+                    **self._array_spec(array),
+                    "transform": {
+                        "input_inclusive_min": list(offset),
+                        "input_shape": list(shape),
+                        "output": [
+                            {"input_dimension": axis, "offset": -start}
+                            for axis, start in enumerate(offset)
+                        ],
+                    },
+                }
+                for offset, array, shape in self.pieces
+            ],
+        }
+
+    def _array_spec(self, array: str) -> dict[str, Any]:
+        place = self.location if "://" in self.location else f"file://{quote(self.location)}"
+        return {
+            "driver": self.driver,
+            "kvstore": {"driver": "ocdbt", "base": f"{place}/", "path": f"{array}/"},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """What a checkpoint holds, from its metadata alone; `info[path]` is one leaf.
+
+    Attributes:
+        location: path or URL.
+        step: step, None for one-shot checkpoints.
+        save_id: identity of the save.
+        created_ns: wall-clock time of the commit, nanoseconds since 1970.
+        library: what wrote it.
+        leaves: every leaf, in tree order.
+        files: every file except the commit record.
+        metadata: the user's metadata.
+        metrics: metrics given to `save`.
+        tree: nested containers of `LeafInfo`, as saved.
+        format: ``asyncckpt``, or what else it is: ``orbax``, ``ocdbt``, ``safetensors``, ``dcp``.
+    """
+
+    location: str
+    step: int | None
+    save_id: str
+    created_ns: int
+    library: str
+    leaves: tuple[LeafInfo, ...]
+    files: tuple[FileInfo, ...]
+    metadata: Mapping[str, Any]
+    metrics: Mapping[str, float]
+    tree: Any = None
+    format: str = "asyncckpt"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of array data; tied leaves count once."""
+        return sum(leaf.nbytes for leaf in self.leaves if leaf.tied_to is None)
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.nbytes for file in self.files)
+
+    def __getitem__(self, path: str) -> LeafInfo:
+        for leaf in self.leaves:
+            if leaf.path == path:
+                return leaf
+        raise KeyError(f"{self.location} has no leaf {path!r}")
+
+    def __repr__(self) -> str:
+        return (
+            f"CheckpointInfo({self.location!r}, step={self.step}, {len(self.leaves)} leaves, "
+            f"{nbytes_text(self.nbytes)})"
+        )

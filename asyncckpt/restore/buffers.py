@@ -1,0 +1,296 @@
+"""Destination buffers: the host memory that a restore reads into, and which arrays fill it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncckpt.adapters.arrays import host_place
+from asyncckpt.checkpoint.metadata import OpenCheckpoint
+from asyncckpt.errors import UsageError
+from asyncckpt.flow.arena import Arena
+from asyncckpt.planning.overlap import BoxIndex
+from asyncckpt.planning.restore import Request, WholeArrays
+from asyncckpt.ports import Bytes, Target
+from asyncckpt.restore.decode import Destination, flat_target
+from asyncckpt.restore.match import NO_FACTS, LeafRestore
+from asyncckpt.spec import DTYPES, Box
+
+Memory = npt.NDArray[Any]
+
+OVERLAP_WORK = 10_000
+"""Candidates that NumPy may try to settle whether two strided targets share memory."""
+
+_TIED_FRAMEWORKS = frozenset(("numpy", "torch"))
+"""Whose arrays stay tied: writing to one is seen in the other. JAX's arrays are immutable."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffers:
+    """The memory of one restore.
+
+    Attributes:
+        parts: per leaf its memory in the stored dtype, one array, or one for each box that its
+            target wants.
+        nbytes: bytes of all of it.
+        destinations: what is fetched: the overlaps of parts and stored arrays.
+        requests: the same for the planner.
+        owners: per destination the number of the leaf that waits for it.
+        sharers: by destination the numbers of further leaves that wait for it (tied arrays).
+        waiting: per leaf the number of destinations that it waits for.
+        idle: numbers of the leaves that wait for none.
+    """
+
+    parts: list[Sequence[Memory]]
+    nbytes: int
+    destinations: Sequence[Destination]
+    requests: Sequence[Request] | WholeArrays
+    owners: Sequence[int]
+    sharers: Mapping[int, Sequence[int]]
+    waiting: list[int]
+    idle: list[int]
+
+
+def allocate(
+    opened: OpenCheckpoint, leaves: Sequence[LeafRestore], *, framework: str, in_place: bool
+) -> Buffers:
+    """Return memory for every leaf, and what fills it. Blocking.
+
+    Args:
+        opened: the checkpoint.
+        leaves: leaves that are arrays.
+        framework: whose arrays the leaves without a target become.
+        in_place: the buffers of targets are used where they have the stored dtype.
+    """
+    # A loop that decides what a small leaf costs: no call that the common case can do without.
+    parts, flats, nbytes = _memory(opened, leaves, framework, in_place=in_place)
+    tied = opened.arrays.tied
+    tied_arrays = {*tied, *tied.values()}
+    # The chunks of tied arrays are read once into memory that their targets share.
+    shared: dict[Hashable, int] = {}
+    destinations: list[Destination] = []
+    owners: list[int] = []
+    sharers: dict[int, list[int]] = {}
+    waiting, idle, has_boxes = [1] * len(leaves), [], False
+    for number, leaf in enumerate(leaves):
+        boxes = None if leaf.want is None or leaf.want.target is None else leaf.want.target.boxes
+        if boxes is None and not leaf.pieces and leaf.array not in tied_arrays:
+            values, flat = parts[number][0], flats[number]
+            flat = flat_target(values) if flat is None else flat
+            destinations.append(Destination(leaf.path, leaf.array, None, values, flat))
+            owners.append(number)
+            continue
+        found = list(_overlaps(opened, leaf, boxes, parts[number]))
+        waiting[number] = len(found)
+        if not found:
+            idle.append(number)
+        for array, box, values in found:
+            if array in tied_arrays:
+                address = values.__array_interface__["data"][0]
+                key = (opened.first_rows[array], box, address, values.shape, values.strides)
+                first = shared.setdefault(key, len(destinations))
+                if first < len(destinations):
+                    sharers.setdefault(first, []).append(number)
+                    continue
+            has_boxes |= box is not None
+            destinations.append(Destination(leaf.path, array, box, values, flat_target(values)))
+            owners.append(number)
+    requests = _requests(destinations, has_boxes)
+    return Buffers(parts, nbytes, destinations, requests, owners, sharers, waiting, idle)
+
+
+def _requests(
+    destinations: Sequence[Destination], has_boxes: bool
+) -> Sequence[Request] | WholeArrays:
+    if has_boxes:
+        return [Request(d.array, d.box, d.flat is not None) for d in destinations]
+    return WholeArrays(
+        np.array([d.array for d in destinations], np.int64),
+        np.array([d.flat is not None for d in destinations], np.bool_),
+    )
+
+
+def _memory(
+    opened: OpenCheckpoint, leaves: Sequence[LeafRestore], framework: str, *, in_place: bool
+) -> tuple[list[Sequence[Memory]], list[Bytes | None], int]:
+    """Return per leaf the buffers of its target, or else memory of our own.
+
+    With it come the memory of each leaf as one run of bytes, where that is at hand, and the number
+    of all bytes.
+    """
+    parts: list[Sequence[Memory]] = []
+    flats: list[Bytes | None] = [None] * len(leaves)
+    own: list[tuple[int, int]] = []
+    total_nbytes = 0
+    for number, leaf in enumerate(leaves):
+        spec, want = leaf.spec, leaf.want
+        assert spec is not None
+        target = None if want is None else want.target
+        held: Sequence[Memory] = ()
+        if in_place and target is not None and target.spec.dtype == spec.dtype:
+            held = target.buffers if target.buffer is None else (target.buffer,)
+        boxes = None if target is None else target.boxes
+        nbytes = spec.nbytes
+        if boxes is not None:
+            nbytes = sum([box.size for box in boxes]) * spec.itemsize
+        total_nbytes += nbytes
+        parts.append(held)
+        if not held:
+            own.append((number, nbytes))
+    arena = Arena(sum([nbytes for _, nbytes in own]))
+    made: dict[Hashable, Sequence[Memory]] = {}
+    for number, nbytes in own:
+        leaf = leaves[number]
+        assert leaf.spec is not None
+        boxes = None if leaf.want is None or leaf.want.target is None else leaf.want.target.boxes
+        dtype = DTYPES[leaf.spec.dtype]
+        if boxes is not None:
+            shapes = [box.shape for box in boxes]
+            sizes = [box.size * dtype.itemsize for box in boxes]
+            memory = [arena.take(size) for size in sizes]
+            parts[number] = [m.view(dtype).reshape(n) for m, n in zip(memory, shapes, strict=True)]
+            continue
+        key = tied_key(opened, leaf, framework) if opened.arrays.tied else None
+        if key is None or key not in made:
+            flats[number] = flat = arena.take(nbytes)
+            parts[number] = (flat.view(dtype).reshape(leaf.spec.shape),)
+            if key is not None:
+                made[key] = parts[number]
+        else:
+            parts[number] = made[key]
+    return parts, flats, total_nbytes
+
+
+def tied_key(opened: OpenCheckpoint, leaf: LeafRestore, framework: str) -> Hashable | None:
+    """Return what the leaves have in common that come back as one array; None for all others.
+
+    These were one mutable array, or become one immutable array. Others that share chunks (`bytes`
+    and the array that they were made of, or one JAX array in two places) get memory of their own,
+    so that writing to one does not change the other.
+    """
+    tied = opened.arrays.tied
+    if leaf.want is not None or "python" in opened.leaves.extra.get(leaf.saved, NO_FACTS):
+        return None
+    if framework != "jax" and opened.leaves.kind[leaf.saved] not in _TIED_FRAMEWORKS:
+        return None
+    arrays = [piece.array for piece in leaf.pieces] or [leaf.array]
+    return tuple([tied.get(array, array) for array in arrays])
+
+
+def _overlaps(
+    opened: OpenCheckpoint,
+    leaf: LeafRestore,
+    boxes: Sequence[Box] | None,
+    parts: Sequence[Memory],
+) -> Iterator[tuple[int, Box | None, Memory]]:
+    """Yield array, wanted box of it (None: all), and its memory, for all that share elements."""
+    assert leaf.spec is not None
+    if boxes is None:
+        boxes = [Box.whole(leaf.spec.shape)]
+    pieces = opened.pieces(leaf.saved, leaf.array)
+    held = [Box(p.offset, opened.storage(p.array).spec.shape) for p in pieces]
+    index = BoxIndex(held)
+    for box, memory in zip(boxes, parts, strict=True):
+        for number in index.meeting(box).tolist():
+            common = held[number].intersect(box)
+            assert common is not None
+            part = common.relative_to(held[number].offset)
+            within: Any = (*common.relative_to(box.offset).slices(), ...)
+            whole = part.shape == held[number].shape
+            yield pieces[number].array, None if whole else part, memory[within]
+
+
+class _Span(NamedTuple):
+    """Memory that a restore fills, and the chunk rows of the arrays that fill it.
+
+    The rows of tied leaves are equal.
+    """
+
+    start: int
+    stop: int
+    rows: tuple[int, ...]
+    identity: Hashable | None
+    memory: Any
+    target: Target
+    path: str
+
+
+def check_overlaps(leaves: Sequence[LeafRestore], first_rows: Sequence[int]) -> None:
+    """Check that no two targets share memory, unless they are one array of the checkpoint.
+
+    Args:
+        leaves: what is restored in place.
+        first_rows: first chunk row of every array.
+
+    Raises:
+        UsageError: names both leaves.
+    """
+    targets = [
+        (leaf, leaf.want.target)
+        for leaf in leaves
+        if leaf.want is not None and leaf.want.target is not None
+    ]
+    owners = [t.buffer for _, t in targets if t.span is None and t.buffer is not None]
+    if len(set(map(id, owners))) == len(owners) and not any(
+        t.span or t.buffers for _, t in targets
+    ):
+        return  # each has memory of its own
+    places = [(leaf, t, place) for leaf, t in targets for place in _places(t)]
+    # Most targets do not even come near each other: one vectorised look settles it.
+    bounds = np.array([extent for _, _, (extent, _, _) in places], np.int64).reshape(-1, 2)
+    bounds = bounds[np.argsort(bounds[:, 0], kind="stable")]
+    if not np.any(bounds[1:, 0] < np.maximum.accumulate(bounds[:-1, 1])):
+        return
+    spans: list[_Span] = []
+    for leaf, target, (extent, identity, memory) in places:
+        arrays = [piece.array for piece in leaf.pieces] or [leaf.array]
+        # A scalar of the record is tied to nothing.
+        rows = (-1 - leaf.saved,) if leaf.spec is None else tuple([first_rows[a] for a in arrays])
+        spans.append(_Span(*extent, rows, identity, memory, target, leaf.path))
+    spans.sort(key=itemgetter(0, 1))
+    # A sweep from low to high addresses: each span is compared with those that reach into it.
+    reaching: list[_Span] = []
+    for span in spans:
+        reaching = [other for other in reaching if other.stop > span.start]
+        for other in reaching:
+            _check_apart(other, span)
+        reaching.append(span)
+
+
+def _check_apart(one: _Span, other: _Span) -> None:
+    same = one.identity is not None and one.identity == other.identity
+    tied = same and one.rows == other.rows
+    if one.target is other.target or tied:
+        return
+    if _share(one.memory, other.memory):
+        raise UsageError(
+            f"{one.path} and {other.path}: these targets overlap in memory but are different "
+            "arrays in the checkpoint; restore one of them elsewhere",
+            path=other.path,
+        )
+
+
+def _places(target: Target) -> list[tuple[tuple[int, int], Hashable | None, Any]]:
+    """Return byte span, identity and memory of everything that is filled for a target."""
+    name = target.spec.dtype
+    if target.buffers:
+        return [(host_place(b, name)[0], target.identity, b) for b in target.buffers]
+    if target.span is not None:
+        memory = target.leaf if target.buffer is None else target.buffer
+        return [(target.span, target.identity, memory)]
+    if target.buffer is None:
+        return []
+    return [(*host_place(target.buffer, name), target.buffer)]
+
+
+def _share(a: Any, b: Any) -> bool:
+    try:
+        # A bound on exact work, which NumPy documents and its stubs know as two constants only.
+        return bool(np.shares_memory(a, b, max_work=cast(Any, OVERLAP_WORK)))
+    except np.exceptions.TooHardError:
+        return True

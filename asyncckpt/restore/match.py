@@ -1,0 +1,495 @@
+"""Match: which saved leaf goes where, decided before any payload is read.
+
+Pure: it sees the checkpoint's metadata and the targets; every mismatch is listed at once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from asyncckpt.adapters.python import array_from_scalar
+from asyncckpt.checkpoint.metadata import OpenCheckpoint
+from asyncckpt.errors import (
+    DtypeMismatchError,
+    MismatchError,
+    ShapeMismatchError,
+    TreeMismatchError,
+    UsageError,
+)
+from asyncckpt.format.record import Piece, decode_scalar
+from asyncckpt.ports import ArrayAdapter
+from asyncckpt.restore.mismatch import (
+    NOT_REPLACEABLE,
+    OTHER_STATE,
+    USE_RESTORE_INTO,
+    Mismatches,
+    check_array,
+    shape_text,
+)
+from asyncckpt.restore.request import RestoreRequest, Wanted, enclosing
+from asyncckpt.spec import ArraySpec, numeric_class
+from asyncckpt.tree import Structure, match_glob, where
+
+NO_FACTS: Mapping[str, Any] = {}
+
+
+class LeafRestore(NamedTuple):
+    """One leaf to restore: where it comes from, and what is wanted.
+
+    Attributes:
+        number: ordinal of the target's leaf; of the saved leaf where no leaf of a target wants it.
+        path: its path.
+        saved: ordinal of the saved leaf.
+        array: the (first) array that holds it; -1 for scalars of the record.
+        pieces: the arrays that hold it, where there are several.
+        spec: shape and stored dtype; None for scalars of the record.
+        scalar: value of a scalar of the record; a rank-0 array of the target's dtype where it goes
+            into an array.
+        want: the leaf of the target, or None.
+    """
+
+    number: int
+    path: str
+    saved: int
+    array: int = -1
+    pieces: tuple[Piece, ...] = ()
+    spec: ArraySpec | None = None
+    scalar: Any = None
+    want: Wanted | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matching:
+    """What is restored.
+
+    Attributes:
+        structure: the containers of the checkpoint.
+        leaves: the leaves to restore, first those that are arrays, then scalars of the record;
+            below objects with a state dict also those that their present state lacks (the state of
+            a fresh optimizer), without a leaf of the target.
+        array_count: how many of them are arrays.
+        selected: ordinals of the saved leaves that `include` chooses, or None for all.
+        missing: paths of the target that the checkpoint lacks; an object with a state dict by its
+            own path.
+        unexpected: paths of the checkpoint that the target lacks.
+        wanted: number of the target's leaves that the checkpoint should have.
+        matched: number of those that it has.
+    """
+
+    structure: Structure
+    leaves: Sequence[LeafRestore]
+    array_count: int
+    selected: Collection[int] | None
+    missing: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+    wanted: int = 0
+    matched: int = 0
+
+
+def match(opened: OpenCheckpoint, request: RestoreRequest) -> Matching:
+    """Decide what is restored. Blocking: a few microseconds per leaf.
+
+    Raises:
+        UsageError: `include` matches nothing, or only a part of an object's state.
+        TreeMismatchError: leaves are missing or unexpected, or none matches.
+        ShapeMismatchError: shapes differ.
+        DtypeMismatchError: dtypes differ.
+        MismatchError: several of these, or a leaf that can be neither filled nor replaced.
+    """
+    structure = opened.structure()
+    paths = structure.paths()
+    include = request.include
+    selected = None if include is None else select(opened.location, paths, include)
+    if request.mode != "saved":
+        return _Matcher(opened, structure, paths, selected, request).run()
+    arrays: list[LeafRestore] = []
+    scalars: list[LeafRestore] = []
+    for leaf, (path, array) in enumerate(zip(paths, opened.leaf_arrays(), strict=True)):
+        if selected is None or leaf in selected:
+            (arrays if array >= 0 else scalars).append(saved_leaf(opened, path, leaf, array))
+    _refuse_dtypes(opened, arrays, request.framework)
+    count = len(arrays) + len(scalars)
+    return Matching(structure, arrays + scalars, len(arrays), selected, wanted=count, matched=count)
+
+
+def select(location: str, paths: Sequence[str], include: Sequence[str]) -> set[int]:
+    """Return the ordinals of the saved leaves that globs choose.
+
+    Raises:
+        UsageError: a glob matches no leaf.
+    """
+    selected, unmatched = match_glob(paths, include)
+    if unmatched:
+        some = ", ".join(paths[:5]) + (", …" if len(paths) > 5 else "")
+        raise UsageError(
+            f"include={unmatched[0]!r} matches no leaf of {location}; it has {some}",
+            location=location,
+            found=unmatched,
+        )
+    return selected
+
+
+def saved_leaf(opened: OpenCheckpoint, path: str, leaf: int, array: int) -> LeafRestore:
+    """Return the leaf as it was saved, without a target."""
+    if array < 0:
+        value = decode_scalar(opened.leaves.kind[leaf], opened.leaves.value[leaf])
+        return LeafRestore(leaf, path, leaf, scalar=value)
+    pieces = opened.leaves.pieces.get(leaf, ())
+    spec = opened.leaf_spec(pieces) if pieces else opened.storages[opened.arrays.spec[array]].spec
+    return LeafRestore(leaf, path, leaf, array, pieces, spec)
+
+
+def _refuse_dtypes(
+    opened: OpenCheckpoint, arrays: Iterable[LeafRestore], framework: ArrayAdapter
+) -> None:
+    """Check that the framework can hold every array as it was saved.
+
+    Raises:
+        DtypeMismatchError: lists the leaves that it cannot hold.
+    """
+    fits: set[str] = set()
+    refused: list[DtypeMismatchError] = []
+    for leaf in arrays:
+        assert leaf.spec is not None
+        if leaf.spec.dtype in fits:
+            continue
+        fault = framework.refuses(leaf.path, leaf.spec.dtype)
+        if fault is None:
+            fits.add(leaf.spec.dtype)
+        elif "python" not in opened.leaves.extra.get(leaf.saved, NO_FACTS):
+            refused.append(fault)
+    if refused:
+        mismatches = Mismatches()
+        for fault in refused:
+            mismatches.add_error(fault)
+        mismatches.raise_any(opened.location)
+
+
+class _Matcher:
+    """Matches a checkpoint with a target.
+
+    A leaf below an object with a state dict is always wanted: the object decides what of it fits,
+    as far as nothing is known of that (`StatefulTarget.required`).
+    """
+
+    def __init__(
+        self,
+        opened: OpenCheckpoint,
+        structure: Structure,
+        paths: Sequence[str],
+        selected: set[int] | None,
+        request: RestoreRequest,
+    ) -> None:
+        self._opened = opened
+        self._structure = structure
+        self._paths = paths
+        self._selected = selected
+        self._request = request
+        self._arrays = opened.leaf_arrays()
+        self._stateful = request.stateful if request.mode == "into" else {}
+        # The object to whose state each leaf belongs, if any: looked up once for all that follows.
+        roots = self._stateful
+        self._saved_in = [enclosing(path, roots) if roots else None for path in paths]
+        self._wanted_in = [enclosing(w.path, roots) if roots else None for w in request.wanted]
+        self._leaves: list[LeafRestore] = []
+        self._missing: list[str] = []
+        self._unexpected: list[str] = []
+        self._wanted = 0
+        self._matched = 0
+        self._mismatches = Mismatches()
+
+    def run(self) -> Matching:
+        """Match all leaves; raise one error for everything that does not fit."""
+        request = self._request
+        if request.include is not None:
+            self._refuse_parts(request.include)
+        absent = self._absent() if request.include is None else []
+        seen = self._match_wanted(absent)
+        some_wanted = bool(self._leaves)
+        self._match_rest(seen)
+        self._check_required()
+        if request.strict:
+            self._refuse_missing(absent)
+        self._mismatches.raise_any(self._opened.location)
+        self._missing += absent
+        if not some_wanted and (self._wanted or (self._unexpected and not self._stateful)):
+            self._refuse_unless_any_is_taken()
+        arrays = [leaf for leaf in self._leaves if leaf.spec is not None]
+        scalars = [leaf for leaf in self._leaves if leaf.spec is None]
+        return Matching(
+            self._structure,
+            arrays + scalars,
+            len(arrays),
+            self._selected,
+            self._missing,
+            self._unexpected,
+            self._wanted,
+            self._matched,
+        )
+
+    # -- leaves
+
+    def _match_wanted(self, absent: Collection[str]) -> Collection[int]:
+        """Match every leaf of the target; return the ordinals of the saved leaves with one."""
+        place = {path: leaf for leaf, path in enumerate(self._paths)}
+        selected, arrays, lacking = self._selected, self._arrays, frozenset(absent)
+        seen: set[int] = set()
+        for number, (want, root) in enumerate(
+            zip(self._request.wanted, self._wanted_in, strict=True)
+        ):
+            saved = place.get(want.path)
+            if selected is not None and saved not in selected:
+                continue
+            if saved is None:
+                if root is None:
+                    self._missing.append(want.path)
+                # What an object may do without is not wanted.
+                free = root is not None and self._stateful[root].required is None
+                self._wanted += root in lacking or not free
+                continue
+            self._wanted += 1
+            self._matched += 1
+            seen.add(saved)
+            if root is not None and self._is_other(root, want, saved):
+                leaf = saved_leaf(self._opened, want.path, saved, arrays[saved])
+            else:
+                leaf = self._leaf(number, want, saved)
+            self._leaves.append(leaf)
+        return seen
+
+    def _match_rest(self, seen: Collection[int]) -> None:
+        """Give what no leaf of the target wants to the objects whose state it is."""
+        for leaf, (path, root) in enumerate(zip(self._paths, self._saved_in, strict=True)):
+            if leaf in seen or (self._selected is not None and leaf not in self._selected):
+                continue
+            if root is None:
+                self._unexpected.append(path)
+            else:
+                self._leaves.append(saved_leaf(self._opened, path, leaf, self._arrays[leaf]))
+
+    def _is_other(self, root: str, want: Wanted, saved: int) -> bool:
+        """Return whether a leaf of a state dict has become something else, which is no fault.
+
+        A learning rate of 1 may be 0.5 now, or a tensor, and a replay buffer may have grown. But
+        the arrays of modules and optimizers, whose class says which framework's they are, keep
+        their shapes and dtypes.
+        """
+        opened, array = self._opened, self._arrays[saved]
+        if want.target is None and array < 0:
+            return opened.leaves.kind[saved] != type(want.leaf).__name__
+        if want.target is None or array < 0:
+            return True
+        if self._stateful[root].adapter is not None:
+            return False
+        return want.target.spec != saved_leaf(opened, want.path, saved, array).spec
+
+    def _leaf(self, number: int, want: Wanted, saved: int) -> LeafRestore:
+        opened, target = self._opened, want.target
+        _, path, _, array, pieces, spec, value, _ = saved_leaf(
+            opened, want.path, saved, self._arrays[saved]
+        )
+        if want.fixed and (spec is not None or not _equal(value, want.leaf)):
+            self._mismatches.add(
+                MismatchError,
+                want.path,
+                f"this {type(want.leaf).__name__} is immutable, and so is what holds it: it can "
+                "be neither filled nor replaced",
+                advice=NOT_REPLACEABLE,
+            )
+        elif spec is None:
+            value = self._scalar(want, value)
+        elif target is None:
+            self._check_becomes_scalar(want, saved, spec)
+        elif target.spec != spec or target.extra or saved in opened.leaves.extra:
+            facts = opened.leaves.extra.get(saved, NO_FACTS), target.extra or NO_FACTS
+            cast = self._request.cast
+            check_array(self._mismatches, path, spec, target.spec, facts, cast=cast)
+        return LeafRestore(number, path, saved, array, pieces, spec, value, want)
+
+    def _scalar(self, want: Wanted, value: Any) -> Any:
+        """Return a scalar of the record, as a rank-0 array where the target is an array."""
+        if want.target is None:
+            if type(want.leaf) is not type(value):
+                self._mismatches.add(
+                    DtypeMismatchError,
+                    want.path,
+                    f"the checkpoint holds a {type(value).__name__}, the target a "
+                    f"{type(want.leaf).__name__}",
+                    expected=type(want.leaf).__name__,
+                    found=type(value).__name__,
+                )
+            return value
+        spec = want.target.spec
+        if spec.shape != ():
+            self._mismatches.add(
+                ShapeMismatchError,
+                want.path,
+                f"the checkpoint holds a {type(value).__name__}, the target wants shape "
+                f"{shape_text(spec.shape)}",
+                expected=spec.shape,
+                found=(),
+            )
+            return value
+        try:
+            return array_from_scalar(want.path, value, spec.dtype)
+        except DtypeMismatchError as fault:
+            self._mismatches.add_error(fault)
+            return value
+
+    def _check_becomes_scalar(self, want: Wanted, saved: int, spec: ArraySpec) -> None:
+        kind = type(want.leaf).__name__
+        python = self._opened.leaves.extra.get(saved, NO_FACTS).get("python")
+        if python == kind == "bytes":
+            return
+        if spec.shape != () or numeric_class(spec.dtype) != numeric_class(kind):
+            self._mismatches.add(
+                DtypeMismatchError,
+                want.path,
+                f"the checkpoint holds an array {spec}, the target a {kind}",
+                expected=kind,
+                found=str(spec),
+            )
+
+    # -- objects with a state dict
+
+    def _absent(self) -> list[str]:
+        """Return the paths of the objects for which the checkpoint has nothing.
+
+        Foreign formats drop empty containers: there an object without leaves cannot be told from
+        one that was not saved, and is not missing.
+        """
+        if not self._stateful:
+            return []
+        held = {*self._structure.node_paths(), *self._paths}
+        roots: Iterable[str] = self._stateful
+        if self._opened.record is None:
+            with_leaves = set(self._wanted_in)
+            roots = [root for root in roots if root in with_leaves]
+        return [root for root in roots if root not in held]
+
+    def _refuse_parts(self, include: Sequence[str]) -> None:
+        """Check that `include` selects all or nothing of what each object is given.
+
+        Raises:
+            UsageError: it selects a part; names the object and the patterns.
+        """
+        leaves: dict[str, list[int]] = defaultdict(list)
+        for leaf, root in enumerate(self._saved_in):
+            if root is not None:
+                leaves[root].append(leaf)
+        assert self._selected is not None
+        for root, numbers in leaves.items():
+            count = len(self._selected.intersection(numbers))
+            if count in (0, len(numbers)):
+                continue
+            paths = [self._paths[number] for number in numbers]
+            patterns = [glob for glob in include if match_glob(paths, glob)[0]]
+            shown = ", ".join(map(repr, patterns))
+            raise UsageError(
+                f"{where(root)}: include={shown} selects {count} of the {len(numbers)} leaves "
+                f"that {self._opened.location} holds for this object, and load_state_dict takes "
+                "all of them; nothing was read. Select the whole object or nothing of it, or pass "
+                "its state_dict() as the target to have only some of its arrays filled",
+                path=root,
+                location=self._opened.location,
+                expected=len(numbers),
+                found=patterns,
+            )
+
+    def _check_required(self) -> None:
+        """Compare the keys that objects insist on: of these, both states must have the same."""
+        if not any([target.required for target in self._stateful.values()]):
+            return
+        wanted = self._required_keys(self._wanted_in, [w.path for w in self._request.wanted], None)
+        saved = self._required_keys(self._saved_in, self._paths, self._selected)
+        for root, held in saved.items():
+            lenient = self._stateful[root].takes_strict
+            if lenient and not self._request.strict:
+                continue  # `load_state_dict(strict=False)` tells which keys differ
+            need = wanted.get(root, {})
+            for key in [*(need.keys() - held.keys()), *(held.keys() - need.keys())]:
+                path, having = f"{root}/{key}" if root else key, key in need
+                self._note(path, "a key", having, "" if lenient else OTHER_STATE)
+
+    def _required_keys(
+        self, roots: Sequence[str | None], paths: Sequence[str], selected: Collection[int] | None
+    ) -> dict[str, dict[str, None]]:
+        """Return by object its required keys, in order."""
+        keys: dict[str, dict[str, None]] = defaultdict(dict)
+        for leaf, root in enumerate(roots):
+            if root is None or (selected is not None and leaf not in selected):
+                continue
+            required = self._stateful[root].required
+            key = required(paths[leaf][len(root) + bool(root) :]) if required else None
+            if key is not None:
+                keys[root][key] = None
+        return keys
+
+    # -- what only one side has
+
+    def _refuse_missing(self, absent: Iterable[str]) -> None:
+        fresh = self._request.stateful if self._request.mode == "like" else {}
+        for path in self._missing:
+            self._note(path, "a leaf", True)
+        for path in absent:
+            self._note(path, "a state dict", True)
+        for path in self._unexpected:
+            below = bool(fresh) and enclosing(path, fresh) is not None
+            self._note(path, "a leaf", False, USE_RESTORE_INTO if below else "")
+
+    def _note(self, path: str, what: str, in_target: bool, advice: str = "") -> None:
+        """Note what only the target has, or only the checkpoint."""
+        having, lacking = "target", "checkpoint"
+        if not in_target:
+            having, lacking = lacking, having
+        self._mismatches.add(
+            TreeMismatchError,
+            path,
+            f"the {having} has {_ONE_SIDED[what]}, the {lacking} does not",
+            expected=what if in_target else "nothing",
+            found="nothing" if in_target else what,
+            advice=advice,
+        )
+
+    def _refuse_unless_any_is_taken(self) -> None:
+        """Raise an error unless a leaf goes to an object that may want it.
+
+        Raises:
+            TreeMismatchError: no leaf of the checkpoint matches the target.
+        """
+        for leaf in self._leaves:
+            root = self._saved_in[leaf.saved]
+            if root is not None and self._stateful[root].required is None:
+                return
+        location = self._opened.location
+        wanted = [want.path for want in self._request.wanted]
+        raise TreeMismatchError(
+            f"{location}: no leaf of the checkpoint matches the target; nothing was read. The "
+            f"target has {_some(wanted)}, the checkpoint has {_some(self._paths)}; pass a target "
+            "whose paths are those of the checkpoint",
+            stage="plan",
+            location=location,
+            expected=wanted,
+            found=list(self._paths),
+        )
+
+
+_ONE_SIDED = {
+    "a leaf": "this leaf",
+    "a state dict": "an object with a state dict here",
+    "a key": "this key in the state of an object",
+}
+
+
+def _some(paths: Sequence[str]) -> str:
+    if not paths:
+        return "nothing"
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Return whether two Python scalars are the same value; NaNs are."""
+    return type(a) is type(b) and (a == b or (a != a and b != b))

@@ -1,0 +1,154 @@
+"""Mismatches between a checkpoint and a target, collected so that one error lists all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from asyncckpt.errors import (
+    DtypeMismatchError,
+    MismatchError,
+    ShapeMismatchError,
+    TreeMismatchError,
+)
+from asyncckpt.spec import ArraySpec
+from asyncckpt.tree import where
+
+LISTED = 20
+"""Mismatches written out in one error; the rest is counted."""
+
+_ADVICE: Mapping[type[MismatchError], str] = {
+    TreeMismatchError: "Pass strict=False to restore what both have, or choose with include=.",
+    ShapeMismatchError: "Pass a target of the saved shape, or leave the path out with include=.",
+    DtypeMismatchError: "Pass a target of the saved dtype, or leave the path out with include=.",
+}
+
+NOT_REPLACEABLE = (
+    "Use restore(like=...), put the leaf into a dict or list, or leave the path out with include=."
+)
+"""Advice for an immutable leaf in an immutable container."""
+
+OTHER_STATE = "Pass an object built as the saved one was, or leave the path out with include=."
+"""Advice for an object that cannot take the saved state."""
+
+USE_RESTORE_INTO = (
+    "restore(like=...) fills only what a state dict has now: use restore_into(), which gives "
+    "objects with load_state_dict all that was saved for them."
+)
+"""Advice for leaves that the state dict of a fresh object lacks."""
+
+
+class Mismatches:
+    """The mismatches of one restore."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[MismatchError, str]] = []
+
+    def add(
+        self,
+        kind: type[MismatchError],
+        path: str,
+        message: str,
+        *,
+        expected: Any = None,
+        found: Any = None,
+        advice: str = "",
+    ) -> None:
+        """Note one mismatch; `message` says what differs at `path`."""
+        error = kind(f"{where(path)}: {message}", path=path, expected=expected, found=found)
+        self.add_error(error, advice)
+
+    def add_error(self, error: MismatchError, advice: str = "") -> None:
+        """Note an error that names its path."""
+        self._found.append((error, advice or _ADVICE[type(error)]))
+
+    def raise_any(self, location: str) -> None:
+        """Raise one error for all mismatches, if there are any.
+
+        Raises:
+            MismatchError: of the subclass that all mismatches have in common.
+        """
+        if not self._found:
+            return
+        errors = [error for error, _ in self._found]
+        advice = " ".join(dict.fromkeys(advice for _, advice in self._found))
+        kinds = {type(error) for error in errors}
+        kind = kinds.pop() if len(kinds) == 1 else MismatchError
+        if len(errors) == 1:
+            (only,) = errors
+            message = f"{only}; {location}: nothing was read. {advice}"
+            expected, found = only.expected, only.found
+        else:
+            lines = [f"  {error}" for error in errors[:LISTED]]
+            if len(errors) > LISTED:
+                lines.append(f"  … and {len(errors) - LISTED} more")
+            message = (
+                f"{location}: {len(errors)} leaves do not fit the target; nothing was read. "
+                f"{advice}\n" + "\n".join(lines)
+            )
+            expected = [error.expected for error in errors]
+            found = [error.found for error in errors]
+        raise kind(
+            message,
+            path=errors[0].path,
+            stage="plan",
+            location=location,
+            expected=expected,
+            found=found,
+        )
+
+
+def check_array(
+    mismatches: Mismatches,
+    path: str,
+    saved: ArraySpec,
+    wanted: ArraySpec,
+    facts: tuple[Mapping[str, Any], Mapping[str, Any]],
+    *,
+    cast: bool,
+) -> None:
+    """Note it if a saved array does not fit an array of the target; one mismatch at most.
+
+    Args:
+        mismatches: where to note it.
+        path: of the leaf.
+        saved: what the checkpoint holds.
+        wanted: what the target wants.
+        facts: what is known of either beside shape and dtype.
+        cast: other dtypes are converted.
+    """
+    if wanted.shape != saved.shape:
+        mismatches.add(
+            ShapeMismatchError,
+            path,
+            f"the checkpoint holds shape {shape_text(saved.shape)}, the target wants "
+            f"{shape_text(wanted.shape)}",
+            expected=wanted.shape,
+            found=saved.shape,
+        )
+        return
+    if wanted.dtype != saved.dtype and not cast:
+        mismatches.add(
+            DtypeMismatchError,
+            path,
+            f"the checkpoint holds {saved.dtype}, the target wants {wanted.dtype}; "
+            "cast=True converts",
+            expected=wanted.dtype,
+            found=saved.dtype,
+        )
+        return
+    have, want = (known.get("prng_impl") for known in facts)
+    if have == want:
+        return
+    if want is None:
+        message = f"the checkpoint holds PRNG keys ({have}), the target an array"
+    elif have is None:
+        message = f"the checkpoint holds an array, the target wants PRNG keys ({want})"
+    else:
+        message = f"the checkpoint holds PRNG keys of {have}, the target wants {want}"
+    mismatches.add(DtypeMismatchError, path, message, expected=want, found=have)
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """Return a shape as Python writes it."""
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"

@@ -1,0 +1,222 @@
+"""Restore requests: what a caller wants, taken apart in the caller's thread."""
+
+# Rule 1: everything that depends on the caller's thread (state dicts, thread-local state of the
+#   frameworks) is looked up here; the engine sees only values.
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from asyncckpt.adapters import AdapterSet, adapter_named, adapters_for_loaded_frameworks
+from asyncckpt.adapters.python import unsupported
+from asyncckpt.options import RestoreOptions
+from asyncckpt.ports import ArrayAdapter, Target
+from asyncckpt.reports import Progress
+from asyncckpt.tree import Flat, Key, flatten
+
+Mode = Literal["saved", "like", "into"]
+
+
+class Holder(NamedTuple):
+    """A mutable container and the key of one leaf in it."""
+
+    container: Any
+    key: Key
+    is_attribute: bool
+
+    def put(self, value: Any) -> None:
+        """Replace the leaf."""
+        if self.is_attribute:
+            setattr(self.container, str(self.key), value)
+        else:
+            self.container[self.key] = value
+
+
+class Wanted(NamedTuple):
+    """One leaf of a target.
+
+    Attributes:
+        path: its path.
+        leaf: the caller's array or Python scalar.
+        adapter: the adapter of an array, None for scalars.
+        target: what that adapter says of the array.
+        holder: what holds an immutable leaf that a restore in place replaces.
+        fixed: whether a restore in place can change neither the leaf nor what holds it.
+    """
+
+    path: str
+    leaf: Any
+    adapter: ArrayAdapter | None = None
+    target: Target | None = None
+    holder: Holder | None = None
+    fixed: bool = False
+
+
+class StatefulTarget(NamedTuple):
+    """An object of the target whose `load_state_dict` gets what was saved at its path.
+
+    Attributes:
+        adapter: the adapter of the arrays that it takes, None where its class does not say.
+        required: maps a path in its state dict to a key that the present and the saved state must
+            both have, or to None where they may differ; None where nothing is known.
+        takes_strict: whether its `load_state_dict` has a parameter `strict`.
+    """
+
+    adapter: ArrayAdapter | None
+    required: Callable[[str], str | None] | None
+    takes_strict: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RestoreRequest:
+    """What a caller wants restored.
+
+    Attributes:
+        mode: what was saved, things like a target, or into a target.
+        wanted: the target's leaves.
+        framework: adapter for leaves without a target.
+        include: globs on paths, or None for all.
+        strict: missing and unexpected leaves are errors.
+        cast: other dtypes are converted.
+        options: how to restore.
+        progress: called with every step forward.
+        stateful: by path, the target's objects with a state dict.
+        loaded: adapters of the frameworks that are imported.
+    """
+
+    mode: Mode
+    wanted: Sequence[Wanted]
+    framework: ArrayAdapter
+    include: Sequence[str] | None
+    strict: bool
+    cast: bool
+    options: RestoreOptions
+    progress: Callable[[Progress], None] | None
+    stateful: Mapping[str, StatefulTarget] = field(default_factory=dict)
+    loaded: Sequence[ArrayAdapter] = ()
+
+
+def restore_request(
+    mode: Mode,
+    like: Any,
+    *,
+    leaves: str,
+    include: Sequence[str] | None,
+    strict: bool,
+    cast: bool,
+    options: RestoreOptions,
+    progress: Callable[[Progress], None] | None,
+) -> tuple[RestoreRequest, Flat | None, AdapterSet]:
+    """Return the request, the target taken apart (if there is one), and the adapters.
+
+    Raises:
+        UnsupportedLeafError: nothing can be restored to a leaf of the target; names its path.
+        UsageError: `leaves` is no framework, or the target is no tree.
+    """
+    adapters = adapters_for_loaded_frameworks()
+    flat = None if mode == "saved" else flatten(like, adapters.nodes)
+    request = RestoreRequest(
+        mode=mode,
+        wanted=() if flat is None else wanted_leaves(flat, adapters, in_place=mode == "into"),
+        framework=adapter_named(leaves),
+        include=include,
+        strict=strict,
+        cast=cast,
+        options=options,
+        progress=progress,
+        stateful={}
+        if flat is None
+        else {path: _stateful(owner, adapters) for path, owner in flat.stateful},
+        loaded=adapters.adapters,
+    )
+    return request, flat, adapters
+
+
+def _stateful(owner: Any, adapters: AdapterSet) -> StatefulTarget:
+    return StatefulTarget(
+        adapters.expected_by(type(owner)),
+        adapters.required_by(owner),
+        takes_strict(owner.load_state_dict),
+    )
+
+
+def takes_strict(load_state_dict: Callable[..., Any]) -> bool:
+    """Return whether the method has a parameter `strict`, as that of modules has."""
+    try:
+        parameter = inspect.signature(load_state_dict).parameters.get("strict")
+    except (TypeError, ValueError):
+        return False
+    return parameter is not None and parameter.kind in (
+        parameter.POSITIONAL_OR_KEYWORD,
+        parameter.KEYWORD_ONLY,
+    )
+
+
+def wanted_leaves(flat: Flat, adapters: AdapterSet, *, in_place: bool) -> list[Wanted]:
+    """Open the leaves of a target, with what holds each leaf that can only be replaced.
+
+    Raises:
+        UnsupportedLeafError: nothing can be restored to a leaf; names its path.
+    """
+    wanted: list[Wanted] = []
+    immutable: list[int] = []
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        adapter = adapters.resolve(type(leaf))
+        if adapter is None:
+            raise unsupported(path, leaf)
+        if isinstance(adapter, str):
+            found = Wanted(path, leaf)
+        else:
+            found = Wanted(path, leaf, adapter, adapter.target(path, leaf, in_place=in_place))
+        if in_place and not is_filled(found.target):
+            immutable.append(len(wanted))
+        wanted.append(found)
+    if immutable:
+        roots = dict(flat.stateful)
+        plain = [n for n in immutable if enclosing(wanted[n].path, roots) is None]
+        holders = _holders(flat, set(plain))
+        for number in plain:
+            holder = holders.get(number)
+            wanted[number] = wanted[number]._replace(holder=holder, fixed=holder is None)
+    return wanted
+
+
+def is_filled(target: Target | None) -> bool:
+    """Return whether a restore in place leaves the object as it is: it fills it, if anything."""
+    if target is None:
+        return False
+    return target.fill or target.buffer is not None or bool(target.buffers) or target.boxes == ()
+
+
+def _holders(flat: Flat, leaves: Collection[int]) -> dict[int, Holder]:
+    """Return by ordinal the holders of these leaves, of those whose containers are mutable."""
+    holders: dict[int, Holder] = {}
+    for node, container in zip(flat.structure.nodes, flat.objects, strict=True):
+        is_dataclass = node.kind == "dataclass"
+        if node.kind not in ("dict", "list") and not is_dataclass:
+            continue
+        if is_dataclass and type(container).__dataclass_params__.frozen:
+            continue
+        keys: Sequence[Key] = range(len(node.children)) if node.kind == "list" else node.keys
+        for key, child in zip(keys, node.children, strict=True):
+            if child in leaves:
+                holders[child] = Holder(container, key, is_dataclass)
+    return holders
+
+
+def enclosing(path: str, roots: Collection[str]) -> str | None:
+    """Return which of these paths is the path or lies above it; roots do not contain each other.
+
+    The cost is that of the depth of the path, however many roots there are.
+    """
+    if path in roots:
+        return path
+    end = path.rfind("/")
+    while end >= 0:
+        if path[:end] in roots:
+            return path[:end]
+        end = path.rfind("/", 0, end)
+    return "" if "" in roots else None

@@ -1,0 +1,125 @@
+"""One restore: match, plan, then fetch, decode and place, overlapping."""
+
+# Rule 1: nothing of the payload is read, and no target touched, before everything has been matched.
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from asyncckpt.checkpoint.open import open_any
+from asyncckpt.ports import CheckpointFiles
+from asyncckpt.reports import RestoreReport
+from asyncckpt.restore.match import Matching, match
+from asyncckpt.restore.pipeline import RestorePipeline
+from asyncckpt.restore.request import Holder, RestoreRequest
+from asyncckpt.runtime import Runtime
+from asyncckpt.tree import Structure
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "ABSENT"
+
+
+ABSENT: Final = _Absent()
+"""In the place of a leaf that was not restored."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RestoreOutcome:
+    """Restored leaves.
+
+    Attributes:
+        request: what was asked for.
+        structure: containers of the checkpoint.
+        form: its format, as `OpenCheckpoint.format`.
+        leaves: by ordinal of the target's leaf, or of the saved leaf where there is no target;
+            `ABSENT` for those that were not restored.
+        given: by ordinal of the saved leaf, what objects with a state dict get.
+        replaced: paths and holders of immutable leaves, and what to put in their place.
+        written: paths of the targets whose own memory was written.
+        report: what happened.
+    """
+
+    request: RestoreRequest
+    structure: Structure
+    form: str
+    leaves: Sequence[Any]
+    given: Mapping[int, Any]
+    replaced: Sequence[tuple[str, Holder, Any]]
+    written: Sequence[str]
+    report: RestoreReport
+
+
+async def run_restore(
+    runtime: Runtime, files: CheckpointFiles, step: int | None, request: RestoreRequest
+) -> RestoreOutcome:
+    """Restore and check every wanted leaf, in the memory or of the type asked for.
+
+    Cancellation: waits until no thread writes to the targets; their contents are undefined.
+
+    Raises:
+        CheckpointNotFoundError: there is no valid checkpoint.
+        UsageError: `include` matches nothing, or a part of an object's state; nothing was read.
+        MismatchError: checkpoint and target do not fit; nothing was read.
+        CorruptCheckpointError: names leaf, file and offset.
+    """
+    begun = time.perf_counter()
+    compute = runtime.engine.compute
+    opened = await open_any(files, compute)
+    matching = await compute.run(match, opened, request)
+    pipeline = RestorePipeline(runtime, opened, matching, request)
+    await pipeline.run()
+    notes = pipeline.notes
+    if not request.strict and 2 * matching.matched < matching.wanted:
+        notes.append(
+            f"only {matching.matched} of the {matching.wanted} leaves that the target wants are in "
+            "the checkpoint; the report lists the others (missing, unexpected)"
+        )
+    report = RestoreReport(
+        location=opened.location,
+        step=step,
+        leaf_count=len(matching.leaves),
+        nbytes=pipeline.nbytes,
+        read_nbytes=pipeline.read_nbytes,
+        total_s=time.perf_counter() - begun,
+        missing=tuple(matching.missing),
+        unexpected=tuple(matching.unexpected),
+        unverified=tuple(pipeline.unverified),
+        metadata=opened.metadata,
+        notes=tuple(notes),
+        strict=request.strict,
+        matched=matching.matched,
+        wanted=matching.wanted,
+    )
+    return _outcome(opened.format, matching, pipeline, request, report)
+
+
+def _outcome(
+    form: str,
+    matching: Matching,
+    pipeline: RestorePipeline,
+    request: RestoreRequest,
+    report: RestoreReport,
+) -> RestoreOutcome:
+    leaves: list[Any] = []
+    given: dict[int, Any] = {}
+    replaced: list[tuple[str, Holder, Any]] = []
+    if request.mode == "into":
+        for leaf, value in zip(matching.leaves, pipeline.results, strict=True):
+            if leaf.want is not None and leaf.want.holder is not None:
+                replaced.append((leaf.path, leaf.want.holder, value))
+            elif request.stateful:
+                given[leaf.saved] = value
+    else:
+        like = request.mode == "like"
+        leaves = [ABSENT] * (len(request.wanted) if like else matching.structure.leaf_count)
+        for leaf, value in zip(matching.leaves, pipeline.results, strict=True):
+            leaves[leaf.number] = value
+    written = pipeline.written() if replaced or given else []
+    return RestoreOutcome(
+        request, matching.structure, form, leaves, given, replaced, written, report
+    )

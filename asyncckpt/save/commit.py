@@ -1,0 +1,192 @@
+"""Commit: the index of everything written, and the record that makes the checkpoint exist."""
+
+# Rule 1: the record is published last; before it, the checkpoint does not exist.
+# Rule 2: whatever depends on the plan alone (keys, templates, Orbax's files) is made once per plan
+#   and written while data are still on their way; only the index waits for the last checksum.
+# Rule 3: an index that is made again has another name: the first one may still be on its way to an
+#   object store, and would otherwise replace its successor.
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncckpt.flow.threads import Workers
+from asyncckpt.format.crc import crc32c
+from asyncckpt.format.record import (
+    ArrayTable,
+    CommitRecord,
+    FileEntry,
+    FixedName,
+    IndexExtent,
+    LeafTable,
+    encode_record,
+)
+from asyncckpt.ports import Attempt
+from asyncckpt.save.index import Index, Payload, encode_index
+from asyncckpt.save.plan_cache import PROCESS_COUNT, Layout
+from asyncckpt.save.snapshot import SaveRequest
+from asyncckpt.version import VERSION
+
+DATABASE = "default"
+"""Directory of the OCDBT database in a checkpoint: where Orbax's `CheckpointManager` looks."""
+
+MANIFEST = "manifest.ocdbt"
+
+BLOCKS_PER_WRITE = 8
+"""B+tree nodes of at most 1 MiB each that are written together."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Committable:
+    """A save whose files are all durable.
+
+    Attributes:
+        record: what publishes it.
+        stored_nbytes: bytes of all files, the record included.
+        file_count: number of files, the record included.
+    """
+
+    record: bytes
+    stored_nbytes: int
+    file_count: int
+
+
+class Commit:
+    """Writes everything of one save but its data: Orbax's files, the index, the record.
+
+    Args:
+        attempt: where the files go.
+        layout: plan, catalog and Orbax's files.
+        request: the tree, and what the caller wants in the record.
+        save_id: identity of the save, 32 hex digits.
+        compute: threads that encode.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        layout: Layout,
+        request: SaveRequest,
+        *,
+        save_id: str,
+        compute: Workers,
+    ) -> None:
+        self._attempt = attempt
+        self._layout = layout
+        self._request = request
+        self._save_id = save_id
+        self._compute = compute
+        self._numbers = itertools.count()
+        self._orbax: list[tuple[str, int, int]] = []
+
+    async def put_orbax(self) -> None:
+        """Write Orbax's files, all at the same time; on return they are durable."""
+        async with asyncio.TaskGroup() as group:
+            for name, data in (self._layout.orbax or {}).items():
+                path = f"{DATABASE}/{name}"
+                self._orbax.append((path, len(data), crc32c(data)))
+                group.create_task(self._attempt.put(path, data))
+
+    async def put_index(self, payload: Payload) -> Committable:
+        """Write index file and manifest; on return they are durable. Encode the record meanwhile.
+
+        May be called again with other places of the data files; the last result counts.
+
+        Cancellation: waits for writes that are running.
+        """
+        number = next(self._numbers)
+        path = f"d/{self._save_id}-index{number or ''}"
+        now_ns = time.time_ns()
+        run = self._compute.run
+        index = await run(
+            encode_index,
+            self._layout.catalog,
+            self._layout.plan,
+            payload,
+            path=path,
+            save_id=bytes.fromhex(self._save_id),
+            now_ns=now_ns,
+        )
+        files = [(f"{DATABASE}/{name}", nbytes, crc) for name, nbytes, crc in payload.files]
+        index_file = len(files)
+        manifest = f"{DATABASE}/{MANIFEST}"
+        files += [
+            (f"{DATABASE}/{path}", index.nbytes, index.crc),
+            (manifest, len(index.manifest), crc32c(index.manifest)),
+            *self._orbax,
+        ]
+        contents = {f"{DATABASE}/{n}": data for n, data in (self._layout.orbax or {}).items()}
+        contents = {manifest: index.manifest, **contents}
+        sources = {path: self._attempt.source(path) for path in contents}
+
+        def record_of() -> bytes:
+            # Names that the store writes after the record. The manifest is in the record itself.
+            fixed = [
+                FixedName.of(path, data, None if path == manifest else sources[path])
+                for path, data in contents.items()
+                if sources[path] is not None
+            ]
+            return self._record(index, files, fixed, index_file, now_ns)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._put_blocks(files[index_file][0], index))
+            group.create_task(self._attempt.put(manifest, index.manifest, in_record=True))
+            record = await run(record_of)
+        stored_nbytes = sum([nbytes for _, nbytes, _ in files])
+        return Committable(record, stored_nbytes + len(record), len(files) + 1)
+
+    async def _put_blocks(self, path: str, index: Index) -> None:
+        file = await self._attempt.create(path, nbytes=index.nbytes)
+        offset = 0
+        # Nodes are joined up to a slot's worth: thousands of small writes would be slow, and
+        # one join of everything would double the memory of a large index.
+        for start in range(0, len(index.blocks), BLOCKS_PER_WRITE):
+            data = b"".join(index.blocks[start : start + BLOCKS_PER_WRITE])
+            await file.write(offset, np.frombuffer(data, np.uint8))
+            offset += len(data)
+        await file.seal(index.nbytes)
+
+    def _record(
+        self,
+        index: Index,
+        files: list[tuple[str, int, int]],
+        fixed: list[FixedName],
+        index_file: int,
+        now_ns: int,
+    ) -> bytes:
+        request, layout = self._request, self._layout
+        snapshot, arrays = request.snapshot, layout.plan.arrays
+        return encode_record(
+            CommitRecord(
+                save_id=self._save_id,
+                step=request.step,
+                epoch=0,
+                writer=0,
+                writers=PROCESS_COUNT,
+                plan_digest=layout.plan.digest,
+                created_ns=now_ns,
+                library=f"asyncckpt {VERSION}",
+                tree=snapshot.structure.to_json(),
+                leaves=LeafTable(snapshot.kinds, snapshot.values, snapshot.extra, layout.pieces),
+                specs=layout.specs,
+                arrays=ArrayTable(list(arrays.names), layout.spec_of, arrays.tied),
+                files=tuple([FileEntry(*row) for row in files]),
+                chunk_index=IndexExtent(
+                    index_file,
+                    index.chunks_offset,
+                    index.nbytes - index.chunks_offset,
+                    index.chunks_crc,
+                    index.record_data,
+                ),
+                manifest=index.manifest,
+                metadata=request.metadata,
+                metrics=request.metrics,
+                database=DATABASE,
+                fixed=tuple(fixed),
+            )
+        )

@@ -1,0 +1,456 @@
+"""The clients of s3fs and gcsfs: what they add to any other filesystem.
+
+Conditional replacement and deletion, and uploads in parts, are requests that no method of fsspec
+makes. They go through `_call_s3` and `_call`, which make one request of the S3 and JSON APIs.
+"""
+
+# Rule 1: whoever has the URL of an upload session can write to it: it is in no error.
+# Rule 2: GCS takes bytes of an unfinished object in multiples of 256 KiB, so the rest of a part is
+#   kept here until `complete_parts`, which alone finishes the object.
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from urllib.parse import quote, urljoin, urlsplit
+
+from asyncckpt.options import GIB, KIB, MIB
+from asyncckpt.stores.objects.clients.classification import request_error, status_error
+from asyncckpt.stores.objects.clients.client import Body, ClientTraits, PendingParts, RequestError
+from asyncckpt.stores.objects.clients.fsspec_client import FsspecClient, seconds
+from asyncckpt.stores.objects.clients.fsspec_session import FilesystemSession
+from asyncckpt.stores.objects.clients.urls import split_bucket
+
+PART_UNIT_NBYTES = 256 * KIB
+"""Unfinished uploads to GCS grow by multiples of this."""
+
+S3_TRAITS = ClientTraits(
+    name="s3fs",
+    put_copies=2,  # the `bytes`; as measured, botocore keeps some of them beyond their request
+    get_copies=2,
+    conditional_create=True,
+    conditional_replace=True,
+    conditional_delete=True,
+    repeats=True,  # aiohttp does so once on a connection that was kept open
+    put_max_nbytes=5 * GIB,
+    multipart=True,
+    parallel_parts=True,
+    part_min_nbytes=5 * MIB,
+    part_max_nbytes=5 * GIB,
+)
+
+GCS_TRAITS = ClientTraits(
+    name="gcsfs",
+    put_copies=1,  # of aiohttp: before Python 3.12.9 it joins headers and body
+    get_copies=2,
+    conditional_create=True,
+    conditional_replace=True,
+    conditional_delete=True,
+    put_max_nbytes=64 * GIB,
+    multipart=True,
+    parallel_parts=False,
+    part_min_nbytes=PART_UNIT_NBYTES,
+    part_multiple_nbytes=PART_UNIT_NBYTES,
+    part_max_nbytes=64 * GIB,
+    part_max_count=1_000_000,
+)
+
+CONNECTIONS = 128
+"""Most connections of a session; botocore's 10 would be a second limit below that of `Requests`."""
+
+SLICE_NBYTES = 256 * KIB
+"""What is handed to a connection at a time, and what may be copied of it."""
+
+CONNECT_TIMEOUT_S = 10.0
+READ_TIMEOUT_S = 60.0
+"""Without a byte on a connection; `Requests` sets the deadline of a whole request."""
+
+REFRESH_AHEAD = timedelta(minutes=10)
+"""A Google token that expires sooner is checked in a thread; gcsfs renews it within 5 minutes of
+its end, and would block the event loop."""
+
+_CANCELLED = 499
+"""Status of a deleted upload, which is what was asked for."""
+
+
+def one_put(nbytes: int, create: bool) -> dict[str, Any]:
+    """Return the arguments with which `_pipe_file` sends `nbytes` by one request."""
+    # Below `chunksize` (gcsfs), or twice of it (s3fs), there are no parts.
+    return {"chunksize": nbytes + 1, "mode": "create" if create else "overwrite"}
+
+
+# ---------------------------------------------------------------------------------------------- S3
+
+
+def s3_options(storage_options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of `S3FileSystem`: the user's, and defaults for what they leave open.
+
+    One request is one request: neither botocore nor s3fs repeats it. Checksums that not every
+    store understands are off.
+    """
+    config: dict[str, Any] = {
+        "max_pool_connections": CONNECTIONS,
+        "connect_timeout": CONNECT_TIMEOUT_S,
+        "read_timeout": READ_TIMEOUT_S,
+        "retries": {"total_max_attempts": 1, "mode": "standard"},
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+    }
+    return {
+        **storage_options,
+        "config_kwargs": config | dict(storage_options.get("config_kwargs") or {}),
+        "asynchronous": True,
+        "skip_instance_cache": True,
+        "use_listings_cache": False,
+    }
+
+
+def s3_filesystem(storage_options: Mapping[str, Any]) -> Any:
+    """Return a connected filesystem of our own. Blocks; for a thread."""
+    from s3fs import S3FileSystem  # type: ignore[import-untyped]
+
+    filesystem = S3FileSystem(**s3_options(storage_options))
+    filesystem.retries = 1  # attempts, of which the first counts
+    return connected(filesystem)
+
+
+def connected(filesystem: Any) -> Any:
+    """Return the filesystem with a session for the loop that makes the first request.
+
+    Blocks; for a thread: botocore reads its descriptions of S3, and configuration and credentials
+    from wherever they are. The first request makes aiohttp's session, which belongs to a loop.
+    """
+    asyncio.run(_connect(filesystem))
+    return filesystem
+
+
+async def _connect(filesystem: Any) -> None:
+    # botocore asks with every body whether the server wants it (`Expect: 100-continue`), and
+    # aiohttp waits for the response forever: a round trip, and on some stores the end.
+    client = await filesystem.set_session()
+    client.meta.events.register("before-send.s3", _sent_in_slices)
+    # Where TLS protects bodies in transit, or they never leave the machine, they are not hashed
+    # for the signature: that is 0.7 CPU-seconds per GiB, on the event loop.
+    config = client.meta.config
+    settings = config.s3 or {}
+    if "payload_signing_enabled" not in settings and is_protected(client.meta.endpoint_url):
+        config.s3 = {**settings, "payload_signing_enabled": False}
+
+
+def _sent_in_slices(request: Any, **_: Any) -> None:
+    request.headers.pop("Expect", None)
+    if hasattr(request.body, "getbuffer"):
+        request.body = _Slices(request.body)
+
+
+class _Slices:
+    """The body that botocore made of `bytes`, as aiohttp sends it without a copy, and only once.
+
+    aiohttp repeats a PUT on a connection that was closed, if it can read the body again. A record
+    that was sent twice could replace what another writer has put there in between.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._view: memoryview = file.getbuffer()
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Do nothing: botocore rewinds a body before it makes a new request of it."""
+        return offset
+
+    async def __aiter__(self) -> AsyncIterator[memoryview]:
+        for start in range(0, len(self._view), SLICE_NBYTES):
+            yield self._view[start : start + SLICE_NBYTES]
+
+
+def is_protected(endpoint: str) -> bool:
+    """Return whether bodies cannot be changed in transit: by TLS, or inside this machine."""
+    url = urlsplit(endpoint)
+    return url.scheme == "https" or url.hostname in ("127.0.0.1", "::1", "localhost")
+
+
+class S3Client(FsspecClient):
+    """Objects in a bucket of S3, or of a store that speaks its protocol."""
+
+    _directories = False
+
+    def __init__(self, session: FilesystemSession, url: str, root: str, **more: Any) -> None:
+        # The session of the user's filesystem sends what is copied twice more; see `_as_bytes`.
+        traits = S3_TRAITS if session.ours else replace(S3_TRAITS, put_copies=3)
+        super().__init__(session, url, root, traits=traits, **more)
+        self._bucket, prefix = split_bucket(root)
+        self._prefix = f"{prefix}/" if prefix else ""
+
+    async def _as_bytes(self, body: Body) -> bytes | bytearray:
+        if self._session.ours:
+            return await super()._as_bytes(body)
+        # Of `bytes` botocore makes a file and asks first whether the server wants it, as above.
+        return await self._session.in_thread(bytearray, body)
+
+    def _put_options(self, nbytes: int, create: bool) -> dict[str, Any]:
+        return one_put(nbytes, create)
+
+    async def replace(self, key: str, body: Body, *, version: str) -> None:
+        """See `ObjectClient`; by `If-Match`."""
+        data = await self._as_bytes(body)
+        await self._s3("put_object", key, Body=data, IfMatch=version, conditional=True)
+
+    async def delete_version(self, key: str, *, version: str) -> None:
+        """See `ObjectClient`; by `If-Match`."""
+        try:
+            await self._s3("delete_object", key, IfMatch=version, conditional=True)
+        except RequestError as error:
+            if error.kind != "missing":
+                raise
+
+    async def begin_parts(self, key: str, *, create: bool = False) -> str:
+        return str((await self._s3("create_multipart_upload", key))["UploadId"])
+
+    async def put_part(self, key: str, upload: str, number: int, offset: int, body: Body) -> str:
+        """See `ObjectClient`; returns the part's ETag."""
+        data = await self._as_bytes(body)
+        answer = await self._s3(
+            "upload_part", key, UploadId=upload, PartNumber=number + 1, Body=data
+        )
+        return str(answer["ETag"])
+
+    async def complete_parts(
+        self, key: str, upload: str, tags: Sequence[str], *, create: bool = False
+    ) -> None:
+        """See `ObjectClient`.
+
+        Raises:
+            RequestError: `missing` if the upload is gone, also because an earlier call whose
+                response was lost has completed it.
+        """
+        parts = [{"PartNumber": i, "ETag": tag} for i, tag in enumerate(tags, 1)]
+        whole = {"Parts": parts}
+        condition: dict[str, Any] = {"IfNoneMatch": "*", "conditional": True} if create else {}
+        await self._s3(
+            "complete_multipart_upload", key, UploadId=upload, MultipartUpload=whole, **condition
+        )
+
+    async def abort_parts(self, key: str, upload: str) -> None:
+        try:
+            await self._s3("abort_multipart_upload", key, UploadId=upload)
+        except RequestError as error:
+            if error.kind != "missing":
+                raise
+
+    async def pending_parts(self, prefix: str) -> Sequence[PendingParts]:
+        found: list[PendingParts] = []
+        where: dict[str, Any] = {"Prefix": f"{self._prefix}{prefix}/" if prefix else self._prefix}
+        while True:
+            page = await self._call(
+                "_call_s3", "list_multipart_uploads", Bucket=self._bucket, **where
+            )
+            found += (
+                PendingParts(
+                    upload["Key"][len(self._prefix) :],
+                    upload["UploadId"],
+                    seconds(upload.get("Initiated")),
+                )
+                for upload in page.get("Uploads", ())
+            )
+            if not page.get("IsTruncated") or not page.get("NextKeyMarker"):
+                return found
+            where["KeyMarker"] = page["NextKeyMarker"]
+            if marker := page.get("NextUploadIdMarker"):
+                where["UploadIdMarker"] = marker
+
+    async def _s3(self, method: str, key: str, **arguments: Any) -> Any:
+        path = self._prefix + key
+        return await self._call("_call_s3", method, Bucket=self._bucket, Key=path, **arguments)
+
+
+# --------------------------------------------------------------------------------------------- GCS
+
+
+def gcs_filesystem(storage_options: Mapping[str, Any], hidden: Collection[str]) -> Any:
+    """Return a filesystem of our own. Blocks; for a thread: it may ask the metadata server."""
+    from aiohttp import ClientTimeout
+
+    # The class itself: that of the registry asks every bucket over gRPC for its kind.
+    from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]
+
+    session = dict(storage_options.get("session_kwargs") or {})
+    timeout = ClientTimeout(sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
+    session["middlewares"] = (_Checked(hidden), *session.get("middlewares", ()))
+    return GCSFileSystem(
+        **{
+            "consistency": "none",
+            "requests_timeout": timeout,
+            **storage_options,
+            "session_kwargs": session,
+            "asynchronous": True,
+            "skip_instance_cache": True,
+            "use_listings_cache": False,
+        }
+    )
+
+
+class _Checked:
+    """A middleware of aiohttp that makes errors final and keeps what the server says.
+
+    gcsfs repeats a failed request up to six times, with pauses, and drops the reason of a refusal
+    (gcsfs 2026.10). A `RequestError` from below passes through it at once.
+    """
+
+    def __init__(self, hidden: Collection[str]) -> None:
+        self._hidden = hidden
+
+    async def __call__(self, request: Any, handler: Any) -> Any:
+        from aiohttp import ClientError
+
+        try:
+            answer = await handler(request)
+            content = await answer.read()  # kept by the response, for gcsfs
+        except ClientError as error:
+            failure = request_error(error, self._hidden)
+        else:
+            if answer.status < 400 or answer.status == _CANCELLED:
+                return answer
+            code, message = _said(content)
+            retry_after = answer.headers.get("Retry-After")
+            failure = status_error(
+                answer.status, code, message, self._hidden, retry_after=retry_after
+            )
+        raise failure
+
+
+def _viewed(body: Body) -> memoryview:
+    view = memoryview(body)
+    return view.cast("B") if view.nbytes else memoryview(b"")  # an empty view cannot be cast
+
+
+def _said(content: bytes) -> tuple[str | None, str]:
+    """Return the reason and message of an error of the JSON API."""
+    text = content[: 64 * KIB].decode("utf-8", "replace")
+    try:
+        said = json.loads(text)["error"]
+        return (said.get("errors") or [{}])[0].get("reason"), str(said.get("message", ""))
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return None, text
+
+
+async def refreshed(filesystem: Any, session: FilesystemSession) -> None:
+    """Renew the token in a worker thread if it ends soon: Google's library blocks."""
+    credentials = filesystem.credentials.credentials
+    if credentials is None:
+        return
+    expiry = getattr(credentials, "expiry", None)
+    if credentials.valid and (
+        expiry is None or expiry.replace(tzinfo=UTC) - datetime.now(UTC) > REFRESH_AHEAD
+    ):
+        return
+    await session.in_thread(filesystem.credentials.maybe_refresh)
+
+
+class GcsClient(FsspecClient):
+    """Objects in a bucket of Google Cloud Storage."""
+
+    _directories = False
+
+    def __init__(self, session: FilesystemSession, url: str, root: str, **more: Any) -> None:
+        super().__init__(session, url, root, traits=GCS_TRAITS, **more)
+        self._bucket, _, prefix = root.strip("/").partition("/")
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._tails: dict[str, tuple[int, bytes]] = {}
+
+    async def put(self, key: str, body: Body, *, create: bool = False) -> None:
+        """See `ObjectClient`; `_pipe_file` would copy the body twice, on the event loop."""
+        where = {"ifGenerationMatch": "0"} if create else {}
+        await self._upload(key, "media", data=_viewed(body), conditional=create, **where)
+
+    async def replace(self, key: str, body: Body, *, version: str) -> None:
+        """See `ObjectClient`; by generation."""
+        where = {"ifGenerationMatch": version}
+        await self._upload(key, "media", data=_viewed(body), conditional=True, **where)
+
+    async def delete_version(self, key: str, *, version: str) -> None:
+        """See `ObjectClient`; by generation."""
+        where = (self._bucket, self._prefix + key)
+        try:
+            await self._call(
+                "_call", "DELETE", "b/{}/o/{}", *where, ifGenerationMatch=version, conditional=True
+            )
+        except RequestError as error:
+            # GCS says of a missing object that it has another generation.
+            if error.kind == "exists" and await self._exists(key):
+                raise
+            if error.kind not in ("missing", "exists"):
+                raise
+
+    async def _exists(self, key: str) -> bool:
+        try:
+            await self.size(key)
+        except RequestError as error:
+            if error.kind != "missing":
+                raise
+            return False
+        return True
+
+    async def begin_parts(self, key: str, *, create: bool = False) -> str:
+        """See `ObjectClient`; the id is the URL of the session."""
+        condition = {"ifGenerationMatch": "0"} if create else {}
+        headers, _ = await self._upload(key, "resumable", **condition)
+        return str(headers["Location"])
+
+    async def put_part(self, key: str, upload: str, number: int, offset: int, body: Body) -> str:
+        """See `ObjectClient`; parts are sent in order, each after the one before it."""
+        data = _viewed(body)
+        end = offset + len(data) // PART_UNIT_NBYTES * PART_UNIT_NBYTES
+        self._tails[upload] = (end, bytes(data[end - offset :]))
+        at = offset
+        while at < end:  # the server may store less than it was sent
+            rest = data[at - offset : end - offset]
+            stored = await self._chunk(upload, rest, f"bytes {at}-{end - 1}/*")
+            if stored is None or stored <= at:
+                raise RequestError("short", "the store has stored nothing of a part")
+            at = stored
+        return ""
+
+    async def complete_parts(
+        self, key: str, upload: str, tags: Sequence[str], *, create: bool = False
+    ) -> None:
+        offset, tail = self._tails.get(upload, (0, b""))
+        end = offset + len(tail)
+        span = f"{offset}-{end - 1}" if tail else "*"
+        stored = await self._chunk(upload, tail, f"bytes {span}/{end}", conditional=create)
+        if stored is not None:
+            raise RequestError("short", f"the store holds {stored} of {end} bytes")
+        self._tails.pop(upload, None)
+
+    async def abort_parts(self, key: str, upload: str) -> None:
+        self._tails.pop(upload, None)
+        try:
+            await self._call("_call", "DELETE", upload)
+        except RequestError as error:
+            if error.kind != "missing":
+                raise
+
+    async def _upload(self, key: str, kind: str, **more: Any) -> Any:
+        filesystem = await self._request(self._session.filesystem())
+        url = urljoin(filesystem.base, f"/upload/storage/v1/b/{quote(self._bucket, safe='')}/o")
+        headers = {"Content-Type": "application/octet-stream"}
+        if "data" in more:
+            headers["Content-Length"] = str(len(more["data"]))
+        name = self._prefix + key
+        return await self._call(
+            "_call", "POST", url, uploadType=kind, name=name, headers=headers, **more
+        )
+
+    async def _chunk(
+        self, upload: str, body: bytes | memoryview, span: str, *, conditional: bool = False
+    ) -> int | None:
+        """Return how many bytes of the object the server holds; None once it is finished."""
+        headers = {"Content-Range": span, "Content-Length": str(len(body))}
+        found, content = await self._call(
+            "_call", "PUT", upload, headers=headers, data=body, conditional=conditional
+        )
+        if content.startswith(b"{"):
+            return None
+        return int(found.get("Range", "bytes=0--1").partition("-")[2]) + 1

@@ -1,0 +1,182 @@
+"""Fixed names that fit the record: the next process completes what a winner left unfinished.
+
+A fixed name has no owner: a winner that was stopped for an hour may write its own over those of the
+checkpoint that has replaced it. Every writer of fixed names therefore looks at the record again
+after its last write, and if that is of another save now, writes (or removes) those names once more,
+until the record was the same before and after. The last writer has then seen the record that
+stays, so that in the end the names are those of that record; what a crash leaves in between, the
+next `Checkpointer` sees by comparing listings with the record.
+"""
+
+# Rule 1: nothing here writes or deletes a record, nor anything that has a save id in its name.
+# Rule 2: without a record nothing is written; a record that cannot be read stops everything.
+# Rule 3: looking downloads no contents: a few KiB of the record, and listings.
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Iterable, Mapping
+
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.flow.shield import leading_error
+from asyncckpt.format.record import FixedName, Outline
+from asyncckpt.stores.objects.clients.client import Listed, RequestError
+from asyncckpt.stores.objects.context import (
+    HEAD_NBYTES,
+    Context,
+    load_fixed,
+    read_record,
+)
+from asyncckpt.stores.objects.layout import RECORD, SUCCESS, join, marks
+
+log = logging.getLogger("asyncckpt.stores")
+
+ROUNDS_MAX = 5
+"""Changes of the record under the hands of one writer, before it leaves the rest to the process
+that changes it."""
+
+ENTRIES_MAX = 1000
+"""Entries of a directory of a checkpoint that are looked at: a checkpoint has a few."""
+
+SUCCESS_TEXT = b"Checkpoint commit was successful to %s"
+
+
+async def replace_all(context: Context, files: Mapping[str, bytes]) -> None:
+    """Write these objects at the same time. Raises `RequestError`."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for key, data in files.items():
+                group.create_task(context.requests.replace(key, data))
+    except BaseExceptionGroup as errors:
+        raise leading_error(errors) from None
+
+
+async def write_fixed(context: Context, name: str, files: Mapping[str, bytes]) -> None:
+    """Write the fixed names of a checkpoint. Raises `RequestError`."""
+    await replace_all(context, {join(name, path): data for path, data in files.items()})
+
+
+async def write_marks(context: Context, name: str, paths: Iterable[str]) -> None:
+    """Write Orbax's marks on Google's store, after everything else. Raises `RequestError`."""
+    if context.google:
+        text = SUCCESS_TEXT % context.requests.location(name).encode()
+        await write_fixed(context, name, dict.fromkeys(marks(frozenset(paths)), text))
+
+
+async def follow_record(
+    context: Context, name: str, save_id: str | None, paths: Collection[str]
+) -> None:
+    """Make the fixed names those of the present record, or remove them if there is none.
+
+    Args:
+        context: of the store.
+        name: the checkpoint.
+        save_id: save whose contents the caller wrote there last; None: it removed them.
+        paths: names that it wrote or removed.
+
+    Raises:
+        CorruptCheckpointError: the contents of the record's save are damaged.
+        RequestError: a request failed.
+    """
+    for _ in range(ROUNDS_MAX):
+        record = await read_record(context, name)
+        if record is not None and record.save_id is None:
+            return  # what belongs to it cannot be known
+        present = None if record is None else record.save_id
+        if present == save_id:
+            return
+        outline = Outline("") if record is None else await record.outline(context)
+        files = await load_fixed(context, name, outline, outline.fixed)
+        stale = [path for path in paths if path not in outline.paths]
+        if present is None and context.google:
+            stale += marks(frozenset(paths))
+        await context.requests.delete([join(name, path) for path in stale])
+        await write_fixed(context, name, files)
+        if present is not None:
+            await write_marks(context, name, files)
+        save_id, paths = present, files.keys()
+
+
+async def repair(context: Context, name: str) -> bool:
+    """Write the fixed names that are missing or not the record's; return whether any were.
+
+    Two listings and one small read where nothing is to be done. Checkpoints of version 1 are left
+    as they are.
+
+    Raises:
+        CorruptCheckpointError: the contents are damaged.
+        RequestError: a request failed.
+    """
+    here = await _listed(context, name, "")
+    if RECORD not in here:
+        return False
+    head = await context.requests.get(join(name, RECORD), 0, HEAD_NBYTES)
+    outline = context.outline_of(bytes(head), head=True)
+    if outline is None:  # not a record, or one with a long list
+        record = await read_record(context, name)
+        outline = Outline("") if record is None else await record.outline(context)
+    if not outline.fixed:
+        return False
+    for directory in {fixed.path.rpartition("/")[0] for fixed in outline.fixed} - {""}:
+        here |= await _listed(context, name, directory)
+    wrong = {fixed.path for fixed in _wrong(outline, here)}
+    if not wrong and not (context.google and SUCCESS not in here):
+        return False
+    # That was the unchecked beginning of a record. What is written comes from all of it.
+    record = await read_record(context, name)
+    if record is None or record.save_id != outline.save_id:
+        return False
+    outline = await record.outline(context)
+    bad = [fixed for fixed in outline.fixed if fixed.path in wrong]
+    await write_fixed(context, name, await load_fixed(context, name, outline, bad))
+    paths = [fixed.path for fixed in outline.fixed]
+    await write_marks(context, name, paths)
+    await follow_record(context, name, record.save_id, paths)
+    return True
+
+
+async def _listed(context: Context, name: str, directory: str) -> dict[str, Listed]:
+    prefix = join(name, directory)
+    listed = await context.requests.list(prefix, recursive=False, limit=ENTRIES_MAX)
+    return {e.key.removeprefix(f"{name}/"): e for e in listed if not e.is_prefix}
+
+
+def _wrong(outline: Outline, here: Mapping[str, Listed]) -> Iterable[FixedName]:
+    """Yield the fixed names that are missing, or whose contents are not the record's.
+
+    Stores list the MD5 of an object's content, but some do not, or not always (S3 with keys of
+    KMS): then a different checksum says nothing. Where the copy of the same content, or for the
+    manifest everything, is listed with other checksums too, a name counts as right that has the
+    right size and was written after the record.
+    """
+
+    def is_md5(path: str | None, fixed: FixedName) -> bool:
+        return path is not None and path in here and here[path].checksum == fixed.md5
+
+    lists_md5 = any(is_md5(fixed.object, fixed) for fixed in outline.fixed)
+    for fixed in outline.fixed:
+        entry = here.get(fixed.path)
+        if entry is None or entry.nbytes != fixed.nbytes:
+            yield fixed
+        elif entry.checksum != fixed.md5:
+            differs = lists_md5 if fixed.object is None else is_md5(fixed.object, fixed)
+            if differs or entry.modified_s < here[RECORD].modified_s:
+                yield fixed
+
+
+async def repair_quietly(context: Context, name: str) -> None:
+    """Repair as `repair` does; log what cannot be repaired, unless this process may not write."""
+    location = context.requests.location(name)
+    try:
+        if await repair(context, name):
+            log.info(
+                "%s: repaired: files for other programs were missing or old since a save was "
+                "interrupted",
+                location,
+            )
+    except (RequestError, CorruptCheckpointError) as error:
+        level = logging.WARNING
+        if isinstance(error, RequestError) and error.kind in ("forbidden", "credentials"):
+            level = logging.DEBUG
+        log.log(level, "%s: files for other programs could not be completed: %s", location, error)

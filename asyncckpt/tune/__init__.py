@@ -1,0 +1,4 @@
+"""Measuring an object store, and recommending sizes and concurrency for it.
+
+Not here: the sizes a save chooses by itself (`stores.objects.requests`).
+"""

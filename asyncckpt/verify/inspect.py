@@ -1,0 +1,89 @@
+"""Inspection: what a checkpoint holds, from its metadata alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, extents_of
+from asyncckpt.flow.threads import Workers
+from asyncckpt.format.record import Piece, decode_scalar
+from asyncckpt.reports import CheckpointInfo, FileInfo, LeafInfo
+from asyncckpt.tree import unflatten
+
+
+async def info_of(opened: OpenCheckpoint, step: int | None, compute: Workers) -> CheckpointInfo:
+    """Return what a checkpoint holds, from its metadata alone."""
+    extents = await extents_of(opened) if opened.arrays.name else None
+    return await compute.run(_info, opened, extents, step)
+
+
+def _info(opened: OpenCheckpoint, extents: Extents | None, step: int | None) -> CheckpointInfo:
+    structure = opened.structure()
+    paths = structure.paths()
+    table = opened.leaves
+    leaves: list[LeafInfo] = []
+    first: dict[tuple[int, ...], str] = {}
+    tied = opened.arrays.tied
+    for leaf, (path, pieces) in enumerate(zip(paths, opened.leaf_pieces(), strict=True)):
+        kind = table.kind[leaf]
+        if not pieces:
+            value = decode_scalar(kind, table.value[leaf])
+            leaves.append(LeafInfo(path, kind, value=value, location=opened.location))
+            continue
+        arrays = tuple(piece.array for piece in pieces)
+        shared = tuple(tied.get(array, -1) for array in arrays)
+        first[arrays] = path
+        leaves.append(_array_info(opened, extents, path, kind, pieces, first.get(shared)))
+    return CheckpointInfo(
+        location=opened.location,
+        step=step,
+        save_id=opened.save_id,
+        created_ns=opened.created_ns,
+        library=opened.library,
+        leaves=tuple(leaves),
+        files=tuple(FileInfo(file.path, file.nbytes, file.crc32c) for file in opened.stored_files),
+        metadata=opened.metadata,
+        metrics=opened.metrics,
+        tree=unflatten(structure, leaves),
+        format=opened.format,
+    )
+
+
+def _array_info(
+    opened: OpenCheckpoint,
+    extents: Extents | None,
+    path: str,
+    kind: str,
+    pieces: Sequence[Piece],
+    tied_to: str | None,
+) -> LeafInfo:
+    storages = [opened.storage(piece.array) for piece in pieces]
+    spec = opened.leaf_spec(pieces)
+    counts = [storage.grid.chunk_count for storage in storages]
+    stored = 0
+    for piece, count in zip(pieces, counts, strict=True):
+        start = opened.first_rows[piece.array]
+        stored += 0 if extents is None else int(extents.nbytes[start : start + count].sum())
+    names = opened.arrays.name
+    database = ""
+    if opened.database or opened.format == "ocdbt":
+        database = f"{opened.location}/{opened.database}".removesuffix("/.").rstrip("/")
+    return LeafInfo(
+        path=path,
+        kind="array",
+        framework=kind,
+        shape=spec.shape,
+        dtype=spec.dtype,
+        chunk_shape=storages[0].chunk_shape,
+        chunk_count=sum(counts),
+        nbytes=spec.nbytes,
+        stored_nbytes=stored,
+        compression=storages[0].codec.name or None,
+        array=names[pieces[0].array],
+        tied_to=tied_to,
+        location=database,
+        driver=storages[0].driver,
+        pieces=tuple((p.offset, names[p.array], opened.storage(p.array).spec.shape) for p in pieces)
+        if len(pieces) > 1
+        else (),
+    )

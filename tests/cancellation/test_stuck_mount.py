@@ -1,0 +1,192 @@
+"""A mount that stops answering: cancelling, deadlines and close() end all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncckpt
+from asyncckpt import blocking
+from asyncckpt.errors import SaveError
+from asyncckpt.flow import shield
+from asyncckpt.flow.threads import ThreadAbandonedError
+from asyncckpt.session import root
+from asyncckpt.stores.local import publish
+
+ABANDON_S = 0.05
+
+LIMIT_S = 20.0
+"""Without the mends nothing here ends; with them it takes a few times `ABANDON_S`."""
+
+CALLS = (
+    "fdatasync",
+    "fsync",
+    "listdir",
+    "lstat",
+    "mkdir",
+    "open",
+    "preadv",
+    "pwrite",
+    "rmdir",
+    "scandir",
+    "unlink",
+)
+
+TREE = {"w": np.arange(50_000.0), "b": np.arange(7)}
+
+
+class Mount:
+    """A file system whose calls from the library's I/O threads do not return while it hangs.
+
+    Attributes:
+        at: name of the call at which it begins to hang; None for none.
+        passes: so many of these calls return before.
+        hung: set once a call hangs.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.at: str | None = None
+        self.passes = 0
+        self.hung = threading.Event()
+        self.answers = threading.Event()
+        for name in CALLS:
+            patch.setattr(os, name, self._wrap(name, getattr(os, name)))
+
+    def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if "-io-" in threading.current_thread().name:
+                if name == self.at:
+                    self.passes -= 1
+                    if self.passes < 0:
+                        self.hung.set()
+                if self.hung.is_set():
+                    assert self.answers.wait(60)
+            return call(*args, **kwargs)
+
+        return called
+
+
+@pytest.fixture
+def mount(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mount]:
+    monkeypatch.setattr(shield, "CLEANUP_S", 2 * ABANDON_S)
+    monkeypatch.setattr(root, "SWEEP_S", 2 * ABANDON_S)
+    made = Mount(monkeypatch)
+    yield made
+    made.answers.set()
+
+
+def impatient(ckpt: asyncckpt.Checkpointer | blocking.Checkpointer) -> None:
+    engine = ckpt._session.runtime.engine
+    engine.io._abandon_s = engine.compute._abandon_s = ABANDON_S
+
+
+async def settled(root: Path) -> None:
+    """The mount answers again: the abandoned threads end, and remove what they left."""
+    async with asyncio.timeout(LIMIT_S):
+        while list(root.glob(".asyncckpt/epoch-0/*")):
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("at", "passes"),
+    [
+        ("mkdir", 0),
+        ("pwrite", 0),  # the owner file
+        ("pwrite", 1),  # a data file
+        ("fsync", 0),  # the owner file
+        ("fdatasync", 0),  # a small file or a data file
+        ("fdatasync", 3),
+        ("fsync", 2),  # a directory
+        ("preadv", 0),  # a restore
+    ],
+)
+async def test_a_cancelled_save_ends_on_a_mount_that_does_not_answer(
+    tmp_path: Path, mount: Mount, at: str, passes: int
+) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        ckpt = asyncckpt.Checkpointer(tmp_path)
+        impatient(ckpt)
+        await ckpt.save(0, TREE)
+        mount.at, mount.passes = at, passes
+        saving = asyncio.create_task(ckpt.restore(0) if at == "preadv" else ckpt.save(1, TREE))
+        await asyncio.to_thread(mount.hung.wait, LIMIT_S)
+        saving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await saving
+        with pytest.raises(ThreadAbandonedError, match=r"a thread was stuck in .* check the mount"):
+            await ckpt.close()
+    mount.answers.set()
+    await settled(tmp_path)
+
+
+async def test_a_deadline_ends_a_save_on_a_mount_that_does_not_answer(
+    tmp_path: Path, mount: Mount
+) -> None:
+    options = asyncckpt.SaveOptions(deadline_s=0.2)
+    ckpt = asyncckpt.Checkpointer(tmp_path, save_options=options)
+    impatient(ckpt)
+    async with asyncio.timeout(LIMIT_S):
+        mount.at = "fdatasync"
+        with pytest.raises(SaveError, match=r"a thread was stuck in .* check the mount"):
+            await ckpt.save(1, TREE)
+        with pytest.raises(ThreadAbandonedError, match="a thread was stuck"):
+            await ckpt.close()
+    mount.answers.set()
+    await settled(tmp_path)
+
+
+async def test_a_publication_that_does_not_answer_ends_too_and_says_what_is_unknown(
+    tmp_path: Path, mount: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = publish.rename_noreplace
+
+    def renamed(source: str, target: str) -> None:
+        rename(source, target)
+        mount.at = "fsync"  # of the root
+
+    monkeypatch.setattr(publish, "rename_noreplace", renamed)
+    async with asyncio.timeout(LIMIT_S):
+        ckpt = asyncckpt.Checkpointer(tmp_path)
+        impatient(ckpt)
+        pending = await ckpt.start_save(1, TREE)
+        await asyncio.to_thread(mount.hung.wait, LIMIT_S)
+        pending.cancel()
+        with pytest.raises(ThreadAbandonedError) as caught:
+            await pending
+        assert any("not known whether" in note for note in caught.value.__notes__)
+        with pytest.raises(ThreadAbandonedError):
+            await ckpt.close()
+    mount.answers.set()
+
+
+async def test_close_ends_on_a_mount_that_does_not_answer(tmp_path: Path, mount: Mount) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        ckpt = asyncckpt.Checkpointer(tmp_path)
+        impatient(ckpt)
+        await ckpt.save(0, TREE)
+        mount.hung.set()
+        with pytest.raises(ThreadAbandonedError, match="after clean-up began"):
+            await ckpt.close()
+    mount.answers.set()
+
+
+def test_a_blocking_close_ends_on_a_mount_that_does_not_answer(
+    tmp_path: Path, mount: Mount
+) -> None:
+    begun = time.monotonic()
+    ckpt = blocking.Checkpointer(tmp_path)
+    impatient(ckpt)
+    ckpt.save(0, TREE)
+    mount.hung.set()
+    with pytest.raises(ThreadAbandonedError, match="after clean-up began"):
+        ckpt.close()
+    assert time.monotonic() - begun < LIMIT_S
+    mount.answers.set()

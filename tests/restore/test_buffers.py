@@ -1,0 +1,98 @@
+"""Destination buffers alone: whose memory is used, what shares it, and what fills it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncckpt.errors import UsageError
+from asyncckpt.restore.buffers import allocate, check_overlaps
+from asyncckpt.restore.match import match
+from tests.restore.opened import opened, request
+
+TREE = {"a": np.ones((2, 3)), "b": np.zeros(40_000), "empty": np.zeros((0, 4), np.int8)}
+
+
+def arrays(checkpoint: Any, wanted: Any) -> Any:
+    return [leaf for leaf in match(checkpoint, wanted).leaves if leaf.spec is not None]
+
+
+def test_memory_of_our_own_has_the_stored_shapes_and_dtypes() -> None:
+    checkpoint = opened(TREE)
+    buffers = allocate(
+        checkpoint, arrays(checkpoint, request("saved")), framework="numpy", in_place=False
+    )
+    shapes = [[(part.shape, part.dtype.name) for part in parts] for parts in buffers.parts]
+    assert shapes == [[((2, 3), "float64")], [((40_000,), "float64")], [((0, 4), "int8")]]
+    assert buffers.owners == [0, 1, 2] and buffers.waiting == [1, 1, 1]
+    for destination, parts in zip(buffers.destinations, buffers.parts, strict=True):
+        assert destination.flat is not None and destination.values is parts[0]
+        assert destination.flat.nbytes == parts[0].nbytes
+        assert np.shares_memory(destination.flat, parts[0]) or not parts[0].size
+    assert buffers.nbytes == 6 * 8 + 40_000 * 8
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_targets_are_filled_in_place_unless_the_restore_is_atomic(in_place: bool) -> None:
+    checkpoint = opened(TREE)
+    target = {key: np.zeros_like(value) for key, value in TREE.items()}
+    leaves = arrays(checkpoint, request("into", target))
+    buffers = allocate(checkpoint, leaves, framework="numpy", in_place=in_place)
+    for (part,), key in zip(buffers.parts, TREE, strict=True):
+        assert (part is target[key]) is in_place
+
+
+def test_a_target_of_another_dtype_is_not_read_into() -> None:
+    checkpoint = opened({"a": np.ones(3)})
+    leaves = arrays(checkpoint, request("into", {"a": np.zeros(3, np.float32)}, cast=True))
+    buffers = allocate(checkpoint, leaves, framework="numpy", in_place=True)
+    assert buffers.parts[0][0].dtype == np.float64
+
+
+@pytest.mark.parametrize(
+    ("kinds", "extra", "framework", "together"),
+    [
+        (("numpy", "numpy"), {}, "numpy", True),
+        (("numpy", "torch"), {}, "numpy", True),
+        (("jax", "jax"), {}, "numpy", False),
+        (("jax", "jax"), {}, "jax", True),
+        (("numpy", "numpy"), {1: {"python": "bytes"}}, "numpy", False),
+    ],
+)
+def test_mutable_arrays_that_were_tied_share_memory(
+    kinds: tuple[str, str], extra: Any, framework: str, together: bool
+) -> None:
+    checkpoint = opened({"a": np.ones(8, "u1"), "b": np.ones(8, "u1")}, tied={1: 0}, extra=extra)
+    checkpoint.leaves.kind[:] = kinds
+    leaves = arrays(checkpoint, request("saved"))
+    buffers = allocate(checkpoint, leaves, framework=framework, in_place=False)
+    ((one,), (other,)) = buffers.parts
+    assert (one is other) is together
+    # Memory that is shared is filled once, and both leaves wait for it.
+    assert len(buffers.destinations) == (1 if together else 2)
+    assert buffers.sharers == ({0: [1]} if together else {})
+    assert buffers.waiting == [1, 1]
+
+
+def test_targets_may_overlap_only_where_the_checkpoint_has_one_array() -> None:
+    memory = np.zeros(10)
+    target = {"a": memory[:6], "b": memory[:6]}
+    values = {"a": np.ones(6), "b": np.ones(6)}
+    tied = opened(values, tied={1: 0})
+    check_overlaps(arrays(tied, request("into", target)), tied.first_rows)
+    apart = opened(values)
+    with pytest.raises(UsageError, match="a and b: these targets overlap in memory"):
+        check_overlaps(arrays(apart, request("into", target)), apart.first_rows)
+    strided = {"a": memory[0::2], "b": memory[1::2]}
+    apart = opened({"a": np.ones(5), "b": np.ones(5)})
+    check_overlaps(arrays(apart, request("into", strided)), apart.first_rows)
+
+
+def test_scalars_are_tied_to_nothing() -> None:
+    memory = np.zeros(())
+    checkpoint = opened({"a": 1.0, "b": 2.0})
+    leaves = match(checkpoint, request("into", {"a": memory[...], "b": memory[...]})).leaves
+    with pytest.raises(UsageError, match="overlap"):
+        check_overlaps(leaves, checkpoint.first_rows)

@@ -1,0 +1,108 @@
+"""Decoding alone: chunks are checked before they are handed over, and land where they belong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.planning.restore import Request, plan_restore
+from asyncckpt.restore.decode import Decode, Destination, flat_target, is_direct
+from asyncckpt.spec import Box
+from tests.restore.opened import LOCATION, opened, packed
+
+VALUES = {"a": np.arange(6.0).reshape(2, 3), "b": np.arange(5, dtype=np.int16), "c": np.array(7)}
+PAYLOADS = [value.tobytes() for value in VALUES.values()]
+
+
+def planned(
+    destinations: list[Destination], checkpoint: Any, extents: Any, *, large: bool = False
+) -> tuple[Any, Decode]:
+    plan = plan_restore(
+        checkpoint.stored(),
+        [Request(d.array, d.box, d.flat is not None) for d in destinations],
+        row_file=extents.file,
+        row_offset=extents.offset,
+        row_nbytes=extents.nbytes,
+        slot_nbytes=1 << 20,
+        gap_nbytes=100,
+        aligned_chunk_nbytes=1 if large else 1 << 20,
+    )
+    return plan, Decode(checkpoint, extents, plan, destinations)
+
+
+def destination(path: str, array: int, values: Any, box: Box | None = None) -> Destination:
+    return Destination(path, array, box, values, flat_target(values))
+
+
+def test_small_chunks_of_one_batch_go_to_their_destinations() -> None:
+    data, extents = packed(PAYLOADS)
+    wide = np.zeros((5, 2), np.int16)
+    found = {"a": np.zeros((2, 3)), "b": wide[:, 1], "c": np.zeros((), np.int64)}
+    destinations = [destination(key, n, values) for n, (key, values) in enumerate(found.items())]
+    assert [d.flat is None for d in destinations] == [False, True, False]
+    plan, decode = planned(destinations, opened(VALUES), extents)
+    (batch,) = plan.batches
+    decode.small(batch, np.frombuffer(data, np.uint8))
+    for key, values in VALUES.items():
+        assert np.array_equal(found[key], values)
+    assert not wide[:, 0].any()
+
+
+def test_a_box_gets_its_part_of_a_chunk_that_others_want_too() -> None:
+    data, extents = packed(PAYLOADS)
+    whole, part = np.zeros((2, 3)), np.zeros((1, 2))
+    box = Box((1, 1), (1, 2))
+    destinations = [destination("a", 0, whole), destination("a", 0, part, box)]
+    plan, decode = planned(destinations, opened(VALUES), extents)
+    (batch,) = plan.batches
+    decode.small(batch, np.frombuffer(data[: batch.nbytes], np.uint8))
+    assert np.array_equal(whole, VALUES["a"]) and part.tolist() == [[4, 5]]
+
+
+@pytest.mark.parametrize("place", ["payload", "trailer"])
+@pytest.mark.parametrize("way", ["small", "direct"])
+def test_a_flipped_bit_names_leaf_file_and_offset(way: str, place: str) -> None:
+    data, extents = packed(PAYLOADS)
+    damaged = bytearray(data)
+    damaged[int(extents.offset[1]) + (0 if place == "payload" else 10)] ^= 1
+    found = [np.zeros_like(values) for values in VALUES.values()]
+    destinations = [destination(key, n, found[n]) for n, key in enumerate(VALUES)]
+    plan, decode = planned(destinations, opened(VALUES), extents, large=way == "direct")
+    with pytest.raises(CorruptCheckpointError, match="b: /run/1: the chunk at byte 52 of d/0") as e:
+        if way == "small":
+            decode.small(plan.batches[0], np.frombuffer(bytes(damaged), np.uint8))
+        for batch in plan.batches:
+            assert is_direct(batch)
+            start, payload = batch.offset, batch.parts[0].nbytes
+            raw = np.frombuffer(bytes(damaged), np.uint8)[start : start + batch.nbytes]
+            decode.direct([batch], [raw[:payload], raw[payload:]])
+    assert (e.value.path, e.value.file, e.value.offset) == ("b", "d/0", 52)
+    assert (e.value.stage, e.value.location) == ("decode", LOCATION)
+
+
+def test_a_chunk_that_was_exchanged_for_another_valid_one_is_found() -> None:
+    """Its trailer is right; only the index tells."""
+    swapped, _ = packed([np.ones((2, 3)).tobytes(), *PAYLOADS[1:]])
+    _, extents = packed(PAYLOADS)
+    plan, decode = planned([destination("a", 0, np.zeros((2, 3)))], opened(VALUES), extents)
+    (batch,) = plan.batches
+    with pytest.raises(CorruptCheckpointError, match=r"CRC-32C is \w{8}, the chunk index says"):
+        decode.small(batch, np.frombuffer(swapped[: batch.nbytes], np.uint8))
+
+
+def test_pieces_of_a_large_chunk_add_up_to_its_checksum() -> None:
+    data, extents = packed(PAYLOADS)
+    values = np.zeros((2, 3))
+    plan, decode = planned([destination("a", 0, values)], opened(VALUES), extents)
+    (batch,) = plan.batches
+    raw = np.frombuffer(data, np.uint8)
+    crc = decode.piece(batch, raw[:16], 0, 0)
+    assert values.tolist() == [[0, 1, 0], [0, 0, 0]]
+    crc = decode.piece(batch, raw[16:48], 16, crc)
+    decode.expect(batch, 0, crc, raw[48:52])
+    assert np.array_equal(values, VALUES["a"])
+    with pytest.raises(CorruptCheckpointError):
+        decode.expect(batch, 0, crc ^ 1, raw[48:52])

@@ -1,0 +1,81 @@
+"""Placing alone: host memory becomes the leaves that were asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncckpt.errors import DtypeMismatchError
+from asyncckpt.restore.match import match
+from asyncckpt.restore.place import Placement, cast_values
+from tests.restore.loader import Loader
+from tests.restore.opened import opened, request
+
+
+def placed(tree: Any, wanted: Any, parts: list[Any], **how: Any) -> tuple[Any, Any]:
+    """The first leaf, and whether it wrote to memory of the caller."""
+    checkpoint = opened(tree, **how)
+    leaf = match(checkpoint, wanted).leaves[0]
+    placement = Placement(checkpoint, wanted)
+    return placement.place(leaf, parts), placement.writes(leaf)
+
+
+def test_without_a_target_memory_is_handed_over() -> None:
+    values = np.ones(3)
+    found, writes = placed({"a": values}, request("saved"), [values])
+    assert found is values and not writes
+    assert placed({"a": 5}, request("saved"), []) == (5, False)
+    text = np.frombuffer(b"text", np.uint8)
+    extra: Any = {0: {"python": "bytes"}}
+    assert placed({"a": text}, request("saved"), [text], extra=extra) == (b"text", False)
+
+
+def test_a_target_is_filled_and_converted() -> None:
+    target, values = np.zeros(3, np.float32), np.array([1.0, 2.0, 3.0])
+    found, writes = placed({"a": values}, request("into", {"a": target}, cast=True), [values])
+    assert found is target and writes and target.tolist() == [1, 2, 3]
+    scalar = np.zeros((), np.int16)
+    found, writes = placed({"a": 7}, request("into", {"a": scalar}), [])
+    assert found is scalar and writes and scalar == 7
+    found, writes = placed({"a": 7}, request("into", {"a": 0}), [])
+    assert (found, writes) == (7, False)
+    found, writes = placed({"a": values}, request("like", {"a": target}, cast=True), [values])
+    assert found is not target and not writes and found.dtype == np.float32
+
+
+def test_what_a_state_dict_lacks_comes_as_its_object_takes_it() -> None:
+    values = np.ones(2)
+    tree = {"o": {"moment": values}}
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    found, _ = placed(tree, request("into", {"o": Loader()}), [values])
+    assert type(found) is np.ndarray
+    wanted = request("into", {"o": optimizer})
+    tree = {"o": optimizer.state_dict() | {"moment": values}}
+    checkpoint = opened(tree)
+    leaf = next(leaf for leaf in match(checkpoint, wanted).leaves if leaf.path == "o/moment")
+    assert type(Placement(checkpoint, wanted).place(leaf, [values])) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "expected"),
+    [
+        ([1.5, 2.5], "int8", [1, 2]),
+        ([300], "int8", None),
+        ([float("nan")], "int8", None),
+        ([1e39], "float32", None),
+        ([float("inf")], "float32", [float("inf")]),
+        ([1 + 0j], "float32", [1]),
+        ([1 + 1j], "float32", None),
+        ([2, 0], "bool", [True, False]),
+    ],
+)
+def test_casts_lose_precision_and_no_range(values: Any, dtype: str, expected: Any) -> None:
+    array = np.array(values)
+    if expected is None:
+        with pytest.raises(DtypeMismatchError, match=f"^a/b: .* out of range of {dtype}"):
+            cast_values("a/b", array, dtype)
+    else:
+        assert cast_values("a/b", array, dtype).tolist() == expected

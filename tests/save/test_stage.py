@@ -1,0 +1,158 @@
+"""The stage stage by itself: what its consumer gets, in which order, and what is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncckpt.adapters.numpy import NumpyAdapter
+from asyncckpt.errors import StagingError
+from asyncckpt.flow.threads import Workers
+from asyncckpt.options import KIB, LeafOptions
+from asyncckpt.save.stage import StagedChunks, StagedWindow, Staging
+from tests.save.staging import SLOT, Staged, noise
+
+# Whole chunks: the last one of an array would be padded.
+TREE = {"a": noise(6 * 48 * KIB), "b": noise(4 * 48 * KIB, 1), "c": noise(9000, 2)}
+
+
+def payload(staged: Staged, item: StagedWindow) -> list[bytes]:
+    return [
+        item.slot.buffer[piece.position : piece.position + piece.stop - piece.start].tobytes()
+        for piece in item.window.pieces
+    ]
+
+
+async def test_windows_leave_in_plan_order_and_hold_every_byte_once(workers: Workers) -> None:
+    staged = Staged(TREE, workers, slots=4)
+    queue: asyncio.Queue[StagedWindow] = asyncio.Queue()
+    found: list[bytes] = []
+
+    async def consume() -> None:
+        for window in staged.plan.windows:
+            item = await queue.get()
+            assert item.window is window
+            found.extend(payload(staged, item))
+            staged.staging.give([item.slot])
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(consume())
+        await staged.staging.windows(queue.put_nowait, lambda: None)
+    assert b"".join(found) == b"".join(leaf.tobytes() for leaf in TREE.values())
+    assert staged.budget.in_use == 0 and not staged.staging.held
+
+
+async def test_bytes_between_payloads_are_zero_in_slots_that_were_used_before(
+    workers: Workers,
+) -> None:
+    staged = Staged({"a": noise(1001), "b": noise(2003), "c": noise(4001)}, workers)
+    for slot in await staged.pool.take(16):
+        slot.buffer.fill(0xFF)
+        staged.pool.release([slot])
+    items: list[StagedWindow] = []
+    await staged.staging.windows(items.append, lambda: None)
+    for item in items:
+        rest = item.slot.buffer[: item.window.nbytes].copy()
+        for piece in item.window.pieces:
+            rest[piece.position : piece.position + piece.stop - piece.start] = 0
+        assert not rest.any()
+    staged.staging.release()
+
+
+async def test_flush_comes_before_a_wait_that_only_the_consumer_can_end(workers: Workers) -> None:
+    """Windows that the caller keeps back hold the whole budget: without `flush`, for ever."""
+    staged = Staged(TREE, workers, slots=2)
+    early: list[StagedWindow] = []
+    flushed = 0
+
+    def flush() -> None:
+        nonlocal flushed
+        flushed += 1
+        for item in early:
+            staged.staging.give([item.slot])
+        early.clear()
+
+    async with asyncio.timeout(30):
+        await staged.staging.windows(early.append, flush)
+    assert flushed >= len(staged.plan.windows) // 2 - 1
+    staged.staging.release()
+    assert staged.budget.in_use == 0
+
+
+async def test_chunks_take_their_slots_and_units_at_once(workers: Workers) -> None:
+    staged = Staged(
+        {"a": noise(4 * SLOT), "b": noise(300, 1)},
+        workers,
+        slots=8,
+        leaf_options=lambda path, spec: LeafOptions(compression="zstd"),
+    )
+    groups: list[StagedChunks] = []
+
+    def emit(chunks: StagedChunks) -> None:
+        groups.append(chunks)
+        assert staged.budget.in_use == 2 * len(chunks.slots) == len(chunks.slots) + chunks.units
+        staged.staging.give(chunks.slots, chunks.units)
+
+    await staged.staging.chunks(emit)
+    assert [row for chunks in groups for row in chunks.rows] == sorted(
+        row for chunks in groups for row in chunks.rows
+    )
+    assert staged.budget.in_use == 0
+
+
+async def test_a_leaf_that_cannot_be_copied_is_named_and_release_returns_everything(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged = Staged(TREE, workers)
+
+    def broken(*_: Any) -> None:
+        raise OSError("device lost")
+
+    monkeypatch.setattr(np, "copyto", broken)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await staged.staging.windows(lambda item: None, lambda: None)
+    (error,) = [e for e in caught.value.exceptions if isinstance(e, StagingError)][:1]
+    assert (error.path, error.stage) == ("a", "stage")
+    monkeypatch.undo()
+    assert staged.staging.held
+    staged.staging.release()
+    assert staged.budget.in_use == 0
+
+
+async def test_a_cancelled_stage_waits_for_its_copies(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged = Staged(TREE, workers)
+    begun, go, ended = threading.Event(), threading.Event(), threading.Event()
+    copy = Staging._copy_windows
+
+    def slowly(self: Staging, part: Any) -> None:
+        begun.set()
+        assert go.wait(30)
+        copy(self, part)
+        ended.set()
+
+    monkeypatch.setattr(Staging, "_copy_windows", slowly)
+    task = asyncio.create_task(staged.staging.windows(lambda item: None, lambda: None))
+    await asyncio.to_thread(begun.wait, 30)
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
+    staged.staging.release()
+    assert staged.budget.in_use == 0
+
+
+async def test_what_is_forgotten_is_referred_to_no_more(workers: Workers) -> None:
+    staged = Staged(TREE, workers)
+    await staged.staging.windows(lambda item: staged.staging.give([item.slot]), lambda: None)
+    staged.staging.forget()
+    assert all(source.leaf is source.view is None for source in staged.snapshot.sources)
+    assert isinstance(staged.snapshot.adapters[0], NumpyAdapter)

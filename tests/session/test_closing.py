@@ -1,0 +1,62 @@
+"""Closing a session: once, by whoever comes first, and everybody else waits."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import asyncckpt
+from asyncckpt import blocking
+from asyncckpt.testing.faults import Fault
+from tests.script import Script, in_thread
+
+TREE = {"w": np.arange(1000.0)}
+
+
+async def test_calls_of_close_at_the_same_time_wait_for_one_release(tmp_path: Path) -> None:
+    ckpt = asyncckpt.Checkpointer(tmp_path)
+    script = Script(ckpt)
+    sweep = script.hold("sweep")
+    await ckpt.save(1, TREE)
+    closing = [asyncio.create_task(ckpt.close()) for _ in range(3)]
+    await sweep.reached()
+    late = asyncio.create_task(ckpt.close())
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in (*closing, late))
+    sweep.go()
+    await asyncio.gather(*closing, late)
+    await ckpt.close()
+    assert script.count("sweep") == 1
+
+
+async def test_of_calls_at_the_same_time_one_raises_what_could_not_be_closed(
+    tmp_path: Path,
+) -> None:
+    ckpt = asyncckpt.Checkpointer(tmp_path)
+    script = Script(ckpt)
+    script.store.script.append(Fault("close", 0, error=OSError("handle is gone")))
+    ckpt._session.runtime._stores[:] = [script.store]
+    await ckpt.save(1, TREE)
+    ended = await asyncio.gather(*(ckpt.close() for _ in range(3)), return_exceptions=True)
+    assert [str(error) for error in ended if error is not None] == ["handle is gone"]
+
+
+def test_threads_that_close_at_the_same_time_all_return(tmp_path: Path) -> None:
+    for step in range(20):
+        ckpt = blocking.Checkpointer(tmp_path)
+        ckpt.save(step, TREE)
+        with ThreadPoolExecutor(4) as pool:
+            for closing in [pool.submit(ckpt.close) for _ in range(4)]:
+                closing.result(30)
+
+
+async def test_async_and_blocking_calls_may_mix(tmp_path: Path) -> None:
+    ckpt = blocking.Checkpointer(tmp_path)
+    await in_thread(lambda: ckpt.save(1, TREE))
+    await asyncio.gather(*(in_thread(ckpt.close) for _ in range(3)))
+    with pytest.raises(asyncckpt.ClosedError):
+        ckpt.save(2, TREE)

@@ -1,0 +1,81 @@
+"""One line at level INFO for each thing that has happened to a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import asyncckpt
+from asyncckpt import KeepLast
+from asyncckpt.errors import StoreError
+from tests.script import Script
+
+TREE = {"w": np.arange(1000.0)}
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, "asyncckpt")
+    return caplog
+
+
+def taken(lines: pytest.LogCaptureFixture) -> list[str]:
+    """Return the lines so far, and forget them."""
+    found = list(lines.messages)
+    assert all(line.levelno == logging.INFO and line.name == "asyncckpt" for line in lines.records)
+    lines.clear()
+    return found
+
+
+async def test_what_happens_to_steps_is_one_line_each(
+    tmp_path: Path, lines: pytest.LogCaptureFixture
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepLast(2)) as ckpt:
+        for step in (1, 2):
+            report = await ckpt.save(step, TREE)
+            assert taken(lines) == [str(report)]
+        await ckpt.save(3, TREE)
+        assert taken(lines)[1:] == [f"deleted {tmp_path}/1 (KeepLast(n=2))"]
+        await ckpt.restore()
+        (line,) = taken(lines)
+        assert line.startswith(f"restored {tmp_path}/3: 1 leaves")
+        await ckpt.delete(2)
+        assert taken(lines) == [f"deleted {tmp_path}/2"]
+        await ckpt.save(4, TREE)
+        taken(lines)
+        await ckpt.delete_after(3)
+        assert taken(lines) == [f"deleted {tmp_path}/4"]
+
+
+async def test_a_save_that_is_given_up_is_one_line(
+    tmp_path: Path, lines: pytest.LogCaptureFixture
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        script = Script(ckpt)
+        script.fail("seal", StoreError("disk on fire"))
+        with pytest.raises(StoreError):
+            await ckpt.save(1, TREE)
+        assert taken(lines) == [f"gave up saving {tmp_path}/1: disk on fire"]
+        script.hold("write")
+        options = asyncckpt.SaveOptions(deadline_s=0.05)
+        with pytest.raises(asyncckpt.DeadlineExceededError) as caught:
+            await ckpt.save(1, TREE, options=options)
+        assert taken(lines) == [f"gave up saving {tmp_path}/1: {caught.value}"]
+
+
+async def test_leftovers_that_are_removed_are_one_line(
+    tmp_path: Path, lines: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(1, TREE)
+        taken(lines)
+
+        async def swept() -> list[str]:
+            return ["a", "b"]
+
+        monkeypatch.setattr(ckpt._session.root.store, "sweep", swept)
+        await ckpt._session.call(ckpt._session.root.sweep).wait()
+        assert taken(lines) == [f"repaired {tmp_path}: removed leftovers a, b"]

@@ -1,0 +1,109 @@
+"""Retention takes no time from a save but unlisting, and never fails a save that is committed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncckpt
+from asyncckpt import KeepLast
+from asyncckpt.errors import StoreError
+from tests.script import Script
+
+pytestmark = pytest.mark.usefixtures("no_blocking")
+
+
+def tree(seed: int) -> dict[str, Any]:
+    return {"w": np.arange(100.0) + seed, "step": seed}
+
+
+async def test_bytes_of_a_deleted_step_are_removed_after_the_save(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepLast(1)) as ckpt:
+        await ckpt.save(1, tree(1))
+        removal = Script(ckpt).hold("remove")
+        assert (await ckpt.save(2, tree(2))).deleted_steps == (1,)
+        assert await ckpt.steps() == [2]  # unlisted, durably, before the save returned
+        await removal.reached()
+        removal.go()
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]
+
+
+async def test_at_most_one_removal_is_behind(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepLast(1)) as ckpt:
+        await ckpt.save(1, tree(1))
+        script = Script(ckpt)
+        removal = script.hold("remove")
+        await ckpt.save(2, tree(2))
+        await removal.reached()
+        saving = asyncio.create_task(ckpt.save(3, tree(3)))
+        while 3 not in await ckpt.steps():
+            await asyncio.sleep(0.005)
+        assert script.count("unlist") == 1 and not saving.done()
+        removal.go()
+        assert (await saving).deleted_steps == (2,)
+
+
+async def test_close_waits_for_bytes_that_are_being_removed(tmp_path: Path) -> None:
+    ckpt = asyncckpt.Checkpointer(tmp_path, keep=KeepLast(1))
+    await ckpt.save(1, tree(1))
+    removal = Script(ckpt).hold("remove")
+    await ckpt.save(2, tree(2))
+    await removal.reached()
+    closing = asyncio.create_task(ckpt.close())
+    done, _ = await asyncio.wait((closing,), timeout=0.05)
+    assert not done
+    removal.go()
+    await closing
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]
+
+
+@pytest.mark.parametrize("error", [OSError(5, "disk on fire"), StoreError("disk on fire")])
+async def test_a_removal_that_fails_is_told_by_the_next_report(
+    tmp_path: Path, error: Exception
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepLast(1)) as ckpt:
+        await ckpt.save(1, tree(1))
+        Script(ckpt).fail("remove", error)
+        assert (await ckpt.save(2, tree(2))).notes == ()
+        (note,) = (await ckpt.save(3, tree(3))).notes
+        assert note.startswith("step 1 was deleted, but not all of its bytes were removed: ")
+        assert "disk on fire" in note
+        assert (await ckpt.save(4, tree(4))).notes == ()
+
+
+@pytest.mark.parametrize("kind", ["unlist", "names"])
+async def test_a_committed_save_survives_a_raw_error_of_retention(
+    tmp_path: Path, kind: str
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepLast(1)) as ckpt:
+        await ckpt.save(1, tree(1))
+        Script(ckpt).fail(kind, OSError(5, "disk on fire"))
+        report = await ckpt.save(2, tree(2))
+        (note,) = report.notes
+        assert "deleted" in note and "disk on fire" in note
+        assert await ckpt.steps() == [1, 2]
+
+
+async def test_steps_of_a_run_that_went_back_count_as_the_newest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        for step in (10, 98, 99, 100):
+            await ckpt.save(step, tree(step))
+    caplog.set_level(logging.WARNING, "asyncckpt")
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepLast(2)) as ckpt:
+        await ckpt.restore(10)
+        kept = []
+        for step in (11, 12, 13):
+            report = await ckpt.save(step, tree(step))
+            kept.append(await ckpt.steps())
+        assert kept == [[11, 100], [11, 12], [12, 13]]
+        assert report.notes == ()
+    (told,) = caplog.messages
+    assert told.startswith("step 100, which this run has not saved, is above all that it has saved")
+    assert "delete_after" in told

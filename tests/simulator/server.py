@@ -1,0 +1,232 @@
+"""The way of a request to its response: log, shape, faults, handling."""
+
+# Rule 1: once the whole of a request is there it is applied, whether its client still waits or not.
+# Rule 2: latency comes first, then the effect, then the response at once.
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from tests.simulator.dialects.service import Dialect
+from tests.simulator.faults import Fault
+from tests.simulator.http import BadRequest, Buffers, Connection
+from tests.simulator.profiles import Shaper
+from tests.simulator.requests import Request, Response
+from tests.simulator.state import Content
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counters since the simulator began or was reset, and what it stores.
+
+    Attributes:
+        requests: how many came.
+        by_kind: of them by kind.
+        by_status: responses by status; 0 for none.
+        received_nbytes: of bodies.
+        sent_nbytes: of bodies of responses.
+        in_flight: requests whose head has come and whose response has not ended.
+        max_in_flight: most of them at one time.
+        connections: accepted since the simulator began.
+        objects: stored now.
+        stored_nbytes: their bytes.
+        uploads: open now.
+        cpu_s: CPU time of the simulator's thread, or of its process.
+    """
+
+    requests: int = 0
+    by_kind: dict[str, int] = field(default_factory=Counter)
+    by_status: dict[int, int] = field(default_factory=Counter)
+    received_nbytes: int = 0
+    sent_nbytes: int = 0
+    in_flight: int = 0
+    max_in_flight: int = 0
+    connections: int = 0
+    objects: int = 0
+    stored_nbytes: int = 0
+    uploads: int = 0
+    cpu_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Traffic:
+    """Requests and responses of all listening ports.
+
+    Attributes:
+        faults: the script; faults happen to a request in its order.
+        keep_log: whether requests are request.
+        log: of requests, in the order of their heads.
+        stats: counters.
+        errors: of the simulator itself, or of hooks.
+    """
+
+    faults: list[Fault]
+    keep_log: bool = True
+    log: list[Request] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+    errors: list[Exception] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Empty log and counters; the faults remain, and count from the start."""
+        self.log = []
+        now = self.stats
+        self.stats = Stats(
+            in_flight=now.in_flight, max_in_flight=now.in_flight, connections=now.connections
+        )
+        for fault in self.faults:
+            fault.met = fault.happened = 0
+
+    def begin(self, request: Request) -> None:
+        """Count and log a request whose head has come."""
+        stats = self.stats
+        stats.requests += 1
+        stats.by_kind[request.kind] += 1
+        stats.in_flight += 1
+        stats.max_in_flight = max(stats.max_in_flight, stats.in_flight)
+        request.number = stats.requests
+        request.began_s = time.monotonic()
+        if self.keep_log:
+            self.log.append(request)
+
+    def end(self, request: Request) -> None:
+        """Count the end of a request, and drop what the log does not keep."""
+        request.ended_s = time.monotonic()
+        request.body, request.stored, request.secrets = memoryview(b""), None, {}
+        self.stats.in_flight -= 1
+        self.stats.by_status[request.status] += 1
+        self.stats.sent_nbytes += request.answered_nbytes
+
+
+class Port:
+    """Serves the connections of one listening port."""
+
+    def __init__(
+        self,
+        name: str,
+        dialect: Dialect,
+        traffic: Traffic,
+        shaper: Shaper,
+        buffers: Buffers,
+        group: asyncio.TaskGroup,
+    ) -> None:
+        self.name = name
+        self._dialect = dialect
+        self._traffic = traffic
+        self._shaper = shaper
+        self._buffers = buffers
+        self._group = group
+        self._open: set[Connection] = set()
+
+    def connection(self) -> Connection:
+        """Return the protocol of a new client."""
+        self._traffic.stats.connections += 1
+        number = self._traffic.stats.connections
+        return Connection(self._begin, number, asyncio.get_running_loop())
+
+    def close(self) -> None:
+        """Reset every connection."""
+        for connection in self._open:
+            connection.reset()
+
+    def _begin(self, connection: Connection) -> None:
+        self._open.add(connection)
+        self._group.create_task(self._serve(connection))
+
+    async def _serve(self, connection: Connection) -> None:
+        try:
+            while connection.keep_alive:
+                request = await connection.head()
+                request.service, request.connection = self.name, connection.number
+                self._dialect.classify(request)
+                self._traffic.begin(request)
+                try:
+                    await self._exchange(connection, request)
+                finally:
+                    self._traffic.end(request)
+        except EOFError:
+            pass  # the client is gone
+        except BadRequest as error:
+            await connection.refuse(str(error))
+        except Exception as error:  # of the simulator or a hook; raised when the simulator ends
+            self._traffic.errors.append(error)
+            connection.reset()
+        finally:
+            self._open.discard(connection)
+            connection.close()
+
+    async def _exchange(self, connection: Connection, request: Request) -> None:
+        faults = [fault for fault in self._traffic.faults if fault.takes(self.name, request)]
+        request.faults = tuple(fault.name for fault in faults)
+        shape = self._shaper.shape(request)
+        for fault in faults:
+            if fault.early:
+                await fault.before(request)
+                if fault.replaces:
+                    connection.keep_alive = False  # the body is still on its way
+                    return await self._fail(connection, request, fault)
+        await connection.body(request, self._buffers, shape.put_bandwidth)
+        request.received_s = time.monotonic()
+        request.nbytes = len(request.body)
+        self._traffic.stats.received_nbytes += request.nbytes
+        if shape.latency_s:
+            await asyncio.sleep(shape.latency_s)
+        for fault in faults:
+            if not fault.early:
+                await fault.before(request)
+                if fault.replaces:
+                    if fault.applied:
+                        await self._apply(request, faults)
+                    return await self._fail(connection, request, fault)
+        if shape.refusal is not None:
+            response = self._dialect.error(request, shape.refusal)
+        else:
+            response = await self._apply(request, faults)
+        await self._answer(connection, request, response, faults, shape.get_bandwidth)
+
+    async def _apply(self, request: Request, faults: list[Fault]) -> Response:
+        flips = [fault.flip for fault in faults if fault.flip is not None]
+        response = await self._dialect.handle(request)
+        changed = request.stored
+        if changed is None and flips and response.body:
+            changed = Content(bytearray(b"".join(response.body)))
+            response.body = changed.segments
+        if changed is not None:
+            for flip in flips:
+                changed.flip(flip)
+        if response.status < 400:
+            request.applied_s = time.monotonic()
+        return response
+
+    async def _answer(
+        self,
+        connection: Connection,
+        request: Request,
+        response: Response,
+        faults: list[Fault],
+        rate: float | None,
+    ) -> None:
+        stalls = [fault.stall for fault in faults if fault.stall is not None]
+        stops = stalls + [fault.truncate for fault in faults if fault.truncate is not None]
+        request.status = response.status
+        stop = min(stops, default=None)
+        request.answered_nbytes = await connection.send(response, rate=rate, stop=stop)
+        if not stalls:
+            connection.keep_alive &= not stops
+        elif request.answered_nbytes < response.nbytes:
+            await connection.wait_closed()
+
+    async def _fail(self, connection: Connection, request: Request, fault: Fault) -> None:
+        if fault.status is not None:
+            response = self._dialect.failure(request, fault.status, fault.code, fault.message)
+            if fault.retry_after_s is not None:
+                after = {"Retry-After": f"{fault.retry_after_s:g}"}
+                response.headers = response.headers | after  # which responses may share
+            return await self._answer(connection, request, response, [], None)
+        connection.keep_alive = False
+        if fault.reset:
+            connection.reset()
+        elif fault.hang:
+            await connection.wait_closed()
