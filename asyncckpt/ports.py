@@ -187,7 +187,8 @@ class Attempt(Protocol):
     async def publish(self, record: bytes) -> None:
         """Make the checkpoint visible and durable; `record`, its commit record, is written last.
 
-        Cancellation: shielded; the outcome is awaited.
+        Cancellation: until the step that makes it visible is begun, raised, and nothing is left;
+        from then on the outcome is awaited, and returned or raised instead.
 
         Raises:
             CheckpointExistsError: the name is taken and the attempt was not begun with

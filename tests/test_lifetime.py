@@ -43,8 +43,18 @@ def hang(self, offset, data):
 """
 
 
+EARLIER: set[threading.Thread] = set()
+"""Threads that tests of other files have left in this process."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def earlier() -> None:
+    EARLIER.update(threading.enumerate())
+
+
 def engine_threads() -> list[str]:
-    return sorted(t.name for t in threading.enumerate() if t.name.startswith("asyncckpt"))
+    threads = set(threading.enumerate()) - EARLIER
+    return sorted(t.name for t in threads if t.name.startswith("asyncckpt"))
 
 
 def test_importing_asyncckpt_imports_no_framework_and_no_backend() -> None:

@@ -194,11 +194,11 @@ class Save:
         )
         try:
             pipeline, staging, made = await self._write(attempt, layout, sizes)
+            state.stage = "commit"
+            await attempt.publish(made.record)
         except BaseException:
             await self._abort(attempt)
             raise
-        state.stage = "commit"
-        await to_completion(attempt.publish(made.record))
         state.done_nbytes = state.total_nbytes
         return SaveReport(
             location=self._location,

@@ -213,17 +213,18 @@ async def test_a_store_that_never_answers(
         told.check(objects=sim.objects("bucket").values())
 
 
+@pytest.mark.parametrize("hanging", ["*/d/*", "*/probe-*"], ids=["data", "probe"])
 @pytest.mark.parametrize("kind", CLIENTS)
 async def test_a_store_that_stops_answering_during_an_upload(
-    told: Told, kind: str, monkeypatch: pytest.MonkeyPatch
+    told: Told, kind: str, hanging: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The deadline is not followed by two minutes of cleaning up."""
     monkeypatch.setattr(sending, "SILENT_S", 0.1)
     async with Simulator(credentials=KNOWN) as sim:
         scheme, options = options_of(kind, sim)
-        sim.faults.append(Fault(kind="put_object", number=2, hang=True))
+        sim.faults.append(Fault(kind="put_object", key=hanging, number=0, hang=True))
         sim.faults.append(Fault(kind=("delete_object", "delete_objects"), number=0, hang=True))
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(30):
             call = asyncckpt.save(
                 f"{scheme}://bucket/run/1",
                 state(1),

@@ -12,6 +12,6 @@ from asyncckpt.flow.threads import Workers
 @pytest.fixture
 def workers() -> Iterator[Workers]:
     """Two threads, which have ended after the test."""
-    made = Workers(2, "asyncckpt-test")
+    made = Workers(2, "test-clients")
     yield made
     made.shutdown()

@@ -71,7 +71,6 @@ class ObjectAttempt:
         self._sources: dict[str, str] = {}
         self._fixed: dict[str, bytes] = {}
         self._files: list[ObjectDataFile] = []
-        self._publication: Publication | None = None
 
     def __repr__(self) -> str:
         return f"ObjectAttempt({self.location!r}, {self._save_id})"
@@ -147,29 +146,39 @@ class ObjectAttempt:
 
         If another checkpoint has the name, nothing of the attempt is left.
 
-        Cancellation: shielded; the outcome is awaited, and returned or raised instead.
+        Cancellation: until the record is sent, raised, and nothing is left; from then on the
+        outcome is awaited, and returned or raised instead.
 
         Raises:
             CheckpointExistsError: the name is taken; the other checkpoint was not touched.
             SaveError: the attempt is too old; or whether the record arrived is unknown.
             StoreError: an earlier step failed; nothing is visible.
         """
-        await to_completion(self._conclude(record))
-
-    async def _conclude(self, record: bytes) -> None:
         try:
-            await self._publish(record)
+            publication = await self._publication_of(record)
         except BaseException as error:
-            if self._publication is not None and self._publication.keep:
+            await to_completion(self._give_up(error))
+            raise
+        await to_completion(self._conclude(publication))
+
+    async def _conclude(self, publication: Publication) -> None:
+        try:
+            await self._publish(publication)
+        except BaseException as error:
+            if publication.keep:
                 self._sending.ended = True  # and everything stays where it is
-                raise
-            try:
-                await self.abort()
-            except AsyncCheckpointError as failure:
-                error.add_note(f"cleaning up failed too: {failure}")
+            else:
+                await self._give_up(error)
             raise
 
-    async def _publish(self, record: bytes) -> None:
+    async def _give_up(self, error: BaseException) -> None:
+        try:
+            await self.abort()
+        except AsyncCheckpointError as failure:
+            error.add_note(f"cleaning up failed too: {failure}")
+
+    async def _publication_of(self, record: bytes) -> Publication:
+        """Return what publishes the record, once it is known which conditions the store obeys."""
         self._sending.check()
         for file in self._files:
             if not file.sealed:
@@ -179,9 +188,11 @@ class ObjectAttempt:
         conditions = await self._conditions()
         self._check_age()
         witness = join(self._name, self._files[-1].path) if self._files else None
-        publication = self._publication = Publication(
+        return Publication(
             self._context, self._name, self._save_id, record, self._fixed, conditions, witness
         )
+
+    async def _publish(self, publication: Publication) -> None:
         replaced = None
         if self._overwrite:
             replaced = await publication.replace()

@@ -170,7 +170,7 @@ def uniform(data: bytes) -> str | None:
 
 
 async def test_a_long_record_that_is_replaced_between_its_reads_is_read_again() -> None:
-    workers = Workers(1, "asyncckpt-test")
+    workers = Workers(1, "test-clients")
     policy = replace(AT_ONCE, first_read_nbytes=8)
     gate = asyncio.Event()
     store, client = requests(None, gate, policy=policy)
@@ -204,7 +204,7 @@ async def test_a_reader_of_a_long_record_that_is_replaced_sees_the_new_one(sim: 
 async def test_a_damaged_record_is_read_again_only_if_it_takes_several_requests(
     nbytes: int, reads: int
 ) -> None:
-    workers = Workers(1, "asyncckpt-test")
+    workers = Workers(1, "test-clients")
     store, client = requests(policy=replace(AT_ONCE, first_read_nbytes=8))
     client.objects["1/checkpoint.json"] = damaged = b"x" * (nbytes - 1) + b"y"
     found = await read_record(Context(store, workers, uniform, outline_of), "1")

@@ -9,12 +9,15 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.objects.clients.obstore_client import ObstoreClient
 from asyncckpt.stores.objects.clients.opening import open_client
 
+SHARED = Workers(1, "test-opened")
+"""Workers of clients whose test brings none; one thread for the run, if a region is looked for."""
+
 
 def obstore_from(
     url: str, options: Mapping[str, Any], workers: Workers | None = None
 ) -> ObstoreClient:
-    """Return the client; its workers begin no thread unless a region is looked for."""
-    workers = workers or Workers(1, "asyncckpt-test")
+    """Return the client."""
+    workers = workers or SHARED
     client = open_client(url, storage_options={**options, "client": "obstore"}, workers=workers)
     assert isinstance(client, ObstoreClient)
     return client

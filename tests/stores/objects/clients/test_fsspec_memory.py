@@ -15,7 +15,7 @@ from tests.stores.objects.clients.laws import ClientConformance
 
 @pytest.fixture
 def workers() -> Iterator[Workers]:
-    workers = Workers(4, "asyncckpt-test")
+    workers = Workers(4, "test-clients")
     yield workers
     workers.shutdown()
 

@@ -57,7 +57,7 @@ def session() -> AioSession:
 
 @pytest.fixture
 def workers() -> Iterator[Workers]:
-    workers = Workers(4, "asyncckpt-test")
+    workers = Workers(4, "test-clients")
     yield workers
     workers.shutdown()
 
@@ -297,7 +297,7 @@ async def test_a_token_of_google_is_renewed_in_a_thread(given: Given) -> None:
             await client.put("b", b"x")
         assert sorted(sim.objects("bucket")) == ["run/a", "run/b"]
     assert len(token.threads) == 1
-    assert token.threads[0].startswith("asyncckpt-test")
+    assert token.threads[0].startswith("test-clients")
 
 
 async def test_who_is_not_let_in_is_told_why(given: Given) -> None:

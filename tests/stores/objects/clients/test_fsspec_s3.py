@@ -37,7 +37,7 @@ def sim() -> Iterator[Simulator]:
 
 @pytest.fixture
 def workers() -> Iterator[Workers]:
-    workers = Workers(4, "asyncckpt-test")
+    workers = Workers(4, "test-clients")
     yield workers
     workers.shutdown()
 

@@ -51,7 +51,7 @@ def stuck() -> Iterator[Stuck]:
 @pytest.fixture
 def workers() -> Iterator[Workers]:
     """One thread; whoever is stuck in it must have been given up when the test ends."""
-    workers = Workers(1, "asyncckpt-test")
+    workers = Workers(1, "test-clients")
     yield workers
     ended = threading.Thread(target=workers.shutdown, daemon=True)
     ended.start()

@@ -151,7 +151,7 @@ async def test_memory_of_a_cancelled_body_is_discarded_and_its_budget_returns(
 ) -> None:
     """As the pipeline does it: the slot is forgotten; the budget returns with its memory."""
     client = client_of(slow)
-    workers = Workers(2, "asyncckpt-test")
+    workers = Workers(2, "test-clients")
     try:
         budget = ByteBudget(BODY_NBYTES)
         pool = SlotPool(

@@ -43,7 +43,7 @@ REGION = {"client_kwargs": {"region_name": "us-east-1"}}
 
 @pytest.fixture
 def workers() -> Iterator[Workers]:
-    workers = Workers(2, "asyncckpt-test")
+    workers = Workers(2, "test-clients")
     yield workers
     workers.shutdown()
 

@@ -44,7 +44,7 @@ def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def workers() -> Iterator[Workers]:
-    workers = Workers(2, "asyncckpt-test")
+    workers = Workers(2, "test-clients")
     yield workers
     workers.shutdown()
 

@@ -37,7 +37,7 @@ ARN = "arn:aws:s3:us-west-2:123456789012:accesspoint/mine"
 
 @pytest.fixture
 def workers() -> Iterator[Workers]:
-    workers = Workers(2, "asyncckpt-test")
+    workers = Workers(2, "test-clients")
     yield workers
     workers.shutdown()
 

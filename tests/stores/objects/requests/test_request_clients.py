@@ -25,7 +25,7 @@ from tests.stores.objects.stores import UNRACED
 async def opened(
     sim: Simulator, library: str, *, policy: RequestPolicy = HASTY
 ) -> AsyncIterator[Requests]:
-    workers = Workers(2, "asyncckpt-test")
+    workers = Workers(2, "test-clients")
     if library == "gcsfs":
         url, options = "gs://bucket/run", {**sim.gcs_options()}
     elif library == "obstore":
