@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from asyncckpt.errors import StoreError
+from asyncckpt.ports import Removal
 from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.testing.faults import Fault, FaultAttempt, FaultStore, Operation
 
@@ -25,6 +28,7 @@ class CrashStore(FaultStore):
         self.down = False
         self.applied: list[Operation] = []
         self._attempts: list[FaultAttempt] = []
+        self._removals: list[Any] = []
         self._dies_at = 0
         self._after = False
 
@@ -80,6 +84,19 @@ class CrashStore(FaultStore):
             self._attempts.append(attempt := CrashAttempt(self, inner))
         return attempt
 
+    async def unlist(self, name: str) -> Removal:
+        """As the inner store; a dead process removes no bytes."""
+        async with self.operation("unlist", name):
+            removal = await self.inner.unlist(name)
+            self._removals.append(removal)
+
+        async def remove() -> None:
+            async with self.operation("remove", name):
+                self._removals.remove(removal)
+                await removal()
+
+        return remove
+
     def bury(self) -> None:
         """What the kernel does for a dead process: descriptors are closed, so that locks are free.
 
@@ -89,6 +106,8 @@ class CrashStore(FaultStore):
             for file in attempt._inner._files:  # type: ignore[attr-defined]
                 file.close()
             attempt._inner._release()  # type: ignore[attr-defined]
+        for removal in self._removals:
+            os.close(removal.args[-1])
 
 
 class CrashAttempt(FaultAttempt):

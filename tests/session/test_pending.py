@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import pytest
 
 import asyncckpt
 from asyncckpt.errors import SaveAbortedError, StoreError, UsageError
-from tests.script import Script
+from asyncckpt.stores.local import publish as publishing
+from tests.script import Script, in_thread
 
 pytestmark = pytest.mark.usefixtures("no_blocking")
 
@@ -130,14 +133,24 @@ async def test_cancel_aborts_the_save_and_leaves_nothing(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_cancelling_a_save_whose_publication_has_begun_commits_it(tmp_path: Path) -> None:
+async def test_cancelling_a_save_whose_publication_has_begun_commits_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def held(rename: Callable[..., None], *names: str) -> None:
+        begun.set()
+        assert go.wait(60)
+        landed(rename, *names)
+
+    landed = publishing.landed
+    monkeypatch.setattr(publishing, "landed", held)
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:
-        publish = Script(ckpt).hold("publish")
         pending = await ckpt.start_save(1, tree())
-        await publish.reached()
+        assert await in_thread(lambda: begun.wait(60))
         assert pending.cancel()
         assert pending.cancel()
-        publish.go()
+        go.set()
         assert (await pending).step == 1
         assert await ckpt.steps() == [1]
 
