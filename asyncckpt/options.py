@@ -32,7 +32,7 @@ ALIGNED_CHUNK_NBYTES = 1 * MIB
 """Chunks from this size on start on a page of the data file; below, packing matters more."""
 
 INLINE_NBYTES = 1 * KIB
-"""Stored values up to this size are kept in the B+tree itself: one read serves thousands of them."""
+"""Stored values up to this size live in the B+tree itself: one read serves thousands of them."""
 
 DEFAULT_CHUNK_NBYTES = 16 * MIB
 """The unit of reading, checking and decoding. 16 MiB reaches 80 % of a stream on object stores
