@@ -168,7 +168,11 @@ class PendingParts(NamedTuple):
 
 
 class ObjectClient(Protocol):
-    """A prefix of a bucket, through one client library. Bound to one event loop."""
+    """A prefix of a bucket, through one client library. Bound to one event loop.
+
+    Conditional changes and multipart uploads are refused unless a client overrides them, as its
+    traits say.
+    """
 
     url: str
     traits: ClientTraits
@@ -198,11 +202,8 @@ class ObjectClient(Protocol):
     async def version(self, key: str) -> str:
         """Return what identifies the object's present contents: an ETag (S3) or generation (GCS).
 
-        Only with `conditional_replace` or `conditional_delete`. To read and then replace, ask for
-        the version first: a change in between then makes the replacement fail.
-
-        Raises:
-            RequestError: `missing`.
+        To read and then replace, ask for the version first: a change in between then makes the
+        replacement fail. Raises `RequestError`: `missing`.
         """
         ...
 
@@ -216,7 +217,7 @@ class ObjectClient(Protocol):
             RequestError: `exists` if it has another version, `missing` (S3) or `exists` (GCS) if
                 it was deleted, `conflict` while another conditional write is in progress.
         """
-        ...
+        raise _lacking(self, "conditional replacement")
 
     async def delete_version(self, key: str, *, version: str) -> None:
         """Delete the object, only if it still has this version. A missing one is no error.
@@ -224,7 +225,7 @@ class ObjectClient(Protocol):
         Raises:
             RequestError: `exists` if it has another version, `conflict` as in `replace`.
         """
-        ...
+        raise _lacking(self, "conditional deletion")
 
     async def list(self, prefix: str, *, recursive: bool, limit: int) -> list[Listed]:
         """Return the entries below `prefix` (without `/` at its end) by key, never from a cache.
@@ -241,14 +242,14 @@ class ObjectClient(Protocol):
 
     async def begin_parts(self, key: str, *, create: bool = False) -> str:
         """Open a multipart upload and return its id; `create` as in `complete_parts`."""
-        ...
+        raise _lacking(self, "multipart uploads")
 
     async def put_part(self, key: str, upload: str, number: int, offset: int, body: Body) -> str:
         """Store part `number` (from 0), which begins at `offset` of the object.
 
         Returns what `complete_parts` needs to know about it.
         """
-        ...
+        raise _lacking(self, "multipart uploads")
 
     async def complete_parts(
         self, key: str, upload: str, tags: Sequence[str], *, create: bool = False
@@ -258,16 +259,20 @@ class ObjectClient(Protocol):
         With `create`, given here and in `begin_parts`, only if there is none, where the client
         has `conditional_create`; else `RequestError`: `exists`.
         """
-        ...
+        raise _lacking(self, "multipart uploads")
 
     async def abort_parts(self, key: str, upload: str) -> None:
         """Delete the upload and its parts. A missing upload is no error."""
-        ...
+        raise _lacking(self, "multipart uploads")
 
     async def pending_parts(self, prefix: str) -> Sequence[PendingParts]:
         """Return open uploads below `prefix`; none if the client cannot list them."""
-        ...
+        return []
 
     async def close(self) -> None:
         """Close sessions and connections. Idempotent."""
         ...
+
+
+def _lacking(client: ObjectClient, ability: str) -> RequestError:
+    return RequestError("invalid", f"{client.traits.name} offers no {ability}")

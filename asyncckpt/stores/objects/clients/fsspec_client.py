@@ -18,7 +18,7 @@ from asyncckpt.stores.objects.clients.client import (
     ClientTraits,
     Kind,
     Listed,
-    PendingParts,
+    ObjectClient,
     RequestError,
 )
 from asyncckpt.stores.objects.clients.fsspec_session import FilesystemSession
@@ -44,7 +44,7 @@ _MEMORY_LOCK = threading.Lock()
 """Held by every write to a memory filesystem: all in a process share one dictionary."""
 
 
-class FsspecClient:
+class FsspecClient(ObjectClient):
     """Objects below a path of an fsspec filesystem.
 
     Methods of an async filesystem run on its loop, those of others in worker threads. Libraries
@@ -58,10 +58,6 @@ class FsspecClient:
         hidden: texts that no error repeats.
         endpoint: host of the server, for errors.
     """
-
-    # Whether objects are in directories that have to be made first. On S3 and GCS the "directory"
-    # would be the bucket.
-    _directories = True
 
     def __init__(
         self,
@@ -87,7 +83,7 @@ class FsspecClient:
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         """See `ObjectClient`; `create` is refused where the traits do not declare it."""
         if create and not self.traits.conditional_create:
-            raise self._without("conditional creation")
+            raise RequestError("invalid", f"{self.traits.name} offers no conditional creation")
         if not self._warned:
             self._warned = True
             log.warning(
@@ -121,12 +117,6 @@ class FsspecClient:
     async def version(self, key: str) -> str:
         return _version(await self._described(key))
 
-    async def replace(self, key: str, body: Body, *, version: str) -> None:
-        raise self._without("conditional replacement")
-
-    async def delete_version(self, key: str, *, version: str) -> None:
-        raise self._without("conditional deletion")
-
     async def list(self, prefix: str, *, recursive: bool, limit: int) -> Listing:
         """See `ObjectClient`; libraries read all pages, whatever the limit."""
         path = self._path(prefix)
@@ -147,42 +137,18 @@ class FsspecClient:
         """See `ObjectClient`; one request for each object, several at once."""
         await each(self._delete, keys)
 
-    async def begin_parts(self, key: str, *, create: bool = False) -> str:
-        raise self._without("multipart uploads")
-
-    async def put_part(self, key: str, upload: str, number: int, offset: int, body: Body) -> str:
-        raise self._without("multipart uploads")
-
-    async def complete_parts(
-        self, key: str, upload: str, tags: Sequence[str], *, create: bool = False
-    ) -> None:
-        raise self._without("multipart uploads")
-
-    async def abort_parts(self, key: str, upload: str) -> None:
-        raise self._without("multipart uploads")
-
-    async def pending_parts(self, prefix: str) -> Sequence[PendingParts]:
-        """See `ObjectClient`; none here."""
-        return []
-
     async def close(self) -> None:
         await self._session.close()
 
     # ------------------------------------------------------------------------------- for subclasses
 
     async def _put(self, key: str, data: bytes | bytearray, create: bool) -> None:
-        path, options = self._path(key), self._put_options(len(data), create)
+        path = self._path(key)
         try:
-            await self._session.call("_pipe_file", path, data, **options)
-        except FileNotFoundError:
-            if not self._directories:
-                raise
+            await self._session.call("_pipe_file", path, data)
+        except FileNotFoundError:  # the directory of the object has to be made first
             await self._session.call("_makedirs", path.rpartition("/")[0], exist_ok=True)
-            await self._session.call("_pipe_file", path, data, **options)
-
-    def _put_options(self, nbytes: int, create: bool) -> dict[str, Any]:
-        """Return arguments of `_pipe_file` with which it makes one request."""
-        return {}
+            await self._session.call("_pipe_file", path, data)
 
     async def _as_bytes(self, body: Body) -> bytes | bytearray:
         if isinstance(body, bytes | bytearray):
@@ -218,9 +184,6 @@ class FsspecClient:
         finally:
             del failure  # a cycle of error and frame would hold the body until it is collected
 
-    def _without(self, ability: str) -> RequestError:
-        return RequestError("invalid", f"{self.traits.name} offers no {ability}")
-
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}" if key else self._root or "/"
 
@@ -251,8 +214,6 @@ class FsspecClient:
 
 class MemoryClient(FsspecClient):
     """Objects of the memory filesystem of this process, which several clients may share."""
-
-    _directories = False
 
     async def _put(self, key: str, data: bytes | bytearray, create: bool) -> None:
         filesystem, path = await self._session.filesystem(), self._path(key)
