@@ -227,7 +227,7 @@ class Measurement:
             sent = await self._requests.put(_named(f"{self._below}/small-{number}"), body)
             await self._requests.get(sent.key, 0, SMALL_NBYTES)
             self._moved(2 * SMALL_NBYTES)
-        put, get = self._requests.controller("put"), self._requests.controller("get")
+        put, get = self._requests.controllers["put"], self._requests.controllers["get"]
         return put.estimate.latency_s, get.estimate.latency_s
 
     async def _point(self, key: str, point: GridPoint) -> None:

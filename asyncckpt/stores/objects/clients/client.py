@@ -177,6 +177,9 @@ class ObjectClient(Protocol):
     url: str
     traits: ClientTraits
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.traits.name}, {self.url!r})"
+
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         """Store `body` as the object, durable and visible; with `create`, only if there is none.
 

@@ -77,9 +77,6 @@ class FsspecClient(ObjectClient):
         self._endpoint = endpoint
         self._warned = traits.conditional_create
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.traits.name}, {self.url!r})"
-
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         """See `ObjectClient`; `create` is refused where the traits do not declare it."""
         if create and not self.traits.conditional_create:

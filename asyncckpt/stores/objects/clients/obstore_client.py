@@ -173,9 +173,6 @@ class ObstoreClient(ObjectClient):
         self._held: list[weakref.ref[memoryview]] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(obstore, {self.url!r})"
-
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         """See `ObjectClient`.
 

@@ -24,17 +24,6 @@ class ConcurrencyController:
         hedges_spent: second requests made so far.
     """
 
-    __slots__ = (
-        "_fixed",
-        "_policy",
-        "_tokens",
-        "estimate",
-        "gate",
-        "hedges_in_flight",
-        "hedges_spent",
-        "tuner",
-    )
-
     def __init__(self, policy: RequestPolicy) -> None:
         self._policy = policy
         self._fixed: int | None = None
@@ -44,9 +33,6 @@ class ConcurrencyController:
         self.gate = Limiter(self.tuner.streams)
         self.hedges_in_flight = 0
         self.hedges_spent = 0
-
-    def __repr__(self) -> str:
-        return f"ConcurrencyController({self.gate!r}, {self.estimate!r})"
 
     @property
     def fixed(self) -> int | None:
