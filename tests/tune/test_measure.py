@@ -21,11 +21,12 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.options import GIB, KIB, MIB
 from asyncckpt.reports import Progress
 from asyncckpt.stores.objects.clients.opening import open_client
-from asyncckpt.stores.objects.requests.policy import HASTY, RequestPolicy
+from asyncckpt.stores.objects.requests.policy import RequestPolicy
 from asyncckpt.stores.objects.requests.requests import Requests
 from asyncckpt.tune.measure import POLICY, Measurement
 from asyncckpt.tune.recommend import GridPoint
 from tests.simulator import Fault, Gate, Simulator, simulator
+from tests.stores.objects.hasty import HASTY
 
 FEW = 65 * MIB
 """Enough for the first point, a shorter one, and none of the large ones."""

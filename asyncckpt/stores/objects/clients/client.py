@@ -110,28 +110,24 @@ class ClientTraits:
         conditional_delete: `delete_version` is available.
         repeats: the library below may repeat a PUT by itself whose response was lost, so that the
             refusal of a conditional one does not tell that nothing was written.
-        put_max_nbytes: largest body of one `put`.
+        put_max_nbytes: largest body of one `put`; Azure takes 5,000 MiB, others more.
         multipart: the client can send objects in parts.
         parallel_parts: parts may be sent in any order and concurrently.
         part_min_nbytes: smallest part other than the last; parts are multiples of
             `part_multiple_nbytes`.
-        part_max_nbytes: largest part.
         part_max_count: most parts of an object.
-        modified: `list` returns modification times.
     """
 
     name: str
     put_copies: int = 1
     get_copies: int = 1
     conditional_create: bool = False
-    put_max_nbytes: int = 5 * GIB
+    put_max_nbytes: int = 4 * GIB
     multipart: bool = False
     parallel_parts: bool = False
     part_min_nbytes: int = 5 * MIB
     part_multiple_nbytes: int = 1
-    part_max_nbytes: int = 5 * GIB
     part_max_count: int = 9_000
-    modified: bool = True
     conditional_replace: bool = False
     conditional_delete: bool = False
     repeats: bool = False

@@ -18,7 +18,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
-from asyncckpt.options import GIB, KIB
+from asyncckpt.options import KIB
 from asyncckpt.stores.objects.clients.classification import request_error, status_error
 from asyncckpt.stores.objects.clients.client import Body, ClientTraits, PendingParts, RequestError
 from asyncckpt.stores.objects.clients.fsspec_client import FsspecClient, seconds
@@ -47,11 +47,9 @@ GCS_TRAITS = ClientTraits(
     conditional_create=True,
     conditional_replace=True,
     conditional_delete=True,
-    put_max_nbytes=64 * GIB,
     multipart=True,
     part_min_nbytes=PART_UNIT_NBYTES,
     part_multiple_nbytes=PART_UNIT_NBYTES,
-    part_max_nbytes=64 * GIB,
     part_max_count=1_000_000,
 )
 

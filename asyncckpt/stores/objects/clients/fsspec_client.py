@@ -11,7 +11,7 @@ from traceback import clear_frames
 from typing import Any, TypeVar
 
 from asyncckpt.errors import AsyncCheckpointError
-from asyncckpt.options import GIB, KIB
+from asyncckpt.options import KIB
 from asyncckpt.stores.objects.clients.classification import request_error
 from asyncckpt.stores.objects.clients.client import (
     Body,
@@ -223,14 +223,6 @@ class MemoryClient(FsspecClient):
                 filesystem.pipe_file(path, bytes(data))
 
         await self._session.in_thread(put)
-
-
-MEMORY_TRAITS = ClientTraits("memory", conditional_create=True, put_max_nbytes=64 * GIB)
-
-
-def generic_traits(name: str) -> ClientTraits:
-    """Return the traits that every filesystem has."""
-    return ClientTraits(name, get_copies=2, put_max_nbytes=64 * GIB)
 
 
 async def each(delete: Callable[[str], Awaitable[None]], keys: Sequence[str]) -> None:

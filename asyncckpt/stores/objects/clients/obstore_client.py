@@ -21,7 +21,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from asyncckpt.options import GIB
 from asyncckpt.stores.objects.clients.classification import obstore_error
 from asyncckpt.stores.objects.clients.client import (
     Body,
@@ -159,7 +158,6 @@ class ObstoreClient(ObjectClient):
             get_copies=2,
             conditional_create=name != "HTTPStore",
             conditional_replace=self._is_gcs or self._is_s3,
-            put_max_nbytes=4 * GIB,  # Azure stores at most 5,000 MiB by one request
         )
         self._api = obstore
         self._store: Any = store

@@ -23,13 +23,11 @@ from asyncckpt.errors import UsageError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.objects.clients import fsspec_apis
 from asyncckpt.stores.objects.clients.classification import hidden_values, request_error
-from asyncckpt.stores.objects.clients.client import ObjectClient
+from asyncckpt.stores.objects.clients.client import ClientTraits, ObjectClient
 from asyncckpt.stores.objects.clients.fsspec_apis import GcsClient, GcsSession, S3Client
 from asyncckpt.stores.objects.clients.fsspec_client import (
-    MEMORY_TRAITS,
     FsspecClient,
     MemoryClient,
-    generic_traits,
 )
 from asyncckpt.stores.objects.clients.fsspec_session import FilesystemSession, is_async, made_again
 from asyncckpt.stores.objects.clients.obstore_client import (
@@ -290,8 +288,12 @@ def _client(
         return S3Client(session, str(url), path, **shown)
     root = kind._strip_protocol(str(url))
     if url.scheme == "memory":
-        return MemoryClient(session, str(url), root, traits=MEMORY_TRAITS, **shown)
-    return FsspecClient(session, str(url), root, traits=generic_traits(kind.__name__), **shown)
+        return MemoryClient(
+            session, str(url), root, traits=ClientTraits("memory", conditional_create=True), **shown
+        )
+    return FsspecClient(
+        session, str(url), root, traits=ClientTraits(kind.__name__, get_copies=2), **shown
+    )
 
 
 def _not_opened(url: Url, options: Mapping[str, Any], error: Exception) -> Exception:

@@ -107,13 +107,3 @@ class RequestPolicy:
     def deadline_s(self, nbytes: int) -> float:
         """Return the seconds that the first try of a request with a body of `nbytes` gets."""
         return max(self.timeout_s, nbytes / self.floor_nbytes_per_s)
-
-
-HASTY = RequestPolicy(
-    timeout_s=2.0,
-    floor_nbytes_per_s=64.0 * MIB,
-    list_timeout_s=5.0,
-    retry=RetryPolicy(tries=6, total_s=20.0, backoff_s=0.01, backoff_cap_s=0.1),
-    hedge_cold_s=0.2,
-)
-"""Policy for tests: servers on the same machine that fail on purpose."""

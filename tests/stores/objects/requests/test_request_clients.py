@@ -13,9 +13,10 @@ import pytest
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.clients.opening import open_client
-from asyncckpt.stores.objects.requests.policy import HASTY, RequestPolicy, RetryPolicy
+from asyncckpt.stores.objects.requests.policy import RequestPolicy, RetryPolicy
 from asyncckpt.stores.objects.requests.requests import Requests, Sent
 from tests.simulator import LOOPBACK, Fault, Gate, Simulator
+from tests.stores.objects.hasty import HASTY
 from tests.stores.objects.scripted import name
 from tests.stores.objects.stores import UNRACED
 

@@ -9,9 +9,10 @@ import pytest
 
 from asyncckpt.options import MIB
 from asyncckpt.stores.objects.clients.client import RequestError
-from asyncckpt.stores.objects.requests.policy import HASTY, RequestPolicy, RetryPolicy
+from asyncckpt.stores.objects.requests.policy import RequestPolicy, RetryPolicy
 from asyncckpt.stores.objects.requests.requests import Requests
 from asyncckpt.stores.objects.requests.sending import SILENT_S
+from tests.stores.objects.hasty import HASTY
 from tests.stores.objects.scripted import (
     AT_ONCE,
     SHORT,

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from asyncckpt.flow.shield import forget_frames
 from asyncckpt.options import KIB, MIB
 from asyncckpt.stores.objects.clients.client import Kind, RequestError
-from asyncckpt.stores.objects.requests.policy import HASTY
 from asyncckpt.stores.objects.requests.requests import Sent
+from tests.stores.objects.hasty import HASTY
 from tests.stores.objects.scripted import (
     AT_ONCE,
     SHORT,
