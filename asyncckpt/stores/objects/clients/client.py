@@ -142,7 +142,6 @@ class Listed(NamedTuple):
         is_prefix: whether the entry is a common prefix.
         modified_s: seconds since 1970 when the object was written, by the server's clock; 0.0
             if unknown.
-        version: as `ObjectClient.version`; "" where listings do not contain it.
         checksum: the server's tag of the contents (S3: ETag, GCS: MD5); equal for two objects of
             one bucket with equal bytes that were each sent by one PUT; "" if unknown.
     """
@@ -151,7 +150,6 @@ class Listed(NamedTuple):
     nbytes: int
     is_prefix: bool = False
     modified_s: float = 0.0
-    version: str = ""
     checksum: str = ""
 
 

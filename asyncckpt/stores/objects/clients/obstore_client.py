@@ -391,13 +391,11 @@ class ObstoreClient(ObjectClient):
         return found
 
     def _listed(self, meta: Any) -> Listed:
-        etag = meta["e_tag"] or ""
         return Listed(
             self._key(meta["path"]),
             meta["size"],
             modified_s=meta["last_modified"].timestamp(),
-            version=etag if self._is_s3 else "",
-            checksum=etag.strip('"') if self._is_s3 or self._is_gcs else "",
+            checksum=(meta["e_tag"] or "").strip('"') if self._is_s3 or self._is_gcs else "",
         )
 
     def _path(self, key: str) -> str:

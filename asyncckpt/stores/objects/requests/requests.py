@@ -172,9 +172,8 @@ class Requests(Sender):
         async def read() -> Body:
             body = await self.client.get(key, start, stop)
             if len(body) > nbytes:
-                raise RequestError(
-                    "invalid", f"{nbytes} bytes were requested and {len(body)} arrived"
-                )
+                text = f"{nbytes} bytes were requested and {len(body)} arrived"
+                raise RequestError("invalid", f"{text}: the store ignores ranges")
             return body
 
         return await self.send(read, direction="get", nbytes=nbytes, hedged=True)
@@ -227,14 +226,9 @@ class Requests(Sender):
         A try whose answer was lost may have begun one, which `pending_parts` lists. With `create`
         the object must be new, as in `complete_parts`.
         """
-        tries = 0
-
-        async def begin() -> str:
-            nonlocal tries
-            tries += 1
-            return await self.client.begin_parts(key, create=create)
-
-        return await self.send(begin), tries > 1
+        failed: Tried = []
+        begin = partial(self.client.begin_parts, key, create=create)
+        return await self.send(begin, failed=failed), bool(failed)
 
     async def put_part(
         self, key: str, upload: str, number: int, offset: int, body: Body
@@ -261,18 +255,18 @@ class Requests(Sender):
         Where the next try finds no such upload because an answer was lost, the object is looked
         up instead.
         """
-        tries = 0
+        failed: Tried = []
 
         async def complete() -> None:
-            nonlocal tries
-            tries += 1
             try:
                 await self.client.complete_parts(key, upload, tags, create=create)
             except RequestError as error:
-                if tries == 1:
+                if not failed:
                     raise
-                if error.kind == "exists" and await self._has_ended(key, upload):
-                    return  # an upload whose completion was refused stays open
+                if error.kind == "exists":
+                    pending = await self.client.pending_parts(key.rpartition("/")[0])
+                    if upload not in [found.upload for found in pending]:
+                        return  # an upload whose completion was refused stays open
                 if error.kind != "missing":
                     raise
                 try:
@@ -280,11 +274,7 @@ class Requests(Sender):
                 except RequestError as second:
                     raise (error if second.kind == "missing" else second) from None
 
-        await self.send(complete)
-
-    async def _has_ended(self, key: str, upload: str) -> bool:
-        pending = await self.client.pending_parts(key.rpartition("/")[0])
-        return upload not in [found.upload for found in pending]
+        await self.send(complete, failed=failed)
 
     async def abort_parts(self, key: str, upload: str) -> None:
         """Abort the upload and delete its parts."""

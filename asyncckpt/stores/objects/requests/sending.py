@@ -75,7 +75,7 @@ class Sender:
 
     def fix_streams(self, direction: Direction, streams: int | None) -> None:
         """Set the transfers in flight in one direction; None lets the tuner decide again."""
-        self.controllers[direction].fixed = streams
+        self.controllers[direction].fix(streams)
         fixed = sum(controller.fixed or 0 for controller in self.controllers.values())
         self.limiter.ceiling = max(self.policy.ceiling, fixed)
 
@@ -150,7 +150,8 @@ class Sender:
                     deadline_s=base_s,
                 )
                 if wait_s is None:
-                    raise _given_up(error, len(failed), spent_s) from error
+                    error.detail += f" (tried {len(failed)} times in {spent_s:.1f} s)"
+                    raise
                 spent_s += wait_s
                 logger.info(
                     "%s: %s; try %d of %d follows in %.2f s",
@@ -272,12 +273,3 @@ class Sender:
 def _moved_nbytes(direction: Direction, nbytes: int, answer: object) -> int:
     # What a read asked for may end past the object's end.
     return len(answer) if direction == "get" and isinstance(answer, Sized) else nbytes
-
-
-def _given_up(error: RequestError, tries: int, spent_s: float) -> RequestError:
-    return RequestError(
-        error.kind,
-        f"{error.detail} (tried {tries} times in {spent_s:.1f} s)",
-        status=error.status,
-        retry_after_s=error.retry_after_s,
-    )
