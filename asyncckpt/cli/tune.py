@@ -17,7 +17,7 @@ from asyncckpt.cli.terminal import AsJson, Yes, bar, print_json
 from asyncckpt.cli.transfer import size_nbytes
 from asyncckpt.errors import UsageError
 from asyncckpt.reports import nbytes_text, rate_text
-from asyncckpt.tune.recommend import MAX_NBYTES, MAX_S, STATE_NBYTES, TunePoint, TuneReport
+from asyncckpt.tune.recommend import MAX_NBYTES, MAX_S, TunePoint, TuneReport
 
 PLOT_INSTALL_LINE = 'pip install "asyncckpt[bench]"'
 
@@ -32,12 +32,6 @@ def tune(
         float,
         typer.Option("--max-seconds", help="Seconds after which it ends, with the results so far."),
     ] = MAX_S,
-    state: Annotated[
-        str,
-        typer.Option(
-            "--state", metavar="SIZE", help="Size of a state, for what auto would choose."
-        ),
-    ] = "",
     memory: Annotated[
         str, typer.Option("--memory", metavar="SIZE", help="Staging memory of a save.")
     ] = "",
@@ -71,7 +65,6 @@ def tune(
             url,
             max_nbytes=max_nbytes,
             max_s=max_seconds,
-            state_nbytes=size_nbytes("--state", state) or STATE_NBYTES,
             host_memory_nbytes=size_nbytes("--memory", memory),
             storage_options=options,
             progress=progress,
@@ -100,7 +93,6 @@ def _show(report: TuneReport) -> None:
         f"for restoring concurrency={report.read_concurrency}"
     )
     typer.echo(f"because {report.reason}")
-    typer.echo(_auto_text(report))
     for note in report.notes:
         typer.echo(tables.printable(note))
 
@@ -121,17 +113,6 @@ def _table(points: Sequence[TunePoint]) -> tables.Grid:
             for nbytes in sorted({point.nbytes for point in points})
         ],
     )
-
-
-def _auto_text(report: TuneReport) -> str:
-    text = (
-        f'"auto" makes of this, for a state of {nbytes_text(report.state_nbytes)}, '
-        f"{nbytes_text(report.auto_data_file_nbytes)} and {report.auto_concurrency} streams"
-    )
-    if report.auto_nbytes_per_s is None:
-        return text
-    share = report.auto_nbytes_per_s / report.best_nbytes_per_s
-    return f"{text}: {rate_text(report.auto_nbytes_per_s, 1.0)}, {share:.0%} of the best"
 
 
 # -------------------------------------------------------------------------------------- the plot
@@ -172,14 +153,6 @@ def save_plot(report: TuneReport, path: str) -> None:
         if direction == "put":
             axes.set_ylabel("MB/s")
             axes.axvline(report.target_data_file_nbytes / 2**20, color="grey", linestyle=":")
-            if report.auto_nbytes_per_s is not None:
-                axes.plot(
-                    report.auto_data_file_nbytes / 2**20,
-                    report.auto_nbytes_per_s / 1e6,
-                    "k*",
-                    markersize=14,
-                    label="auto",
-                )
         axes.legend(title="streams")
     figure.suptitle(f"{report.location} ({report.client})")
     figure.savefig(path)

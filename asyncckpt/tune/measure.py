@@ -19,7 +19,7 @@ from typing import Any
 
 from asyncckpt.errors import StoreError, UsageError
 from asyncckpt.flow.shield import leading_error, to_completion, uninterrupted
-from asyncckpt.options import KIB, MIN_BUDGET_NBYTES, SLOT_NBYTES, default_budget_nbytes
+from asyncckpt.options import KIB, MIN_BUDGET_NBYTES, default_budget_nbytes
 from asyncckpt.reports import Progress, nbytes_text
 from asyncckpt.runtime import Runtime
 from asyncckpt.stores.objects.clients.client import RequestError
@@ -29,18 +29,13 @@ from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.requests.policy import RequestPolicy
 from asyncckpt.stores.objects.requests.requests import Requests
 from asyncckpt.stores.objects.requests.sending import Direction
-from asyncckpt.stores.objects.requests.sizes import Choice, choose
 from asyncckpt.tune.recommend import (
-    ASSUMED,
     MAX_NBYTES,
     MAX_S,
-    STATE_NBYTES,
     GridPoint,
     TunePoint,
     TuneReport,
-    auto_traffic,
     grid,
-    measured,
     reason,
     recommend,
 )
@@ -55,7 +50,6 @@ async def tune(
     *,
     max_nbytes: int = MAX_NBYTES,
     max_s: float = MAX_S,
-    state_nbytes: int = STATE_NBYTES,
     host_memory_nbytes: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
     progress: Callable[[Progress], None] | None = None,
@@ -69,7 +63,6 @@ async def tune(
         url: where checkpoints are to be kept, for example ``"s3://bucket/run"``.
         max_nbytes: bytes to move at most, written and read together.
         max_s: seconds after which the measurement ends with what it has.
-        state_nbytes: size of the state for which the automatic choice is computed.
         host_memory_nbytes: as for saving: bytes that may be in flight.
         storage_options: options of the file system.
         progress: called on the engine's thread with a `Progress`.
@@ -89,20 +82,26 @@ async def tune(
     for name, value in (
         ("max_nbytes", max_nbytes),
         ("max_s", max_s),
-        ("state_nbytes", state_nbytes),
         ("host_memory_nbytes", 1 if host_memory_nbytes is None else host_memory_nbytes),
     ):
-        _check_positive(name, value)
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < math.inf
+        ):
+            raise UsageError(f"{name}={value!r}: pass a positive number", found=value)
     runtime = Runtime("asyncckpt-tune", host_memory_nbytes=MIN_BUDGET_NBYTES)
 
     async def run() -> TuneReport:
-        client = await runtime.engine.io.run(_open, url, storage_options, runtime)
+        workers = runtime.engine.io
+        client = await workers.run(
+            open_client, url, storage_options=storage_options, workers=workers
+        )
         try:
             work = Measurement(
                 Requests(client, policy=POLICY),
                 max_nbytes=int(max_nbytes),
                 max_s=max_s,
-                state_nbytes=int(state_nbytes),
                 budget_nbytes=max(MIN_BUDGET_NBYTES, host_memory_nbytes or default_budget_nbytes()),
                 body=lambda nbytes: runtime.engine.compute.run(_random_body, nbytes),
                 progress=progress,
@@ -138,16 +137,12 @@ class Measurement:
         *,
         max_nbytes: int,
         max_s: float,
-        state_nbytes: int,
         budget_nbytes: int,
         body: Callable[[int], Coroutine[Any, Any, bytes]],
         progress: Callable[[Progress], None] | None = None,
     ) -> None:
         self._requests = requests
-        self._max_nbytes = max_nbytes
         self._max_s = max_s
-        self._state_nbytes = state_nbytes
-        self._budget_nbytes = budget_nbytes
         self._body = body
         self._progress = progress
         self._below = f"asyncckpt-tune-{uuid.uuid4().hex}"
@@ -187,12 +182,12 @@ class Measurement:
         try:
             async with asyncio.timeout(self._max_s):
                 latencies = await self._small()
-                await self._grid(begun_s + self._max_s)
-                auto = self._auto(latencies[0])
-                again = GridPoint(auto.window_nbytes, auto.concurrency, auto.concurrency)
-                left = self._max_nbytes - self._moved_nbytes
-                if measured(points, auto) is None and again.moved_nbytes <= left:
-                    await self._point(f"{self._below}/auto", again)
+                for number, planned in enumerate(self.planned):
+                    # Time in both directions at the best rate so far: more streams can do no worse.
+                    best = max((point.nbytes_per_s for point in points), default=math.inf)
+                    left_s = begun_s + self._max_s - time.perf_counter()
+                    if planned.moved_nbytes / best <= left_s:
+                        await self._point(f"{self._below}/{number}", planned)
         except TimeoutError:
             if not points:
                 raise StoreError(
@@ -208,8 +203,6 @@ class Measurement:
                 f"{done} of {len(self.planned)} points were measured within {self._max_s:g} s; "
                 "allow more time for the others",
             )
-        auto = self._auto(latencies[0])
-        same = measured(points, auto)
         chosen = recommend(points, "put")
         return TuneReport(
             location=self._requests.url,
@@ -222,42 +215,10 @@ class Measurement:
             read_concurrency=recommend(points, "get").streams,
             nbytes_per_s=chosen.nbytes_per_s,
             reason=reason(points, chosen),
-            state_nbytes=self._state_nbytes,
-            auto_data_file_nbytes=auto.data_file_nbytes,
-            auto_concurrency=auto.concurrency,
-            auto_nbytes_per_s=None if same is None else same.nbytes_per_s,
             moved_nbytes=self._moved_nbytes,
             total_s=time.perf_counter() - begun_s,
             notes=notes,
         )
-
-    async def _grid(self, end_s: float) -> None:
-        """Measure the planned points that there is time for."""
-        for number, planned in enumerate(self.planned):
-            if self._points:
-                # Time in both directions at the best rate so far: more streams can do no worse.
-                best = max(point.nbytes_per_s for point in self._points)
-                if time.perf_counter() + planned.moved_nbytes / best > end_s:
-                    continue
-            await self._point(f"{self._below}/{number}", planned)
-
-    def _auto(self, latency_s: float) -> Choice:
-        """Return what a save would choose by itself, once an earlier one had measured this."""
-        traits = self._requests.traits
-        choice: Choice | None = None
-        for traffic in (ASSUMED, auto_traffic(self._points, latency_s)):
-            if traffic is not None:
-                choice = choose(
-                    self._state_nbytes,
-                    traffic,
-                    budget_nbytes=self._budget_nbytes,
-                    copies=traits.put_copies,
-                    slot_nbytes=SLOT_NBYTES,
-                    put_max_nbytes=traits.put_max_nbytes,
-                    last=choice,
-                )
-        assert choice is not None
-        return choice
 
     async def _small(self) -> tuple[float, float]:
         """Return the latencies of writing and reading."""
@@ -266,7 +227,7 @@ class Measurement:
             sent = await self._requests.put(_named(f"{self._below}/small-{number}"), body)
             await self._requests.get(sent.key, 0, SMALL_NBYTES)
             self._moved(2 * SMALL_NBYTES)
-        put, get = self._requests.controller("put"), self._requests.controller("get")
+        put, get = self._requests.controllers["put"], self._requests.controllers["get"]
         return put.estimate.latency_s, get.estimate.latency_s
 
     async def _point(self, key: str, point: GridPoint) -> None:
@@ -283,19 +244,17 @@ class Measurement:
         async def get(number: int) -> None:
             await self._requests.get(keys[number], 0, point.nbytes)
 
-        rate = await self._rate("put", point, put)
-        self._points.append(TunePoint("put", point.nbytes, point.streams, rate))
-        rate = await self._rate("get", point, get)
-        self._points.append(TunePoint("get", point.nbytes, point.streams, rate))
+        await self._direction("put", point, put)
+        await self._direction("get", point, get)
         await self._requests.delete(keys)
 
-    async def _rate(
+    async def _direction(
         self,
         direction: Direction,
         point: GridPoint,
         request: Callable[[int], Coroutine[Any, Any, None]],
-    ) -> float:
-        """Return the bytes per second of a point's streams together, while all are busy."""
+    ) -> None:
+        """Measure the bytes per second of a point's streams together, while all are busy."""
         self._requests.fix_streams(direction, point.streams)
         numbers = iter(range(point.requests))
         seconds: list[float] = []
@@ -315,7 +274,8 @@ class Measurement:
             raise leading_error(errors) from None
         # Neither the last one to end nor the mean: one slow request in a hundred would decide, by
         # whether a point of sixteen requests has met it.
-        return point.streams * point.nbytes / statistics.median(seconds)
+        rate = point.streams * point.nbytes / statistics.median(seconds)
+        self._points.append(TunePoint(direction, point.nbytes, point.streams, rate))
 
     async def _remove(self) -> None:
         """Delete everything below the prefix, including objects whose responses were lost."""
@@ -339,10 +299,6 @@ class Measurement:
 _SMALLEST = min(point.moved_nbytes for point in grid(1 << 60, 1 << 60, 0))
 
 
-def _open(url: str, storage_options: Mapping[str, Any] | None, runtime: Runtime) -> Any:
-    return open_client(url, storage_options=storage_options, workers=runtime.engine.io)
-
-
 def _named(key: str) -> Callable[[int], str]:
     return lambda number: f"{key}.r{number}"
 
@@ -350,8 +306,3 @@ def _named(key: str) -> Callable[[int], str]:
 def _random_body(nbytes: int) -> bytes:
     block = random.Random(0).randbytes(1 << 20)
     return block * (nbytes >> 20) + block[: nbytes & ((1 << 20) - 1)]
-
-
-def _check_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise UsageError(f"{name}={value!r}: pass a positive number", found=value)

@@ -11,22 +11,12 @@ from typing import Literal, NamedTuple
 
 from asyncckpt.options import GIB, MIB
 from asyncckpt.reports import nbytes_text, rate_text
-from asyncckpt.stores.objects.requests.sizes import (
-    ASSUMED_LATENCY_S,
-    ASSUMED_STREAM_NBYTES_PER_S,
-    Choice,
-    Traffic,
-)
 
 MAX_NBYTES = 16 * GIB
 """Bytes moved at most in both directions; two thirds of them for the grid's axes."""
 
 MAX_S = 120.0
 """Seconds after which the measurement ends with what it has."""
-
-STATE_NBYTES = 16 * GIB
-"""The state for which the automatic choice is computed: large enough that its size does not
-matter."""
 
 SIZES_MIB = (16, 64, 8, 32, 128, 4)
 STREAMS = (16, 32, 8, 4, 1)
@@ -37,9 +27,6 @@ FIRST = (4, 4)
 
 LEAST_REQUESTS = 4
 """Requests that make a point; with fewer, one slow request would decide."""
-
-GAIN = 1.08
-"""Gain with which more streams are used, as by the concurrency tuner."""
 
 NEAR = 0.95
 """Share of the best rate that is as good as the best: repeated points differ by this much."""
@@ -96,10 +83,6 @@ class TuneReport:
         read_concurrency: recommended for `RestoreOptions.concurrency`.
         nbytes_per_s: throughput of writing with the recommended values.
         reason: why these, in a sentence.
-        state_nbytes: size of the state for which the automatic choice was computed.
-        auto_data_file_nbytes: size that ``target_data_file_nbytes="auto"`` chooses.
-        auto_concurrency: likewise.
-        auto_nbytes_per_s: throughput of writing with those two; None where no time was left.
         moved_nbytes: bytes written and read.
         total_s: seconds taken.
         notes: remarks for a person.
@@ -115,10 +98,6 @@ class TuneReport:
     read_concurrency: int
     nbytes_per_s: float
     reason: str
-    state_nbytes: int
-    auto_data_file_nbytes: int
-    auto_concurrency: int
-    auto_nbytes_per_s: float | None
     moved_nbytes: int
     total_s: float
     notes: tuple[str, ...] = ()
@@ -188,35 +167,3 @@ def reason(points: Sequence[TunePoint], chosen: TunePoint) -> str:
         f"({best.streams} of {nbytes_text(best.nbytes)}: {rate_text(best.nbytes_per_s, 1.0)}) "
         "with less in memory"
     )
-
-
-def auto_traffic(points: Sequence[TunePoint], latency_s: float) -> Traffic | None:
-    """Return what a save would have measured of the link; None if too little was measured.
-
-    Saves begin with the first number of streams of the grid and use more if those carry more.
-    """
-    rates = {
-        point.streams: point.nbytes_per_s
-        for point in points
-        if point.direction == "put" and point.nbytes == SIZES_MIB[0] * MIB
-    }
-    start, more = STREAMS[:2]
-    if start not in rates:
-        return None
-    one_s = start * SIZES_MIB[0] * MIB / rates[start]
-    stream = SIZES_MIB[0] * MIB / max(one_s - latency_s, one_s / 10)
-    if more not in rates:
-        return Traffic(latency_s, stream, None, start)
-    if rates[more] >= GAIN * rates[start]:
-        return Traffic(latency_s, stream, None, more)
-    return Traffic(latency_s, stream, max(rates.values()), start)
-
-
-ASSUMED = Traffic(ASSUMED_LATENCY_S, ASSUMED_STREAM_NBYTES_PER_S, None, STREAMS[0])
-"""Assumptions of the first save of a `Checkpointer`."""
-
-
-def measured(points: Sequence[TunePoint], choice: Choice) -> TunePoint | None:
-    """Return the measurement of writing with this choice, None if there was none."""
-    wanted = ("put", choice.concurrency, choice.window_nbytes)
-    return next((p for p in points if (p.direction, p.streams, p.nbytes) == wanted), None)

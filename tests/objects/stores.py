@@ -16,9 +16,8 @@ from asyncckpt.options import KIB, MIB, PAGE_NBYTES, SaveOptions
 from asyncckpt.ports import Sizes
 from asyncckpt.stores.objects.clients.client import ObjectClient
 from asyncckpt.stores.objects.clients.opening import open_client
-from asyncckpt.stores.objects.requests.policy import RequestPolicy
+from asyncckpt.stores.objects.requests.policy import RequestPolicy, RetryPolicy
 from asyncckpt.stores.objects.requests.requests import Requests
-from asyncckpt.stores.objects.requests.retry import RetryPolicy
 from asyncckpt.stores.objects.store import ObjectStore
 from tests.simulator import Simulator
 from tests.stores.objects.stores import options_of

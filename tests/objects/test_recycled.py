@@ -19,8 +19,7 @@ from asyncckpt.ports import Sizes
 from asyncckpt.session.session import Session
 from asyncckpt.stores.objects.clients.client import Body
 from asyncckpt.stores.objects.datafile import ObjectDataFile
-from asyncckpt.stores.objects.requests.policy import RequestPolicy
-from asyncckpt.stores.objects.requests.retry import RetryPolicy
+from asyncckpt.stores.objects.requests.policy import RequestPolicy, RetryPolicy
 from asyncckpt.stores.objects.store import ObjectStore
 from tests.cancellation.points import assert_equal
 from tests.objects.stores import CLIENTS, SAVE_OPTIONS, Place, place, state
@@ -219,7 +218,7 @@ async def test_saves_that_failed_leave_memory_for_the_next_one_while_their_error
                         await ckpt.save(version, state(version))
                 errors.append(caught.value)
             at.sim.faults.clear()
-            store._requests._sender._policy = RequestPolicy()  # a busy machine may take its time
+            store._requests.policy = RequestPolicy()  # a busy machine may take its time
             async with asyncio.timeout(10):
                 await ckpt.save(99, state(99))
             assert len(errors) == pool.capacity + 2

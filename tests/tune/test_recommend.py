@@ -7,13 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncckpt.options import GIB, MIB
-from asyncckpt.stores.objects.requests.sizes import Choice
 from asyncckpt.tune.recommend import (
     MAX_NBYTES,
     TunePoint,
-    auto_traffic,
     grid,
-    measured,
     reason,
     recommend,
 )
@@ -66,24 +63,3 @@ def test_directions_are_judged_apart() -> None:
     assert recommend(both, "get").streams == 16
     with pytest.raises(ValueError, match="empty"):
         recommend(points({(16, 16): 100}), "get")
-
-
-def test_what_a_save_would_have_learnt_is_told_from_both_numbers_of_streams() -> None:
-    grew = auto_traffic(points({(16, 16): 1000, (16, 32): 1900}), 0.04)
-    assert grew is not None
-    assert (grew.streams, grew.link_nbytes_per_s) == (32, None)
-    full = auto_traffic(points({(16, 16): 1000, (16, 32): 1010}), 0.04)
-    assert full is not None
-    assert (full.streams, full.link_nbytes_per_s) == (16, 1010 * MIB)
-    # 16 streams carry 1000 MiB/s: a request of 16 MiB takes 0.256 s, of which 0.04 s are latency.
-    assert full.stream_nbytes_per_s == pytest.approx(16 * MIB / 0.216)
-    unknown = auto_traffic(points({(16, 16): 1000}), 0.04)
-    assert unknown is not None
-    assert unknown.link_nbytes_per_s is None
-    assert auto_traffic(points({(4, 4): 100}), 0.04) is None
-
-
-def test_only_a_measurement_of_the_very_choice_counts_for_it() -> None:
-    own = points({(16, 16): 100}) + points({(64, 16): 200}, "get")
-    assert measured(own, Choice(16 * MIB, 16 * MIB, 16, 1.0)) == own[0]
-    assert measured(own, Choice(64 * MIB, 64 * MIB, 16, 1.0)) is None

@@ -249,7 +249,7 @@ class ObjectFiles:
         Enough is one step more than the store lets through, so that the tuner can try that step.
         """
         self._requests.fix_streams("get", wanted)
-        return self._requests.controller("get").tuner.room if wanted is None else wanted
+        return self._requests.controllers["get"].tuner.room if wanted is None else wanted
 
     async def changed(self) -> Literal["deleted", "replaced"] | None:
         """Return whether the record that was read here has changed; None if not, or if none was.

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import logging
 
-from asyncckpt.errors import UsageError
 from asyncckpt.format.record import Outline
 from asyncckpt.stores.objects.clients.client import Listed, RequestError
 from asyncckpt.stores.objects.context import Context, read_record
@@ -44,16 +43,10 @@ async def remove_garbage(context: Context, older_than_s: float, *, dry_run: bool
     Uploads are returned as ``key?upload``.
 
     Raises:
-        UsageError: the client does not tell when objects were written.
-        RequestError: a request failed; what was removed until then stays removed.
+        RequestError: a request failed, or the store does not tell when objects were written; what
+            was removed until then stays removed.
     """
     requests = context.requests
-    if not requests.traits.modified:
-        raise UsageError(
-            f"{requests.url}: {requests.traits.name} does not tell when objects were written, so "
-            "that leftovers cannot be told from saves in progress; use another client",
-            location=requests.url,
-        )
     before_s = await _store_now_s(context) - older_than_s
     removed = await _uploads(context, before_s, dry_run=dry_run)
     probes = [

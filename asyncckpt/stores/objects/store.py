@@ -141,7 +141,7 @@ class ObjectStore:
         requests.fix_streams("put", concurrency)
         choice = choose(
             nbytes,
-            requests.controller("put").traffic,
+            requests.controllers["put"].traffic,
             budget_nbytes=budget_nbytes,
             copies=traits.put_copies,
             slot_nbytes=SLOT_NBYTES,

@@ -187,7 +187,7 @@ def open_export_file(
     traits = sending.context.requests.traits
     if nbytes > window_nbytes and (
         traits.multipart
-        and traits.part_min_nbytes <= window_nbytes <= traits.part_max_nbytes
+        and window_nbytes >= traits.part_min_nbytes
         and window_nbytes % traits.part_multiple_nbytes == 0
         and -(-nbytes // window_nbytes) <= traits.part_max_count
     ):

@@ -18,9 +18,9 @@ from asyncckpt.stores.objects.clients.client import (
     PendingParts,
     RequestError,
 )
-from asyncckpt.stores.objects.requests.policy import HASTY, RequestPolicy
+from asyncckpt.stores.objects.requests.policy import RequestPolicy, RetryPolicy
 from asyncckpt.stores.objects.requests.requests import Requests
-from asyncckpt.stores.objects.requests.retry import RetryPolicy
+from tests.stores.objects.hasty import HASTY
 
 AT_ONCE = replace(HASTY, retry=RetryPolicy(tries=4, backoff_s=0.0, backoff_cap_s=0.0))
 SHORT = replace(AT_ONCE, timeout_s=0.02, hedge_cold_s=60.0)
@@ -173,7 +173,7 @@ def name(number: int) -> str:
 def assert_at_rest(store: Requests, client: ScriptedClient) -> None:
     """Every request has ended and holds nothing."""
     assert (store.limiter.in_flight, store.limiter.waiting) == (0, 0)
-    assert all(store.controller(way).hedges_in_flight == 0 for way in ("put", "get"))
+    assert all(store.controllers[way].hedges_in_flight == 0 for way in ("put", "get"))
     assert client.running == 0
     assert client.ended == len(client.requests)
 

@@ -15,10 +15,11 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.objects.clients.client import ObjectClient
 from asyncckpt.stores.objects.clients.opening import open_client
 from asyncckpt.stores.objects.layout import is_probe
-from asyncckpt.stores.objects.requests.requests import HASTY, Requests
+from asyncckpt.stores.objects.requests.requests import Requests
 from asyncckpt.stores.objects.store import ObjectStore
 from asyncckpt.testing.conformance import expect, identity, outline_of, save_id_of
 from tests.simulator import Request, Simulator
+from tests.stores.objects.hasty import HASTY
 
 ROOT = "run"
 KINDS = ("s3fs", "gcsfs", "obstore")

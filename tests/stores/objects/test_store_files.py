@@ -169,7 +169,7 @@ async def test_reads_in_flight_are_as_asked_for_or_one_step_more_than_pay_off(
     async with opened("obstore", sim) as store:
         files = store.files("1")
         assert files.reads(None) == 24
-        climb = store._requests.controller("get").tuner
+        climb = store._requests.controllers["get"].tuner
         climb.observe(16, 1e9)
         assert files.reads(None) == 32
         for _ in range(LOOKS):

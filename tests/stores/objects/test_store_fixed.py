@@ -26,9 +26,7 @@ FIXED = FixedName.of("default/small", RIGHT, SOURCE)
 
 
 def entry(data: bytes, modified_s: float, checksum: str | None = None) -> Listed:
-    return Listed(
-        "", len(data), False, modified_s, "", md5_of(data) if checksum is None else checksum
-    )
+    return Listed("", len(data), False, modified_s, md5_of(data) if checksum is None else checksum)
 
 
 @pytest.mark.parametrize(

@@ -110,28 +110,24 @@ class ClientTraits:
         conditional_delete: `delete_version` is available.
         repeats: the library below may repeat a PUT by itself whose response was lost, so that the
             refusal of a conditional one does not tell that nothing was written.
-        put_max_nbytes: largest body of one `put`.
+        put_max_nbytes: largest body of one `put`; Azure takes 5,000 MiB, others more.
         multipart: the client can send objects in parts.
         parallel_parts: parts may be sent in any order and concurrently.
         part_min_nbytes: smallest part other than the last; parts are multiples of
             `part_multiple_nbytes`.
-        part_max_nbytes: largest part.
         part_max_count: most parts of an object.
-        modified: `list` returns modification times.
     """
 
     name: str
     put_copies: int = 1
     get_copies: int = 1
     conditional_create: bool = False
-    put_max_nbytes: int = 5 * GIB
+    put_max_nbytes: int = 4 * GIB
     multipart: bool = False
     parallel_parts: bool = False
     part_min_nbytes: int = 5 * MIB
     part_multiple_nbytes: int = 1
-    part_max_nbytes: int = 5 * GIB
     part_max_count: int = 9_000
-    modified: bool = True
     conditional_replace: bool = False
     conditional_delete: bool = False
     repeats: bool = False
@@ -146,7 +142,6 @@ class Listed(NamedTuple):
         is_prefix: whether the entry is a common prefix.
         modified_s: seconds since 1970 when the object was written, by the server's clock; 0.0
             if unknown.
-        version: as `ObjectClient.version`; "" where listings do not contain it.
         checksum: the server's tag of the contents (S3: ETag, GCS: MD5); equal for two objects of
             one bucket with equal bytes that were each sent by one PUT; "" if unknown.
     """
@@ -155,7 +150,6 @@ class Listed(NamedTuple):
     nbytes: int
     is_prefix: bool = False
     modified_s: float = 0.0
-    version: str = ""
     checksum: str = ""
 
 
@@ -168,10 +162,17 @@ class PendingParts(NamedTuple):
 
 
 class ObjectClient(Protocol):
-    """A prefix of a bucket, through one client library. Bound to one event loop."""
+    """A prefix of a bucket, through one client library. Bound to one event loop.
+
+    Conditional changes and multipart uploads are refused unless a client overrides them, as its
+    traits say.
+    """
 
     url: str
     traits: ClientTraits
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.traits.name}, {self.url!r})"
 
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         """Store `body` as the object, durable and visible; with `create`, only if there is none.
@@ -198,11 +199,8 @@ class ObjectClient(Protocol):
     async def version(self, key: str) -> str:
         """Return what identifies the object's present contents: an ETag (S3) or generation (GCS).
 
-        Only with `conditional_replace` or `conditional_delete`. To read and then replace, ask for
-        the version first: a change in between then makes the replacement fail.
-
-        Raises:
-            RequestError: `missing`.
+        To read and then replace, ask for the version first: a change in between then makes the
+        replacement fail. Raises `RequestError`: `missing`.
         """
         ...
 
@@ -216,7 +214,7 @@ class ObjectClient(Protocol):
             RequestError: `exists` if it has another version, `missing` (S3) or `exists` (GCS) if
                 it was deleted, `conflict` while another conditional write is in progress.
         """
-        ...
+        raise _lacking(self, "conditional replacement")
 
     async def delete_version(self, key: str, *, version: str) -> None:
         """Delete the object, only if it still has this version. A missing one is no error.
@@ -224,7 +222,7 @@ class ObjectClient(Protocol):
         Raises:
             RequestError: `exists` if it has another version, `conflict` as in `replace`.
         """
-        ...
+        raise _lacking(self, "conditional deletion")
 
     async def list(self, prefix: str, *, recursive: bool, limit: int) -> list[Listed]:
         """Return the entries below `prefix` (without `/` at its end) by key, never from a cache.
@@ -241,14 +239,14 @@ class ObjectClient(Protocol):
 
     async def begin_parts(self, key: str, *, create: bool = False) -> str:
         """Open a multipart upload and return its id; `create` as in `complete_parts`."""
-        ...
+        raise _lacking(self, "multipart uploads")
 
     async def put_part(self, key: str, upload: str, number: int, offset: int, body: Body) -> str:
         """Store part `number` (from 0), which begins at `offset` of the object.
 
         Returns what `complete_parts` needs to know about it.
         """
-        ...
+        raise _lacking(self, "multipart uploads")
 
     async def complete_parts(
         self, key: str, upload: str, tags: Sequence[str], *, create: bool = False
@@ -258,16 +256,20 @@ class ObjectClient(Protocol):
         With `create`, given here and in `begin_parts`, only if there is none, where the client
         has `conditional_create`; else `RequestError`: `exists`.
         """
-        ...
+        raise _lacking(self, "multipart uploads")
 
     async def abort_parts(self, key: str, upload: str) -> None:
         """Delete the upload and its parts. A missing upload is no error."""
-        ...
+        raise _lacking(self, "multipart uploads")
 
     async def pending_parts(self, prefix: str) -> Sequence[PendingParts]:
         """Return open uploads below `prefix`; none if the client cannot list them."""
-        ...
+        return []
 
     async def close(self) -> None:
         """Close sessions and connections. Idempotent."""
         ...
+
+
+def _lacking(client: ObjectClient, ability: str) -> RequestError:
+    return RequestError("invalid", f"{client.traits.name} offers no {ability}")

@@ -18,7 +18,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
-from asyncckpt.options import GIB, KIB, MIB
+from asyncckpt.options import KIB
 from asyncckpt.stores.objects.clients.classification import request_error, status_error
 from asyncckpt.stores.objects.clients.client import Body, ClientTraits, PendingParts, RequestError
 from asyncckpt.stores.objects.clients.fsspec_client import FsspecClient, seconds
@@ -36,11 +36,8 @@ S3_TRAITS = ClientTraits(
     conditional_replace=True,
     conditional_delete=True,
     repeats=True,  # aiohttp does so once on a connection that was kept open
-    put_max_nbytes=5 * GIB,
     multipart=True,
     parallel_parts=True,
-    part_min_nbytes=5 * MIB,
-    part_max_nbytes=5 * GIB,
 )
 
 GCS_TRAITS = ClientTraits(
@@ -50,12 +47,9 @@ GCS_TRAITS = ClientTraits(
     conditional_create=True,
     conditional_replace=True,
     conditional_delete=True,
-    put_max_nbytes=64 * GIB,
     multipart=True,
-    parallel_parts=False,
     part_min_nbytes=PART_UNIT_NBYTES,
     part_multiple_nbytes=PART_UNIT_NBYTES,
-    part_max_nbytes=64 * GIB,
     part_max_count=1_000_000,
 )
 
@@ -75,12 +69,6 @@ its end, and would block the event loop."""
 
 _CANCELLED = 499
 """Status of a deleted upload, which is what was asked for."""
-
-
-def one_put(nbytes: int, create: bool) -> dict[str, Any]:
-    """Return the arguments with which `_pipe_file` sends `nbytes` by one request."""
-    # Below `chunksize` (gcsfs), or twice of it (s3fs), there are no parts.
-    return {"chunksize": nbytes + 1, "mode": "create" if create else "overwrite"}
 
 
 # ---------------------------------------------------------------------------------------------- S3
@@ -175,8 +163,6 @@ def is_protected(endpoint: str) -> bool:
 class S3Client(FsspecClient):
     """Objects in a bucket of S3, or of a store that speaks its protocol."""
 
-    _directories = False
-
     def __init__(self, session: FilesystemSession, url: str, root: str, **more: Any) -> None:
         # The session of the user's filesystem sends what is copied twice more; see `_as_bytes`.
         traits = S3_TRAITS if session.ours else replace(S3_TRAITS, put_copies=3)
@@ -190,8 +176,11 @@ class S3Client(FsspecClient):
         # Of `bytes` botocore makes a file and asks first whether the server wants it, as above.
         return await self._session.in_thread(bytearray, body)
 
-    def _put_options(self, nbytes: int, create: bool) -> dict[str, Any]:
-        return one_put(nbytes, create)
+    async def _put(self, key: str, data: bytes | bytearray, create: bool) -> None:
+        # Below twice of `chunksize` s3fs sends one request, and no parts.
+        mode = "create" if create else "overwrite"
+        path = self._path(key)
+        await self._session.call("_pipe_file", path, data, chunksize=len(data) + 1, mode=mode)
 
     async def replace(self, key: str, body: Body, *, version: str) -> None:
         """See `ObjectClient`; by `If-Match`."""
@@ -321,11 +310,6 @@ class _Checked:
         raise failure
 
 
-def _viewed(body: Body) -> memoryview:
-    view = memoryview(body)
-    return view.cast("B") if view.nbytes else memoryview(b"")  # an empty view cannot be cast
-
-
 def _said(content: bytes) -> tuple[str | None, str]:
     """Return the reason and message of an error of the JSON API."""
     text = content[: 64 * KIB].decode("utf-8", "replace")
@@ -336,23 +320,22 @@ def _said(content: bytes) -> tuple[str | None, str]:
         return None, text
 
 
-async def refreshed(filesystem: Any, session: FilesystemSession) -> None:
-    """Renew the token in a worker thread if it ends soon: Google's library blocks."""
-    credentials = filesystem.credentials.credentials
-    if credentials is None:
-        return
-    expiry = getattr(credentials, "expiry", None)
-    if credentials.valid and (
-        expiry is None or expiry.replace(tzinfo=UTC) - datetime.now(UTC) > REFRESH_AHEAD
-    ):
-        return
-    await session.in_thread(filesystem.credentials.maybe_refresh)
+class GcsSession(FilesystemSession):
+    """A filesystem of gcsfs, whose token is renewed in a worker thread: Google's library blocks."""
+
+    async def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        if self.ours:
+            renewable = (await self.filesystem()).credentials
+            token = renewable.credentials
+            expiry = getattr(token, "expiry", None)
+            ends_soon = expiry and expiry.replace(tzinfo=UTC) - datetime.now(UTC) <= REFRESH_AHEAD
+            if token is not None and (ends_soon or not token.valid):
+                await self.in_thread(renewable.maybe_refresh)
+        return await super().call(name, *args, **kwargs)
 
 
 class GcsClient(FsspecClient):
     """Objects in a bucket of Google Cloud Storage."""
-
-    _directories = False
 
     def __init__(self, session: FilesystemSession, url: str, root: str, **more: Any) -> None:
         super().__init__(session, url, root, traits=GCS_TRAITS, **more)
@@ -363,35 +346,34 @@ class GcsClient(FsspecClient):
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         """See `ObjectClient`; `_pipe_file` would copy the body twice, on the event loop."""
         where = {"ifGenerationMatch": "0"} if create else {}
-        await self._upload(key, "media", data=_viewed(body), conditional=create, **where)
+        await self._upload(key, "media", data=memoryview(body), conditional=create, **where)
 
     async def replace(self, key: str, body: Body, *, version: str) -> None:
         """See `ObjectClient`; by generation."""
         where = {"ifGenerationMatch": version}
-        await self._upload(key, "media", data=_viewed(body), conditional=True, **where)
+        await self._upload(key, "media", data=memoryview(body), conditional=True, **where)
 
     async def delete_version(self, key: str, *, version: str) -> None:
         """See `ObjectClient`; by generation."""
         where = (self._bucket, self._prefix + key)
         try:
-            await self._call(
-                "_call", "DELETE", "b/{}/o/{}", *where, ifGenerationMatch=version, conditional=True
-            )
-        except RequestError as error:
-            # GCS says of a missing object that it has another generation.
-            if error.kind == "exists" and await self._exists(key):
+            try:
+                await self._call(
+                    "_call",
+                    "DELETE",
+                    "b/{}/o/{}",
+                    *where,
+                    ifGenerationMatch=version,
+                    conditional=True,
+                )
+            except RequestError as error:
+                if error.kind == "exists":
+                    # GCS says of a missing object that it has another generation.
+                    await self.size(key)
                 raise
-            if error.kind not in ("missing", "exists"):
-                raise
-
-    async def _exists(self, key: str) -> bool:
-        try:
-            await self.size(key)
         except RequestError as error:
             if error.kind != "missing":
                 raise
-            return False
-        return True
 
     async def begin_parts(self, key: str, *, create: bool = False) -> str:
         """See `ObjectClient`; the id is the URL of the session."""
@@ -401,7 +383,7 @@ class GcsClient(FsspecClient):
 
     async def put_part(self, key: str, upload: str, number: int, offset: int, body: Body) -> str:
         """See `ObjectClient`; parts are sent in order, each after the one before it."""
-        data = _viewed(body)
+        data = memoryview(body)
         end = offset + len(data) // PART_UNIT_NBYTES * PART_UNIT_NBYTES
         self._tails[upload] = (end, bytes(data[end - offset :]))
         at = offset

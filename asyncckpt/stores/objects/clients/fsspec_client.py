@@ -11,14 +11,14 @@ from traceback import clear_frames
 from typing import Any, TypeVar
 
 from asyncckpt.errors import AsyncCheckpointError
-from asyncckpt.options import GIB, KIB
+from asyncckpt.options import KIB
 from asyncckpt.stores.objects.clients.classification import request_error
 from asyncckpt.stores.objects.clients.client import (
     Body,
     ClientTraits,
     Kind,
     Listed,
-    PendingParts,
+    ObjectClient,
     RequestError,
 )
 from asyncckpt.stores.objects.clients.fsspec_session import FilesystemSession
@@ -44,7 +44,7 @@ _MEMORY_LOCK = threading.Lock()
 """Held by every write to a memory filesystem: all in a process share one dictionary."""
 
 
-class FsspecClient:
+class FsspecClient(ObjectClient):
     """Objects below a path of an fsspec filesystem.
 
     Methods of an async filesystem run on its loop, those of others in worker threads. Libraries
@@ -58,10 +58,6 @@ class FsspecClient:
         hidden: texts that no error repeats.
         endpoint: host of the server, for errors.
     """
-
-    # Whether objects are in directories that have to be made first. On S3 and GCS the "directory"
-    # would be the bucket.
-    _directories = True
 
     def __init__(
         self,
@@ -81,13 +77,10 @@ class FsspecClient:
         self._endpoint = endpoint
         self._warned = traits.conditional_create
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.traits.name}, {self.url!r})"
-
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         """See `ObjectClient`; `create` is refused where the traits do not declare it."""
         if create and not self.traits.conditional_create:
-            raise self._without("conditional creation")
+            raise RequestError("invalid", f"{self.traits.name} offers no conditional creation")
         if not self._warned:
             self._warned = True
             log.warning(
@@ -108,24 +101,14 @@ class FsspecClient:
             if error.status != 416 and (error.kind != "invalid" or await self.size(key) > start):
                 raise
             return b""
-        if len(found) > stop - start:
-            raise RequestError(
-                "invalid",
-                f"{len(found)} bytes came instead of {stop - start}: the store ignores ranges",
-            )
         return found
 
     async def size(self, key: str) -> int:
         return int((await self._described(key))["size"])
 
     async def version(self, key: str) -> str:
-        return _version(await self._described(key))
-
-    async def replace(self, key: str, body: Body, *, version: str) -> None:
-        raise self._without("conditional replacement")
-
-    async def delete_version(self, key: str, *, version: str) -> None:
-        raise self._without("conditional deletion")
+        info = await self._described(key)
+        return str(info.get("generation") or info.get("ETag") or "")
 
     async def list(self, prefix: str, *, recursive: bool, limit: int) -> Listing:
         """See `ObjectClient`; libraries read all pages, whatever the limit."""
@@ -147,42 +130,18 @@ class FsspecClient:
         """See `ObjectClient`; one request for each object, several at once."""
         await each(self._delete, keys)
 
-    async def begin_parts(self, key: str, *, create: bool = False) -> str:
-        raise self._without("multipart uploads")
-
-    async def put_part(self, key: str, upload: str, number: int, offset: int, body: Body) -> str:
-        raise self._without("multipart uploads")
-
-    async def complete_parts(
-        self, key: str, upload: str, tags: Sequence[str], *, create: bool = False
-    ) -> None:
-        raise self._without("multipart uploads")
-
-    async def abort_parts(self, key: str, upload: str) -> None:
-        raise self._without("multipart uploads")
-
-    async def pending_parts(self, prefix: str) -> Sequence[PendingParts]:
-        """See `ObjectClient`; none here."""
-        return []
-
     async def close(self) -> None:
         await self._session.close()
 
     # ------------------------------------------------------------------------------- for subclasses
 
     async def _put(self, key: str, data: bytes | bytearray, create: bool) -> None:
-        path, options = self._path(key), self._put_options(len(data), create)
+        path = self._path(key)
         try:
-            await self._session.call("_pipe_file", path, data, **options)
-        except FileNotFoundError:
-            if not self._directories:
-                raise
+            await self._session.call("_pipe_file", path, data)
+        except FileNotFoundError:  # the directory of the object has to be made first
             await self._session.call("_makedirs", path.rpartition("/")[0], exist_ok=True)
-            await self._session.call("_pipe_file", path, data, **options)
-
-    def _put_options(self, nbytes: int, create: bool) -> dict[str, Any]:
-        """Return arguments of `_pipe_file` with which it makes one request."""
-        return {}
+            await self._session.call("_pipe_file", path, data)
 
     async def _as_bytes(self, body: Body) -> bytes | bytearray:
         if isinstance(body, bytes | bytearray):
@@ -218,9 +177,6 @@ class FsspecClient:
         finally:
             del failure  # a cycle of error and frame would hold the body until it is collected
 
-    def _without(self, ability: str) -> RequestError:
-        return RequestError("invalid", f"{self.traits.name} offers no {ability}")
-
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}" if key else self._root or "/"
 
@@ -252,8 +208,6 @@ class FsspecClient:
 class MemoryClient(FsspecClient):
     """Objects of the memory filesystem of this process, which several clients may share."""
 
-    _directories = False
-
     async def _put(self, key: str, data: bytes | bytearray, create: bool) -> None:
         filesystem, path = await self._session.filesystem(), self._path(key)
 
@@ -265,14 +219,6 @@ class MemoryClient(FsspecClient):
                 filesystem.pipe_file(path, bytes(data))
 
         await self._session.in_thread(put)
-
-
-MEMORY_TRAITS = ClientTraits("memory", conditional_create=True, put_max_nbytes=64 * GIB)
-
-
-def generic_traits(name: str) -> ClientTraits:
-    """Return the traits that every filesystem has."""
-    return ClientTraits(name, get_copies=2, put_max_nbytes=64 * GIB)
 
 
 async def each(delete: Callable[[str], Awaitable[None]], keys: Sequence[str]) -> None:
@@ -325,13 +271,8 @@ def _entries(
                 0 if is_prefix else int(info["size"] or 0),
                 is_prefix,
                 modified(info),
-                "" if is_prefix else _version(info),
                 "" if is_prefix else str(info.get("md5Hash") or info.get("ETag") or "").strip('"'),
             )
-
-
-def _version(info: Mapping[str, Any]) -> str:
-    return str(info.get("generation") or info.get("ETag") or "")
 
 
 def modified(info: Mapping[str, Any]) -> float:

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -28,7 +28,6 @@ class FilesystemSession:
         make: called once, in a worker thread: making a filesystem imports libraries, reads
             configuration and may look for credentials on the network.
         workers: threads for `make` and for filesystems that are not async.
-        ready: awaited before every call.
         ours: the filesystem is not the user's; its session is closed at the end.
     """
 
@@ -37,12 +36,10 @@ class FilesystemSession:
         make: Callable[[], Any],
         workers: Workers,
         *,
-        ready: Callable[[Any, FilesystemSession], Awaitable[None]] | None = None,
         ours: bool = True,
     ) -> None:
         self._make = make
         self._workers = workers
-        self._ready = ready
         self.ours = ours
         self._made: Future[Any] | None = None
         self._filesystem: Any = None
@@ -56,8 +53,6 @@ class FilesystemSession:
             return await self.in_thread(
                 getattr(filesystem, name.removeprefix("_")), *args, **kwargs
             )
-        if self._ready is not None:
-            await self._ready(filesystem, self)
         coroutine = getattr(filesystem, name)(*args, **kwargs)
         loop = filesystem.loop
         if loop is None or loop is asyncio.get_running_loop():

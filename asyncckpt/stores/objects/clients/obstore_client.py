@@ -13,7 +13,6 @@ that is handed over, so that nothing is copied; a request costs microseconds on 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import urllib.error
 import urllib.request
 import weakref
@@ -22,25 +21,21 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from asyncckpt.options import GIB
 from asyncckpt.stores.objects.clients.classification import obstore_error
 from asyncckpt.stores.objects.clients.client import (
     Body,
     ClientTraits,
-    Kind,
     Listed,
     ObjectClient,
-    PendingParts,
     RequestError,
 )
-from asyncckpt.stores.objects.clients.fsspec_client import LOCATED, each
+from asyncckpt.stores.objects.clients.fsspec_client import LOCATED, UNCONDITIONAL, each
 from asyncckpt.stores.objects.clients.obstore_options import StoreOptions
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Backend
 
 Entries = list[Listed]
-Held = list[weakref.ref[memoryview]]
 
 TIMEOUT = timedelta(days=1)
 """Of a whole request; the default of 30 s ends large ones. `Requests` has deadlines of its own."""
@@ -62,11 +57,6 @@ REGION_TIMEOUT_S = 10.0
 
 _SCHEMES = {"S3Store": "s3", "GCSStore": "gs", "AzureStore": "az", "HTTPStore": "https"}
 _BUCKETS = {"S3Store": "bucket", "GCSStore": "bucket", "AzureStore": "container_name"}
-
-_UNCONDITIONAL: dict[Kind, Kind] = {"conflict": "unavailable", "exists": "invalid"}
-
-# Azure stores at most 5,000 MiB by one request.
-_PUT_MAX_NBYTES = {"AzureStore": 4 * GIB}
 
 
 def made_store(options: StoreOptions, *, region: str | None = None) -> Backend:
@@ -126,7 +116,7 @@ def bucket_region(endpoint: str, bucket: str) -> str | None:
         return None
 
 
-class ObstoreClient:
+class ObstoreClient(ObjectClient):
     """An `ObjectClient` on the native API of obstore.
 
     Objects are sent in one request each: obstore has no request for one part of an upload, and
@@ -168,7 +158,6 @@ class ObstoreClient:
             get_copies=2,
             conditional_create=name != "HTTPStore",
             conditional_replace=self._is_gcs or self._is_s3,
-            put_max_nbytes=_PUT_MAX_NBYTES.get(name, 5 * GIB),
         )
         self._api = obstore
         self._store: Any = store
@@ -179,12 +168,8 @@ class ObstoreClient:
         self._in_thread = in_thread
         self._make_other = other
         self._other: ObjectClient | None = None
-        self._held: Held = []
-        self._all_dropped = asyncio.Event()
+        self._held: list[weakref.ref[memoryview]] = []
         self._timer: asyncio.TimerHandle | None = None
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(obstore, {self.url!r})"
 
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         """See `ObjectClient`.
@@ -198,7 +183,7 @@ class ObstoreClient:
         except RequestError as error:
             # Without a condition these are other trouble of the server.
             if not create:
-                error.kind = _UNCONDITIONAL.get(error.kind, error.kind)
+                error.kind = UNCONDITIONAL.get(error.kind, error.kind)
             raise
 
     async def get(self, key: str, start: int, stop: int) -> Body:
@@ -224,10 +209,6 @@ class ObstoreClient:
     async def replace(self, key: str, body: Body, *, version: str) -> None:
         """See `ObjectClient`; by `If-Match` on S3 and by generation on GCS."""
         await self._put(key, body, {"version" if self._is_gcs else "e_tag": version})
-
-    async def delete_version(self, key: str, *, version: str) -> None:
-        """See `ObjectClient`; obstore has no conditional deletion."""
-        raise RequestError("invalid", "obstore offers no conditional deletion")
 
     async def list(self, prefix: str, *, recursive: bool, limit: int) -> list[Listed]:
         """See `ObjectClient`; all pages of one level are read, whatever the limit.
@@ -268,33 +249,14 @@ class ObstoreClient:
         # without telling which deletion failed.
         await each(self._delete, keys)
 
-    async def begin_parts(self, key: str, *, create: bool = False) -> str:
-        raise _no_parts()
-
-    async def put_part(self, key: str, upload: str, number: int, offset: int, body: Body) -> str:
-        raise _no_parts()
-
-    async def complete_parts(
-        self, key: str, upload: str, tags: Sequence[str], *, create: bool = False
-    ) -> None:
-        raise _no_parts()
-
-    async def abort_parts(self, key: str, upload: str) -> None:
-        raise _no_parts()
-
-    async def pending_parts(self, prefix: str) -> Sequence[PendingParts]:
-        """See `ObjectClient`; none, obstore cannot list them."""
-        return []
-
     async def close(self) -> None:
         """Drop the store object, and with the last reference its connections. Idempotent.
 
         Waits up to `DROP_WAIT_S` for bodies of cancelled requests to be dropped.
         """
-        if self._still_held():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(DROP_WAIT_S):
-                    await self._all_dropped.wait()
+        for _ in range(round(DROP_WAIT_S / DROP_POLL_S)):
+            if self._held:
+                await asyncio.sleep(DROP_POLL_S)
         if self._timer is not None:
             self._timer.cancel()
         self._held.clear()
@@ -339,12 +301,10 @@ class ObstoreClient:
 
     async def _put(self, key: str, body: Body, mode: Any) -> None:
         path, bodies = self._path(key), [body]
-        held: Held = []
+        held: list[weakref.ref[memoryview]] = []
 
         def put(store: Any) -> Any:
-            view = memoryview(
-                bodies[0]
-            )  # of its own, so that its end tells that obstore dropped it
+            view = memoryview(bodies[0])  # its own end tells that obstore dropped it
             held.append(weakref.ref(view))
             return self._api.put_async(store, path, view, mode=mode, use_multipart=False)
 
@@ -354,8 +314,7 @@ class ObstoreClient:
             bodies.clear()  # a traceback keeps `put`
             if kept := [view for view in held if view() is not None]:
                 self._held += kept
-                self._all_dropped.clear()
-                self._watch()
+                self._look()
 
     async def _meta(self, key: str) -> Any:
         """Return what the server says about an object, by a read of its first byte.
@@ -377,26 +336,18 @@ class ObstoreClient:
                 raise
         return await self._ask(lambda store: self._api.head_async(store, path))
 
-    def _watch(self) -> None:
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(DROP_POLL_S, self._look)
-
     def _look(self) -> None:
-        self._timer = None
-        if self._still_held():
-            self._watch()
-        else:
-            self._all_dropped.set()
-
-    def _still_held(self) -> Held:
-        """Return the bodies that obstore still holds, after releasing what it has dropped.
+        """Forget bodies that obstore has dropped, and look again later for the others.
 
         A thread of Rust that drops a reference to Python may leave the release to the next call
         of the library from Python, whichever it is; without one a body would never be free.
         """
         repr(self._store)
         self._held = [held for held in self._held if held() is not None]
-        return self._held
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(DROP_POLL_S, self._look) if self._held else None
 
     async def _delete(self, key: str) -> None:
         path = self._path(key)
@@ -440,13 +391,11 @@ class ObstoreClient:
         return found
 
     def _listed(self, meta: Any) -> Listed:
-        etag = meta["e_tag"] or ""
         return Listed(
             self._key(meta["path"]),
             meta["size"],
             modified_s=meta["last_modified"].timestamp(),
-            version=etag if self._is_s3 else "",
-            checksum=etag.strip('"') if self._is_s3 or self._is_gcs else "",
+            checksum=(meta["e_tag"] or "").strip('"') if self._is_s3 or self._is_gcs else "",
         )
 
     def _path(self, key: str) -> str:
@@ -454,7 +403,3 @@ class ObstoreClient:
 
     def _key(self, path: str) -> str:
         return path[len(self._prefix) + 1 :] if self._prefix else path
-
-
-def _no_parts() -> RequestError:
-    return RequestError("invalid", "obstore offers no multipart uploads")

@@ -10,7 +10,6 @@ Two keys of `storage_options` are ours, all others are arguments of the fsspec f
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
 import os
@@ -24,13 +23,11 @@ from asyncckpt.errors import UsageError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.objects.clients import fsspec_apis
 from asyncckpt.stores.objects.clients.classification import hidden_values, request_error
-from asyncckpt.stores.objects.clients.client import ObjectClient
-from asyncckpt.stores.objects.clients.fsspec_apis import GcsClient, S3Client
+from asyncckpt.stores.objects.clients.client import ClientTraits, ObjectClient
+from asyncckpt.stores.objects.clients.fsspec_apis import GcsClient, GcsSession, S3Client
 from asyncckpt.stores.objects.clients.fsspec_client import (
-    MEMORY_TRAITS,
     FsspecClient,
     MemoryClient,
-    generic_traits,
 )
 from asyncckpt.stores.objects.clients.fsspec_session import FilesystemSession, is_async, made_again
 from asyncckpt.stores.objects.clients.obstore_client import (
@@ -75,7 +72,7 @@ def open_client(
         )
     options = dict(storage_options or {})
     filesystem = options.pop("filesystem", None)
-    chosen = _chosen(url, options, sole=filesystem is not None)
+    chosen = _chosen(url, options)
     if filesystem is not None:
         if chosen not in ("auto", "fsspec") or options:
             raise UsageError(
@@ -106,24 +103,18 @@ def configured(url: Url, options: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, **options}
 
 
-def _chosen(url: Url, options: dict[str, Any], *, sole: bool) -> Any:
+def _chosen(url: Url, options: dict[str, Any]) -> Any:
     """Take our own choice out of the options.
 
-    Other values of ``"client"`` may be meant for the filesystem: s3fs and gcsfs have no such
-    option; others have one if they name it, or take an object.
+    An object that is no client may be meant for the filesystem, but not for s3fs and gcsfs, which
+    have no such option.
     """
-    if "client" not in options:
-        return "auto"
-    value = options["client"]
-    is_choice = value in CLIENTS if isinstance(value, str) else _is_client(value)
-    if sole or is_choice:
-        return options.pop("client")
-    if url.scheme not in LIBRARIES and (
-        not isinstance(value, str)
-        or "client" in inspect.signature(_filesystem_class(url).__init__).parameters
-    ):
-        return "auto"
-    if options.pop("client") is None:
+    value = options.get("client")
+    named = isinstance(value, str)
+    if value is None or (value in CLIENTS if named else _is_ours(value) or _is_obstore(value)):
+        options.pop("client", None)
+        return "auto" if value is None else value
+    if not named and url.scheme not in LIBRARIES:
         return "auto"
     raise UsageError(
         f'{url}: storage_options={{"client": …}} takes '
@@ -136,12 +127,8 @@ def _chosen(url: Url, options: dict[str, Any], *, sole: bool) -> Any:
     )
 
 
-def _is_client(value: object) -> bool:
-    return _is_ours(value) or _is_obstore(value)
-
-
 def _is_ours(value: object) -> bool:
-    return all(hasattr(value, name) for name in ("put", "get", "list", "begin_parts", "traits"))
+    return all(hasattr(value, name) for name in ("put", "get", "list", "traits"))
 
 
 def _is_obstore(value: object) -> bool:
@@ -160,9 +147,9 @@ def _given(url: Url, client: Any, options: Mapping[str, Any]) -> ObjectClient:
         given: ObjectClient = client
         return given
     found = obstore_client(client, "/".join(url.parts))
-    scheme, bucket = found.url.partition("://")[0], bucket_of(client)
-    elsewhere = scheme != url.scheme or bucket not in ("", url.host)
-    if elsewhere and {scheme, url.scheme} <= {"s3", "gs"}:
+    scheme = found.url.partition("://")[0]
+    elsewhere = scheme != url.scheme or bucket_of(client) not in ("", url.host)
+    if elsewhere and {scheme, url.scheme} <= LIBRARIES.keys():
         raise UsageError(
             f'{url}: the store that was given as "client" leads to {found.url}; pass the URL of '
             "its bucket",
@@ -187,7 +174,9 @@ def _obstore(
         )
     has_fsspec = _is_installed(url)
     try:
-        found = store_options(url, options, _environ(), alone=required or not has_fsspec)
+        # The variables of AWS and Google, which fsspec reads too.
+        environ = os.environ  # noqa: TID251
+        found = store_options(url, options, environ, alone=required or not has_fsspec)
     except NotSimple as reason:
         if has_fsspec and not required:
             return None
@@ -223,21 +212,20 @@ def _obstore(
 
 def _own(url: Url, options: dict[str, Any], workers: Workers) -> ObjectClient:
     """Return a client with a filesystem of its own, which is made at its first request."""
-    if _is_installed(url) and url.scheme in LIBRARIES:
-        importlib.import_module(LIBRARIES[url.scheme])  # within no request's deadline
-    if url.scheme == "s3" and _is_installed(url):
+    kind = _filesystem_class(url)  # imported here, within no request's deadline
+    library = _library(kind)
+    if library == "s3fs":
         make = partial(fsspec_apis.s3_filesystem, options)
-    elif url.scheme == "gs" and _is_installed(url):
+    elif library == "gcsfs":
         make = partial(fsspec_apis.gcs_filesystem, options, hidden_values(options))
     else:
-        kind = _filesystem_class(url)
         arguments = {**kind._get_kwargs_from_urls(str(url)), **options, "skip_instance_cache": True}
         if _takes(kind, "use_listings_cache"):
             arguments["use_listings_cache"] = False
         if kind.async_impl:
             arguments["asynchronous"] = True
-        return _client(url, kind, partial(kind, **arguments), options, workers)
-    return _client(url, None, make, options, workers)
+        make = partial(kind, **arguments)
+    return _client(url, kind, make, options, workers)
 
 
 def _borrowed(url: Url, filesystem: Any, workers: Workers) -> ObjectClient:
@@ -268,7 +256,7 @@ def _borrowed(url: Url, filesystem: Any, workers: Workers) -> ObjectClient:
 
     def make() -> Any:
         again = made_again(filesystem)
-        return fsspec_apis.connected(again) if _is_a(kind, "s3fs", "S3FileSystem") else again
+        return fsspec_apis.connected(again) if _library(kind) == "s3fs" else again
 
     return _client(url, kind, make, options, workers)
 
@@ -282,7 +270,7 @@ def _client(
     *,
     ours: bool = True,
 ) -> ObjectClient:
-    """Return the client of a filesystem; `kind` is its class, or None for that of s3fs or gcsfs."""
+    """Return the client of a filesystem of the class `kind`."""
 
     def made() -> Any:
         try:
@@ -293,18 +281,19 @@ def _client(
 
     path = "/".join((url.host, *url.parts))
     shown: dict[str, Any] = {"hidden": hidden_values(options), "endpoint": _endpoint(options)}
-    if _is_a(kind, "gcsfs", "GCSFileSystem") if kind else url.scheme == "gs":
-        ready = fsspec_apis.refreshed if ours else None
-        return GcsClient(
-            FilesystemSession(made, workers, ready=ready, ours=ours), str(url), path, **shown
-        )
+    if (library := _library(kind)) == "gcsfs":
+        return GcsClient(GcsSession(made, workers, ours=ours), str(url), path, **shown)
     session = FilesystemSession(made, workers, ours=ours)
-    if kind is None or _is_a(kind, "s3fs", "S3FileSystem"):
+    if library == "s3fs":
         return S3Client(session, str(url), path, **shown)
     root = kind._strip_protocol(str(url))
     if url.scheme == "memory":
-        return MemoryClient(session, str(url), root, traits=MEMORY_TRAITS, **shown)
-    return FsspecClient(session, str(url), root, traits=generic_traits(kind.__name__), **shown)
+        return MemoryClient(
+            session, str(url), root, traits=ClientTraits("memory", conditional_create=True), **shown
+        )
+    return FsspecClient(
+        session, str(url), root, traits=ClientTraits(kind.__name__, get_copies=2), **shown
+    )
 
 
 def _not_opened(url: Url, options: Mapping[str, Any], error: Exception) -> Exception:
@@ -337,10 +326,6 @@ def _endpoint(options: Mapping[str, Any]) -> str:
         return urlsplit(str(endpoint or "")).netloc.rpartition("@")[2]
     except ValueError:
         return ""
-
-
-def _environ() -> Mapping[str, str]:
-    return os.environ  # noqa: TID251 - the variables of AWS and Google, which fsspec reads too
 
 
 def _is_installed(url: Url) -> bool:
@@ -386,11 +371,10 @@ def _takes(kind: Any, name: str) -> bool:
     )
 
 
-def _is_a(kind: type, package: str, name: str) -> bool:
-    return any(
-        base.__name__ == name and base.__module__.partition(".")[0] == package
-        for base in kind.__mro__
-    )
+def _library(kind: type) -> str | None:
+    """Return which of `LIBRARIES` the class of a filesystem is of, or derived from."""
+    modules = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    return next((name for name in LIBRARIES.values() if name in modules), None)
 
 
 def multipart_options(

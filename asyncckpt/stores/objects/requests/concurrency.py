@@ -18,26 +18,16 @@ class ConcurrencyController:
 
     Attributes:
         gate: permits for transfers, as many as the tuner or the caller says.
+        fixed: streams that the caller asked for; None while the tuner decides.
         estimate: latency and bandwidth of one stream.
         tuner: how many streams the link rewards.
         hedges_in_flight: second requests that have not ended.
         hedges_spent: second requests made so far.
     """
 
-    __slots__ = (
-        "_fixed",
-        "_policy",
-        "_tokens",
-        "estimate",
-        "gate",
-        "hedges_in_flight",
-        "hedges_spent",
-        "tuner",
-    )
-
     def __init__(self, policy: RequestPolicy) -> None:
         self._policy = policy
-        self._fixed: int | None = None
+        self.fixed: int | None = None
         self._tokens = min(1.0, policy.hedge_burst)
         self.tuner = ConcurrencyTuner(policy.streams, policy.max_streams)
         self.estimate = StreamEstimate()
@@ -45,17 +35,9 @@ class ConcurrencyController:
         self.hedges_in_flight = 0
         self.hedges_spent = 0
 
-    def __repr__(self) -> str:
-        return f"ConcurrencyController({self.gate!r}, {self.estimate!r})"
-
-    @property
-    def fixed(self) -> int | None:
-        """Streams that the caller asked for; None while the tuner decides."""
-        return self._fixed
-
-    @fixed.setter
-    def fixed(self, streams: int | None) -> None:
-        self._fixed = streams
+    def fix(self, streams: int | None) -> None:
+        """Set the streams that the caller asks for; None lets the tuner decide again."""
+        self.fixed = streams
         self.gate.ceiling = self.tuner.streams if streams is None else streams
 
     @property
@@ -65,7 +47,7 @@ class ConcurrencyController:
             self.estimate.latency_s,
             self.estimate.nbytes_per_s,
             self.tuner.full_nbytes_per_s,
-            self.tuner.room if self._fixed is None else self._fixed,
+            self.tuner.room if self.fixed is None else self.fixed,
         )
 
     def began(self, now_s: float) -> None:
@@ -75,7 +57,7 @@ class ConcurrencyController:
     def ended(self, now_s: float, nbytes: int) -> None:
         """Note that a transfer ended after it moved `nbytes`; the gate may widen or narrow."""
         self.tuner.ended(now_s, nbytes)
-        if self._fixed is None:
+        if self.fixed is None:
             self.gate.ceiling = self.tuner.streams
 
     def slow_s(self, nbytes: int) -> float:

@@ -37,55 +37,35 @@ class StreamEstimate:
 
     Attributes:
         count: requests observed.
+        latency_s: seconds that a request takes beside its transfer.
+        nbytes_per_s: bytes per second of one stream, among as many as there were.
     """
 
-    __slots__ = ("_all", "_large", "_ratios", "_small", "_stale", "_values", "count")
-
     def __init__(self) -> None:
+        self.count = 0
+        self.latency_s = ASSUMED_LATENCY_S
+        self.nbytes_per_s = ASSUMED_STREAM_NBYTES_PER_S
         self._small: deque[float] = deque(maxlen=WINDOW)
         self._large: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._all: deque[tuple[int, float]] = deque(maxlen=2 * WINDOW)
-        self._stale = False
-        self._ratios: list[float] = []
-        self._values = (ASSUMED_LATENCY_S, ASSUMED_STREAM_NBYTES_PER_S)
-        self.count = 0
-
-    def __repr__(self) -> str:
-        return (
-            f"StreamEstimate({self.latency_s * 1e3:.1f} ms, {self.nbytes_per_s / 1e6:.1f} MB/s, "
-            f"{self.count} requests)"
-        )
+        self._ratios: list[float] = []  # of seconds to those expected, in order
 
     def observe(self, nbytes: int, seconds: float) -> None:
         """Take a request of `nbytes` into account that was answered after `seconds`."""
         seconds = max(seconds, CLOCK_S)
         self.count += 1
-        self._stale |= self.count % REFRESH == 0 or self.count < 4 * REFRESH
         self._all.append((nbytes, seconds))
         if nbytes <= SMALL_NBYTES:
             self._small.append(seconds)
         elif nbytes >= LARGE_NBYTES:
             self._large.append((nbytes, seconds))
-
-    @property
-    def measured(self) -> bool:
-        """Whether the bandwidth was measured rather than assumed."""
-        return len(self._large) >= ENOUGH
-
-    @property
-    def latency_s(self) -> float:
-        """Seconds that a request takes beside its transfer."""
-        return self._estimates()[0]
-
-    @property
-    def nbytes_per_s(self) -> float:
-        """Bytes per second of one stream, among as many as there were."""
-        return self._estimates()[1]
+        if self.count % REFRESH == 0 or self.count < 4 * REFRESH:
+            self._estimate()
+            self._ratios.clear()
 
     def expected_s(self, nbytes: int) -> float:
         """Return the seconds that a request of this size usually takes."""
-        latency_s, nbytes_per_s = self._estimates()
-        return latency_s + nbytes / nbytes_per_s
+        return self.latency_s + nbytes / self.nbytes_per_s
 
     def quantile_s(self, nbytes: int, share: float) -> float | None:
         """Return the seconds within which this share of requests of `nbytes` ended.
@@ -95,24 +75,19 @@ class StreamEstimate:
         """
         if len(self._all) < 4 * ENOUGH:
             return None
-        expected_s = self.expected_s(nbytes)
-        return expected_s * self._ratios[min(len(self._ratios) - 1, int(share * len(self._ratios)))]
+        if not self._ratios:
+            self._ratios = sorted(seconds / self.expected_s(size) for size, seconds in self._all)
+        count = len(self._ratios)
+        return self.expected_s(nbytes) * self._ratios[min(count - 1, int(share * count))]
 
-    def _estimates(self) -> tuple[float, float]:
-        if self._stale:
-            self._stale = False
-            self._values = latency_s, nbytes_per_s = self._estimate()
-            self._ratios = sorted(
-                seconds / (latency_s + nbytes / nbytes_per_s) for nbytes, seconds in self._all
-            )
-        return self._values
-
-    def _estimate(self) -> tuple[float, float]:
+    def _estimate(self) -> None:
         known = len(self._small) >= ENOUGH
-        latency_s = statistics.median(self._small) if known else ASSUMED_LATENCY_S
-        if not self.measured:
-            return latency_s, ASSUMED_STREAM_NBYTES_PER_S
-        if not known:  # bounded by what the fastest large request leaves for it
-            latency_s = min(latency_s, min(seconds for _, seconds in self._large) / 2)
-        rates = [nbytes / max(seconds - latency_s, seconds / 10) for nbytes, seconds in self._large]
-        return latency_s, statistics.median(rates)
+        self.latency_s = statistics.median(self._small) if known else ASSUMED_LATENCY_S
+        if len(self._large) >= ENOUGH:
+            if not known:  # bounded by what the fastest large request leaves for it
+                fastest_s = min(seconds for _, seconds in self._large)
+                self.latency_s = min(self.latency_s, fastest_s / 2)
+            self.nbytes_per_s = statistics.median(
+                nbytes / max(seconds - self.latency_s, seconds / 10)
+                for nbytes, seconds in self._large
+            )

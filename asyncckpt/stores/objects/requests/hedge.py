@@ -41,11 +41,9 @@ async def race(
             if not (pending := [task for task in tasks if not task.done()]):
                 break
             await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        await _end(tasks)
-    try:
         return next((task for task in tasks if _succeeded(task)), tasks[0]).result()
     finally:
+        await _end(tasks)
         tasks.clear()  # an error holds this frame through its traceback; in a cycle it would stay
 
 

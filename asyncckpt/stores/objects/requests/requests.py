@@ -7,26 +7,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import NamedTuple
 
-from asyncckpt.flow.limiter import Limiter
 from asyncckpt.stores.objects.clients.client import (
     RETRYABLE,
     Body,
     ClientTraits,
-    Kind,
     Listed,
     ObjectClient,
     PendingParts,
     RequestError,
 )
-from asyncckpt.stores.objects.requests.concurrency import ConcurrencyController
-from asyncckpt.stores.objects.requests.policy import HASTY, RequestPolicy
-from asyncckpt.stores.objects.requests.sending import REPEATED, Direction, Sender, Try
-
-__all__ = ["HASTY", "RequestPolicy", "Requests", "Sent"]
+from asyncckpt.stores.objects.requests.policy import RequestPolicy
+from asyncckpt.stores.objects.requests.sending import REPEATED, Sender, Try
 
 
 class Sent(NamedTuple):
@@ -50,7 +44,7 @@ Tried = list[Try]
 Listing = list[Listed]
 
 
-class Requests:
+class Requests(Sender):
     """Every request of one store.
 
     Belongs to the event loop of its client. All methods raise `RequestError`, after the last try
@@ -60,8 +54,6 @@ class Requests:
 
     Attributes:
         client: client that makes the requests.
-        policy: deadlines, tries, streams and hedges.
-        limiter: window of requests in flight, which the server's refusals cut.
     """
 
     def __init__(
@@ -71,14 +63,11 @@ class Requests:
         policy: RequestPolicy | None = None,
         rng: random.Random | None = None,
     ) -> None:
+        super().__init__(client.url, policy or RequestPolicy(), rng or random.Random())
         self.client = client
-        self.policy = policy or RequestPolicy()
-        self._sender = Sender(client.url, self.policy, random.Random() if rng is None else rng)
-        self.limiter: Limiter = self._sender.limiter
 
     def __repr__(self) -> str:
-        put, get = self.controller("put"), self.controller("get")
-        return f"Requests({self.url!r}, {self.limiter!r}, put={put!r}, get={get!r})"
+        return f"Requests({self.url!r}, {self.limiter!r})"
 
     @property
     def traits(self) -> ClientTraits:
@@ -89,22 +78,6 @@ class Requests:
     def url(self) -> str:
         """URL of the client's root."""
         return self.client.url
-
-    def controller(self, direction: Direction) -> ConcurrencyController:
-        """Return the concurrency controller of one direction."""
-        return self._sender.controllers[direction]
-
-    def fix_streams(self, direction: Direction, streams: int | None) -> None:
-        """Set the transfers in flight in one direction; None lets the tuner decide again."""
-        self._sender.fix_streams(direction, streams)
-
-    def cleaning_up(self, usual_s: float) -> AbstractAsyncContextManager[None]:
-        """Bound a block that cleans up: `usual_s` in all, seconds where the store is silent.
-
-        Raises:
-            TimeoutError: the block was cancelled because a bound was reached.
-        """
-        return self._sender.cleaning_up(usual_s)
 
     def location(self, key: str) -> str:
         """Return the URL of an object, for errors."""
@@ -124,7 +97,7 @@ class Requests:
         held, nbytes = [body], len(body)
         del body
 
-        async def put(_: int) -> str:
+        async def put() -> str:
             keys.append(key := name(len(keys)))
             try:
                 await self.client.put(key, held[0])
@@ -135,14 +108,10 @@ class Requests:
                 raise
             return key
 
-        async def send(this: Try) -> str:
-            if self.traits.put_copies:
-                # The budget does not cover the copies of a second request.
-                return await self._sender.transfer(this, "put", nbytes, partial(put, 0))
-            return await self._sender.raced(this, "put", nbytes, put)
-
+        # The budget does not cover the copies of a second request.
+        hedged = not self.traits.put_copies
         try:
-            key = await self._sender.tried(send, nbytes=nbytes, failed=failed)
+            key = await self.send(put, direction="put", nbytes=nbytes, hedged=hedged, failed=failed)
         finally:
             held.clear()  # an error keeps these functions, also when its frames were cleared
         landed = tuple(other for other in keys if other != key and other not in refused)
@@ -159,7 +128,7 @@ class Requests:
         """
         put = partial(self.client.put, key, body, create=True)
         try:
-            await self._put(put, body, again, RETRYABLE)
+            await self.send(put, direction="put", nbytes=len(body), retried=RETRYABLE, again=again)
         except RequestError as error:
             if error.kind != "exists":
                 raise
@@ -183,34 +152,18 @@ class Requests:
             again: called before every try but the first; False raises `exists`.
         """
         if version is None:
-            await self._put(partial(self.client.put, key, body), body, again, REPEATED)
+            put, retried = partial(self.client.put, key, body), REPEATED
         else:
-            put = partial(self.client.replace, key, body, version=version)
-            await self._put(put, body, again, RETRYABLE)
-
-    async def _put(
-        self,
-        put: Callable[[], Awaitable[None]],
-        body: Body,
-        again: Callable[[], Awaitable[bool]] | None,
-        retried: frozenset[Kind],
-    ) -> None:
-        failed: Tried = []
-
-        async def send(this: Try) -> None:
-            if failed and again is not None and not await again():
-                raise RequestError("exists", "another object was put there since the last try")
-            await self._sender.transfer(this, "put", len(body), put)
-
-        await self._sender.tried(send, nbytes=len(body), failed=failed, retried=retried)
+            put, retried = partial(self.client.replace, key, body, version=version), RETRYABLE
+        await self.send(put, direction="put", nbytes=len(body), retried=retried, again=again)
 
     async def version(self, key: str) -> str:
         """Return the version of the object, as `ObjectClient.version`."""
-        return await self._sender.asked(lambda: self.client.version(key))
+        return await self.send(partial(self.client.version, key))
 
     async def delete_version(self, key: str, version: str) -> None:
         """Delete the object if it has this version; a missing one is no error."""
-        await self._sender.asked(lambda: self.client.delete_version(key, version=version))
+        await self.send(partial(self.client.delete_version, key, version=version))
 
     async def get(self, key: str, start: int, stop: int) -> Body:
         """Return bytes `start` to `stop` of the object, fewer only where it ends before."""
@@ -219,14 +172,11 @@ class Requests:
         async def read() -> Body:
             body = await self.client.get(key, start, stop)
             if len(body) > nbytes:
-                raise RequestError(
-                    "invalid", f"{nbytes} bytes were requested and {len(body)} arrived"
-                )
+                text = f"{nbytes} bytes were requested and {len(body)} arrived"
+                raise RequestError("invalid", f"{text}: the store ignores ranges")
             return body
 
-        return await self._sender.tried(
-            lambda this: self._sender.raced(this, "get", nbytes, lambda _: read()), nbytes=nbytes
-        )
+        return await self.send(read, direction="get", nbytes=nbytes, hedged=True)
 
     async def read(self, key: str, *, max_nbytes: int) -> bytes | None:
         """Return the whole of a small object, or None if it is longer than `max_nbytes`."""
@@ -243,12 +193,12 @@ class Requests:
 
     async def size(self, key: str) -> int:
         """Return the length of the object in bytes."""
-        return await self._sender.asked(lambda: self.client.size(key))
+        return await self.send(partial(self.client.size, key))
 
     async def list(self, prefix: str, *, recursive: bool, limit: int) -> Listing:
         """List what is below `prefix`, as `ObjectClient.list` does."""
-        return await self._sender.asked(
-            lambda: self.client.list(prefix, recursive=recursive, limit=limit),
+        return await self.send(
+            partial(self.client.list, prefix, recursive=recursive, limit=limit),
             deadline_s=self.policy.list_timeout_s,
         )
 
@@ -266,7 +216,7 @@ class Requests:
                 raise
 
         if left:
-            await self._sender.asked(
+            await self.send(
                 delete, deadline_s=self.policy.timeout_s + len(left) * self.policy.per_key_s
             )
 
@@ -276,14 +226,9 @@ class Requests:
         A try whose answer was lost may have begun one, which `pending_parts` lists. With `create`
         the object must be new, as in `complete_parts`.
         """
-        tries = 0
-
-        async def begin() -> str:
-            nonlocal tries
-            tries += 1
-            return await self.client.begin_parts(key, create=create)
-
-        return await self._sender.asked(begin), tries > 1
+        failed: Tried = []
+        begin = partial(self.client.begin_parts, key, create=create)
+        return await self.send(begin, failed=failed), bool(failed)
 
     async def put_part(
         self, key: str, upload: str, number: int, offset: int, body: Body
@@ -297,11 +242,7 @@ class Requests:
             return await self.client.put_part(key, upload, number, offset, held[0])
 
         try:
-            tag = await self._sender.tried(
-                lambda this: self._sender.transfer(this, "put", nbytes, put),
-                nbytes=nbytes,
-                failed=failed,
-            )
+            tag = await self.send(put, direction="put", nbytes=nbytes, failed=failed)
         finally:
             held.clear()  # as in `put`
         return tag, not any(this.abandoned for this in failed)
@@ -314,15 +255,18 @@ class Requests:
         Where the next try finds no such upload because an answer was lost, the object is looked
         up instead.
         """
+        failed: Tried = []
 
-        async def complete(number: int) -> None:
+        async def complete() -> None:
             try:
                 await self.client.complete_parts(key, upload, tags, create=create)
             except RequestError as error:
-                if number == 0:
+                if not failed:
                     raise
-                if error.kind == "exists" and await self._has_ended(key, upload):
-                    return  # an upload whose completion was refused stays open
+                if error.kind == "exists":
+                    pending = await self.client.pending_parts(key.rpartition("/")[0])
+                    if upload not in [found.upload for found in pending]:
+                        return  # an upload whose completion was refused stays open
                 if error.kind != "missing":
                     raise
                 try:
@@ -330,22 +274,16 @@ class Requests:
                 except RequestError as second:
                     raise (error if second.kind == "missing" else second) from None
 
-        await self._sender.tried(
-            lambda this: self._sender.bounded(this, lambda: complete(this.number))
-        )
-
-    async def _has_ended(self, key: str, upload: str) -> bool:
-        pending = await self.client.pending_parts(key.rpartition("/")[0])
-        return upload not in [found.upload for found in pending]
+        await self.send(complete, failed=failed)
 
     async def abort_parts(self, key: str, upload: str) -> None:
         """Abort the upload and delete its parts."""
-        await self._sender.asked(lambda: self.client.abort_parts(key, upload))
+        await self.send(partial(self.client.abort_parts, key, upload))
 
     async def pending_parts(self, prefix: str) -> Sequence[PendingParts]:
         """List unfinished uploads below `prefix`."""
-        return await self._sender.asked(
-            lambda: self.client.pending_parts(prefix), deadline_s=self.policy.list_timeout_s
+        return await self.send(
+            partial(self.client.pending_parts, prefix), deadline_s=self.policy.list_timeout_s
         )
 
     async def close(self) -> None:

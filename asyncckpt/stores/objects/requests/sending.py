@@ -12,7 +12,6 @@ import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sized
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 from asyncckpt.flow.limiter import Limiter, Permit
@@ -43,18 +42,14 @@ class Try:
     """One try of a request.
 
     Attributes:
-        number: 0 for the first.
         deadline_s: seconds that it may take once it has its permit.
         begun_s: when it got the permit.
         abandoned: it ran out of time, and the client may still be sending its body.
-        kind: why it failed.
     """
 
-    number: int
     deadline_s: float
     begun_s: float = 0.0
     abandoned: bool = False
-    kind: Kind | None = None
 
 
 class Sender:
@@ -62,6 +57,7 @@ class Sender:
 
     Attributes:
         limiter: window of requests in flight, which the server's refusals cut.
+        policy: deadlines, tries, streams and hedges.
         controllers: concurrency controller of each direction.
         answers: requests that were answered so far, in whatever way.
     """
@@ -74,14 +70,14 @@ class Sender:
         }
         self.answers = 0
         self._url = url
-        self._policy = policy
+        self.policy = policy
         self._rng = rng
 
     def fix_streams(self, direction: Direction, streams: int | None) -> None:
         """Set the transfers in flight in one direction; None lets the tuner decide again."""
-        self.controllers[direction].fixed = streams
+        self.controllers[direction].fix(streams)
         fixed = sum(controller.fixed or 0 for controller in self.controllers.values())
-        self.limiter.ceiling = max(self._policy.ceiling, fixed)
+        self.limiter.ceiling = max(self.policy.ceiling, fixed)
 
     @contextlib.asynccontextmanager
     async def cleaning_up(self, usual_s: float) -> AsyncIterator[None]:
@@ -107,45 +103,46 @@ class Sender:
             finally:
                 timer.cancel()
 
-    async def asked(
-        self, call: Callable[[], Awaitable[T]], *, deadline_s: float | None = None
-    ) -> T:
-        """Return the answer to a request that moves no data worth measuring."""
-        return await self.tried(lambda this: self.bounded(this, call), deadline_s=deadline_s)
-
-    async def tried(
+    async def send(
         self,
-        send: Callable[[Try], Awaitable[T]],
+        call: Callable[[], Awaitable[T]],
         *,
+        direction: Direction | None = None,
         nbytes: int = 0,
+        hedged: bool = False,
         deadline_s: float | None = None,
         retried: frozenset[Kind] = REPEATED,
+        again: Callable[[], Awaitable[bool]] | None = None,
         failed: list[Try] | None = None,
     ) -> T:
         """Return the result of the first try that succeeds.
 
         Args:
-            send: sends one try.
+            call: makes one request.
+            direction: of a transfer, which is measured; None if it moves no data worth measuring.
             nbytes: length of the body, which gives the deadline unless `deadline_s` does.
+            hedged: a slow transfer may be raced by a second one, made by another `call()`.
             deadline_s: seconds that the first try gets.
             retried: failures after which there is another try.
+            again: called before every try but the first; False ends them with `exists`.
             failed: receives the tries that failed.
         """
         failed = [] if failed is None else failed
-        base_s = self._policy.deadline_s(nbytes) if deadline_s is None else deadline_s
+        base_s = self.policy.deadline_s(nbytes) if deadline_s is None else deadline_s
         spent_s = 0.0
         while True:
             abandoned = sum(this.abandoned for this in failed)
-            this = Try(len(failed), base_s * min(2**abandoned, LONGEST))
+            this = Try(base_s * min(2**abandoned, LONGEST))
             try:
-                return await send(this)
+                if failed and again is not None and not await again():
+                    raise RequestError("exists", "another object was put there since the last try")
+                return await self._tried(this, direction, nbytes, call, hedged)
             except RequestError as error:
-                this.kind = error.kind
                 failed.append(this)
                 if error.kind not in retried:
                     raise
                 spent_s += self._now() - this.begun_s
-                wait_s = self._policy.retry.wait_s(
+                wait_s = self.policy.retry.wait_s(
                     len(failed),
                     spent_s,
                     self._rng,
@@ -153,74 +150,75 @@ class Sender:
                     deadline_s=base_s,
                 )
                 if wait_s is None:
-                    raise _given_up(error, len(failed), spent_s) from error
+                    error.detail += f" (tried {len(failed)} times in {spent_s:.1f} s)"
+                    raise
                 spent_s += wait_s
                 logger.info(
                     "%s: %s; try %d of %d follows in %.2f s",
-                    self._url, error, len(failed) + 1, self._policy.retry.tries, wait_s,
+                    self._url, error, len(failed) + 1, self.policy.retry.tries, wait_s,
                 )  # fmt: skip
             await asyncio.sleep(wait_s)
 
-    async def bounded(self, this: Try, call: Callable[[], Awaitable[T]]) -> T:
-        """Send one try of a request that moves no data worth measuring."""
-        with await self.limiter.acquire() as permit:
-            this.begun_s = self._now()
-            return await self._sent(this, permit, call)
-
-    async def transfer(
-        self, this: Try, direction: Direction, nbytes: int, call: Callable[[], Awaitable[T]]
-    ) -> T:
-        """Send one try of a request that moves `nbytes`."""
-        controller = self.controllers[direction]
-        with await controller.gate.acquire(), await self.limiter.acquire() as permit:
-            this.begun_s = self._now()
-            return await self._measured(this, permit, direction, nbytes, call)
-
-    async def raced(
+    async def _tried(
         self,
         this: Try,
+        direction: Direction | None,
+        nbytes: int,
+        call: Callable[[], Awaitable[T]],
+        hedged: bool,
+    ) -> T:
+        """Send one try, once it has its permits."""
+        if direction is None:
+            with await self.limiter.acquire() as permit:
+                this.begun_s = self._now()
+                return await self._sent(this, permit, call)
+        gate = self.controllers[direction].gate
+        with await gate.acquire(), await self.limiter.acquire() as permit:
+            this.begun_s = self._now()
+            send = self._raced if hedged else self._measured
+            return await send(this, permit, direction, nbytes, call)
+
+    async def _raced(
+        self,
+        this: Try,
+        permit: Permit,
         direction: Direction,
         nbytes: int,
-        start: Callable[[int], Awaitable[T]],
+        call: Callable[[], Awaitable[T]],
     ) -> T:
-        """Send one try of a transfer, hedged where it is slow and another request is allowed.
-
-        `start(0)` makes the first request, `start(1)` the second one.
-        """
+        """Send one try of a transfer, hedged where it is slow and another request is allowed."""
         controller = self.controllers[direction]
         extra: Permit | None = None
-        answered: set[int] = set()
+        answered: set[Permit] = set()
 
-        async def run(number: int, permit: Permit) -> T:
-            answer = await self._measured(this, permit, direction, nbytes, partial(start, number))
-            answered.add(number)
+        async def run(permit: Permit) -> T:
+            answer = await self._measured(this, permit, direction, nbytes, call)
+            answered.add(permit)
             return answer
 
         def second() -> Coroutine[Any, Any, T] | None:
             nonlocal extra
-            permit = self.limiter.try_acquire()
-            if permit is None or not controller.take_hedge():
-                if permit is not None:
-                    permit.release()
+            found = self.limiter.try_acquire()
+            if found is None or not controller.take_hedge():
+                if found is not None:
+                    found.release()
                 return None
-            extra = permit
-            return run(1, permit)
+            extra = found
+            return run(found)
 
-        with await controller.gate.acquire(), await self.limiter.acquire() as permit:
-            this.begun_s = self._now()
-            controller.earn_hedge()
-            try:
-                answer = await race(partial(run, 0, permit), controller.slow_s(nbytes), second)
-            finally:
-                if extra is not None:
-                    extra.release()
-                    controller.end_hedge()
-            if 0 not in answered:
-                # It would have taken longer still; without it slow requests would seem not to
-                # exist, and ever faster ones be hedged.
-                moved = len(answer) if direction == "get" and isinstance(answer, Sized) else nbytes
-                controller.estimate.observe(moved, self._now() - this.begun_s)
-            return answer
+        controller.earn_hedge()
+        try:
+            answer = await race(lambda: run(permit), controller.slow_s(nbytes), second)
+        finally:
+            if extra is not None:
+                extra.release()
+                controller.end_hedge()
+        if permit not in answered:
+            # It would have taken longer still; without it slow requests would seem not to exist,
+            # and ever faster ones be hedged.
+            moved = _moved_nbytes(direction, nbytes, answer)
+            controller.estimate.observe(moved, self._now() - this.begun_s)
+        return answer
 
     async def _measured(
         self,
@@ -237,9 +235,7 @@ class Sender:
         controller.began(begun_s)
         try:
             answer = await self._sent(this, permit, call)
-            moved = nbytes
-            if direction == "get" and isinstance(answer, Sized):
-                moved = len(answer)  # what was asked for may end past the object's end
+            moved = _moved_nbytes(direction, nbytes, answer)
             controller.estimate.observe(moved, self._now() - begun_s)
             return answer
         finally:
@@ -274,10 +270,6 @@ class Sender:
         return asyncio.get_running_loop().time()
 
 
-def _given_up(error: RequestError, tries: int, spent_s: float) -> RequestError:
-    return RequestError(
-        error.kind,
-        f"{error.detail} (tried {tries} times in {spent_s:.1f} s)",
-        status=error.status,
-        retry_after_s=error.retry_after_s,
-    )
+def _moved_nbytes(direction: Direction, nbytes: int, answer: object) -> int:
+    # What a read asked for may end past the object's end.
+    return len(answer) if direction == "get" and isinstance(answer, Sized) else nbytes

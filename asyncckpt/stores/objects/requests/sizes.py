@@ -126,20 +126,28 @@ def choose(
         put_max_nbytes: largest body of one request.
         last: the previous choice, kept unless something is a tenth faster.
     """
-    memory = _Memory(budget_nbytes, copies, slot_nbytes)
-    tight = memory.streams(LEAST_NBYTES) < traffic.streams // 2
+
+    def room(window_nbytes: int) -> int:
+        """Return how many windows can be in flight while one more is being filled."""
+        held = -(-window_nbytes * (1 + copies) // slot_nbytes) * slot_nbytes
+        return budget_nbytes // held - 1
+
+    tight = room(LEAST_NBYTES) < traffic.streams // 2
     put_max_nbytes = min(put_max_nbytes, PUT_THRESHOLD_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
     if data_file_nbytes is not None:
         data_file_nbytes = min(data_file_nbytes, put_max_nbytes)
     options = [
         option
         for option in _options(chunk_nbytes, data_file_nbytes, put_max_nbytes)
-        if memory.streams(option.window_nbytes) >= 1
+        if room(option.window_nbytes) >= 1
         and (tight or option.window_nbytes >= min(LEAST_NBYTES, put_max_nbytes))
     ]
     asked = [option for option in options if option.data_file_nbytes == data_file_nbytes]
     smallest = Choice(LEAST_WINDOW_NBYTES, LEAST_WINDOW_NBYTES, 1, 0.0, data_file_nbytes)
-    timed = [_timed(option, nbytes, traffic, memory) for option in asked or options or [smallest]]
+    timed = [
+        _timed(option, nbytes, traffic, room(option.window_nbytes))
+        for option in asked or options or [smallest]
+    ]
     fastest = min(option.expected_s for option in timed)
     if last is not None and last.asked_nbytes == data_file_nbytes:
         for option in timed:
@@ -165,18 +173,6 @@ def _even(choice: Choice, nbytes: int, last: Choice | None) -> Choice:
     return replace(choice, even_streams=streams)
 
 
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    budget_nbytes: int
-    copies: int
-    slot_nbytes: int
-
-    def streams(self, window_nbytes: int) -> int:
-        """Return how many windows can be in flight while one more is being filled."""
-        held = -(-window_nbytes * (1 + self.copies) // self.slot_nbytes) * self.slot_nbytes
-        return self.budget_nbytes // held - 1
-
-
 def _options(
     chunk_nbytes: int, data_file_nbytes: int | None, put_max_nbytes: int
 ) -> Iterator[Choice]:
@@ -193,10 +189,10 @@ def _options(
         yield Choice(size, size, 0, 0.0, data_file_nbytes)
 
 
-def _timed(option: Choice, nbytes: int, traffic: Traffic, memory: _Memory) -> Choice:
-    """Add the streams that the option leaves memory for, and the seconds it then takes."""
+def _timed(option: Choice, nbytes: int, traffic: Traffic, room: int) -> Choice:
+    """Add the streams, for which there is `room`, and the seconds that it then takes."""
     window = option.window_nbytes
-    streams = max(1, min(traffic.streams, memory.streams(window)))
+    streams = max(1, min(traffic.streams, room))
     files = max(1, -(-nbytes // window))
     one_s = traffic.latency_s + min(window, nbytes) / traffic.stream_nbytes_per_s
     seconds = -(-files // streams) * one_s

@@ -45,23 +45,6 @@ class ConcurrencyTuner:
             before the first one.
     """
 
-    __slots__ = (
-        "_active",
-        "_area",
-        "_begun_s",
-        "_doubts",
-        "_ended",
-        "_level",
-        "_nbytes",
-        "_peak",
-        "_rates",
-        "_rest",
-        "_seen_s",
-        "_stepped_up",
-        "_top",
-        "nbytes_per_s",
-    )
-
     def __init__(self, start: int, ceiling: int) -> None:
         self._top = _level(ceiling)
         self._level = min(_level(start), self._top)
@@ -73,10 +56,6 @@ class ConcurrencyTuner:
         # The interval that is being measured: transfers now, at most, and ended; stream-seconds.
         self._active = self._peak = self._ended = self._nbytes = 0
         self._begun_s = self._seen_s = self._area = 0.0
-
-    def __repr__(self) -> str:
-        rate = (self.nbytes_per_s or 0.0) / 1e6
-        return f"ConcurrencyTuner({self.streams} streams, {rate:.1f} MB/s)"
 
     @property
     def streams(self) -> int:
@@ -127,29 +106,23 @@ class ConcurrencyTuner:
         """
         if streams < BUSY * self.streams:
             return
-        level, before = self._level, self._rates.get(self._level)
-        rate = nbytes_per_s if before is None else (before + nbytes_per_s) / 2
-        self._rates[level] = rate
-        self.nbytes_per_s = rate
+        level = self._level
+        rate = (self._rates.get(level, nbytes_per_s) + nbytes_per_s) / 2
+        self._rates[level] = self.nbytes_per_s = rate
         below = self._rates.get(level - 1)
         if self._rest:
             self._rest -= 1
         elif self._stepped_up and below is not None and rate < GAIN * below:
             self._doubts += 1
             if self._doubts == LOOKS:
-                self._step(-1)
+                self._level, self._stepped_up, self._doubts = level - 1, False, 0
                 self._rest = REST
                 self.nbytes_per_s = below
         elif level < self._top:
             self._rates.pop(level + 1, None)
-            self._step(1)
+            self._level, self._stepped_up, self._doubts = level + 1, True, 0
         else:
             self._stepped_up = False
-
-    def _step(self, by: int) -> None:
-        self._level += by
-        self._stepped_up = by > 0
-        self._doubts = 0
 
     def _advance(self, now_s: float) -> None:
         self._area += self._active * (now_s - self._seen_s)

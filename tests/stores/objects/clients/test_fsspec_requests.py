@@ -20,9 +20,10 @@ from s3fs import S3FileSystem
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.objects.clients.client import ObjectClient, RequestError
 from asyncckpt.stores.objects.clients.opening import open_client
-from asyncckpt.stores.objects.requests.requests import HASTY, Requests
+from asyncckpt.stores.objects.requests.requests import Requests
 from tests.simulator import Credentials as Known
 from tests.simulator import Fault, Gate, Simulator, simulator
+from tests.stores.objects.hasty import HASTY
 
 SCHEMES = ("s3", "gs")
 

@@ -125,7 +125,7 @@ async def test_only_a_conditional_create_can_exist_or_conflict(
     expected: dict[tuple[int, str], Kind] = {
         (412, "create"): "exists",
         (409, "create"): "conflict",
-        (412, "put"): "invalid",
+        (412, "put"): "unavailable",
         (409, "put"): "unavailable",
     }
     assert error.kind == expected[status, name]

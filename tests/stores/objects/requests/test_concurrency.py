@@ -37,11 +37,11 @@ def test_the_gate_follows_the_tuner_unless_streams_are_fixed() -> None:
         controller.began(float(turn))
         controller.ended(turn + 1.0, 100)
     assert controller.gate.ceiling == controller.tuner.streams > 1
-    controller.fixed = 3
+    controller.fix(3)
     controller.began(9.0)
     controller.ended(19.0, 100)
     assert controller.gate.ceiling == controller.traffic.streams == 3
-    controller.fixed = None
+    controller.fix(None)
     assert controller.gate.ceiling == controller.tuner.streams
 
 

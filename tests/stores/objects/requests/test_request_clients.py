@@ -13,10 +13,10 @@ import pytest
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.clients.opening import open_client
-from asyncckpt.stores.objects.requests.policy import HASTY, RequestPolicy
+from asyncckpt.stores.objects.requests.policy import RequestPolicy, RetryPolicy
 from asyncckpt.stores.objects.requests.requests import Requests, Sent
-from asyncckpt.stores.objects.requests.retry import RetryPolicy
 from tests.simulator import LOOPBACK, Fault, Gate, Simulator
+from tests.stores.objects.hasty import HASTY
 from tests.stores.objects.scripted import name
 from tests.stores.objects.stores import UNRACED
 
@@ -90,7 +90,7 @@ async def test_a_read_that_is_held_up_is_overtaken(sim: Simulator, library: str)
             assert bytes(await store.get("key", 0, 5000)) == b"value" * 1000
         finally:
             gate.release()
-        assert store.controller("get").hedges_spent == 1
+        assert store.controllers["get"].hedges_spent == 1
 
 
 @pytest.mark.parametrize("library", ["gcsfs", "obstore"])

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from asyncckpt.flow.shield import forget_frames
 from asyncckpt.options import KIB, MIB
 from asyncckpt.stores.objects.clients.client import Kind, RequestError
-from asyncckpt.stores.objects.requests.policy import HASTY
 from asyncckpt.stores.objects.requests.requests import Sent
+from tests.stores.objects.hasty import HASTY
 from tests.stores.objects.scripted import (
     AT_ONCE,
     SHORT,
@@ -253,7 +253,7 @@ async def test_streams_that_are_asked_for_bound_the_transfers_and_nothing_else()
         for _ in range(10):
             group.create_task(store.list("", recursive=True, limit=1))
     assert client.peak == 10
-    assert store.controller("put").traffic.streams == 3
+    assert store.controllers["put"].traffic.streams == 3
     store.fix_streams("put", 200)
     assert store.limiter.ceiling == 200
     store.fix_streams("put", None)
@@ -264,10 +264,10 @@ async def test_only_answered_requests_are_measured() -> None:
     store, client = requests(Fails("unavailable"), Hang(), policy=SHORT)
     client.objects["key"] = b"value"
     await store.get("key", 0, 1 * MIB)
-    assert store.controller("get").estimate.count == 1
-    assert store.controller("get").estimate.latency_s > 0
+    assert store.controllers["get"].estimate.count == 1
+    assert store.controllers["get"].estimate.latency_s > 0
     await store.replace("other", b"x" * KIB)
-    assert store.controller("put").estimate.count == 1
+    assert store.controllers["put"].estimate.count == 1
 
 
 async def test_nothing_but_places_and_measures_is_shown() -> None:

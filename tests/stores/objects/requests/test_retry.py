@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncckpt.stores.objects.requests.retry import RetryPolicy
+from asyncckpt.stores.objects.requests.policy import RetryPolicy
 
 
 class Highest(random.Random):
