@@ -16,7 +16,7 @@ import pytest
 
 from asyncckpt.stores.local import publish
 from asyncckpt.stores.local.store import LocalStore
-from asyncckpt.testing.conformance import PAGE, pattern
+from asyncckpt.testing.checkpoints import PAGE, pattern
 from tests.stores.checkpoints import write_file
 from tests.stores.children import attempted, fresh, unsupported, with_store
 

@@ -184,15 +184,11 @@ class LocalAttempt:
             StoreError: writing or flushing failed; the attempt cannot be continued.
         """
         self._check_path(path)
-        await self._put(path, memoryview(data).cast("B"), flush=True)
-
-    async def _put(self, path: str, data: memoryview, *, flush: bool) -> None:
+        writing = self._write_file(path, memoryview(data).cast("B"), flush=True)
         with self._guard.step():
-            await self._context.workers.complete(
-                self._write_file(path, data, flush), f"writing {path}"
-            )
+            await self._context.workers.complete(writing, f"writing {path}")
 
-    async def _write_file(self, path: str, data: memoryview, flush: bool) -> None:
+    async def _write_file(self, path: str, data: memoryview, *, flush: bool) -> None:
         workers = self._context.workers
         with self._step(f"writing {len(data)} bytes", path) as directory:
             if posixpath.dirname(path) not in self._directories | {""}:
@@ -251,17 +247,20 @@ class LocalAttempt:
             SaveError: the last flush failed; `visible` says what holds.
             StoreError: an earlier step failed; nothing is visible.
         """
-        await self._conclude(self._publication(Publication), record)
+        await self._conclude(Publication, record)
 
     async def publish_files(self, path: str = "") -> None:
         """Publish the file `path` of an export, or with ``""`` all of it, durably.
 
         If it fails, nothing of the attempt is left. Cancellation, errors: as `publish`.
         """
-        await self._conclude(self._publication(FilesPublication, path), None)
+        await self._conclude(FilesPublication, None, path)
 
-    def _publication(self, kind: type[Publication], path: str = "") -> Publication:
-        return kind(
+    async def _conclude(
+        self, kind: type[Publication], record: bytes | None, path: str = ""
+    ) -> None:
+        """Publish, or leave nothing of the attempt."""
+        publication = kind(
             self._context,
             self._path,
             path,
@@ -270,9 +269,6 @@ class LocalAttempt:
             overwrite=self._overwrite,
             mode=self._file_mode,
         )
-
-    async def _conclude(self, publication: Publication, record: bytes | None) -> None:
-        """Publish, or leave nothing of the attempt."""
         try:
             with self._guard.step():
                 await self._publish(publication, record)
@@ -295,7 +291,8 @@ class LocalAttempt:
         if record is None:
             await self._flush(".")
         else:
-            await self._put(RECORD_FILE, memoryview(record), flush=False)
+            writing = self._write_file(RECORD_FILE, memoryview(record), flush=False)
+            await self._context.workers.complete(writing, f"writing {RECORD_FILE}")
             await self._flush(RECORD_FILE, ".")
         task = asyncio.current_task()
         cancelling = task.cancelling() if task is not None else 0

@@ -111,6 +111,7 @@ class LocalStore:
         epoch: int = 0,
         overwrite: bool = False,
         private: bool = False,
+        exports: bool = False,
     ) -> LocalAttempt:
         """Make and lock a directory for an attempt, and durably its missing parents.
 
@@ -123,24 +124,6 @@ class LocalStore:
         """
         if epoch < 0:
             raise UsageError(f"epoch={epoch}: pass a non-negative integer", found=epoch)
-        return await self._begin(name, save_id, overwrite, private, epoch=epoch)
-
-    async def begin_export(
-        self, name: str, save_id: str, *, overwrite: bool = False, private: bool = False
-    ) -> LocalAttempt:
-        """Open an attempt for files of another format, without a commit record; see `begin`."""
-        return await self._begin(name, save_id, overwrite, private, exports=True)
-
-    async def _begin(
-        self,
-        name: str,
-        save_id: str,
-        overwrite: bool,
-        private: bool,
-        *,
-        epoch: int = 0,
-        exports: bool = False,
-    ) -> LocalAttempt:
         check_name(name)
         check_save_id(save_id)
         attempt = LocalAttempt(self._context, name, save_id, overwrite=overwrite, private=private)
@@ -151,6 +134,12 @@ class LocalStore:
             await attempt.abort()
             raise
         return attempt
+
+    async def begin_export(
+        self, name: str, save_id: str, *, overwrite: bool = False, private: bool = False
+    ) -> LocalAttempt:
+        """Open an attempt for files of another format, without a commit record; see `begin`."""
+        return await self.begin(name, save_id, overwrite=overwrite, private=private, exports=True)
 
     async def names(self) -> list[str]:
         """Return the names of all directories below the root; none if there is no root."""
