@@ -45,7 +45,7 @@ from asyncckpt.stores.local.posix import (
     remove_tree,
 )
 from asyncckpt.stores.local.publish import Publication, check_place
-from asyncckpt.stores.paths import RECORD_FILE, clipped, path_parts
+from asyncckpt.stores.paths import RECORD_FILE, check_file, clipped
 
 BIRTH_ROUNDS = 100
 """Directories that sweepers may remove before they are locked; each has to hit a gap of
@@ -156,7 +156,8 @@ class LocalAttempt:
             UsageError: the path leaves the attempt or is the record's.
             StoreError: the file cannot be made; the attempt cannot be continued.
         """
-        self._check_path(path)
+        self._guard.check()
+        check_file(path, self.location)
         location = posixpath.join(self._path, path)
         file = LocalDataFile(path, location, self._guard, self._context.direct)
         self._files.append(file)
@@ -183,7 +184,8 @@ class LocalAttempt:
             UsageError: the path leaves the attempt or is the record's.
             StoreError: writing or flushing failed; the attempt cannot be continued.
         """
-        self._check_path(path)
+        self._guard.check()
+        check_file(path, self.location)
         writing = self._write_file(path, memoryview(data).cast("B"), flush=True)
         with self._guard.step():
             await self._context.workers.complete(writing, f"writing {path}")
@@ -221,16 +223,6 @@ class LocalAttempt:
         location = posixpath.join(self._path, path)
         with self._guard.step(action, location), self._directory.use() as directory:
             yield directory
-
-    def _check_path(self, path: str) -> None:
-        self._guard.check()
-        if path_parts(path) is None or path == RECORD_FILE:
-            raise UsageError(
-                f"{path!r} cannot be a file of a checkpoint: pass a relative path without '..' "
-                f"that is not {RECORD_FILE!r}",
-                location=self.location,
-                found=path,
-            )
 
     # ---------------------------------------------------------------------------------- publish
 

@@ -33,7 +33,7 @@ from asyncckpt.stores.local.posix import (
     checked_regular,
     open_below,
 )
-from asyncckpt.stores.paths import path_parts
+from asyncckpt.stores.paths import read_parts
 
 DIRECT_READ_MIN_NBYTES = 1 << 20
 """Smaller reads gain nothing from going past the page cache."""
@@ -274,15 +274,7 @@ class LocalFiles:
             if not path:  # the path that the user gave: links to it are followed
                 fd = os.open(self.location, os.O_RDONLY | os.O_NONBLOCK | flags)
                 return fd if flags & os.O_DIRECTORY else checked_regular(fd)
-            parts = path_parts(path)
-            if parts is None:
-                raise CorruptCheckpointError(
-                    f"{self.location}: {path!r} leads out of the checkpoint; "
-                    "it is damaged or hostile: use another checkpoint",
-                    file=path,
-                    location=self.location,
-                    found=path,
-                )
+            parts = read_parts(path, self.location)
             with self._opened_directory().use() as directory:
                 return open_below(directory, parts, flags)
         except FileNotFoundError as error:
