@@ -28,11 +28,12 @@ from asyncckpt.stores.objects.context import (
     as_view,
     load_fixed,
     read_at_once,
+    read_head,
     read_record,
 )
-from asyncckpt.stores.objects.failures import store_error
+from asyncckpt.stores.objects.failures import reported, store_error
 from asyncckpt.stores.objects.layout import RECORD, join
-from asyncckpt.stores.paths import path_parts
+from asyncckpt.stores.paths import path_parts, read_parts
 
 RANGE_NBYTES = 16 * MIB
 """Ranges that a long run is cut into, evenly, so that none is shorter than half of it."""
@@ -67,14 +68,7 @@ class ObjectFiles:
         return f"ObjectFiles({self.location!r})"
 
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
-        """Return the whole content of a small file.
-
-        Raises:
-            CheckpointNotFoundError: the object does not exist.
-            CorruptCheckpointError: it is larger than `max_nbytes`, or the path leads out of the
-                checkpoint.
-            StoreError: reading failed.
-        """
+        """Return the whole content of a small file. As `CheckpointFiles.read`."""
         key = self._key(path)
         save_id: str | None = None
         data: bytes | None
@@ -109,24 +103,9 @@ class ObjectFiles:
         received: Callable[[], None] | None = None,
         ahead_nbytes: int | None = None,
     ) -> None:
-        """Fill the buffers, one after the other, from a run of the object at `offset`.
+        """Fill the buffers from a run of the object. As `CheckpointFiles.read_into`.
 
         Runs longer than `RANGE_NBYTES` are read in ranges, several at the same time.
-
-        Args:
-            path: relative path; ``""`` is the checkpoint itself, where it is one object.
-            offset: where the run begins, in bytes.
-            buffers: what to fill.
-            direct: without meaning here.
-            received: called when every range has arrived, before the last copies are made.
-            ahead_nbytes: bytes in flight at one time; at least one range is.
-
-        Cancellation: ends the requests, waits for copies, then raises.
-
-        Raises:
-            CheckpointNotFoundError: the object does not exist.
-            CorruptCheckpointError: it ends before the last buffer is full.
-            StoreError: reading failed.
         """
         key = self._key(path)
         nbytes = sum(buffer.size for buffer in buffers)
@@ -206,15 +185,7 @@ class ObjectFiles:
         ) from error
 
     async def entries(self, path: str = "", *, max_entries: int) -> list[Entry]:
-        """Return one level below a path of the checkpoint, by name, never from a cache.
-
-        Where `path` is an object, it is the only entry, with the name ``""``.
-
-        Raises:
-            CheckpointNotFoundError: there is nothing at `path`.
-            CorruptCheckpointError: there are more than `max_entries`.
-            StoreError: listing failed.
-        """
+        """List one level of the checkpoint, never from a cache. As `CheckpointFiles.entries`."""
         key = self._key(path)
         try:
             listed = await self._requests.list(key, recursive=False, limit=max_entries)
@@ -252,20 +223,14 @@ class ObjectFiles:
         return self._requests.controller("get").tuner.room if wanted is None else wanted
 
     async def changed(self) -> Literal["deleted", "replaced"] | None:
-        """Return whether the record that was read here has changed; None if not, or if none was.
-
-        Raises:
-            StoreError: it could not be read.
-        """
+        """Return whether the record that was read here has changed; None if not, or if none was."""
         if self._head is None:
             return None
-        try:
-            head = await self._requests.get(join(self._name, RECORD), 0, HEAD_NBYTES)
-        except RequestError as error:
-            if error.kind == "missing":
-                return "deleted"
-            raise store_error("reading the record", self._full(RECORD), error) from error
-        return None if bytes(head) == self._head else "replaced"
+        with reported("reading the record", self._full(RECORD)):
+            head = await read_head(self._context, self._name)
+        if head is None:
+            return "deleted"
+        return None if head == self._head else "replaced"
 
     async def close(self) -> None:
         """Read nothing more. Idempotent."""
@@ -277,14 +242,8 @@ class ObjectFiles:
                 f"{self.location}: these files were closed; ask the store for them again",
                 location=self.location,
             )
-        if path and path_parts(path) is None:
-            raise CorruptCheckpointError(
-                f"{self.location}: {path!r} leads out of the checkpoint; "
-                "it is damaged or hostile: use another checkpoint",
-                file=path,
-                location=self.location,
-                found=path,
-            )
+        if path:
+            read_parts(path, self.location)
         return join(self._name, path)
 
     def _full(self, path: str) -> str:

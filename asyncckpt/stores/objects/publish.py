@@ -70,16 +70,19 @@ from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, Save
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.stores.objects.clients.client import RETRYABLE, RequestError
 from asyncckpt.stores.objects.context import (
+    HEAD_NBYTES,
     Context,
     Record,
-    is_current,
+    delete_paths,
+    paths_of,
+    read_head,
     read_record,
     shared_paths,
 )
 from asyncckpt.stores.objects.failures import store_error
-from asyncckpt.stores.objects.layout import RECORD, join, owner
+from asyncckpt.stores.objects.layout import RECORD, join
 from asyncckpt.stores.objects.probe import Conditions
-from asyncckpt.stores.objects.remove import OBJECTS_MAX, delete_record, read_version
+from asyncckpt.stores.objects.remove import delete_record, read_version
 from asyncckpt.stores.objects.repair import follow_record, write_fixed, write_marks
 
 log = logging.getLogger("asyncckpt.stores")
@@ -190,7 +193,9 @@ class Publication:
         self._retried = False
         error: RequestError | None = None
         try:
-            created = await self._requests.create(self._key, self._record, again=self._is_missing)
+            created = await self._requests.create(
+                self._key, self._record, again=partial(self._is_unchanged, None)
+            )
         except RequestError as caught:
             created, error = False, caught
         if not created:
@@ -258,10 +263,6 @@ class Publication:
         return True
 
     # ------------------------------------------------------------------------------------ guards
-
-    async def _is_missing(self) -> bool:
-        """Return whether a create may be tried again: no record is there, and our data are."""
-        return await self._is_unchanged(None)
 
     async def _is_unchanged(self, old: Record | None) -> bool:
         """Return whether what was there before still is, and our data are.
@@ -397,7 +398,8 @@ class Publication:
                 written = set(self._fixed)
                 if replaced is not None and replaced.save_id not in (None, self._save_id):
                     written |= await self._remove(replaced)
-                if not await is_current(self._context, self._name, self._record):
+                head = await read_head(self._context, self._name)
+                if head != self._record[:HEAD_NBYTES]:
                     await follow_record(self._context, self._name, self._save_id, written)
         except (RequestError, CorruptCheckpointError, TimeoutError) as error:
             log.warning(
@@ -410,12 +412,10 @@ class Publication:
         """Remove the objects of a replaced save; return its fixed names that ours does not have."""
         context, name = self._context, self._name
         stale = shared_paths(await replaced.outline(context)) - set(self._fixed)
-        listed = await self._requests.list(name, recursive=True, limit=OBJECTS_MAX)
-        paths = [entry.key.removeprefix(f"{name}/") for entry in listed]
-        dead = [path for path in paths if owner(path) == replaced.save_id]
+        dead = await paths_of(context, name, replaced.save_id)
         if not self._conditions.replace:
             present = await read_record(context, name)
             if present is None or present.save_id in (None, replaced.save_id):
                 return set()
-        await self._requests.delete([join(name, path) for path in (*sorted(stale), *dead)])
+        await delete_paths(context, name, [*sorted(stale), *dead])
         return set(stale)
