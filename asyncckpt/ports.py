@@ -38,9 +38,8 @@ class StoreCapabilities:
     """Abilities and requirements of a store.
 
     Attributes:
-        buffer: what `DataFile.write` takes: `aligned` (address, offset and length multiples of
-            `alignment_nbytes` are written fastest; others work), or `any`.
-        alignment_nbytes: alignment that makes writes direct; 1 where it does not matter.
+        buffer: what `DataFile.write` takes: `aligned` (where address, offset and length are
+            multiples of a page, writes are fastest; others work), or `any`.
         client_copies: copies of a buffer that the client makes while sending it.
         positional_writes: parts of a data file may be written in any order and concurrently, of
             any size; without it, only files created with `window_nbytes` may.
@@ -54,7 +53,6 @@ class StoreCapabilities:
     """
 
     buffer: Literal["aligned", "any"]
-    alignment_nbytes: int = 1
     client_copies: int = 0
     positional_writes: bool = True
     conditional_create: bool = True

@@ -133,6 +133,23 @@ async def expect(store: Store, name: str, seed: int = 0) -> None:
         await files.close()
 
 
+async def content(store: Store, name: str, path: str, nbytes: int) -> bytes:
+    """Return the content of a file that has at most `nbytes`."""
+    files = store.files(name)
+    try:
+        return await files.read(path, max_nbytes=nbytes)
+    finally:
+        await files.close()
+
+
+async def save_file(store: Store, data: Bytes) -> str:
+    """Publish step 1 with this data file alone; return its path."""
+    attempt = await store.begin("1", identity("a"))
+    path = await write_file(attempt, data_path(identity("a")), data)
+    await attempt.publish(record_of(identity("a")))
+    return path
+
+
 async def data_paths(files: CheckpointFiles) -> list[str]:
     """Return the paths of the data files of a checkpoint."""
     return [f"default/d/{entry.name}" for entry in await files.entries("default/d", max_entries=9)]

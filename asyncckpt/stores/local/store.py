@@ -36,7 +36,7 @@ from asyncckpt.stores.local.locks import (
     unlock,
     write_owner,
 )
-from asyncckpt.stores.local.posix import PAGE_NBYTES, flush_directory, landed, remove_tree
+from asyncckpt.stores.local.posix import flush_directory, landed, remove_tree
 from asyncckpt.stores.local.sweep import collect, sweep, tidy
 from asyncckpt.stores.paths import CONTROL, RECORD_FILE, Layout, check_name, check_save_id
 from asyncckpt.stores.paths import open_local as open_local
@@ -73,11 +73,7 @@ class LocalStore:
                 "and no flush of directories; use WSL or an object store"
             )
         self.url = os.path.abspath(os.fsdecode(root))
-        self.capabilities = (
-            StoreCapabilities("any")
-            if direct_io is False
-            else StoreCapabilities("aligned", alignment_nbytes=PAGE_NBYTES)
-        )
+        self.capabilities = StoreCapabilities("any" if direct_io is False else "aligned")
         self._layout = Layout(self.url)
         self._workers = workers
         self._context = Context(self._layout, workers, machine, DirectWrites(direct_io), is_valid)
