@@ -151,10 +151,6 @@ class LocalAttempt:
         """Open a new data file; `nbytes` of space are reserved where possible.
 
         Writes may be of any size and in any order, whatever `window_nbytes`.
-
-        Raises:
-            UsageError: the path leaves the attempt or is the record's.
-            StoreError: the file cannot be made; the attempt cannot be continued.
         """
         self._guard.check()
         check_file(path, self.location)
@@ -176,14 +172,7 @@ class LocalAttempt:
         return None
 
     async def put(self, path: str, data: bytes | memoryview, *, in_record: bool = False) -> None:
-        """Write a small file, durably.
-
-        Cancellation: waits until the file is closed, then raises.
-
-        Raises:
-            UsageError: the path leaves the attempt or is the record's.
-            StoreError: writing or flushing failed; the attempt cannot be continued.
-        """
+        """Write a small file, durably. Cancellation: waits until it is closed, then raises."""
         self._guard.check()
         check_file(path, self.location)
         writing = self._write_file(path, memoryview(data).cast("B"), flush=True)
@@ -227,9 +216,7 @@ class LocalAttempt:
     # ---------------------------------------------------------------------------------- publish
 
     async def publish(self, record: bytes) -> None:
-        """Make the checkpoint visible and durable, with `record` written last.
-
-        If it fails, nothing of the attempt is left.
+        """Make the checkpoint visible and durable, or leave nothing of it. As `Attempt.publish`.
 
         Cancellation: until the rename is issued, ends the attempt and raises; from then on the
         outcome is awaited and returned or raised instead of the cancellation.

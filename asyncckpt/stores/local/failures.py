@@ -115,14 +115,10 @@ class Guard:
 
 
 def _free_nbytes(path: str) -> int | None:
-    while path:
-        try:
-            found = os.statvfs(path)
-        except FileNotFoundError:
-            if path == (path := os.path.dirname(path)):
-                return None
-        except OSError:
-            return None
-        else:
-            return found.f_bavail * found.f_frsize
-    return None
+    while path != "/" and not os.path.lexists(path):
+        path = os.path.dirname(path) or "/"
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize

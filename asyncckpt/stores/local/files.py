@@ -84,18 +84,10 @@ class LocalFiles:
             size = os.fstat(fd).st_size
             return fd
 
-        data = bytearray()
         with reported("reading", self._full(path)):
-            file = await aiofiles.open(
-                self.location, "rb", buffering=0, opener=opener, executor=self._workers
-            )
+            file = await aiofiles.open(self.location, "rb", opener=opener, executor=self._workers)
             try:
-                left = size + 1 if size <= max_nbytes else 0
-                while left > 0 and (part := await file.read(left)):
-                    data += part
-                    left -= len(part)
-                    if len(data) == size:
-                        break
+                data = b"" if size > max_nbytes else await file.read(size + 1)
             finally:
                 await file.close()  # `async with` would close it in a thread that is not ours
         found = max(size, len(data))
@@ -108,7 +100,7 @@ class LocalFiles:
                 expected=max_nbytes,
                 found=found,
             )
-        return bytes(data)
+        return data
 
     async def read_into(
         self,

@@ -93,23 +93,16 @@ class Descriptor:
 
 
 def rename_noreplace(source: str, target: str) -> None:
-    """Rename `source` to `target`, which must not exist.
+    """Rename `source` to `target`; raise FileExistsError if something is there.
 
     Raises:
-        FileExistsError: something is at `target`; nothing was changed.
         UnsupportedCallError: the file system cannot do this in one step.
-        OSError: the rename failed.
     """
     _rename(source, target, _RENAME_NOREPLACE, _RENAME_EXCL_MACOS)
 
 
 def rename_exchange(source: str, target: str) -> None:
-    """Exchange `source` and `target` in one step.
-
-    Raises:
-        UnsupportedCallError: the file system cannot do this.
-        OSError: the rename failed.
-    """
+    """Exchange `source` and `target` in one step; errors as of `rename_noreplace`."""
     _rename(source, target, _RENAME_EXCHANGE, _RENAME_SWAP_MACOS)
 
 
@@ -265,18 +258,6 @@ def checked_regular(fd: int) -> int:
         os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file")
     return fd
-
-
-def read_all(fd: int, max_nbytes: int) -> bytes:
-    """Return the content of the file, or its first `max_nbytes` + 1 bytes if it is longer."""
-    parts = []
-    left = max_nbytes + 1
-    # Python reserves as much as is asked for, before it reads.
-    most = min(os.fstat(fd).st_size + 1, 64 << 20)
-    while left > 0 and (part := os.read(fd, min(left, most))):
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
 
 
 def cached(fd: int, offset: int, nbytes: int) -> bool:

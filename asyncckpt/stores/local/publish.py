@@ -36,10 +36,9 @@ from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.locks import leads_to, remove_owner, root_lock, write_owner
 from asyncckpt.stores.local.posix import (
     UnsupportedCallError,
+    checked_regular,
     flush_directory,
     landed,
-    open_below,
-    read_all,
     remove_tree,
     rename_exchange,
     rename_noreplace,
@@ -116,22 +115,16 @@ def refuse_unrelated(target: str) -> None:
 
 def record_at(directory: str) -> bytes | None:
     """Return the record file in a directory, or None if none can be read."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    try:
-        file = open_below(fd, (RECORD_FILE,))
-        try:
-            data = read_all(file, MAX_RECORD_NBYTES)
-        finally:
-            os.close(file)
+        fd = checked_regular(os.open(os.path.join(directory, RECORD_FILE), flags))
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENOTDIR):
             return None
         raise
-    finally:
-        os.close(fd)
+    with open(fd, "rb") as file:
+        # Python reserves as much as is asked for, before it reads.
+        data = file.read(min(os.fstat(fd).st_size, MAX_RECORD_NBYTES) + 1)
     return data if len(data) <= MAX_RECORD_NBYTES else None
 
 

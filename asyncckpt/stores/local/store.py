@@ -45,6 +45,8 @@ from asyncckpt.stores.paths import open_local as open_local
 class LocalStore:
     """A directory that holds checkpoints by name.
 
+    Cancelling a call waits for its thread, then raises.
+
     Args:
         root: the directory; it need not exist before the first save.
         workers: threads for every blocking call.
@@ -109,9 +111,7 @@ class LocalStore:
         private: bool = False,
         exports: bool = False,
     ) -> LocalAttempt:
-        """Make and lock a directory for an attempt, and durably its missing parents.
-
-        As `Store.begin`. Cancellation: waits for the thread, removes the directory, then raises.
+        """Make and lock a directory for an attempt, and durably its parents. As `Store.begin`.
 
         Raises:
             UsageError: the name is not one path part, or the save id was used before.
@@ -157,23 +157,13 @@ class LocalStore:
         return files
 
     async def delete(self, name: str) -> None:
-        """Delete a checkpoint: its name durably before its bytes.
-
-        A symbolic link is removed, not its target. Cancellation: waits for the thread, then raises.
-
-        Raises:
-            CheckpointNotFoundError: there was none.
-            StoreError: it could not be moved or removed.
-        """
+        """Delete a checkpoint, or the link to one, not its target. As `Store.delete`."""
         check_name(name)
         self._wrote = True
         await self._workers.run(lambda: self._empty_trash(*self._move_to_trash(name)))
 
     async def unlist(self, name: str) -> Removal:
-        """Delete the name, durably, and leave the bytes to the returned function.
-
-        Cancellation: waits for the thread, then raises; the bytes are left to `sweep`.
-        """
+        """Delete the name, durably; once cancelled, the bytes are left to `sweep`."""
         check_name(name)
         self._wrote = True
         moved: list[tuple[str, int]] = []
@@ -235,24 +225,12 @@ class LocalStore:
             os.close(fd)
 
     async def sweep(self) -> Sequence[str]:
-        """Remove leftovers that are proven dead and return their names; see stores/local/sweep.py.
-
-        Cancellation: waits for the thread, then raises.
-
-        Raises:
-            StoreError: removing failed.
-        """
+        """Remove leftovers that are proven dead, as stores/local/sweep.py defines it."""
         self._wrote = True  # so that `close` removes a directory that has become empty
         return await self._workers.run(sweep, self._layout, self._context.machine)
 
     async def collect(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:
-        """Remove leftovers in which nothing was written for so long, and return their names.
-
-        Locked ones stay. Cancellation: waits for the thread, then raises.
-
-        Raises:
-            StoreError: removing failed, or another process replaces or deletes here.
-        """
+        """Remove leftovers in which nothing was written for so long and that are not locked."""
         self._wrote = True
         return await self._workers.run(collect, self._layout, older_than_s, dry_run=dry_run)
 

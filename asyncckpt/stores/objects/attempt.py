@@ -77,8 +77,7 @@ class ObjectAttempt:
         """Open a new data file, of one window if at all; no request is made. As `Attempt.create`.
 
         Raises:
-            UsageError: the path leaves the checkpoint, is the record's, or another attempt could
-                write it too; or the file does not fit one request.
+            UsageError: the path lacks the save id, or the file does not fit one request.
         """
         self._sending.check()
         check_file(path, self.location)
@@ -105,10 +104,6 @@ class ObjectAttempt:
 
         Without the save id in its path, it gets its name when the attempt has won. Until then its
         content is in the object `source(path)`, or with `in_record` in the record alone.
-
-        Raises:
-            UsageError: the path leaves the checkpoint or is the record's.
-            StoreError: it could not be written; the attempt cannot be continued.
         """
         self._sending.check()
         check_file(path, self.location)

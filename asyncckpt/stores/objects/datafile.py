@@ -155,10 +155,6 @@ class ObjectDataFile:
         """Write all of `data` at `offset`. As `DataFile.write`.
 
         Cancellation: ends the request and raises.
-
-        Raises:
-            UsageError: the place does not fit how the file was created.
-            StoreError: names the object; the attempt cannot be continued.
         """
         self._check()
         return not len(data) or await self._write(offset, data)
@@ -167,10 +163,6 @@ class ObjectDataFile:
         """Make the file durable, under the name that `path` then says. As `DataFile.seal`.
 
         Cancellation: ends the request and raises.
-
-        Raises:
-            UsageError: not everything was written, or it was sealed before.
-            StoreError: names the object; the attempt cannot be continued.
         """
         self._check()
         await self._seal(nbytes)

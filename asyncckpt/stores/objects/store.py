@@ -296,12 +296,7 @@ class ObjectStore:
         return ()
 
     async def collect(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:
-        """Remove leftovers that are a week old at least; see `asyncckpt.stores.objects.gc`.
-
-        Raises:
-            UsageError: less than a week, or the client does not tell when objects were written.
-            StoreError: a request failed; what was removed until then stays removed.
-        """
+        """Remove leftovers that are a week old at least, as stores/objects/gc.py defines them."""
         if older_than_s < self._collect_min_s:
             raise UsageError(
                 f"older_than_s={older_than_s}: pass at least {self._collect_min_s:.0f} "

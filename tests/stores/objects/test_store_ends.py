@@ -34,7 +34,8 @@ async def test_what_ends_while_its_record_is_on_its_way_keeps_what_the_record_re
         record = await fill(attempt, identity("a"), 7)
         gate = Gate()
         sim.faults.append(Fault(**RECORD_PUT, gate=gate, hang=True))
-        publishing = asyncio.create_task(attempt._conclude(record))
+        publication = await attempt._publication_of(record)
+        publishing = asyncio.create_task(attempt._conclude(publication))
         await gate.reached.wait()
         publishing.cancel()
         with pytest.raises(asyncio.CancelledError):
