@@ -29,10 +29,6 @@ class ObjectAttempt:
     """An attempt, made by `ObjectStore.begin`.
 
     Args:
-        context: of the store.
-        name: the checkpoint.
-        save_id: 32 hex digits.
-        overwrite: replace the checkpoint that exists.
         max_age_s: older than this it does not publish.
         conditions: awaited before the record; the conditional requests that the store honours.
         in_background: takes work for after the commit, and returns at once.

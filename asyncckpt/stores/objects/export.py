@@ -35,7 +35,6 @@ class ObjectExport:
     """An attempt that ends in plain objects. Made by `ObjectStore.begin_export`.
 
     Args:
-        context: of the store.
         name: the object to publish, or the prefix of a set.
         overwrite: replace what is of the same kind.
         conditional: the store creates objects conditionally.

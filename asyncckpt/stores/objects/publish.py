@@ -99,12 +99,7 @@ class Publication:
     """One publication of one attempt, run once.
 
     Args:
-        context: of the store.
-        name: the checkpoint.
-        save_id: of the attempt.
-        record: its record.
-        fixed: contents of its fixed names.
-        conditions: the conditional requests that the store honours.
+        fixed: contents of the fixed names.
         witness: key of an object of the attempt, which a deletion of the checkpoint removes.
 
     Attributes:
@@ -180,11 +175,9 @@ class Publication:
                     return old
             elif await self._replace_version(version, old):
                 return old
-        raise SaveError(
-            f"{self._location}: other saves with overwrite=True were faster {TURNS_MAX} times; "
-            "nothing of this save is visible. Let one process save a step",
-            location=self._location,
-            stage="commit",
+        raise self._failed(
+            f"other saves with overwrite=True were faster {TURNS_MAX} times; nothing of this save "
+            "is visible. Let one process save a step"
         )
 
     async def _create(self) -> Record | None:
@@ -234,11 +227,9 @@ class Publication:
         if found is not None and old is not None and found.data == old.data:
             raise self._unresolved(error, "the old one is there so far") from error
         self.keep = False
-        raise SaveError(
-            f"{self._location}: another process has replaced or deleted the checkpoint while this "
-            "save was committed; nothing of this save is visible. Let one process save a step",
-            location=self._location,
-            stage="commit",
+        raise self._failed(
+            "another process has replaced or deleted the checkpoint while this save was "
+            "committed; nothing of this save is visible. Let one process save a step"
         ) from error
 
     async def _replace_guarded(self, old: Record | None) -> bool:
@@ -296,13 +287,9 @@ class Publication:
             self.keep = False
         except RequestError as error:  # readers of the record report it as corrupt
             log.warning("%s: a record without data could not be removed: %s", self._location, error)
-        return SaveError(
-            f"{self._location}: the checkpoint was committed, and another process has deleted it "
-            "before this one knew; nothing of it is visible",
-            visible=False,
-            durable=False,
-            stage="commit",
-            location=self._location,
+        return self._failed(
+            "the checkpoint was committed, and another process has deleted it before this one "
+            "knew; nothing of it is visible"
         )
 
     # ------------------------------------------------------------------------------------- reads
@@ -319,6 +306,10 @@ class Publication:
             return await read_record(self._context, self._name)
         except RequestError as second:
             raise self._unresolved(error, f"that failed too ({second})") from second
+
+    def _failed(self, why: str) -> SaveError:
+        text = f"{self._location}: {why}"
+        return SaveError(text, location=self._location, stage="commit")
 
     def _exists(self, found: Record) -> CheckpointExistsError:
         if found.save_id is not None:

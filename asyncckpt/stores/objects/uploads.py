@@ -31,9 +31,7 @@ class ExportFile(ObjectDataFile):
     """An open file of an export, which appears when the export is published.
 
     Args:
-        sending: of the export.
-        path: its path.
-        key: key of the object.
+        key: of the object.
         nbytes: its length.
         window_nbytes: length of its parts; None: it is held whole.
         new: nothing may be replaced.
