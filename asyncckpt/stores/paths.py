@@ -100,7 +100,7 @@ def check_save_id(save_id: str) -> str:
 def path_parts(path: str) -> tuple[str, ...] | None:
     """Return the parts of a relative path, or None if it could leave its directory."""
     parts = tuple(path.split("/"))
-    return None if any(part in ("", ".", "..") or "\0" in part for part in parts) else parts
+    return None if "\0" in path or not {"", ".", ".."}.isdisjoint(parts) else parts
 
 
 def check_file(path: str, location: str) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.flow.shield import leading_error
+from asyncckpt.flow.shield import together
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record import FixedName, Outline
 from asyncckpt.options import KIB, MAX_RECORD_NBYTES
@@ -168,12 +167,7 @@ async def load_fixed(
             )
         return fixed.path, data
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(load(fixed)) for fixed in names]
-    except BaseExceptionGroup as errors:
-        raise leading_error(errors) from None
-    return dict(task.result() for task in tasks)
+    return dict(await together(load(fixed) for fixed in names))
 
 
 async def run_sized(context: Context, nbytes: int, work: Callable[..., T], data: object) -> T:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 
 from asyncckpt.errors import AsyncCheckpointError, CheckpointExistsError, UsageError
-from asyncckpt.flow.shield import leading_error, to_completion
+from asyncckpt.flow.shield import to_completion, together
 from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.stores.local.export import REPLACEABLE_SUFFIXES
 from asyncckpt.stores.objects.clients.client import RequestError
@@ -106,12 +106,7 @@ class ObjectExport:
         try:
             self._sending.check_sealed(self._files)
             stale = await self._replaced(single)
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for file in self._files:
-                        group.create_task(file.publish())
-            except BaseExceptionGroup as errors:
-                raise leading_error(errors) from None
+            await together(file.publish() for file in self._files)
             with reported("writing the index", self.location, stage="commit"):
                 for path, data in self._index.items():
                     await self._requests.replace(join(self._name, path), data)

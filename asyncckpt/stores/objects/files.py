@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import posixpath
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -17,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from asyncckpt.errors import CheckpointNotFoundError, ClosedError, CorruptCheckpointError
-from asyncckpt.flow.shield import leading_error
+from asyncckpt.flow.shield import together
 from asyncckpt.options import MIB, PAGE_NBYTES
 from asyncckpt.ports import Bytes, Entry, StoreCapabilities
 from asyncckpt.stores.objects.clients.client import Body, RequestError
@@ -125,12 +124,7 @@ class ObjectFiles:
             for start, stop in waiting:
                 await self._range(path, key, destination, start, stop)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(streams):
-                    group.create_task(stream())
-        except BaseExceptionGroup as errors:
-            raise leading_error(errors) from None
+        await together(stream() for _ in range(streams))
 
     async def _range(self, path: str, key: str, into: _Destination, start: int, stop: int) -> None:
         body: Body

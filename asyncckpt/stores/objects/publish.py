@@ -67,7 +67,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, SaveError
-from asyncckpt.flow.shield import leading_error
+from asyncckpt.flow.shield import together
 from asyncckpt.stores.objects.clients.client import RETRYABLE, RequestError
 from asyncckpt.stores.objects.context import (
     HEAD_NBYTES,
@@ -362,12 +362,12 @@ class Publication:
         """
         try:
             async with asyncio.timeout(AFTER_S):
-                try:
-                    async with asyncio.TaskGroup() as group:
-                        group.create_task(write_fixed(self._context, self._name, self._fixed))
-                        group.create_task(self._requests.delete(sorted(orphans)))
-                except BaseExceptionGroup as errors:
-                    raise leading_error(errors) from None
+                await together(
+                    (
+                        write_fixed(self._context, self._name, self._fixed),
+                        self._requests.delete(sorted(orphans)),
+                    )
+                )
                 await write_marks(self._context, self._name, self._fixed)
         except (RequestError, TimeoutError) as error:
             log.warning(

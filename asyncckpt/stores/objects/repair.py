@@ -14,12 +14,11 @@ next `Checkpointer` sees by comparing listings with the record.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Collection, Iterable, Mapping
 
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.flow.shield import leading_error
+from asyncckpt.flow.shield import together
 from asyncckpt.format.record import FixedName, Outline
 from asyncckpt.stores.objects.clients.client import Listed, RequestError
 from asyncckpt.stores.objects.context import (
@@ -45,12 +44,7 @@ SUCCESS_TEXT = b"Checkpoint commit was successful to %s"
 
 async def write_fixed(context: Context, name: str, files: Mapping[str, bytes]) -> None:
     """Write fixed names of a checkpoint, at the same time. Raises `RequestError`."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for path, data in files.items():
-                group.create_task(context.requests.replace(join(name, path), data))
-    except BaseExceptionGroup as errors:
-        raise leading_error(errors) from None
+    await together(context.requests.replace(join(name, path), data) for path, data in files.items())
 
 
 async def write_marks(context: Context, name: str, paths: Iterable[str]) -> None:
