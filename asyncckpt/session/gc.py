@@ -11,6 +11,7 @@ from asyncckpt.errors import UsageError
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.options import MIN_BUDGET_NBYTES
 from asyncckpt.runtime import Runtime
+from asyncckpt.stores.objects.clients.opening import multipart_options
 
 COLLECT_MIN_S = 7 * 24 * 3600.0
 """Least age of what is removed, in seconds: no save takes a week, and one that is older than half
@@ -26,7 +27,9 @@ async def collect_garbage(
 ) -> list[str]:
     """Remove what saves and deletions that never ended left below `root`, if it is old enough.
 
-    Checkpoints, files of other programs, and what another process has locked stay.
+    Checkpoints, files of other programs, and what another process has locked stay. On S3,
+    multipart uploads that were never completed go too, where s3fs is installed, which can list
+    them.
 
     Args:
         root: directory or URL of a run, or of what holds one-shot checkpoints.
@@ -36,7 +39,7 @@ async def collect_garbage(
 
     Returns:
         Names of what was (with `dry_run`: would be) removed: on local disk below
-        ``<root>/.asyncckpt``, on object stores below the root.
+        ``<root>/.asyncckpt``, on object stores below the root, uploads as ``key?upload``.
 
     Cancellation: what was removed until then stays removed.
 
@@ -55,7 +58,8 @@ async def collect_garbage(
             found=older_than_s,
         )
     runtime = Runtime("asyncckpt-gc", host_memory_nbytes=MIN_BUDGET_NBYTES)
-    store = runtime.store(root, direct_io="auto", storage_options=storage_options)
+    options = multipart_options(root, storage_options)
+    store = runtime.store(root, direct_io="auto", storage_options=options)
 
     async def collect() -> list[str]:
         return list(await store.collect(float(older_than_s), dry_run=dry_run))

@@ -6,7 +6,8 @@ What is removed is older than the caller says (a week at least) by the store's o
   record commits;
 - a data object with the save id of the valid record that the record does not list: one of two that
   raced each other, or of an earlier try;
-- an experiment (`.asyncckpt/probe-…`).
+- an experiment (`.asyncckpt/probe-…`);
+- a multipart upload to a name that carries a save id (older releases made such).
 """
 
 # Rule 1: everything else is foreign, whatever it looks like. A prefix whose record cannot be read
@@ -39,6 +40,8 @@ KEYS_PER_DELETION = 1000
 async def remove_garbage(context: Context, older_than_s: float, *, dry_run: bool) -> list[str]:
     """Remove leftovers; return the keys of what was (with `dry_run`: would be) removed, sorted.
 
+    Uploads are returned as ``key?upload``.
+
     Raises:
         UsageError: the client does not tell when objects were written.
         RequestError: a request failed; what was removed until then stays removed.
@@ -51,13 +54,15 @@ async def remove_garbage(context: Context, older_than_s: float, *, dry_run: bool
             location=requests.url,
         )
     before_s = await _store_now_s(context) - older_than_s
-    removed = [
+    removed = await _uploads(context, before_s, dry_run=dry_run)
+    probes = [
         entry.key
         for entry in await requests.list(CONTROL, recursive=True, limit=OBJECTS_MAX)
         if is_probe(entry.key) and _is_older(entry, before_s)
     ]
     if not dry_run:
-        await requests.delete(removed)
+        await requests.delete(probes)
+    removed += probes
     for entry in await requests.list("", recursive=False, limit=NAMES_MAX):
         if entry.is_prefix and entry.key != CONTROL:
             removed += await _checkpoint(context, entry.key, before_s, dry_run=dry_run)
@@ -100,6 +105,21 @@ def _is_dead(path: str, outline: Outline) -> bool:
         return True
     # A record of a newer release does not tell its files.
     return bool(outline.paths) and path not in outline.paths and not is_fixed(path)
+
+
+async def _uploads(context: Context, before_s: float, *, dry_run: bool) -> list[str]:
+    requests = context.requests
+    removed: list[str] = []
+    if not requests.traits.multipart:
+        return removed
+    for pending in await requests.pending_parts(""):
+        path = pending.key.partition("/")[2]
+        if owner(path) is None or not 0 < pending.begun_s < before_s:
+            continue
+        if not dry_run:
+            await requests.abort_parts(pending.key, pending.upload)
+        removed.append(f"{pending.key}?{pending.upload}")
+    return removed
 
 
 async def _store_now_s(context: Context) -> float:

@@ -82,6 +82,17 @@ async def test_only_old_leftovers_of_dead_attempts_are_collected(sim: Simulator,
         await expect(store, "2", 0)
 
 
+async def test_uploads_of_older_releases_are_collected_by_name_and_age(sim: Simulator) -> None:
+    async with opened("s3fs", sim) as store:
+        for text in ("dead", "living"):
+            await store._requests.begin_parts(f"1/{data_path(identity(text))}")
+            if text == "dead":
+                age(sim, WEEK_S + 3600)
+        (removed,) = await store.collect(WEEK_S)
+        assert removed.startswith(f"1/{data_path(identity('dead'))}?")
+        assert [identity("living") in upload.key for upload in sim.uploads] == [True]
+
+
 async def test_what_a_record_refers_to_is_kept_however_old(sim: Simulator) -> None:
     """Also where the record is damaged, or of a release to come: then nobody knows what is its."""
     async with opened("obstore", sim) as store:
