@@ -19,33 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.errors import DtypeMismatchError
-from asyncckpt.format.record import RECORD_NAME
+from asyncckpt.format.record import RECORD_NAME as RECORD_NAME
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES
 from asyncckpt.spec import ArraySpec, Box, Shard
-
-__all__ = [
-    "RECORD_NAME",
-    "ArrayAdapter",
-    "Attempt",
-    "Bytes",
-    "CheckpointFiles",
-    "Coordinator",
-    "DataFile",
-    "Entry",
-    "Export",
-    "ExportingStore",
-    "HostMemory",
-    "NodeAdapter",
-    "Removal",
-    "ScatteredFile",
-    "ShardedAdapter",
-    "Sizes",
-    "Source",
-    "Stateful",
-    "Store",
-    "StoreCapabilities",
-    "Target",
-]
 
 Bytes = npt.NDArray[np.uint8]
 """A contiguous one-dimensional buffer of bytes."""
@@ -62,9 +38,8 @@ class StoreCapabilities:
     """Abilities and requirements of a store.
 
     Attributes:
-        buffer: what `DataFile.write` takes: `aligned` (address, offset and length multiples of
-            `alignment_nbytes` are written fastest; others work), or `any`.
-        alignment_nbytes: alignment that makes writes direct; 1 where it does not matter.
+        buffer: what `DataFile.write` takes: `aligned` (where address, offset and length are
+            multiples of a page, writes are fastest; others work), or `any`.
         client_copies: copies of a buffer that the client makes while sending it.
         positional_writes: parts of a data file may be written in any order and concurrently, of
             any size; without it, only files created with `window_nbytes` may.
@@ -78,7 +53,6 @@ class StoreCapabilities:
     """
 
     buffer: Literal["aligned", "any"]
-    alignment_nbytes: int = 1
     client_copies: int = 0
     positional_writes: bool = True
     conditional_create: bool = True
@@ -144,11 +118,8 @@ class DataFile(Protocol):
         ...
 
 
-class Attempt(Protocol):
-    """One attempt to publish one checkpoint. Nothing of it is visible before `publish`.
-
-    An attempt ends with exactly one of `publish` and `abort`.
-    """
+class AttemptFiles(Protocol):
+    """The files of an attempt, of which nothing is visible before it is published."""
 
     location: str
 
@@ -176,6 +147,14 @@ class Attempt(Protocol):
         """
         ...
 
+    async def abort(self) -> None:
+        """Remove everything of the attempt; ignore files that are gone already."""
+        ...
+
+
+class Attempt(AttemptFiles, Protocol):
+    """One attempt to publish one checkpoint. It ends with exactly one of `publish` and `abort`."""
+
     def source(self, path: str) -> str | None:
         """Return where `put` stores the content of `path` before the record is written.
 
@@ -198,10 +177,6 @@ class Attempt(Protocol):
         """
         ...
 
-    async def abort(self) -> None:
-        """Remove everything of the attempt; ignore files that are gone already."""
-        ...
-
 
 class ScatteredFile(DataFile, Protocol):
     """A data file of a store with `capabilities.positional_writes`."""
@@ -214,32 +189,17 @@ class ScatteredFile(DataFile, Protocol):
         ...
 
 
-class Export(Protocol):
+class Export(AttemptFiles, Protocol):
     """An attempt that ends in plain files of another format, without a commit record.
 
-    `create`, `put` and `abort` as of `Attempt`. It ends with exactly one of `publish_files` and
-    `abort`.
+    It ends with exactly one of `publish_files` and `abort`.
     """
-
-    location: str
-
-    async def create(self, path: str, *, nbytes: int, window_nbytes: int | None = None) -> DataFile:
-        """Open a new data file; see `Attempt.create`."""
-        ...
-
-    async def put(self, path: str, data: bytes | memoryview) -> None:
-        """Write a small file; see `Attempt.put`."""
-        ...
 
     async def publish_files(self, path: str = "") -> None:
         """Publish the file `path` of the attempt, or with ``""`` all of it, durably.
 
         If it fails, nothing of the attempt is left. Cancellation, errors: as `Attempt.publish`.
         """
-        ...
-
-    async def abort(self) -> None:
-        """Remove everything of the attempt; see `Attempt.abort`."""
         ...
 
 

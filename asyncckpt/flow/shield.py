@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from asyncckpt.flow.driver import blocks_here
@@ -78,6 +78,16 @@ async def run_all(workers: Workers, calls: list[Callable[[], None]]) -> None:
                 group.create_task(workers.run(call))
     except BaseExceptionGroup as errors:
         raise leading_error(errors) from None
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines at the same time and return their results; raise the leading error."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as errors:
+        raise leading_error(errors) from None
+    return [task.result() for task in tasks]
 
 
 def leading_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -19,7 +19,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import CorruptCheckpointError, UsageError
 from asyncckpt.ports import RECORD_NAME
 
 CONTROL = ".asyncckpt"
@@ -100,7 +100,40 @@ def check_save_id(save_id: str) -> str:
 def path_parts(path: str) -> tuple[str, ...] | None:
     """Return the parts of a relative path, or None if it could leave its directory."""
     parts = tuple(path.split("/"))
-    return None if any(part in ("", ".", "..") or "\0" in part for part in parts) else parts
+    return None if "\0" in path or not {"", ".", ".."}.isdisjoint(parts) else parts
+
+
+def check_file(path: str, location: str) -> None:
+    """Check that a path can be a file of the checkpoint or export at `location`.
+
+    Raises:
+        UsageError: it leads out of it, or is the record's.
+    """
+    if path_parts(path) is None or path == RECORD_FILE:
+        raise UsageError(
+            f"{path!r} cannot be a file of a checkpoint: pass a relative path without '..' "
+            f"that is not {RECORD_FILE!r}",
+            location=location,
+            found=path,
+        )
+
+
+def read_parts(path: str, location: str) -> tuple[str, ...]:
+    """Return the parts of a path that a checkpoint at `location` refers to.
+
+    Raises:
+        CorruptCheckpointError: it leads out of it.
+    """
+    parts = path_parts(path)
+    if parts is None:
+        raise CorruptCheckpointError(
+            f"{location}: {path!r} leads out of the checkpoint; "
+            "it is damaged or hostile: use another checkpoint",
+            file=path,
+            location=location,
+            found=path,
+        )
+    return parts
 
 
 def open_local(location: str | os.PathLike[str]) -> tuple[str, str]:

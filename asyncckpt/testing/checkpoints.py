@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import mmap
 import uuid
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 from asyncckpt.errors import CheckpointNotFoundError
-from asyncckpt.flow.shield import leading_error
+from asyncckpt.flow.shield import together
 from asyncckpt.format.record import FixedName, Outline
 from asyncckpt.ports import RECORD_NAME, Attempt, Bytes, CheckpointFiles, Store
 
@@ -103,12 +102,7 @@ async def put(
     attempt: Attempt, save_id: str, files: Mapping[str, bytes], seed: int = 0, data: str = ""
 ) -> bytes:
     """Write small files, at the same time, and return the record to publish."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for path, content in files.items():
-                group.create_task(attempt.put(path, content))
-    except BaseExceptionGroup as errors:
-        raise leading_error(errors) from None
+    await together(attempt.put(path, content) for path, content in files.items())
     return record_of(save_id, seed, data, named(attempt, files))
 
 
@@ -131,6 +125,23 @@ async def expect(store: Store, name: str, seed: int = 0) -> None:
         assert np.array_equal(buffer, pattern(PAGE + 1, seed))
     finally:
         await files.close()
+
+
+async def content(store: Store, name: str, path: str, nbytes: int) -> bytes:
+    """Return the content of a file that has at most `nbytes`."""
+    files = store.files(name)
+    try:
+        return await files.read(path, max_nbytes=nbytes)
+    finally:
+        await files.close()
+
+
+async def save_file(store: Store, data: Bytes) -> str:
+    """Publish step 1 with this data file alone; return its path."""
+    attempt = await store.begin("1", identity("a"))
+    path = await write_file(attempt, data_path(identity("a")), data)
+    await attempt.publish(record_of(identity("a")))
+    return path
 
 
 async def data_paths(files: CheckpointFiles) -> list[str]:

@@ -17,51 +17,11 @@ attempt has written something; a name counts as a checkpoint only once its recor
 
 from __future__ import annotations
 
-from asyncckpt.testing.checkpoints import (
-    KIB,
-    PAGE,
-    RECORD,
-    data_path,
-    data_paths,
-    expect,
-    expect_no_record,
-    fill,
-    identity,
-    named,
-    outline_of,
-    pattern,
-    put,
-    record_of,
-    save,
-    save_id_of,
-    write_file,
-)
 from asyncckpt.testing.store_laws.cancelling import Cancelling
 from asyncckpt.testing.store_laws.complete_reads import Reading
 from asyncckpt.testing.store_laws.naming import Naming
 from asyncckpt.testing.store_laws.visibility import Visibility
 from asyncckpt.testing.store_laws.writing import Writing
-
-__all__ = [
-    "KIB",
-    "PAGE",
-    "RECORD",
-    "StoreConformance",
-    "data_path",
-    "data_paths",
-    "expect",
-    "expect_no_record",
-    "fill",
-    "identity",
-    "named",
-    "outline_of",
-    "pattern",
-    "put",
-    "record_of",
-    "save",
-    "save_id_of",
-    "write_file",
-]
 
 
 class StoreConformance(Visibility, Naming, Writing, Reading, Cancelling):

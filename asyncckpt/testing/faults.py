@@ -10,27 +10,17 @@ Operations are counted from 1 for each kind and, as `any`, over all kinds. The k
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.options import DEFAULT_CHUNK_NBYTES
-from asyncckpt.ports import (
-    Attempt,
-    Bytes,
-    CheckpointFiles,
-    DataFile,
-    Entry,
-    Removal,
-    Sizes,
-    Store,
-    StoreCapabilities,
-)
+from asyncckpt.ports import Attempt, Bytes, CheckpointFiles, DataFile, Removal, Store
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +71,10 @@ class Operation:
 class FaultStore:
     """Wrapper of a store. Without a script it only counts operations.
 
+    Everything that is not defined here goes to the inner store; its coroutines are operations.
+
     Attributes:
+        inner: the store.
         counts: operations so far by kind, with their total as `any`.
         log: all operations, in the order in which they began.
         script: the faults; may be extended while it runs.
@@ -89,14 +82,15 @@ class FaultStore:
 
     def __init__(self, inner: Store, script: Iterable[Fault] = ()) -> None:
         self.inner = inner
-        self.url: str = inner.url
-        self.capabilities: StoreCapabilities = inner.capabilities
         self.counts: Counter[str] = Counter()
         self.log: list[Operation] = []
         self.script = list(script)
 
     def __repr__(self) -> str:
         return f"FaultStore({self.inner!r}, {len(self.script)} faults)"
+
+    def __getattr__(self, name: str) -> Any:
+        return _counted(self, self.inner, name, "")
 
     @asynccontextmanager
     async def operation(self, kind: str, subject: str) -> AsyncIterator[list[Fault]]:
@@ -118,61 +112,23 @@ class FaultStore:
             if fault.error is not None:
                 raise fault.error
 
-    def sizes(
-        self,
-        nbytes: int,
-        *,
-        budget_nbytes: int,
-        chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
-        data_file_nbytes: int | None = None,
-        concurrency: int | None = None,
-    ) -> Sizes:
-        """Call the inner store."""
-        return self.inner.sizes(
-            nbytes,
-            budget_nbytes=budget_nbytes,
-            chunk_nbytes=chunk_nbytes,
-            data_file_nbytes=data_file_nbytes,
-            concurrency=concurrency,
-        )
-
-    async def begin(
-        self,
-        name: str,
-        save_id: str,
-        *,
-        epoch: int = 0,
-        overwrite: bool = False,
-        private: bool = False,
-    ) -> FaultAttempt:
+    async def begin(self, name: str, save_id: str, **options: Any) -> FaultAttempt:
         """Begin an attempt; abort it if the script fails the call after it was applied."""
         attempt = None
         try:
             async with self.operation("begin", name):
-                attempt = await self.inner.begin(
-                    name, save_id, epoch=epoch, overwrite=overwrite, private=private
-                )
+                attempt = await self.inner.begin(name, save_id, **options)
         except BaseException:
             if attempt is not None:
                 await attempt.abort()
             raise
         return FaultAttempt(self, attempt)
 
-    async def names(self) -> list[str]:
-        """Call the inner store."""
-        async with self.operation("names", ""):
-            return await self.inner.names()
-
     def files(self, name: str) -> FaultFiles:
         """Return read access to a checkpoint; counted, but no fault applies."""
         self.counts["files"] += 1
         self.log.append(Operation("files", name))
         return FaultFiles(self, self.inner.files(name))
-
-    async def delete(self, name: str) -> None:
-        """Call the inner store."""
-        async with self.operation("delete", name):
-            await self.inner.delete(name)
 
     async def unlist(self, name: str) -> Removal:
         """Unlist as the inner store does; removing the bytes is the operation `remove`."""
@@ -185,60 +141,48 @@ class FaultStore:
 
         return remove
 
-    async def sweep(self) -> Sequence[str]:
-        """Call the inner store."""
-        async with self.operation("sweep", ""):
-            return await self.inner.sweep()
 
-    async def collect(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:
-        """Call the inner store."""
-        async with self.operation("collect", ""):
-            return await self.inner.collect(older_than_s, dry_run=dry_run)
+def _counted(store: FaultStore, inner: object, name: str, subject: str, kind: str = "") -> Any:
+    """Return an attribute of the inner object; a coroutine function as an operation.
 
-    async def close(self) -> None:
-        """Call the inner store."""
-        async with self.operation("close", ""):
-            await self.inner.close()
+    Its subject is its first argument, where that is a name or path.
+    """
+    found = getattr(inner, name)
+    if not inspect.iscoroutinefunction(found):
+        return found
+
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        about = args[0] if args and isinstance(args[0], str) else subject
+        async with store.operation(kind or name, about):
+            return await found(*args, **kwargs)
+
+    return call
 
 
 class FaultAttempt:
     """An attempt of a `FaultStore`."""
 
     def __init__(self, store: FaultStore, inner: Attempt) -> None:
-        self.location = inner.location
         self._store = store
         self._inner = inner
 
-    async def create(
-        self, path: str, *, nbytes: int, window_nbytes: int | None = None
-    ) -> FaultDataFile:
-        """Call the inner attempt."""
+    def __getattr__(self, name: str) -> Any:
+        return _counted(self._store, self._inner, name, self._inner.location)
+
+    async def create(self, path: str, **options: Any) -> FaultDataFile:
+        """Create a data file, whose writes and seal are operations too."""
         async with self._store.operation("create", path):
-            inner = await self._inner.create(path, nbytes=nbytes, window_nbytes=window_nbytes)
+            inner = await self._inner.create(path, **options)
         return FaultDataFile(self._store, inner)
 
-    async def put(self, path: str, data: bytes | memoryview, *, in_record: bool = False) -> None:
-        """Call the inner attempt."""
-        async with self._store.operation("put", path):
-            await self._inner.put(path, data, in_record=in_record)
-
-    def source(self, path: str) -> str | None:
-        """Call the inner attempt."""
-        return self._inner.source(path)
-
     async def publish(self, record: bytes) -> None:
-        """Call the inner attempt, and abort it if the script fails the call."""
+        """Publish, and abort the inner attempt if the script fails the call."""
         try:
             async with self._store.operation("publish", self.location):
                 await self._inner.publish(record)
         except BaseException:
             await self._inner.abort()
             raise
-
-    async def abort(self) -> None:
-        """Call the inner attempt."""
-        async with self._store.operation("abort", self.location):
-            await self._inner.abort()
 
 
 class FaultDataFile:
@@ -248,33 +192,23 @@ class FaultDataFile:
         self._store = store
         self._inner = inner
 
-    @property
-    def path(self) -> str:
-        """Path of the inner file."""
-        return self._inner.path
-
-    async def write(self, offset: int, data: Bytes | bytearray) -> bool:
-        """Call the inner file."""
-        async with self._store.operation("write", self.path):
-            return await self._inner.write(offset, data)
-
-    async def seal(self, nbytes: int) -> None:
-        """Call the inner file."""
-        async with self._store.operation("seal", self.path):
-            await self._inner.seal(nbytes)
+    def __getattr__(self, name: str) -> Any:
+        return _counted(self._store, self._inner, name, self._inner.path)
 
 
 class FaultFiles:
     """Read access of a `FaultStore`."""
 
     def __init__(self, store: FaultStore, inner: CheckpointFiles) -> None:
-        self.location = inner.location
-        self.capabilities = inner.capabilities
         self._store = store
         self._inner = inner
 
+    def __getattr__(self, name: str) -> Any:
+        kind = "close_files" if name == "close" else name
+        return _counted(self._store, self._inner, name, self._inner.location, kind)
+
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
-        """Call the inner files, and damage the data by script."""
+        """Read a file, and damage the data by script."""
         async with self._store.operation("read", path) as faults:
             data = await self._inner.read(path, max_nbytes=max_nbytes)
         for fault in faults:
@@ -286,16 +220,9 @@ class FaultFiles:
         return data
 
     async def read_into(
-        self,
-        path: str,
-        offset: int,
-        buffers: Sequence[Bytes],
-        *,
-        direct: bool = False,
-        received: Callable[[], None] | None = None,
-        ahead_nbytes: int | None = None,
+        self, path: str, offset: int, buffers: Sequence[Bytes], **options: Any
     ) -> None:
-        """Call the inner files, and damage the data by script.
+        """Fill the buffers, and damage the data by script.
 
         Raises:
             CorruptCheckpointError: a scripted short read.
@@ -303,14 +230,8 @@ class FaultFiles:
         async with self._store.operation("read_into", path) as faults:
             total = sum(buffer.size for buffer in buffers)
             short = any(fault.data == "short" for fault in faults)
-            await self._inner.read_into(
-                path,
-                offset,
-                _first(buffers, total // 2) if short else buffers,
-                direct=direct,
-                received=received,
-                ahead_nbytes=ahead_nbytes,
-            )
+            wanted = _first(buffers, total // 2) if short else buffers
+            await self._inner.read_into(path, offset, wanted, **options)
         if short:
             raise CorruptCheckpointError(
                 f"{self.location}/{path}: the file ends at byte {offset + total // 2}, expected "
@@ -325,25 +246,6 @@ class FaultFiles:
             if fault.data == "flip" and total:
                 buffer = next(b for b in buffers if b.size)
                 buffer[buffer.size // 2] ^= np.uint8(1)
-
-    async def entries(self, path: str = "", *, max_entries: int) -> list[Entry]:
-        """Call the inner files."""
-        async with self._store.operation("entries", path):
-            return await self._inner.entries(path, max_entries=max_entries)
-
-    def reads(self, wanted: int | None) -> int:
-        """Call the inner files."""
-        return self._inner.reads(wanted)
-
-    async def changed(self) -> Literal["deleted", "replaced"] | None:
-        """Call the inner files."""
-        async with self._store.operation("changed", self.location):
-            return await self._inner.changed()
-
-    async def close(self) -> None:
-        """Call the inner files."""
-        async with self._store.operation("close_files", self.location):
-            await self._inner.close()
 
 
 def _first(buffers: Sequence[Bytes], nbytes: int) -> list[Bytes]:

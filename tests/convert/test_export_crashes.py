@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from asyncckpt.stores.local import export, publish
+from asyncckpt.stores.local import publish
 from asyncckpt.stores.local.store import LocalStore
-from asyncckpt.testing.conformance import PAGE, pattern
+from asyncckpt.testing.checkpoints import PAGE, pattern
 from tests.stores.checkpoints import write_file
 from tests.stores.children import attempted, fresh, unsupported, with_store
 
@@ -63,7 +63,7 @@ def change(root: str, scenario: str) -> dict[str, bool]:
     """The operation under test; says whether it was visible if it raised."""
     if "without_exchange" in scenario:
         publish.rename_noreplace = unsupported
-        publish.rename_exchange = export.rename_exchange = unsupported
+        publish.rename_exchange = unsupported
     return attempted(root, lambda store: make(store, 2, scenario))
 
 

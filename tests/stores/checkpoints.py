@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from asyncckpt.ports import RECORD_NAME, Attempt, Bytes, Store
-from asyncckpt.testing.conformance import PAGE, pattern
-from asyncckpt.testing.conformance import write_file as write_pieces
+from asyncckpt.testing.checkpoints import PAGE, pattern
+from asyncckpt.testing.checkpoints import write_file as write_pieces
 
 DATA = "default/d/data"
 

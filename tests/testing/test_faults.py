@@ -12,7 +12,7 @@ import pytest
 from asyncckpt.errors import CorruptCheckpointError, StoreError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.local.store import LocalStore
-from asyncckpt.testing.conformance import PAGE, pattern
+from asyncckpt.testing.checkpoints import PAGE, pattern
 from asyncckpt.testing.faults import Fault, FaultStore, Gate, Operation
 from tests.stores.checkpoints import expect, save
 

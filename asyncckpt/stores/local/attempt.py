@@ -22,9 +22,8 @@ import contextlib
 import os
 import posixpath
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,18 +31,12 @@ import aiofiles
 
 from asyncckpt.errors import AsyncCheckpointError, StoreError, UsageError
 from asyncckpt.flow.shield import run_all
-from asyncckpt.flow.threads import ThreadAbandonedError, Workers
-from asyncckpt.stores.local.datafile import DirectWrites, LocalDataFile
-from asyncckpt.stores.local.failures import reported
-from asyncckpt.stores.local.locks import (
-    Machine,
-    leads_to,
-    remove_owner,
-    this_machine,
-    try_lock,
-    unlock,
-    write_owner,
-)
+from asyncckpt.flow.threads import ThreadAbandonedError
+from asyncckpt.stores.local.context import Context
+from asyncckpt.stores.local.datafile import LocalDataFile
+from asyncckpt.stores.local.export import FilesPublication
+from asyncckpt.stores.local.failures import Guard, reported
+from asyncckpt.stores.local.locks import leads_to, remove_owner, try_lock, unlock, write_owner
 from asyncckpt.stores.local.posix import (
     Descriptor,
     flush_directory,
@@ -51,58 +44,33 @@ from asyncckpt.stores.local.posix import (
     make_directories,
     remove_tree,
 )
-from asyncckpt.stores.local.publish import IsValid, Publication, check_place
-from asyncckpt.stores.paths import RECORD_FILE, Layout, clipped, path_parts
+from asyncckpt.stores.local.publish import Publication, check_place
+from asyncckpt.stores.paths import RECORD_FILE, check_file, clipped
 
 BIRTH_ROUNDS = 100
 """Directories that sweepers may remove before they are locked; each has to hit a gap of
 microseconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """Everything that the attempts of a store share."""
-
-    layout: Layout
-    workers: Workers
-    given_machine: Machine | None
-    direct: DirectWrites
-    is_valid: IsValid
-
-    def machine(self) -> Machine:
-        """Return the host and boot that owner files are compared with. Blocking."""
-        return self.given_machine or this_machine()
-
-
 class LocalAttempt:
-    """An attempt, made by `LocalStore.begin`."""
+    """An attempt, made by `LocalStore.begin`, or by `LocalStore.begin_export` for plain files."""
 
     def __init__(
-        self,
-        context: Context,
-        name: str,
-        save_id: str,
-        *,
-        epoch: int,
-        overwrite: bool,
-        private: bool,
+        self, context: Context, name: str, save_id: str, *, overwrite: bool, private: bool
     ) -> None:
         self.location = context.layout.target(name)
         self._context = context
         self._name = name
         self._save_id = save_id
-        self._epoch = context.layout.epoch(epoch)
         self._overwrite = overwrite
         self._file_mode = 0o600 if private else 0o666
         self._directory_mode = 0o700 if private else 0o777
+        self._guard = Guard(self.location, context.workers)
         self._path = ""
         self._directory: Descriptor | None = None
         self._files: list[LocalDataFile] = []
         self._directories: set[str] = set()
-        self._poison: AsyncCheckpointError | None = None
-        self._stuck: Future[Any] | None = None
         self._lock = threading.Lock()
-        self._ended = False
         self._keep = False
 
     def __repr__(self) -> str:
@@ -110,28 +78,35 @@ class LocalAttempt:
 
     # ------------------------------------------------------------------------------------ begin
 
-    def open(self) -> None:
+    def open(self, epoch: int, *, exports: bool = False) -> None:
         """Make the attempt's directory, lock it and write its owner file. Blocking.
+
+        Args:
+            epoch: the claim under which the attempt writes.
+            exports: only `publish_files` knows whether a file or a directory is made.
 
         Raises:
             CheckpointExistsError: the name is taken by something that is not to be replaced.
             UsageError: the save id was used before.
             StoreError: the directory cannot be made.
         """
+        layout = self._context.layout
+        base = os.path.join(layout.epoch(epoch), f"{clipped(self._name)}-{self._save_id}")
         with reported("beginning a save", self.location):
-            self._check_place()
-            make_directories(self._context.layout.root, self._directory_mode)
-            base = os.path.join(self._epoch, f"{clipped(self._name)}-{self._save_id}")
+            if not exports:
+                # `publish` looks again, under the lock: this spares callers from staging in vain.
+                check_place(self.location, overwrite=self._overwrite)
+            make_directories(layout.root, self._directory_mode)
             for number in range(BIRTH_ROUNDS):
                 path = f"{base}.{number}" if number else base
                 try:
-                    make_directories(self._epoch, self._directory_mode)
+                    make_directories(layout.epoch(epoch), self._directory_mode)
                     fd = self._make_locked(path)
                 except FileNotFoundError:
                     continue  # swept, or the epoch's directory was tidied up
                 if fd is not None:
                     self._path, self._directory = path, Descriptor(fd)
-                    if self._ended:  # this thread was abandoned, and has returned
+                    if self._guard.ended:  # this thread was abandoned, and has returned
                         self._remove()
                     return
         raise StoreError(
@@ -168,10 +143,6 @@ class LocalAttempt:
                 remove_owner(path)
         return fd if alive else None
 
-    def _check_place(self) -> None:
-        # `publish` looks again, under the lock: this spares callers from staging in vain.
-        check_place(self.location, overwrite=self._overwrite)
-
     # ------------------------------------------------------------------------------------ files
 
     async def create(
@@ -180,61 +151,39 @@ class LocalAttempt:
         """Open a new data file; `nbytes` of space are reserved where possible.
 
         Writes may be of any size and in any order, whatever `window_nbytes`.
-
-        Raises:
-            UsageError: the path leaves the attempt or is the record's.
-            StoreError: the file cannot be made; the attempt cannot be continued.
         """
-        self._check()
-        self._check_path(path)
+        self._guard.check()
+        check_file(path, self.location)
         location = posixpath.join(self._path, path)
-        context = self._context
-        file = LocalDataFile(
-            path, location, context.workers, context.direct, self.poison, self._check
-        )
+        file = LocalDataFile(path, location, self._guard, self._context.direct)
         self._files.append(file)
-        await self._in_thread("creating a data file", path, partial(self._open_file, file, nbytes))
+        await self._guard.run(self._open_file, file, nbytes)
         return file
 
-    def _open_file(self, file: LocalDataFile, nbytes: int, directory: int) -> None:
-        self._make_parents(file.path, directory)
-        file.open(directory, self._file_mode, nbytes)
-        if self._ended:  # aborted meanwhile
-            file.close()
+    def _open_file(self, file: LocalDataFile, nbytes: int) -> None:
+        with self._step("creating a data file", file.path) as directory:
+            self._make_parents(file.path, directory)
+            file.open(directory, self._file_mode, nbytes)
+            if self._guard.ended:  # aborted meanwhile
+                file.close()
 
     def source(self, path: str) -> str | None:
         """Return None: every file has its own name from the beginning."""
         return None
 
     async def put(self, path: str, data: bytes | memoryview, *, in_record: bool = False) -> None:
-        """Write a small file, durably.
+        """Write a small file, durably. Cancellation: waits until it is closed, then raises."""
+        self._guard.check()
+        check_file(path, self.location)
+        writing = self._write_file(path, memoryview(data).cast("B"), flush=True)
+        with self._guard.step():
+            await self._context.workers.complete(writing, f"writing {path}")
 
-        Cancellation: waits until the file is closed, then raises.
-
-        Raises:
-            UsageError: the path leaves the attempt or is the record's.
-            StoreError: writing or flushing failed; the attempt cannot be continued.
-        """
-        self._check()
-        self._check_path(path)
-        if posixpath.dirname(path) not in self._directories | {""}:
-            await self._in_thread("making a directory", path, partial(self._make_parents, path))
-        await self._write_small(path, memoryview(data).cast("B"), flush=True)
-
-    async def _write_small(self, path: str, data: memoryview, *, flush: bool) -> None:
-        with self._poisoned_by_errors():
-            await self._context.workers.complete(
-                self._write_and_close(path, data, flush), f"writing {path}"
-            )
-
-    async def _write_and_close(self, path: str, data: memoryview, flush: bool) -> None:
-        assert self._directory is not None
+    async def _write_file(self, path: str, data: memoryview, *, flush: bool) -> None:
         workers = self._context.workers
-        with (
-            self._poisoned_by_errors(),
-            reported(f"writing {len(data)} bytes", posixpath.join(self._path, path)),
-            self._directory.use() as directory,
-        ):
+        with self._step(f"writing {len(data)} bytes", path) as directory:
+            if posixpath.dirname(path) not in self._directories | {""}:
+                await workers.run(self._make_parents, path, directory)
             # "x" makes the flags O_CREAT | O_EXCL, which also refuse a link.
             opener = partial(os.open, mode=self._file_mode, dir_fd=directory)
             file = await aiofiles.open(path, "xb", buffering=0, opener=opener, executor=workers)
@@ -246,20 +195,6 @@ class LocalAttempt:
             finally:
                 await file.close()  # `async with` would close it in a thread that is not ours
 
-    async def _in_thread(self, action: str, path: str, call: Callable[[int], object]) -> None:
-        """Call a function of the attempt's directory in a worker thread; an error poisons."""
-        with self._poisoned_by_errors():
-            await self._context.workers.run(self._in_directory, action, path, call)
-
-    def _in_directory(self, action: str, path: str, call: Callable[[int], object]) -> None:
-        assert self._directory is not None
-        with (
-            self._poisoned_by_errors(),  # in the thread, whose caller may have been cancelled
-            reported(action, posixpath.join(self._path, path)),
-            self._directory.use() as directory,
-        ):
-            call(directory)
-
     def _make_parents(self, path: str, directory: int) -> None:
         parts = path.split("/")
         for depth in range(1, len(parts)):
@@ -270,42 +205,18 @@ class LocalAttempt:
                 with self._lock:
                     self._directories.add(parent)
 
-    def poison(self, error: AsyncCheckpointError) -> None:
-        """Make every further call raise this failure, or the first one."""
-        with self._lock:
-            self._poison = self._poison or error
-            if isinstance(error, ThreadAbandonedError):
-                self._stuck = error.future
-
     @contextlib.contextmanager
-    def _poisoned_by_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except AsyncCheckpointError as error:
-            self.poison(error)
-            raise
-
-    def _check(self) -> None:
-        if self._poison is not None:
-            raise self._poison
-        if self._ended or self._directory is None:
-            raise UsageError(f"{self.location}: this attempt has ended", location=self.location)
-
-    def _check_path(self, path: str) -> None:
-        if path_parts(path) is None or path == RECORD_FILE:
-            raise UsageError(
-                f"{path!r} cannot be a file of a checkpoint: pass a relative path without '..' "
-                f"that is not {RECORD_FILE!r}",
-                location=self.location,
-                found=path,
-            )
+    def _step(self, action: str, path: str) -> Iterator[int]:
+        """Yield the attempt's directory for work on `path` in it; see `Guard.step`."""
+        assert self._directory is not None
+        location = posixpath.join(self._path, path)
+        with self._guard.step(action, location), self._directory.use() as directory:
+            yield directory
 
     # ---------------------------------------------------------------------------------- publish
 
     async def publish(self, record: bytes) -> None:
-        """Make the checkpoint visible and durable, with `record` written last.
-
-        If it fails, nothing of the attempt is left.
+        """Make the checkpoint visible and durable, or leave nothing of it. As `Attempt.publish`.
 
         Cancellation: until the rename is issued, ends the attempt and raises; from then on the
         outcome is awaited and returned or raised instead of the cancellation.
@@ -315,64 +226,53 @@ class LocalAttempt:
             SaveError: the last flush failed; `visible` says what holds.
             StoreError: an earlier step failed; nothing is visible.
         """
-        await self._conclude(self._publish(record))
+        await self._conclude(Publication, record)
 
-    async def _conclude(self, publishing: Coroutine[Any, Any, None]) -> None:
+    async def publish_files(self, path: str = "") -> None:
+        """Publish the file `path` of an export, or with ``""`` all of it, durably.
+
+        If it fails, nothing of the attempt is left. Cancellation, errors: as `publish`.
+        """
+        await self._conclude(FilesPublication, None, path)
+
+    async def _conclude(
+        self, kind: type[Publication], record: bytes | None, path: str = ""
+    ) -> None:
         """Publish, or leave nothing of the attempt."""
+        publication = kind(
+            self._context,
+            self._path,
+            path,
+            self._name,
+            self._save_id,
+            overwrite=self._overwrite,
+            mode=self._file_mode,
+        )
         try:
-            await publishing
+            with self._guard.step():
+                await self._publish(publication, record)
         except BaseException as error:
-            if isinstance(error, AsyncCheckpointError):
-                self.poison(error)
             try:
                 await self.abort()
             except AsyncCheckpointError as failure:
                 error.add_note(f"cleaning up failed too: {failure}")
             raise
 
-    async def _publish(self, record: bytes) -> None:
-        self._check_sealed()
-        await self._flush_directories(*self._directories)
-        # The record is written last: before it, nothing here is a checkpoint.
-        await self._write_small(RECORD_FILE, memoryview(record), flush=False)
-        flush_record = partial(self._in_directory, "flushing the record", RECORD_FILE)
-        await run_all(
-            self._context.workers,
-            [partial(flush_record, _flush_record_at), self._flusher(".")],
-        )
-        context = self._context
-        await self._run(
-            Publication(
-                context.layout,
-                context.machine,
-                context.is_valid,
-                self._path,
-                self._name,
-                self._save_id,
-                self._overwrite,
-                self._file_mode,
-            )
-        )
-
-    def _check_sealed(self) -> None:
-        self._check()
+    async def _publish(self, publication: Publication, record: bytes | None) -> None:
+        self._guard.check()
         for file in self._files:
             if not file.sealed:
                 raise UsageError(
                     f"{file.path}: the data file is not sealed", location=self.location
                 )
-
-    async def _flush_directories(self, *paths: str) -> None:
-        await run_all(self._context.workers, [self._flusher(path) for path in paths])
-
-    def _flusher(self, path: str) -> Callable[[], None]:
-        def flush(directory: int) -> None:
-            flush_directory(path, dir_fd=directory)
-
-        return partial(self._in_directory, "flushing the directory", path, flush)
-
-    async def _run(self, publication: Publication) -> None:
-        """Run the publication; once it has begun, its outcome is awaited."""
+        await self._flush(*self._directories)
+        # The record is written last: before it, nothing here is a checkpoint.
+        if record is None:
+            await self._flush(".")
+        else:
+            writing = self._write_file(RECORD_FILE, memoryview(record), flush=False)
+            await self._context.workers.complete(writing, f"writing {RECORD_FILE}")
+            await self._flush(RECORD_FILE, ".")
         task = asyncio.current_task()
         cancelling = task.cancelling() if task is not None else 0
         try:
@@ -390,6 +290,22 @@ class LocalAttempt:
                 error.add_note("it is not known whether the checkpoint was published: see steps()")
             raise
 
+    async def _flush(self, *paths: str) -> None:
+        """Flush the record file and directories, all at the same time."""
+        await run_all(self._context.workers, [partial(self._flush_one, path) for path in paths])
+
+    def _flush_one(self, path: str) -> None:
+        if path != RECORD_FILE:
+            with self._step("flushing the directory", path) as directory:
+                flush_directory(path, dir_fd=directory)
+            return
+        with self._step("flushing the record", path) as directory:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory)
+            try:
+                flush_file(fd)
+            finally:
+                os.close(fd)
+
     def _rename(self, publication: Publication) -> None:
         assert self._directory is not None
         try:
@@ -397,7 +313,7 @@ class LocalAttempt:
                 publication.run(directory)
         finally:
             self._keep = publication.keep_source
-        self._ended = True
+        self._guard.ended = True
         # If a replaced checkpoint could not be removed, the owner file lets a sweep find it.
         if not os.path.lexists(self._path):
             with contextlib.suppress(OSError):
@@ -417,11 +333,11 @@ class LocalAttempt:
             StoreError: files could not be removed; `LocalStore.sweep` will try again.
             ThreadAbandonedError: the file system does not answer.
         """
-        if self._ended:
+        if self._guard.ended:
             return
-        self._ended = True
-        if self._stuck is not None:
-            self._stuck.add_done_callback(self._remove_later)
+        self._guard.ended = True
+        if self._guard.stuck is not None:
+            self._guard.stuck.add_done_callback(self._remove_later)
         else:
             await self._context.workers.clean_up(self._remove)
 
@@ -451,11 +367,3 @@ class LocalAttempt:
             with contextlib.suppress(OSError), self._directory.use() as fd:
                 unlock(fd)
             self._directory.close()
-
-
-def _flush_record_at(directory: int) -> None:
-    fd = os.open(RECORD_FILE, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory)
-    try:
-        flush_file(fd)
-    finally:
-        os.close(fd)

@@ -10,17 +10,15 @@ import contextlib
 import errno
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from asyncckpt.errors import AsyncCheckpointError, StoreError, UsageError
-from asyncckpt.flow.threads import ThreadAbandonedError, Workers
+from asyncckpt.errors import StoreError, UsageError
 from asyncckpt.ports import Bytes
-from asyncckpt.stores.local.failures import reported
+from asyncckpt.stores.local.failures import Guard
 from asyncckpt.stores.local.posix import (
     DIRECT_MIN_NBYTES,
     PAGE_NBYTES,
@@ -66,23 +64,12 @@ class DirectWrites:
 class LocalDataFile:
     """An open data file. Made by `LocalAttempt.create`."""
 
-    def __init__(
-        self,
-        path: str,
-        location: str,
-        workers: Workers,
-        direct: DirectWrites,
-        poison: Callable[[AsyncCheckpointError], None],
-        check: Callable[[], None],
-    ) -> None:
+    def __init__(self, path: str, location: str, guard: Guard, direct: DirectWrites) -> None:
         self.path = path
         self.sealed = False
         self._location = location
-        self._workers = workers
+        self._guard = guard
         self._direct_writes = direct
-        self._poison = poison
-        self._check = check
-        self._lock = threading.Lock()
         self._buffered: Descriptor | None = None
         self._direct: Descriptor | None = None
         self._device = 0
@@ -91,89 +78,55 @@ class LocalDataFile:
         return f"LocalDataFile({self._location!r})"
 
     def open(self, directory: int, mode: int, nbytes: int) -> None:
-        """Create the file and open it. Blocking."""
+        """Create the file and open it, also past the page cache where that works. Blocking."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         fd = os.open(self.path, flags, mode, dir_fd=directory)
         self._buffered = Descriptor(fd)
         self._device = os.fstat(fd).st_dev
-        if self._direct_writes.mode is not False:
-            self._open_direct(directory, fd)
-        preallocate(fd, nbytes)
-
-    def _open_direct(self, directory: int, fd: int) -> None:
-        if self._device in self._direct_writes.refused:
-            return
-        if sys.platform == "darwin":
+        if self._direct_writes.mode is False or self._device in self._direct_writes.refused:
+            pass
+        elif sys.platform == "darwin":
             with contextlib.suppress(OSError):
                 fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
-            return
-        try:
-            flags = os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW
-            direct = os.open(self.path, flags, dir_fd=directory)
-        except OSError as error:
-            if error.errno not in _REFUSED:
-                raise
-            self._direct_writes.refuse(self._device, self._location, error)
         else:
-            self._direct = Descriptor(direct)
+            try:
+                flags = os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW
+                self._direct = Descriptor(os.open(self.path, flags, dir_fd=directory))
+            except OSError as error:
+                if error.errno not in _REFUSED:
+                    raise
+                self._direct_writes.refuse(self._device, self._location, error)
+        preallocate(fd, nbytes)
 
     async def write(self, offset: int, data: Bytes | bytearray) -> bool:
-        """Write all of `data` at `offset` (not yet durable); afterwards nothing reads it any more.
-
-        Cancellation: waits until the thread no longer reads `data`, then raises.
-
-        Raises:
-            StoreError: names the file and offset; the attempt cannot be continued.
-        """
+        """Write all of `data` at `offset`; afterwards nothing reads it. As `DataFile.write`."""
         self._check_open()
         if len(data):
-            await self._run(self._write, offset, np.frombuffer(data, np.uint8))
+            await self._guard.run(self._write, offset, np.frombuffer(data, np.uint8))
         return True
 
     async def write_runs(self, offsets: Sequence[int], runs: Sequence[Bytes]) -> None:
-        """Write each of many short runs at its own offset (not yet durable).
-
-        Every `write` to the same pages must have returned. Cancellation, errors: as `write`.
-        """
+        """Write many short runs. As `ScatteredFile.write_runs`."""
         self._check_open()
-        await self._run(self._write_runs, offsets, runs)
+        await self._guard.run(self._write_runs, offsets, runs)
 
     async def seal(self, nbytes: int) -> None:
-        """Make the file exactly `nbytes` long and durable, and close it.
+        """Flush the file at its length, once, and close it. As `DataFile.seal`.
 
         Cancellation: waits for the thread, then raises.
-
-        Raises:
-            StoreError: the flush failed; it is not repeated, and the attempt cannot be continued.
         """
         self._check_open()
-        await self._run(self._seal, nbytes)
+        await self._guard.run(self._seal, nbytes)
 
     def _check_open(self) -> None:
-        self._check()
+        self._guard.check()
         if self._buffered is None or self.sealed:
             raise UsageError(f"{self._location}: the data file is sealed", location=self._location)
 
-    async def _run(self, call: Callable[..., None], *args: Any) -> None:
-        try:
-            await self._workers.run(call, *args)
-        except ThreadAbandonedError as error:
-            self._poison(error)
-            raise
-
-    @contextlib.contextmanager
-    def _reported(self, action: str) -> Iterator[None]:
-        """Let a failure end the attempt; in the thread, whose caller may have been cancelled."""
-        try:
-            with reported(action, self._location):
-                yield
-        except AsyncCheckpointError as error:
-            self._poison(error)
-            raise
-
     def _write_runs(self, offsets: Sequence[int], runs: Sequence[Bytes]) -> None:
         assert self._buffered is not None
-        with self._reported(f"writing {len(runs)} runs"), self._buffered.use() as fd:
+        action = f"writing {len(runs)} runs"
+        with self._guard.step(action, self._location), self._buffered.use() as fd:
             for offset, run in zip(offsets, runs, strict=True):
                 write_all(fd, memoryview(run), offset)
 
@@ -184,7 +137,7 @@ class LocalDataFile:
         middle = (len(view) - head) // PAGE_NBYTES * PAGE_NBYTES
         done = 0
         address = data.__array_interface__["data"][0]
-        with self._reported(f"writing {data.size} bytes at offset {offset}"):
+        with self._guard.step(f"writing {data.size} bytes at offset {offset}", self._location):
             direct = self._direct
             aligned = middle >= DIRECT_MIN_NBYTES and (address + head) % PAGE_NBYTES == 0
             if aligned and direct is not None:
@@ -210,8 +163,7 @@ class LocalDataFile:
             if error.errno not in _REFUSED:
                 raise
             # Some file systems refuse only the write itself (overlay, FUSE).
-            with self._lock:
-                self._direct = None
+            self._direct = None
             direct.close()
             self._direct_writes.refuse(self._device, self._location, error)
         return done
@@ -219,7 +171,8 @@ class LocalDataFile:
     def _seal(self, nbytes: int) -> None:
         assert self._buffered is not None
         try:
-            with self._reported(f"flushing {nbytes} bytes"), self._buffered.use() as fd:
+            action = f"flushing {nbytes} bytes"
+            with self._guard.step(action, self._location), self._buffered.use() as fd:
                 if os.fstat(fd).st_size != nbytes:
                     os.ftruncate(fd, nbytes)
                 flush_file(fd)
@@ -229,9 +182,6 @@ class LocalDataFile:
 
     def close(self) -> None:
         """Close the descriptors as soon as no thread uses them. Idempotent."""
-        with self._lock:
-            direct, self._direct = self._direct, None
-        if direct is not None:
-            direct.close()
-        if self._buffered is not None:
-            self._buffered.close()
+        for descriptor in (self._direct, self._buffered):
+            if descriptor is not None:
+                descriptor.close()

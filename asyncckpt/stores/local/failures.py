@@ -1,13 +1,17 @@
-"""Errors of system calls, with their meaning and the next step."""
+"""Errors of system calls, with their meaning and the next step, and attempts that they end."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
 
-from asyncckpt.errors import StoreError
+from asyncckpt.errors import AsyncCheckpointError, StoreError, UsageError
+from asyncckpt.flow.threads import ThreadAbandonedError, Workers
 
 _NEXT_STEPS = {
     errno.ENOSPC: "free space or save elsewhere",
@@ -62,15 +66,59 @@ def reported(action: str, path: str) -> Iterator[None]:
         raise store_error(action, path, error) from error
 
 
-def _free_nbytes(path: str) -> int | None:
-    while path:
+class Guard:
+    """What an attempt and its data files share: threads, and the failure that ends all of them.
+
+    Attributes:
+        location: where the checkpoint would be.
+        workers: threads for every blocking call.
+        error: the first failure; every further call raises it.
+        stuck: the call of an abandoned thread, which may go on.
+        ended: the attempt was published or aborted.
+    """
+
+    def __init__(self, location: str, workers: Workers) -> None:
+        self.location = location
+        self.workers = workers
+        self.error: AsyncCheckpointError | None = None
+        self.stuck: Future[Any] | None = None
+        self.ended = False
+        self._lock = threading.Lock()
+
+    def check(self) -> None:
+        """Raise the first failure, or `UsageError` if the attempt has ended."""
+        if self.error is not None:
+            raise self.error
+        if self.ended:
+            raise UsageError(f"{self.location}: this attempt has ended", location=self.location)
+
+    @contextlib.contextmanager
+    def step(self, action: str = "", path: str = "") -> Iterator[None]:
+        """Let a failure in the block end the attempt; as `reported` otherwise.
+
+        Used in the thread that fails, too, because its caller may have been cancelled.
+        """
         try:
-            found = os.statvfs(path)
-        except FileNotFoundError:
-            if path == (path := os.path.dirname(path)):
-                return None
-        except OSError:
-            return None
-        else:
-            return found.f_bavail * found.f_frsize
-    return None
+            with reported(action, path):
+                yield
+        except AsyncCheckpointError as error:
+            with self._lock:
+                self.error = self.error or error
+                if isinstance(error, ThreadAbandonedError):
+                    self.stuck = error.future
+            raise
+
+    async def run(self, call: Callable[..., None], *args: Any) -> None:
+        """Make the call in a worker thread, as `Workers.run`."""
+        with self.step():
+            await self.workers.run(call, *args)
+
+
+def _free_nbytes(path: str) -> int | None:
+    while path != "/" and not os.path.lexists(path):
+        path = os.path.dirname(path) or "/"
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize

@@ -30,11 +30,10 @@ from asyncckpt.stores.local.posix import (
     PAGE_NBYTES,
     Descriptor,
     cached,
-    open_directory,
-    open_regular,
-    open_regular_path,
+    checked_regular,
+    open_below,
 )
-from asyncckpt.stores.paths import path_parts
+from asyncckpt.stores.paths import read_parts
 
 DIRECT_READ_MIN_NBYTES = 1 << 20
 """Smaller reads gain nothing from going past the page cache."""
@@ -70,15 +69,9 @@ class LocalFiles:
         return f"LocalFiles({self.location!r})"
 
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
-        """Return the whole content of a small file.
+        """Return the whole content of a small file. As `CheckpointFiles.read`.
 
         Cancellation: waits until the file is closed, then raises.
-
-        Raises:
-            CheckpointNotFoundError: the file does not exist.
-            CorruptCheckpointError: it is larger than `max_nbytes`, no regular file, or reached
-                through a symbolic link.
-            StoreError: reading failed.
         """
         return await self._workers.complete(self._read(path, max_nbytes), f"reading {path}")
 
@@ -91,18 +84,10 @@ class LocalFiles:
             size = os.fstat(fd).st_size
             return fd
 
-        data = bytearray()
         with reported("reading", self._full(path)):
-            file = await aiofiles.open(
-                self.location, "rb", buffering=0, opener=opener, executor=self._workers
-            )
+            file = await aiofiles.open(self.location, "rb", opener=opener, executor=self._workers)
             try:
-                left = size + 1 if size <= max_nbytes else 0
-                while left > 0 and (part := await file.read(left)):
-                    data += part
-                    left -= len(part)
-                    if len(data) == size:
-                        break
+                data = b"" if size > max_nbytes else await file.read(size + 1)
             finally:
                 await file.close()  # `async with` would close it in a thread that is not ours
         found = max(size, len(data))
@@ -115,7 +100,7 @@ class LocalFiles:
                 expected=max_nbytes,
                 found=found,
             )
-        return bytes(data)
+        return data
 
     async def read_into(
         self,
@@ -127,24 +112,11 @@ class LocalFiles:
         received: Callable[[], None] | None = None,
         ahead_nbytes: int | None = None,
     ) -> None:
-        """Fill the buffers, one after the other, from a run of the file at `offset`.
+        """Fill the buffers from a run of the file. As `CheckpointFiles.read_into`.
 
-        Args:
-            path: relative path of the file.
-            offset: where the run begins, in bytes.
-            buffers: what to fill.
-            direct: the buffers are memory that no forked child shares; runs of at least 1 MiB
-                whose address, offset and length are multiples of `PAGE_NBYTES` and that the page
-                cache does not hold are read past it.
-            received: never called: the last byte arrives when the buffers are full.
-            ahead_nbytes: without effect: nothing is copied.
-
-        Cancellation: waits until the thread no longer writes to the buffers, then raises.
-
-        Raises:
-            CheckpointNotFoundError: the file does not exist.
-            CorruptCheckpointError: the file ends before the last buffer is full.
-            StoreError: reading failed.
+        With `direct`, runs of at least 1 MiB whose address, offset and length are multiples of
+        `PAGE_NBYTES`, and that the page cache does not hold, are read past it. `received` is never
+        called, and `ahead_nbytes` has no effect, as nothing is copied.
         """
         await self._workers.run(self._read_into, path, offset, buffers, direct)
 
@@ -211,28 +183,23 @@ class LocalFiles:
         return done
 
     async def entries(self, path: str = "", *, max_entries: int) -> list[Entry]:
-        """List a directory of the checkpoint, one level, sorted by name.
-
-        Where `path` is a regular file, it is the one entry, with the name ``""``.
+        """List a directory, or the one file at `path`. As `CheckpointFiles.entries`.
 
         Cancellation: waits for the thread, then raises.
-
-        Raises:
-            CheckpointNotFoundError: there is nothing at `path`.
-            CorruptCheckpointError: there are more than `max_entries`, or a symbolic link.
-            StoreError: reading the directory failed.
         """
         return await self._workers.run(self._entries, path, max_entries)
 
     def _entries(self, path: str, max_entries: int) -> list[Entry]:
         try:
-            fd = self._open_listed(path)
+            fd = self._open_file(path, os.O_DIRECTORY)
         except NotADirectoryError:
             fd = self._open_file(path)
             try:
                 return [Entry("", os.fstat(fd).st_size, False)]
             finally:
                 os.close(fd)
+        except OSError as error:
+            raise self._refused(path, error) from error
         found: list[Entry] = []
         try:
             with reported("listing", self._full(path)), os.scandir(fd) as entries:
@@ -253,33 +220,12 @@ class LocalFiles:
             os.close(fd)
         return sorted(found)
 
-    def _open_listed(self, path: str) -> int:
-        """Open the directory; raise NotADirectoryError for a file."""
-        try:
-            if not path:
-                return os.open(self.location, os.O_RDONLY | os.O_DIRECTORY)
-            parts = self._parts(path)
-            with self._opened_directory().use() as directory:
-                return open_directory(directory, parts)
-        except FileNotFoundError as error:
-            raise self._absent(path) from error
-        except NotADirectoryError:
-            raise
-        except OSError as error:
-            raise self._refused(path, error) from error
-
     def reads(self, wanted: int | None) -> int:
         """Return the number of reads to have in flight."""
         return self.capabilities.reads if wanted is None else wanted
 
     async def changed(self) -> Literal["deleted", "replaced"] | None:
-        """Return what happened to the directory that was read here; None if it is still there.
-
-        Cancellation: waits for the thread, then raises.
-
-        Raises:
-            StoreError: looking failed.
-        """
+        """Return whether another directory, or none, has the name of the one that was read."""
         return await self._workers.run(self._changed)
 
     def _changed(self) -> Literal["deleted", "replaced"] | None:
@@ -310,38 +256,30 @@ class LocalFiles:
             directory.close()
 
     def _open_file(self, path: str, flags: int = 0) -> int:
-        try:
-            if not path:
-                return open_regular_path(self.location, flags)
-            parts = self._parts(path)
-            with self._opened_directory().use() as directory:
-                return open_regular(directory, parts, flags)
-        except FileNotFoundError as error:
-            raise self._absent(path) from error
-        except OSError as error:
-            if flags:
-                raise  # no direct reads here
-            raise self._refused(path, error) from error
+        """Open a regular file of the checkpoint, or with O_DIRECTORY a directory.
 
-    def _parts(self, path: str) -> tuple[str, ...]:
-        parts = path_parts(path)
-        if parts is None:
-            raise CorruptCheckpointError(
-                f"{self.location}: {path!r} leads out of the checkpoint; "
-                "it is damaged or hostile: use another checkpoint",
-                file=path,
+        Raises:
+            OSError: with `flags`, the file is another kind, or takes no direct reads.
+            AsyncCheckpointError: names the file otherwise.
+        """
+        try:
+            if not path:  # the path that the user gave: links to it are followed
+                fd = os.open(self.location, os.O_RDONLY | os.O_NONBLOCK | flags)
+                return fd if flags & os.O_DIRECTORY else checked_regular(fd)
+            parts = read_parts(path, self.location)
+            with self._opened_directory().use() as directory:
+                return open_below(directory, parts, flags)
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(
+                f"{self._full(path)}: no such file; there is no checkpoint here, or it was "
+                "deleted while it was being read",
                 location=self.location,
                 found=path,
-            )
-        return parts
-
-    def _absent(self, path: str) -> CheckpointNotFoundError:
-        return CheckpointNotFoundError(
-            f"{self._full(path)}: no such file; there is no checkpoint here, or it was "
-            "deleted while it was being read",
-            location=self.location,
-            found=path,
-        )
+            ) from error
+        except OSError as error:
+            if flags:
+                raise
+            raise self._refused(path, error) from error
 
     def _refused(self, path: str, error: OSError) -> AsyncCheckpointError:
         if error.errno not in _LINK_ERRORS:

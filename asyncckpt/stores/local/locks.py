@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from asyncckpt.errors import StoreError
@@ -72,23 +72,27 @@ def _first_line(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Contents of the owner file next to a directory."""
+    """What is used of the owner file next to a directory; people look at the rest."""
 
-    host: str
-    boot_id: str
-    pid: int
-    created_ns: int
+    machine: Machine
     name: str
-    save_id: str
 
 
 def write_owner(path: str, machine: Machine, name: str, save_id: str, mode: int) -> None:
     """Write `<path>.owner`, durably: this process owns `path`."""
-    owner = Owner(machine.host, machine.boot_id, os.getpid(), time.time_ns(), name, save_id)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    fd = os.open(path + OWNER_SUFFIX, flags, mode)
+    text = json.dumps(
+        {
+            "host": machine.host,
+            "boot_id": machine.boot_id,
+            "pid": os.getpid(),
+            "created_ns": time.time_ns(),
+            "name": name,
+            "save_id": save_id,
+        }
+    )
+    fd = os.open(path + OWNER_SUFFIX, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
-        write_all(fd, memoryview(json.dumps(asdict(owner)).encode()), 0)
+        write_all(fd, memoryview(text.encode()), 0)
         # After power loss an empty file would prove nothing, and the leftover would stay forever.
         os.fsync(fd)
     finally:
@@ -103,13 +107,13 @@ def read_owner(path: str) -> Owner | None:
         return None
     try:
         value = json.loads(os.read(fd, MAX_OWNER_NBYTES))
-        owner = Owner(**{key: value[key] for key in Owner.__dataclass_fields__})
+        host, boot_id, name = value["host"], value["boot_id"], value["name"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     finally:
         os.close(fd)
-    texts = (owner.host, owner.boot_id, owner.name, owner.save_id)
-    return owner if all(isinstance(text, str) for text in texts) else None
+    are_texts = all(isinstance(text, str) for text in (host, boot_id, name))
+    return Owner(Machine(host, boot_id), name) if are_texts else None
 
 
 def remove_owner(path: str) -> None:

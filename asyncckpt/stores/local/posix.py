@@ -18,6 +18,7 @@ import errno
 import functools
 import mmap
 import os
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -92,23 +93,16 @@ class Descriptor:
 
 
 def rename_noreplace(source: str, target: str) -> None:
-    """Rename `source` to `target`, which must not exist.
+    """Rename `source` to `target`; raise FileExistsError if something is there.
 
     Raises:
-        FileExistsError: something is at `target`; nothing was changed.
         UnsupportedCallError: the file system cannot do this in one step.
-        OSError: the rename failed.
     """
     _rename(source, target, _RENAME_NOREPLACE, _RENAME_EXCL_MACOS)
 
 
 def rename_exchange(source: str, target: str) -> None:
-    """Exchange `source` and `target` in one step.
-
-    Raises:
-        UnsupportedCallError: the file system cannot do this.
-        OSError: the rename failed.
-    """
+    """Exchange `source` and `target` in one step; errors as of `rename_noreplace`."""
     _rename(source, target, _RENAME_EXCHANGE, _RENAME_SWAP_MACOS)
 
 
@@ -177,23 +171,16 @@ def flush_file(fd: int) -> None:
         os.fdatasync(fd)
 
 
-def flush_directory(path: str | int, *, dir_fd: int | None = None) -> None:
+def flush_directory(path: str, *, dir_fd: int | None = None) -> None:
     """Make the names in the directory survive power loss."""
-    if isinstance(path, int):
-        _flush_directory(path)
-        return
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=dir_fd)
     try:
-        _flush_directory(fd)
+        if sys.platform == "darwin":
+            flush_file(fd)
+        else:
+            os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _flush_directory(fd: int) -> None:
-    if sys.platform == "darwin":
-        flush_file(fd)
-    else:
-        os.fsync(fd)
 
 
 def make_directories(path: str, mode: int) -> None:
@@ -243,8 +230,8 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
 # -------------------------------------------------------------------------------- read and remove
 
 
-def open_regular(directory: int, parts: tuple[str, ...], flags: int = 0) -> int:
-    """Open the regular file below `directory` without following any link.
+def open_below(directory: int, parts: tuple[str, ...], flags: int = 0) -> int:
+    """Open a regular file below `directory`, or with O_DIRECTORY a directory; follow no link.
 
     Raises:
         FileNotFoundError: a part does not exist.
@@ -262,58 +249,15 @@ def open_regular(directory: int, parts: tuple[str, ...], flags: int = 0) -> int:
     finally:
         if at != directory:
             os.close(at)
-    if not _is_regular(fd):
+    return fd if flags & os.O_DIRECTORY else checked_regular(fd)
+
+
+def checked_regular(fd: int) -> int:
+    """Return the descriptor; for anything but a regular file, close it and raise EINVAL."""
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file")
     return fd
-
-
-def open_regular_path(path: str, flags: int = 0) -> int:
-    """Open the regular file at a path that the user gave; links to it are followed.
-
-    Raises:
-        OSError: EINVAL, no regular file; and what `open` raises.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
-    if not _is_regular(fd):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file")
-    return fd
-
-
-def open_directory(directory: int, parts: tuple[str, ...]) -> int:
-    """Open the directory below `directory` without following any link.
-
-    Raises:
-        FileNotFoundError: a part does not exist.
-        NotADirectoryError: a part is no directory.
-        OSError: ELOOP, a part is a link.
-    """
-    at = directory
-    for part in parts:
-        try:
-            child = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
-        finally:
-            if at != directory:
-                os.close(at)
-        at = child
-    return at
-
-
-def _is_regular(fd: int) -> bool:
-    return (os.fstat(fd).st_mode & 0o170000) == 0o100000
-
-
-def read_all(fd: int, max_nbytes: int) -> bytes:
-    """Return the content of the file, or its first `max_nbytes` + 1 bytes if it is longer."""
-    parts = []
-    left = max_nbytes + 1
-    # Python reserves as much as is asked for, before it reads.
-    most = min(os.fstat(fd).st_size + 1, 64 << 20)
-    while left > 0 and (part := os.read(fd, min(left, most))):
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
 
 
 def cached(fd: int, offset: int, nbytes: int) -> bool:
@@ -340,45 +284,28 @@ def cached(fd: int, offset: int, nbytes: int) -> bool:
     return sum(page & 1 for page in bytes(state)) * 2 >= pages
 
 
-def remove_tree(path: str, *, first: str | None = None) -> None:
+def remove_tree(path: str, *, first: str | None = None, dir_fd: int | None = None) -> None:
     """Remove everything at `path`; links are not followed. Others may be removing it too.
 
     Args:
         path: a file, link or directory.
         first: name of a file directly in it that is removed before everything else.
+        dir_fd: directory that `path` is relative to.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
     except FileNotFoundError:
         return
     except OSError as error:
         if error.errno not in (errno.ENOTDIR, errno.ELOOP):
             raise
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+            os.unlink(path, dir_fd=dir_fd)
         return
     try:
-        if first is not None:
-            with contextlib.suppress(FileNotFoundError, IsADirectoryError, PermissionError):
-                os.unlink(first, dir_fd=fd)
-        _remove_content(fd)
+        for name in sorted(os.listdir(fd), key=lambda name: name != first):
+            remove_tree(name, dir_fd=fd)
     finally:
         os.close(fd)
     with contextlib.suppress(FileNotFoundError):
-        os.rmdir(path)
-
-
-def _remove_content(fd: int) -> None:
-    with os.scandir(fd) as entries:
-        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-    for name, is_directory in found:
-        with contextlib.suppress(FileNotFoundError):
-            if not is_directory:
-                os.unlink(name, dir_fd=fd)
-                continue
-            child = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
-            try:
-                _remove_content(child)
-            finally:
-                os.close(child)
-            os.rmdir(name, dir_fd=fd)
+        os.rmdir(path, dir_fd=dir_fd)

@@ -26,34 +26,28 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 from asyncckpt.errors import CheckpointExistsError, SaveError, StoreError
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import MAX_RECORD_NBYTES
-from asyncckpt.stores.local.failures import reported, store_error
-from asyncckpt.stores.local.locks import Machine, leads_to, remove_owner, root_lock, write_owner
+from asyncckpt.stores.local.context import Context
+from asyncckpt.stores.local.failures import reported
+from asyncckpt.stores.local.locks import leads_to, remove_owner, root_lock, write_owner
 from asyncckpt.stores.local.posix import (
     UnsupportedCallError,
+    checked_regular,
     flush_directory,
     landed,
-    open_regular,
-    read_all,
     remove_tree,
     rename_exchange,
     rename_noreplace,
 )
-from asyncckpt.stores.paths import CONTROL, RECORD_FILE, Layout
+from asyncckpt.stores.paths import CONTROL, RECORD_FILE
 
 log = logging.getLogger("asyncckpt.stores")
 
-IsValid = Callable[[bytes], bool]
-"""Whether the content of a record file is a commit record. Stores know no records."""
-
 Found = Literal["nothing", "ours", "checkpoint", "directory", "other"]
-
 
 NAMED_ENTRIES = 3
 """Entries of a directory that an error names: enough to tell whose it is."""
@@ -121,55 +115,68 @@ def refuse_unrelated(target: str) -> None:
 
 def record_at(directory: str) -> bytes | None:
     """Return the record file in a directory, or None if none can be read."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    try:
-        file = open_regular(fd, (RECORD_FILE,))
-        try:
-            data = read_all(file, MAX_RECORD_NBYTES)
-        finally:
-            os.close(file)
+        fd = checked_regular(os.open(os.path.join(directory, RECORD_FILE), flags))
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENOTDIR):
             return None
         raise
-    finally:
-        os.close(fd)
+    with open(fd, "rb") as file:
+        # Python reserves as much as is asked for, before it reads.
+        data = file.read(min(os.fstat(fd).st_size, MAX_RECORD_NBYTES) + 1)
     return data if len(data) <= MAX_RECORD_NBYTES else None
 
 
-@dataclass(slots=True)
 class Publication:
     """One publication, run once in a worker thread, and its outcome.
 
+    Args:
+        context: of the store.
+        attempt: path of the attempt's directory.
+        file: the file in it that is published alone, for exports; else all of it is.
+        name: under which it is published.
+        save_id: of the attempt.
+        overwrite: replace a checkpoint.
+        mode: of files that are made.
+
     Attributes:
-        source: the attempt's directory.
         started: the rename may have been issued; from here on the outcome must be awaited.
         error: why it failed, or None.
         keep_source: a checkpoint that may be needed again is at `source` now.
-        directory: a descriptor of the attempt's directory, which distinguishes it from others.
     """
 
-    layout: Layout
-    machine: Callable[[], Machine]
-    is_valid: IsValid
-    source: str
-    name: str
-    save_id: str
-    overwrite: bool
-    mode: int
-    started: bool = False
-    error: BaseException | None = None
-    keep_source: bool = False
-    directory: int = -1
+    def __init__(
+        self,
+        context: Context,
+        attempt: str,
+        file: str,
+        name: str,
+        save_id: str,
+        *,
+        overwrite: bool,
+        mode: int,
+    ) -> None:
+        self._context = context
+        self._layout = context.layout
+        self._attempt = attempt
+        self._file = file
+        self._source = os.path.join(attempt, file) if file else attempt
+        self._target = context.layout.target(name)
+        self._name = name
+        self._save_id = save_id
+        self._overwrite = overwrite
+        self._mode = mode
+        self._directory = -1
+        self.started = False
+        self.error: BaseException | None = None
+        self.keep_source = False
 
     def run(self, directory: int) -> None:
         """Make the checkpoint visible and durable, and remove the one it replaces. Blocking.
 
         Args:
-            directory: a descriptor of the attempt's directory, to which `source` must still lead.
+            directory: a descriptor of the attempt's directory, to which its path must still lead.
                 Unlike the record's bytes it cannot be mistaken for that of another attempt.
 
         Raises:
@@ -179,134 +186,115 @@ class Publication:
             StoreError: the rename failed; nothing is visible.
         """
         self.started = True
-        self.directory = directory
+        self._directory = directory
+        old = None
         try:
-            with reported("publishing the checkpoint", self.target):
-                old = self._publish()
-            if old is not None:
-                self._remove_old(old)
+            with reported("publishing the checkpoint", self._target):
+                # A takeover renames the epoch's directory: then this path leads nowhere.
+                if not leads_to(self._attempt, directory):
+                    raise SaveError(
+                        f"{self._source}: the directory of this attempt disappeared before it was "
+                        "published: another process has taken over or removed it; nothing of this "
+                        "save is visible",
+                        location=self._target,
+                    )
+                try:
+                    landed(rename_noreplace, self._source, self._target)
+                except (FileExistsError, UnsupportedCallError):
+                    old = self._publish_locked()
+                else:
+                    self._flush_root(None, locked=False)
         except BaseException as error:
             self.error = error
             raise
-
-    @property
-    def target(self) -> str:
-        """Path at which the checkpoint is published."""
-        return self.layout.target(self.name)
-
-    def _publish(self) -> str | None:
-        self._check_source()
-        try:
-            landed(rename_noreplace, self.source, self.target)
-        except (FileExistsError, UnsupportedCallError):
-            return self._publish_locked()
-        except OSError as error:
-            raise self._rename_error(error) from error
-        self._flush_root(None, locked=False)
-        return None
-
-    def _check_source(self) -> None:
-        # A takeover renames the epoch's directory: then this path leads nowhere.
-        if not leads_to(self.source, self.directory):
-            raise self._gone()
-
-    def _gone(self) -> SaveError:
-        return SaveError(
-            f"{self.source}: the directory of this attempt disappeared before it was published: "
-            "another process has taken over or removed it; nothing of this save is visible",
-            location=self.target,
-        )
+        if old is not None:
+            self._remove(old)
+        if self._file:
+            self._remove(self._attempt)  # the directory that the file has left
 
     def _publish_locked(self) -> str | None:
-        with root_lock(self.layout):
+        with root_lock(self._layout):
             while True:
                 found = self._find()
-                if found == "other" or (found == "checkpoint" and not self.overwrite):
+                if found == "other" or (found == "checkpoint" and not self._overwrite):
                     raise self._exists_error(found)
                 if found == "checkpoint":
                     return self._replace()
                 if found == "directory":
-                    if not self.overwrite:
-                        refuse_unrelated(self.target)
+                    if not self._overwrite:
+                        refuse_unrelated(self._target)
                     self._clear_target()
                 try:
                     self._rename_free()
                 except FileExistsError:
                     continue
-                except OSError as error:
-                    raise self._rename_error(error) from error
                 self._flush_root(None)
                 return None
 
     def _find(self) -> Found:
         try:
-            mode = os.lstat(self.target).st_mode
+            mode = os.lstat(self._target).st_mode
         except FileNotFoundError:
             return "nothing"
-        if not stat.S_ISDIR(mode) and not os.path.isdir(self.target):
+        if not stat.S_ISDIR(mode) and not os.path.isdir(self._target):
             return "other"
-        if leads_to(self.target, self.directory):
+        if leads_to(self._target, self._directory):
             return "ours"
-        record = record_at(self.target)
+        record = record_at(self._target)
         if record is None:
             return "directory" if stat.S_ISDIR(mode) else "other"
-        return "checkpoint" if self.is_valid(record) else "directory"
+        return "checkpoint" if self._context.is_valid(record) else "directory"
 
     def _rename_free(self) -> None:
         try:
-            landed(rename_noreplace, self.source, self.target)
+            landed(rename_noreplace, self._source, self._target)
         except UnsupportedCallError:
             # Under the lock no other store gets between the look and the rename.
-            if os.path.lexists(self.target):
-                raise FileExistsError(errno.EEXIST, "File exists", self.target) from None
-            landed(os.rename, self.source, self.target)
+            if os.path.lexists(self._target):
+                raise FileExistsError(errno.EEXIST, "File exists", self._target) from None
+            landed(os.rename, self._source, self._target)
 
     def _replace(self) -> str:
         """Put the new checkpoint in place, durably, and return the path of the old one."""
         try:
-            landed(rename_exchange, self.source, self.target)
+            landed(rename_exchange, self._source, self._target)
         except UnsupportedCallError:
             return self._replace_in_two_steps()
-        except OSError as error:
-            raise self._rename_error(error) from error
-        self._flush_root(self.source)
-        return self.source
+        self._flush_root(self._source)
+        return self._source
 
     def _replace_in_two_steps(self) -> str:
         # A crash between the two renames: `sweep` finds the owner file and puts the old one back.
-        old = self.layout.leftover("old", self.name, self.save_id)
+        old = self._layout.leftover("old", self._name, self._save_id)
         try:
-            write_owner(old, self.machine(), self.name, self.save_id, self.mode)
-            flush_directory(self.layout.control)
-            landed(os.rename, self.target, old)
-        except OSError as error:
+            write_owner(old, self._context.machine(), self._name, self._save_id, self._mode)
+            flush_directory(self._layout.control)
+            landed(os.rename, self._target, old)
+        except OSError:
             remove_owner(old)
-            raise self._rename_error(error) from error
+            raise
         try:
             self._rename_free()
-        except OSError as error:
-            landed(os.rename, old, self.target)
+        except OSError:
+            landed(os.rename, old, self._target)
             remove_owner(old)
-            raise self._rename_error(error) from error
+            raise
         self._flush_root(old)
         return old
 
     def _clear_target(self) -> None:
         """Remove the directory at the target if it is empty; else move it aside."""
         with contextlib.suppress(OSError):
-            os.rmdir(self.target)  # fails unless it is empty
+            os.rmdir(self._target)  # fails unless it is empty
             return
-        aside = self.layout.leftover("aside", self.name, self.save_id)
-        try:
-            if os.path.lexists(aside):
-                raise FileExistsError(errno.EEXIST, "File exists", aside)
-            landed(os.rename, self.target, aside)
-        except OSError as error:
-            raise self._rename_error(error) from error
+        aside = self._layout.leftover("aside", self._name, self._save_id)
+        if os.path.lexists(aside):
+            raise FileExistsError(errno.EEXIST, "File exists", aside)
+        landed(os.rename, self._target, aside)
         log.warning(
             "%s: a directory without a valid commit record was in the way; it was moved to %s "
             "and is kept until you remove it",
-            self.target,
+            self._target,
             aside,
         )
 
@@ -317,10 +305,10 @@ class Publication:
             SaveError: they are not durable.
         """
         try:
-            flush_directory(self.layout.root)
+            flush_directory(self._layout.root)
         except OSError as error:
             undone = self._undo(old, locked=locked)
-            self.keep_source = old == self.source and not undone
+            self.keep_source = old == self._source and not undone
             visible = not undone and self._is_visible()
             name = errno.errorcode.get(error.errno or 0, "OSError")
             state = "the rename was taken back and nothing of this save is visible"
@@ -329,26 +317,26 @@ class Publication:
             elif not undone:
                 state = "another process has replaced or deleted this checkpoint meanwhile"
             raise SaveError(
-                f"{self.target}: flushing the directory after the rename failed: "
+                f"{self._target}: flushing the directory after the rename failed: "
                 f"{error.strerror} ({name}); {state}. Check the disk, then save again",
                 visible=visible,
                 durable=False,
-                location=self.target,
+                location=self._target,
                 found=name,
             ) from error
 
     def _undo(self, old: str | None, *, locked: bool) -> bool:
         """Take the renames back and return True, or False if that is not possible."""
         try:
-            with contextlib.nullcontext() if locked else root_lock(self.layout):
-                if not leads_to(self.target, self.directory):
+            with contextlib.nullcontext() if locked else root_lock(self._layout):
+                if not leads_to(self._target, self._directory):
                     return False  # another writer has replaced or deleted it
-                if old == self.source:
-                    landed(rename_exchange, self.source, self.target)
+                if old == self._source:
+                    landed(rename_exchange, self._source, self._target)
                 else:
-                    landed(os.rename, self.target, self.source)
+                    landed(os.rename, self._target, self._source)
                     if old is not None:
-                        landed(os.rename, old, self.target)
+                        landed(os.rename, old, self._target)
                         remove_owner(old)
         except (OSError, UnsupportedCallError, StoreError):
             return False
@@ -360,21 +348,18 @@ class Publication:
         except OSError:
             return True
 
-    def _remove_old(self, old: str) -> None:
-        # The save has succeeded: a checkpoint that cannot be removed now is left to `sweep`.
+    def _remove(self, path: str) -> None:
+        # The save has succeeded: what cannot be removed now is left to `sweep`.
         try:
-            remove_tree(old, first=RECORD_FILE)
-            remove_owner(old)
+            remove_tree(path, first=RECORD_FILE)
+            remove_owner(path)
         except OSError as error:
-            log.warning("%s: removing the replaced checkpoint failed: %s", old, error)
-
-    def _rename_error(self, error: OSError) -> Exception:
-        return store_error("publishing the checkpoint", self.target, error)
+            log.warning("%s: removing what was replaced failed: %s", path, error)
 
     def _exists_error(self, found: Found) -> CheckpointExistsError:
         if found == "other":
-            return file_in_the_way(self.target)
+            return file_in_the_way(self._target)
         return CheckpointExistsError(
-            f"{self.target}: a checkpoint already exists here; pass overwrite=True to replace it",
-            location=self.target,
+            f"{self._target}: a checkpoint already exists here; pass overwrite=True to replace it",
+            location=self._target,
         )

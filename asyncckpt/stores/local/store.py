@@ -9,9 +9,9 @@ import contextlib
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal
 
 from asyncckpt.errors import CheckpointNotFoundError, UsageError
 from asyncckpt.flow.threads import Workers
@@ -22,40 +22,30 @@ from asyncckpt.options import (
     SLOT_NBYTES,
 )
 from asyncckpt.ports import Removal, Sizes, StoreCapabilities
-from asyncckpt.stores.local.attempt import Context, LocalAttempt
+from asyncckpt.stores.local.attempt import LocalAttempt
+from asyncckpt.stores.local.context import Context
 from asyncckpt.stores.local.datafile import DirectWrites
-from asyncckpt.stores.local.export import LocalExport
 from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.files import LocalFiles
 from asyncckpt.stores.local.locks import (
     Machine,
     remove_owner,
     root_lock,
+    this_machine,
     try_lock,
     unlock,
     write_owner,
 )
-from asyncckpt.stores.local.posix import PAGE_NBYTES, flush_directory, landed, remove_tree
-from asyncckpt.stores.local.publish import IsValid
+from asyncckpt.stores.local.posix import flush_directory, landed, remove_tree
 from asyncckpt.stores.local.sweep import collect, sweep, tidy
-from asyncckpt.stores.paths import (
-    CONTROL,
-    RECORD_FILE,
-    Layout,
-    check_name,
-    check_save_id,
-)
+from asyncckpt.stores.paths import CONTROL, RECORD_FILE, Layout, check_name, check_save_id
 from asyncckpt.stores.paths import open_local as open_local
-
-A = TypeVar("A", bound=LocalAttempt)
-
-
-def _exists(record: bytes) -> bool:
-    return True
 
 
 class LocalStore:
     """A directory that holds checkpoints by name.
+
+    Cancelling a call waits for its thread, then raises.
 
     Args:
         root: the directory; it need not exist before the first save.
@@ -64,7 +54,7 @@ class LocalStore:
         is_valid: whether the content of a record file is a commit record. A directory that has
             none is not a checkpoint: saving a step in its place moves it to `.asyncckpt/aside-…`,
             and saving under another name does so with `overwrite` only.
-        machine: host and boot that owner files are compared with; None: this machine's.
+        machine: returns the host and boot that owner files are compared with.
 
     Raises:
         UsageError: Windows, which lacks the renames and flushes that are needed here.
@@ -76,8 +66,8 @@ class LocalStore:
         workers: Workers,
         *,
         direct_io: bool | Literal["auto"] = "auto",
-        is_valid: IsValid = _exists,
-        machine: Machine | None = None,
+        is_valid: Callable[[bytes], bool] = lambda record: True,
+        machine: Callable[[], Machine] = this_machine,
     ) -> None:
         if sys.platform == "win32":
             raise UsageError(
@@ -85,11 +75,7 @@ class LocalStore:
                 "and no flush of directories; use WSL or an object store"
             )
         self.url = os.path.abspath(os.fsdecode(root))
-        self.capabilities = (
-            StoreCapabilities("any")
-            if direct_io is False
-            else StoreCapabilities("aligned", alignment_nbytes=PAGE_NBYTES)
-        )
+        self.capabilities = StoreCapabilities("any" if direct_io is False else "aligned")
         self._layout = Layout(self.url)
         self._workers = workers
         self._context = Context(self._layout, workers, machine, DirectWrites(direct_io), is_valid)
@@ -123,11 +109,9 @@ class LocalStore:
         epoch: int = 0,
         overwrite: bool = False,
         private: bool = False,
+        exports: bool = False,
     ) -> LocalAttempt:
-        """Open an attempt to publish `name`, in a directory of its own, which it locks.
-
-        The root and its missing parents are created durably. Cancellation: waits for the thread,
-        removes the directory, then raises.
+        """Make and lock a directory for an attempt, and durably its parents. As `Store.begin`.
 
         Raises:
             UsageError: the name is not one path part, or the save id was used before.
@@ -136,36 +120,25 @@ class LocalStore:
         """
         if epoch < 0:
             raise UsageError(f"epoch={epoch}: pass a non-negative integer", found=epoch)
-        return await self._opened(LocalAttempt, name, save_id, epoch, overwrite, private)
-
-    async def begin_export(
-        self, name: str, save_id: str, *, overwrite: bool = False, private: bool = False
-    ) -> LocalExport:
-        """Open an attempt for files of another format, without a commit record; see `begin`."""
-        return await self._opened(LocalExport, name, save_id, 0, overwrite, private)
-
-    async def _opened(
-        self, kind: type[A], name: str, save_id: str, epoch: int, overwrite: bool, private: bool
-    ) -> A:
         check_name(name)
         check_save_id(save_id)
-        attempt = kind(
-            self._context, name, save_id, epoch=epoch, overwrite=overwrite, private=private
-        )
+        attempt = LocalAttempt(self._context, name, save_id, overwrite=overwrite, private=private)
         self._wrote = True
         try:
-            await self._workers.run(attempt.open)
+            await self._workers.run(attempt.open, epoch, exports=exports)
         except BaseException:
             await attempt.abort()
             raise
         return attempt
 
-    async def names(self) -> list[str]:
-        """Return the names of all directories below the root; none if there is no root.
+    async def begin_export(
+        self, name: str, save_id: str, *, overwrite: bool = False, private: bool = False
+    ) -> LocalAttempt:
+        """Open an attempt for files of another format, without a commit record; see `begin`."""
+        return await self.begin(name, save_id, overwrite=overwrite, private=private, exports=True)
 
-        Raises:
-            StoreError: the root cannot be read.
-        """
+    async def names(self) -> list[str]:
+        """Return the names of all directories below the root; none if there is no root."""
         return await self._workers.run(self._names)
 
     def _names(self) -> list[str]:
@@ -184,23 +157,13 @@ class LocalStore:
         return files
 
     async def delete(self, name: str) -> None:
-        """Delete a checkpoint: its name durably before its bytes.
-
-        A symbolic link is removed, not its target. Cancellation: waits for the thread, then raises.
-
-        Raises:
-            CheckpointNotFoundError: there was none.
-            StoreError: it could not be moved or removed.
-        """
+        """Delete a checkpoint, or the link to one, not its target. As `Store.delete`."""
         check_name(name)
         self._wrote = True
-        await self._workers.run(self._delete, name)
+        await self._workers.run(lambda: self._empty_trash(*self._move_to_trash(name)))
 
     async def unlist(self, name: str) -> Removal:
-        """Delete the name, durably, and leave the bytes to the returned function.
-
-        Cancellation: waits for the thread, then raises; the bytes are left to `sweep`.
-        """
+        """Delete the name, durably; once cancelled, the bytes are left to `sweep`."""
         check_name(name)
         self._wrote = True
         moved: list[tuple[str, int]] = []
@@ -212,25 +175,34 @@ class LocalStore:
             raise
         return partial(self._workers.run, self._empty_trash, *moved[0])
 
-    def _delete(self, name: str) -> None:
-        self._empty_trash(*self._move_to_trash(name))
-
     def _move_to_trash(self, name: str) -> tuple[str, int]:
         """Unlist a checkpoint durably; return where it is, and a descriptor that has locked it."""
         target = self._layout.target(name)
+        absent = CheckpointNotFoundError(
+            f"{target}: there is no checkpoint to delete", location=target
+        )
         if not os.path.isdir(target):
-            raise self._not_found(target)
+            raise absent
         trash = self._layout.leftover("trash", name, secrets.token_hex(8))
         fd = -1
         try:
             with reported("deleting", target), root_lock(self._layout):
                 write_owner(trash, self._context.machine(), name, "", 0o600)
                 try:
-                    fd = self._open_and_lock(target)
+                    # The lock tells sweepers that the deletion is alive. If its publisher still
+                    # holds it, that lock keeps them away.
+                    fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
+                    try_lock(fd)
                     landed(os.rename, target, trash)
                 except FileNotFoundError:  # another process was faster
-                    raise self._not_found(target) from None
-                self._flush_deletion(target, trash)
+                    raise absent from None
+                try:
+                    flush_directory(self._layout.root)
+                    flush_directory(self._layout.control)
+                except OSError:
+                    # After power loss the name could be back: its bytes must then be there.
+                    landed(os.rename, trash, target)
+                    raise
         except BaseException:
             self._leave_trash(trash, fd)
             raise
@@ -252,56 +224,15 @@ class LocalStore:
             unlock(fd)
             os.close(fd)
 
-    def _open_and_lock(self, target: str) -> int:
-        # The lock tells sweepers that the deletion is alive. If its publisher still holds it, that
-        # lock keeps them away.
-        fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
-        try_lock(fd)
-        return fd
-
-    def _flush_deletion(self, target: str, trash: str) -> None:
-        try:
-            flush_directory(self._layout.root)
-            flush_directory(self._layout.control)
-        except OSError:
-            # After power loss the name could be back: its bytes must then be there.
-            landed(os.rename, trash, target)
-            raise
-
-    def _not_found(self, target: str) -> CheckpointNotFoundError:
-        return CheckpointNotFoundError(
-            f"{target}: there is no checkpoint to delete", location=target
-        )
-
     async def sweep(self) -> Sequence[str]:
-        """Remove leftovers that are proven dead and return their names; see stores/local/sweep.py.
-
-        Cancellation: waits for the thread, then raises.
-
-        Raises:
-            StoreError: removing failed.
-        """
+        """Remove leftovers that are proven dead, as stores/local/sweep.py defines it."""
         self._wrote = True  # so that `close` removes a directory that has become empty
-        return await self._workers.run(self._sweep)
-
-    def _sweep(self) -> list[str]:
-        with reported("sweeping", self._layout.control):
-            return sweep(self._layout, self._context.machine())
+        return await self._workers.run(sweep, self._layout, self._context.machine)
 
     async def collect(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:
-        """Remove leftovers in which nothing was written for so long, and return their names.
-
-        Locked ones stay. Cancellation: waits for the thread, then raises.
-
-        Raises:
-            StoreError: removing failed, or another process replaces or deletes here.
-        """
+        """Remove leftovers in which nothing was written for so long and that are not locked."""
         self._wrote = True
-        return await self._workers.run(self._collect, older_than_s, dry_run)
-
-    def _collect(self, older_than_s: float, dry_run: bool) -> list[str]:
-        with reported("collecting leftovers in", self._layout.control):
-            return collect(self._layout, older_than_s, dry_run=dry_run)
+        return await self._workers.run(collect, self._layout, older_than_s, dry_run=dry_run)
 
     async def close(self) -> None:
         """Close descriptors and remove our directories that are empty. Idempotent."""

@@ -24,13 +24,12 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from asyncckpt.errors import StoreError, UsageError
+from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.locks import (
     Machine,
-    Owner,
     is_certainly_local,
     leads_to,
     read_owner,
@@ -54,50 +53,85 @@ _EPOCH = re.compile(r"epoch-[0-9]+")
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """A leftover whose lock this process holds by `fd`."""
-
-    path: str
-    fd: int
-
-
-def sweep(layout: Layout, machine: Machine) -> list[str]:
+def sweep(layout: Layout, this_machine: Callable[[], Machine]) -> list[str]:
     """Remove leftovers that are proven dead and return their names. Blocking.
 
     Returns without doing anything while another process replaces, deletes or sweeps here, and
     where this process may not write.
 
     Raises:
-        OSError: removing failed.
+        StoreError: removing failed.
     """
-    if not any(True for _ in _leftovers(layout)):
+    if not _leftovers(layout):
         return []
     removed: list[str] = []
-    claims: list[Claim] = []
-    try:
-        with root_lock(layout, wait_s=0.0) as alone:
-            for path in list(_leftovers(layout)):
-                claim = _claim(layout, machine, path, removed, alone)
-                if claim is not None:
-                    claims.append(claim)
-            if claims:
-                flush_directory(layout.root)
-                flush_directory(layout.control)
-        for claim in claims:
-            remove_tree(claim.path, first=RECORD_FILE)
-            remove_owner(claim.path)
-            removed.append(os.path.relpath(claim.path, layout.control))
-    except StoreError:
-        return []  # the lock is held
-    except OSError as error:
-        if error.errno not in _READ_ONLY:
-            raise
-    finally:
-        for claim in claims:
-            unlock(claim.fd)
-            os.close(claim.fd)
+    claims: list[tuple[str, int]] = []
+    with reported("sweeping", layout.control):
+        try:
+            with root_lock(layout, wait_s=0.0) as alone:
+                machine = this_machine()
+                for path in _leftovers(layout):
+                    fd = _claim(layout, machine, path, removed, alone)
+                    if fd is not None:
+                        claims.append((path, fd))
+                if claims:
+                    flush_directory(layout.root)
+                    flush_directory(layout.control)
+            for path, _ in claims:
+                remove_tree(path, first=RECORD_FILE)
+                remove_owner(path)
+                removed.append(os.path.relpath(path, layout.control))
+        except StoreError:
+            return []  # the lock is held
+        except OSError as error:
+            if error.errno not in _READ_ONLY:
+                raise
+        finally:
+            for _, fd in claims:
+                unlock(fd)
+                os.close(fd)
     return removed
+
+
+def _claim(
+    layout: Layout, machine: Machine, path: str, removed: list[str], alone: bool
+) -> int | None:
+    """Return a locked descriptor of a leftover that is proven dead and to be removed, else None."""
+    owner = read_owner(path)
+    ours = owner is not None and owner.machine.host == machine.host
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        # A torn owner file: one that is written before its directory is so under the root's lock.
+        if ours or (owner is None and alone):
+            remove_owner(path)
+        return None
+    except OSError:
+        return None  # not a directory: not made by this library
+    claimed = False
+    try:
+        locked = try_lock(fd)
+        if locked is False or not leads_to(path, fd):
+            return None
+        if owner is None:
+            if locked:
+                with contextlib.suppress(OSError):  # not empty
+                    os.rmdir(path)
+                    remove_owner(path)
+                    removed.append(os.path.relpath(path, layout.control))
+            return None
+        if owner.machine == machine:
+            dead = locked is True  # one kernel: its locks reach all of its processes
+        else:
+            known = "" not in (owner.machine.boot_id, machine.boot_id)
+            dead = ours and known and is_certainly_local(layout.root)
+        is_old = os.path.basename(path).startswith("old-")
+        claimed = dead and not (is_old and _put_back(layout, path, owner.name))
+        return fd if claimed else None
+    finally:
+        if not claimed:
+            unlock(fd)
+            os.close(fd)
 
 
 def collect(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:
@@ -107,14 +141,13 @@ def collect(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:
     host or where its locks reach, is alive and stays.
 
     Raises:
-        OSError: removing failed.
-        StoreError: another process replaces or deletes here.
+        StoreError: removing failed, or another process replaces or deletes here.
     """
-    if not any(True for _ in _leftovers(layout)):
+    if not _leftovers(layout):
         return []
     found: list[str] = []
-    with root_lock(layout):
-        for path in list(_leftovers(layout)):
+    with reported("collecting leftovers in", layout.control), root_lock(layout):
+        for path in _leftovers(layout):
             if time.time() - _written_s(path) < older_than_s:
                 continue
             if _discard(layout, path, dry_run=dry_run):
@@ -140,11 +173,8 @@ def _discard(layout: Layout, path: str, *, dry_run: bool) -> bool:
             return False
         if os.path.basename(path).startswith("old-"):
             owner = read_owner(path)
-            if owner is None:
-                return False  # it may be the only one of its name, which is unknown
-            if not _is_replaced(layout, owner.name):
-                if not dry_run:
-                    _put_back(layout, path, owner.name)
+            # Without an owner it may be the only one of its name, which is unknown.
+            if owner is None or _put_back(layout, path, owner.name, dry_run=dry_run):
                 return False
         if not dry_run:
             remove_tree(path, first=RECORD_FILE)
@@ -153,12 +183,6 @@ def _discard(layout: Layout, path: str, *, dry_run: bool) -> bool:
     finally:
         unlock(fd)
         os.close(fd)
-
-
-def _is_replaced(layout: Layout, name: str) -> bool:
-    with contextlib.suppress(UsageError):
-        return os.path.lexists(layout.target(check_name(name)))
-    return False
 
 
 def _written_s(path: str) -> float:
@@ -190,22 +214,20 @@ def tidy(layout: Layout) -> None:
             os.rmdir(layout.control)
 
 
-def _leftovers(layout: Layout) -> Iterator[str]:
-    """Yield the paths of attempts, of trash and of replaced checkpoints, alive or not."""
+def _leftovers(layout: Layout) -> list[str]:
+    """Return the paths of attempts, of trash and of replaced checkpoints, alive or not.
+
+    Where only an owner file is left, it is the path that the file belongs to.
+    """
+    found: dict[str, None] = {}
     for name in _listing(layout.control):
         path = os.path.join(layout.control, name)
         if _EPOCH.fullmatch(name):
             for attempt in _listing(path):
-                yield from _subject(os.path.join(path, attempt))
+                found[os.path.join(path, attempt).removesuffix(OWNER_SUFFIX)] = None
         elif name.startswith(("trash-", "old-")):
-            yield from _subject(path)
-
-
-def _subject(path: str) -> Iterator[str]:
-    if not path.endswith(OWNER_SUFFIX):
-        yield path
-    elif not os.path.lexists(path.removesuffix(OWNER_SUFFIX)):
-        yield path.removesuffix(OWNER_SUFFIX)  # an owner file whose directory is gone
+            found[path.removesuffix(OWNER_SUFFIX)] = None
+    return list(found)
 
 
 def _listing(path: str) -> list[str]:
@@ -215,53 +237,7 @@ def _listing(path: str) -> list[str]:
         return []
 
 
-def _claim(
-    layout: Layout, machine: Machine, path: str, removed: list[str], alone: bool
-) -> Claim | None:
-    owner = read_owner(path)
-    ours = owner is not None and owner.host == machine.host
-    is_old = os.path.basename(path).startswith("old-")
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        # A torn owner file: one that is written before its directory is so under the root's lock.
-        if ours or (owner is None and alone):
-            remove_owner(path)
-        return None
-    except OSError:
-        return None  # not a directory: not made by this library
-    claimed = False
-    try:
-        locked = try_lock(fd)
-        if locked is False or not leads_to(path, fd):
-            return None
-        if owner is None:
-            if locked:
-                with contextlib.suppress(OSError):  # not empty
-                    os.rmdir(path)
-                    remove_owner(path)
-                    removed.append(os.path.relpath(path, layout.control))
-            return None
-        if not ours or not _is_dead(layout, machine, owner, locked=locked is True):
-            return None
-        if is_old and _put_back(layout, path, owner.name):
-            return None
-        claimed = True
-        return Claim(path, fd)
-    finally:
-        if not claimed:
-            unlock(fd)
-            os.close(fd)
-
-
-def _is_dead(layout: Layout, machine: Machine, owner: Owner, *, locked: bool) -> bool:
-    """Return whether an attempt of this host, whose lock is not held, is proven dead."""
-    if owner.boot_id == machine.boot_id:
-        return locked  # one kernel: its locks reach all of its processes
-    return "" not in (owner.boot_id, machine.boot_id) and is_certainly_local(layout.root)
-
-
-def _put_back(layout: Layout, old: str, name: str) -> bool:
+def _put_back(layout: Layout, old: str, name: str, *, dry_run: bool = False) -> bool:
     """Put the replaced checkpoint back if its successor never arrived; return whether it is."""
     try:
         target = layout.target(check_name(name))
@@ -269,6 +245,8 @@ def _put_back(layout: Layout, old: str, name: str) -> bool:
         return True  # not written by this library: leave it alone
     if os.path.lexists(target):
         return False
+    if dry_run:
+        return True
     try:
         landed(rename_noreplace, old, target)
     except FileExistsError:

@@ -13,32 +13,22 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from asyncckpt.errors import AsyncCheckpointError, SaveError, StoreError, UsageError
-from asyncckpt.flow.shield import to_completion, uninterrupted
-from asyncckpt.stores.objects.clients.client import RequestError
+from asyncckpt.errors import AsyncCheckpointError, SaveError, UsageError
+from asyncckpt.flow.shield import to_completion
 from asyncckpt.stores.objects.context import Context, owned
-from asyncckpt.stores.objects.datafile import ObjectDataFile, Sending, open_file
-from asyncckpt.stores.objects.failures import store_error
-from asyncckpt.stores.objects.layout import RECORD, fixed_path, join
+from asyncckpt.stores.objects.datafile import ABORT_S, ObjectDataFile, Sending, open_file
+from asyncckpt.stores.objects.layout import fixed_path, join
 from asyncckpt.stores.objects.probe import Conditions
 from asyncckpt.stores.objects.publish import Publication
-from asyncckpt.stores.paths import path_parts
+from asyncckpt.stores.paths import check_file
 
 log = logging.getLogger("asyncckpt.stores")
-
-ABORT_S = 20.0
-"""Longest time for an abort, which delays the error of a save that is past its deadline; gc removes
-what a dead store holds."""
 
 
 class ObjectAttempt:
     """An attempt, made by `ObjectStore.begin`.
 
     Args:
-        context: of the store.
-        name: the checkpoint.
-        save_id: 32 hex digits.
-        overwrite: replace the checkpoint that exists.
         max_age_s: older than this it does not publish.
         conditions: awaited before the record; the conditional requests that the store honours.
         in_background: takes work for after the commit, and returns at once.
@@ -80,19 +70,13 @@ class ObjectAttempt:
     async def create(
         self, path: str, *, nbytes: int, window_nbytes: int | None = None
     ) -> ObjectDataFile:
-        """Open a new data file for writing; no request is made before the first write.
-
-        Args:
-            path: relative path, which carries the save id.
-            nbytes: expected size, which is exact with `window_nbytes` and at most that.
-            window_nbytes: the file is written at once; without it, in order.
+        """Open a new data file, of one window if at all; no request is made. As `Attempt.create`.
 
         Raises:
-            UsageError: the path leaves the checkpoint, is the record's, or another attempt could
-                write it too; or the file does not fit one request.
+            UsageError: the path lacks the save id, or the file does not fit one request.
         """
         self._sending.check()
-        self._check_path(path)
+        check_file(path, self.location)
         if self._save_id not in path:
             raise UsageError(
                 f"{path!r}: another attempt could write this name too; put the save id "
@@ -116,13 +100,9 @@ class ObjectAttempt:
 
         Without the save id in its path, it gets its name when the attempt has won. Until then its
         content is in the object `source(path)`, or with `in_record` in the record alone.
-
-        Raises:
-            UsageError: the path leaves the checkpoint or is the record's.
-            StoreError: it could not be written; the attempt cannot be continued.
         """
         self._sending.check()
-        self._check_path(path)
+        check_file(path, self.location)
         content = await owned(self._context, data)
         source = self.source(path)
         if source is None or not in_record:
@@ -130,24 +110,10 @@ class ObjectAttempt:
         if source is not None:
             self._fixed[path] = content
 
-    def _check_path(self, path: str) -> None:
-        if path_parts(path) is None or path == RECORD:
-            raise UsageError(
-                f"{path!r} cannot be a file of a checkpoint: pass a relative path without '..' "
-                f"that is not {RECORD!r}",
-                location=self.location,
-                found=path,
-            )
-
     # ----------------------------------------------------------------------------------- publish
 
     async def publish(self, record: bytes) -> None:
-        """Write the record, after everything else; the checkpoint is then visible and durable.
-
-        If another checkpoint has the name, nothing of the attempt is left.
-
-        Cancellation: until the record is sent, raised, and nothing is left; from then on the
-        outcome is awaited, and returned or raised instead.
+        """Write the record, after everything else. As `Attempt.publish`.
 
         Raises:
             CheckpointExistsError: the name is taken; the other checkpoint was not touched.
@@ -161,6 +127,16 @@ class ObjectAttempt:
             raise
         await to_completion(self._conclude(publication))
 
+    async def _publication_of(self, record: bytes) -> Publication:
+        """Return what publishes the record, once it is known which conditions the store obeys."""
+        self._sending.check_sealed(self._files)
+        conditions = await self._conditions()
+        self._check_age()
+        witness = join(self._name, self._files[-1].path) if self._files else None
+        return Publication(
+            self._context, self._name, self._save_id, record, self._fixed, conditions, witness
+        )
+
     async def _conclude(self, publication: Publication) -> None:
         try:
             await self._publish(publication)
@@ -171,27 +147,6 @@ class ObjectAttempt:
                 await self._give_up(error)
             raise
 
-    async def _give_up(self, error: BaseException) -> None:
-        try:
-            await self.abort()
-        except AsyncCheckpointError as failure:
-            error.add_note(f"cleaning up failed too: {failure}")
-
-    async def _publication_of(self, record: bytes) -> Publication:
-        """Return what publishes the record, once it is known which conditions the store obeys."""
-        self._sending.check()
-        for file in self._files:
-            if not file.sealed:
-                raise UsageError(
-                    f"{file.path}: the data file is not sealed", location=self.location
-                )
-        conditions = await self._conditions()
-        self._check_age()
-        witness = join(self._name, self._files[-1].path) if self._files else None
-        return Publication(
-            self._context, self._name, self._save_id, record, self._fixed, conditions, witness
-        )
-
     async def _publish(self, publication: Publication) -> None:
         replaced = None
         if self._overwrite:
@@ -199,14 +154,18 @@ class ObjectAttempt:
         else:
             await publication.create()
         self._sending.ended = True
-        if await publication.finish(self._sending.orphans):
-            follow = publication.settle(replaced)
-            if replaced is None:
-                self._in_background(follow)
-            else:
-                await follow
-        else:
+        if not await publication.finish(self._sending.orphans):
             self._unfinished(self._name)
+        elif replaced is None:
+            self._in_background(publication.settle(None))
+        else:
+            await publication.settle(replaced)
+
+    async def _give_up(self, error: BaseException) -> None:
+        try:
+            await self.abort()
+        except AsyncCheckpointError as failure:
+            error.add_note(f"cleaning up failed too: {failure}")
 
     def _check_age(self) -> None:
         monotonic, wall = self._begun
@@ -234,24 +193,12 @@ class ObjectAttempt:
         Raises:
             StoreError: something could not be removed; gc does so later.
         """
-        if self._sending.ended:
-            return
-        self._sending.ended = True
-        await uninterrupted(self._remove())
+        await self._sending.end(
+            self._remove,
+            "removing what an aborted save has written",
+            "'asyncckpt gc' removes it later",
+        )
 
     async def _remove(self) -> None:
-        requests = self._context.requests
-        try:
-            async with requests.cleaning_up(ABORT_S):
-                await requests.delete(sorted(self._sending.keys))
-        except TimeoutError:
-            raise StoreError(
-                f"{self.location}: removing what an aborted save has written did not end within "
-                f"{ABORT_S:g} s, or the store stopped answering; 'asyncckpt gc' removes it later",
-                location=self.location,
-                retryable=True,
-            ) from None
-        except RequestError as error:
-            raise store_error(
-                "removing what an aborted save has written", self.location, error
-            ) from error
+        async with self._context.requests.cleaning_up(ABORT_S):
+            await self._context.requests.delete(sorted(self._sending.keys))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.flow.shield import leading_error
+from asyncckpt.flow.shield import together
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record import FixedName, Outline
 from asyncckpt.options import KIB, MAX_RECORD_NBYTES
@@ -23,6 +22,9 @@ READS_MAX = 3
 
 HEAD_NBYTES = 4 * KIB
 """Beginning of a record that tells which save it is of and which fixed names it lists."""
+
+OBJECTS_MAX = 1 << 20
+"""Objects of one checkpoint that are listed to be removed."""
 
 INLINE_NBYTES = 64 * KIB
 """Up to here bytes are copied and checked on the loop (some 5 µs); above, in a worker thread."""
@@ -108,21 +110,30 @@ async def read_at_once(
     return data, save_id
 
 
-async def is_current(context: Context, name: str, record: bytes) -> bool:
-    """Return whether this record is at its key now; one small read.
-
-    Records of different saves differ in their first `HEAD_NBYTES`.
+async def read_head(context: Context, name: str) -> bytes | None:
+    """Return the first `HEAD_NBYTES` of the record, which differ between saves; None if it is gone.
 
     Raises:
         RequestError: it could not be read.
     """
     try:
-        head = await context.requests.get(join(name, RECORD), 0, HEAD_NBYTES)
+        return bytes(await context.requests.get(join(name, RECORD), 0, HEAD_NBYTES))
     except RequestError as error:
         if error.kind == "missing":
-            return False
+            return None
         raise
-    return bytes(head) == record[:HEAD_NBYTES]
+
+
+async def paths_of(context: Context, name: str, save_id: str | None) -> list[str]:
+    """Return the paths below a checkpoint that carry this save id. Raises `RequestError`."""
+    listed = await context.requests.list(name, recursive=True, limit=OBJECTS_MAX)
+    paths = [entry.key.removeprefix(f"{name}/") for entry in listed]
+    return [path for path in paths if owner(path) == save_id]
+
+
+async def delete_paths(context: Context, name: str, paths: Iterable[str]) -> None:
+    """Delete these paths of a checkpoint. Raises `RequestError`."""
+    await context.requests.delete([join(name, path) for path in paths])
 
 
 async def load_fixed(
@@ -156,12 +167,7 @@ async def load_fixed(
             )
         return fixed.path, data
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(load(fixed)) for fixed in names]
-    except BaseExceptionGroup as errors:
-        raise leading_error(errors) from None
-    return dict(task.result() for task in tasks)
+    return dict(await together(load(fixed) for fixed in names))
 
 
 async def run_sized(context: Context, nbytes: int, work: Callable[..., T], data: object) -> T:

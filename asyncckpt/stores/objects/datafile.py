@@ -11,15 +11,21 @@ beginning in any pieces; it is collected, and `seal` sends it.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
-from asyncckpt.errors import AsyncCheckpointError, UsageError
+from asyncckpt.errors import AsyncCheckpointError, StoreError, UsageError
+from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.options import MIB
 from asyncckpt.ports import Bytes
 from asyncckpt.stores.objects.clients.client import Body, RequestError
 from asyncckpt.stores.objects.context import INLINE_NBYTES, Context, as_view
-from asyncckpt.stores.objects.failures import store_error
+from asyncckpt.stores.objects.failures import reported, store_error
 from asyncckpt.stores.objects.layout import retried
+
+ABORT_S = 20.0
+"""Longest time for an abort, which delays the error of a save that is past its deadline; gc removes
+what a dead store holds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +63,41 @@ class Sending:
             raise self.error
         if self.ended:
             raise UsageError(f"{self.location}: this attempt has ended", location=self.location)
+
+    def check_sealed(self, files: Iterable[ObjectDataFile]) -> None:
+        """Check that the attempt can be continued and its data files are whole."""
+        self.check()
+        for file in files:
+            if not file.sealed:
+                raise UsageError(
+                    f"{file.path}: the data file is not sealed", location=self.location
+                )
+
+    async def end(self, removal: Callable[[], Awaitable[None]], action: str, later: str) -> None:
+        """Remove what the attempt has sent, unless it has ended.
+
+        Cancellation: finishes, then raises.
+
+        Raises:
+            StoreError: `removal` failed; `later` says what becomes of the rest.
+        """
+        if self.ended:
+            return
+        self.ended = True
+
+        async def remove() -> None:
+            try:
+                with reported(action, self.location):
+                    await removal()
+            except TimeoutError:
+                raise StoreError(
+                    f"{self.location}: {action} did not end within {ABORT_S:g} s, or the store "
+                    f"stopped answering; {later}",
+                    location=self.location,
+                    retryable=True,
+                ) from None
+
+        await uninterrupted(remove())
 
     def failed(self, action: str, key: str, error: RequestError) -> AsyncCheckpointError:
         """Return the error to raise; every further call raises one like the first."""
@@ -111,26 +152,17 @@ class ObjectDataFile:
         return f"{type(self).__name__}({self._context.requests.location(self._key)!r})"
 
     async def write(self, offset: int, data: Bytes | bytearray) -> bool:
-        """Write all of `data` at `offset`; return whether its memory can be used again.
+        """Write all of `data` at `offset`. As `DataFile.write`.
 
-        Cancellation: ends the request and raises; `data` must not be used again as long as
-        anything else refers to it.
-
-        Raises:
-            UsageError: the place does not fit how the file was created.
-            StoreError: names the object; the attempt cannot be continued.
+        Cancellation: ends the request and raises.
         """
         self._check()
         return not len(data) or await self._write(offset, data)
 
     async def seal(self, nbytes: int) -> None:
-        """Make the file exactly `nbytes` long and durable, under the name that `path` then says.
+        """Make the file durable, under the name that `path` then says. As `DataFile.seal`.
 
         Cancellation: ends the request and raises.
-
-        Raises:
-            UsageError: not everything was written, or it was sealed before.
-            StoreError: names the object; the attempt cannot be continued.
         """
         self._check()
         await self._seal(nbytes)

@@ -14,20 +14,18 @@ do not see a set.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 
-from asyncckpt.errors import AsyncCheckpointError, CheckpointExistsError, StoreError, UsageError
-from asyncckpt.flow.shield import leading_error, to_completion, uninterrupted
+from asyncckpt.errors import AsyncCheckpointError, CheckpointExistsError, UsageError
+from asyncckpt.flow.shield import to_completion, together
 from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.stores.local.export import REPLACEABLE_SUFFIXES
-from asyncckpt.stores.objects.attempt import ABORT_S
-from asyncckpt.stores.objects.clients.client import Listed, RequestError
+from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.context import Context, owned
-from asyncckpt.stores.objects.datafile import Sending
-from asyncckpt.stores.objects.failures import reported, store_error
+from asyncckpt.stores.objects.datafile import ABORT_S, Sending
+from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.layout import RECORD, check_key, join
 from asyncckpt.stores.objects.uploads import ExportFile, abort_uploads, open_export_file
-from asyncckpt.stores.paths import path_parts
+from asyncckpt.stores.paths import check_file
 
 ENTRIES_MAX = 100_000
 """Entries of a directory that a set may replace."""
@@ -37,7 +35,6 @@ class ObjectExport:
     """An attempt that ends in plain objects. Made by `ObjectStore.begin_export`.
 
     Args:
-        context: of the store.
         name: the object to publish, or the prefix of a set.
         overwrite: replace what is of the same kind.
         conditional: the store creates objects conditionally.
@@ -69,7 +66,8 @@ class ObjectExport:
                 such a file.
         """
         self._sending.check()
-        self._check_path(path)
+        check_file(path, self.location)
+        check_key(self.location, path)
         key = self._name if path == self._name else join(self._name, path)
         window = SLOT_NBYTES if window_nbytes is None else window_nbytes
         file = open_export_file(self._sending, path, key, nbytes, window, new=self._new)
@@ -79,18 +77,9 @@ class ObjectExport:
     async def put(self, path: str, data: bytes | memoryview, *, in_record: bool = False) -> None:
         """Keep a small file, which appears after all others."""
         self._sending.check()
-        self._check_path(path)
-        self._index[path] = await owned(self._context, data)
-
-    def _check_path(self, path: str) -> None:
-        if path_parts(path) is None or path == RECORD:
-            raise UsageError(
-                f"{path!r} cannot be a file of an export: pass a relative path without '..' "
-                f"that is not {RECORD!r}",
-                location=self.location,
-                found=path,
-            )
+        check_file(path, self.location)
         check_key(self.location, path)
+        self._index[path] = await owned(self._context, data)
 
     async def publish_files(self, path: str = "") -> None:
         """Publish the file `path`, or with ``""`` all files, under their names, durably.
@@ -115,17 +104,9 @@ class ObjectExport:
 
     async def _conclude(self, single: bool) -> None:
         try:
-            self._sending.check()
-            for file in self._files:
-                if not file.sealed:
-                    raise UsageError(f"{file.path}: the file is not sealed", location=self.location)
+            self._sending.check_sealed(self._files)
             stale = await self._replaced(single)
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for file in self._files:
-                        group.create_task(file.publish(new=self._new))
-            except BaseExceptionGroup as errors:
-                raise leading_error(errors) from None
+            await together(file.publish() for file in self._files)
             with reported("writing the index", self.location, stage="commit"):
                 for path, data in self._index.items():
                     await self._requests.replace(join(self._name, path), data)
@@ -142,7 +123,13 @@ class ObjectExport:
         """Return the keys of a set that is removed because this one takes its place."""
         with reported("looking at what exists there", self.location, stage="commit"):
             below = await self._requests.list(self._name, recursive=False, limit=ENTRIES_MAX)
-            is_object = await self._is_object()
+            try:
+                await self._requests.size(self._name)
+                is_object = True
+            except RequestError as error:
+                if error.kind != "missing":
+                    raise
+                is_object = False
         if single:
             if below:
                 raise self._exists("a directory exists here")
@@ -155,20 +142,15 @@ class ObjectExport:
             return []
         if not self._overwrite:
             raise self._exists("a directory exists here already; pass overwrite=True to replace it")
-        tensors = list(_tensors(below))
+        tensors = [
+            entry.key
+            for entry in below
+            if not entry.is_prefix and entry.key.endswith(REPLACEABLE_SUFFIXES)
+        ]
         if not tensors or any(entry.key == join(self._name, RECORD) for entry in below):
             raise self._exists("something that is no directory of tensors exists here")
         new = {join(self._name, name) for name in (*(f.path for f in self._files), *self._index)}
         return [key for key in tensors if key not in new]
-
-    async def _is_object(self) -> bool:
-        try:
-            await self._requests.size(self._name)
-        except RequestError as error:
-            if error.kind != "missing":
-                raise
-            return False
-        return True
 
     def _exists(self, what: str) -> CheckpointExistsError:
         advice = "" if "overwrite" in what else "; remove it or choose another name"
@@ -182,25 +164,10 @@ class ObjectExport:
         Raises:
             StoreError: an upload could not be aborted.
         """
-        if self._sending.ended:
-            return
-        self._sending.ended = True
-        await uninterrupted(self._abort())
+        await self._sending.end(
+            self._abort, "aborting uploads", "the bucket's lifecycle rule removes them"
+        )
 
     async def _abort(self) -> None:
-        try:
-            async with asyncio.timeout(ABORT_S):
-                await abort_uploads(self._sending, self._files)
-        except TimeoutError:
-            raise StoreError(
-                f"{self.location}: aborting its uploads did not end within {ABORT_S:.0f} s; the "
-                "bucket's lifecycle rule removes them",
-                location=self.location,
-                retryable=True,
-            ) from None
-        except RequestError as error:
-            raise store_error("aborting uploads", self.location, error) from error
-
-
-def _tensors(below: Iterable[Listed]) -> Iterable[str]:
-    return (e.key for e in below if not e.is_prefix and e.key.endswith(REPLACEABLE_SUFFIXES))
+        async with asyncio.timeout(ABORT_S):
+            await abort_uploads(self._sending, self._files)

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import posixpath
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -17,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from asyncckpt.errors import CheckpointNotFoundError, ClosedError, CorruptCheckpointError
-from asyncckpt.flow.shield import leading_error
+from asyncckpt.flow.shield import together
 from asyncckpt.options import MIB, PAGE_NBYTES
 from asyncckpt.ports import Bytes, Entry, StoreCapabilities
 from asyncckpt.stores.objects.clients.client import Body, RequestError
@@ -28,11 +27,12 @@ from asyncckpt.stores.objects.context import (
     as_view,
     load_fixed,
     read_at_once,
+    read_head,
     read_record,
 )
-from asyncckpt.stores.objects.failures import store_error
+from asyncckpt.stores.objects.failures import reported, store_error
 from asyncckpt.stores.objects.layout import RECORD, join
-from asyncckpt.stores.paths import path_parts
+from asyncckpt.stores.paths import path_parts, read_parts
 
 RANGE_NBYTES = 16 * MIB
 """Ranges that a long run is cut into, evenly, so that none is shorter than half of it."""
@@ -67,14 +67,7 @@ class ObjectFiles:
         return f"ObjectFiles({self.location!r})"
 
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
-        """Return the whole content of a small file.
-
-        Raises:
-            CheckpointNotFoundError: the object does not exist.
-            CorruptCheckpointError: it is larger than `max_nbytes`, or the path leads out of the
-                checkpoint.
-            StoreError: reading failed.
-        """
+        """Return the whole content of a small file. As `CheckpointFiles.read`."""
         key = self._key(path)
         save_id: str | None = None
         data: bytes | None
@@ -109,24 +102,9 @@ class ObjectFiles:
         received: Callable[[], None] | None = None,
         ahead_nbytes: int | None = None,
     ) -> None:
-        """Fill the buffers, one after the other, from a run of the object at `offset`.
+        """Fill the buffers from a run of the object. As `CheckpointFiles.read_into`.
 
         Runs longer than `RANGE_NBYTES` are read in ranges, several at the same time.
-
-        Args:
-            path: relative path; ``""`` is the checkpoint itself, where it is one object.
-            offset: where the run begins, in bytes.
-            buffers: what to fill.
-            direct: without meaning here.
-            received: called when every range has arrived, before the last copies are made.
-            ahead_nbytes: bytes in flight at one time; at least one range is.
-
-        Cancellation: ends the requests, waits for copies, then raises.
-
-        Raises:
-            CheckpointNotFoundError: the object does not exist.
-            CorruptCheckpointError: it ends before the last buffer is full.
-            StoreError: reading failed.
         """
         key = self._key(path)
         nbytes = sum(buffer.size for buffer in buffers)
@@ -146,12 +124,7 @@ class ObjectFiles:
             for start, stop in waiting:
                 await self._range(path, key, destination, start, stop)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(streams):
-                    group.create_task(stream())
-        except BaseExceptionGroup as errors:
-            raise leading_error(errors) from None
+        await together(stream() for _ in range(streams))
 
     async def _range(self, path: str, key: str, into: _Destination, start: int, stop: int) -> None:
         body: Body
@@ -206,15 +179,7 @@ class ObjectFiles:
         ) from error
 
     async def entries(self, path: str = "", *, max_entries: int) -> list[Entry]:
-        """Return one level below a path of the checkpoint, by name, never from a cache.
-
-        Where `path` is an object, it is the only entry, with the name ``""``.
-
-        Raises:
-            CheckpointNotFoundError: there is nothing at `path`.
-            CorruptCheckpointError: there are more than `max_entries`.
-            StoreError: listing failed.
-        """
+        """List one level of the checkpoint, never from a cache. As `CheckpointFiles.entries`."""
         key = self._key(path)
         try:
             listed = await self._requests.list(key, recursive=False, limit=max_entries)
@@ -252,20 +217,14 @@ class ObjectFiles:
         return self._requests.controllers["get"].tuner.room if wanted is None else wanted
 
     async def changed(self) -> Literal["deleted", "replaced"] | None:
-        """Return whether the record that was read here has changed; None if not, or if none was.
-
-        Raises:
-            StoreError: it could not be read.
-        """
+        """Return whether the record that was read here has changed; None if not, or if none was."""
         if self._head is None:
             return None
-        try:
-            head = await self._requests.get(join(self._name, RECORD), 0, HEAD_NBYTES)
-        except RequestError as error:
-            if error.kind == "missing":
-                return "deleted"
-            raise store_error("reading the record", self._full(RECORD), error) from error
-        return None if bytes(head) == self._head else "replaced"
+        with reported("reading the record", self._full(RECORD)):
+            head = await read_head(self._context, self._name)
+        if head is None:
+            return "deleted"
+        return None if head == self._head else "replaced"
 
     async def close(self) -> None:
         """Read nothing more. Idempotent."""
@@ -277,14 +236,8 @@ class ObjectFiles:
                 f"{self.location}: these files were closed; ask the store for them again",
                 location=self.location,
             )
-        if path and path_parts(path) is None:
-            raise CorruptCheckpointError(
-                f"{self.location}: {path!r} leads out of the checkpoint; "
-                "it is damaged or hostile: use another checkpoint",
-                file=path,
-                location=self.location,
-                found=path,
-            )
+        if path:
+            read_parts(path, self.location)
         return join(self._name, path)
 
     def _full(self, path: str) -> str:

@@ -24,9 +24,8 @@ import logging
 
 from asyncckpt.format.record import Outline
 from asyncckpt.stores.objects.clients.client import Listed, RequestError
-from asyncckpt.stores.objects.context import Context, read_record
+from asyncckpt.stores.objects.context import OBJECTS_MAX, Context, read_record
 from asyncckpt.stores.objects.layout import CONTROL, is_fixed, is_probe, owner, probe_key
-from asyncckpt.stores.objects.remove import OBJECTS_MAX
 
 log = logging.getLogger("asyncckpt.stores")
 

@@ -67,19 +67,22 @@ from collections.abc import Mapping
 from functools import partial
 
 from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, SaveError
-from asyncckpt.flow.shield import leading_error
+from asyncckpt.flow.shield import together
 from asyncckpt.stores.objects.clients.client import RETRYABLE, RequestError
 from asyncckpt.stores.objects.context import (
+    HEAD_NBYTES,
     Context,
     Record,
-    is_current,
+    delete_paths,
+    paths_of,
+    read_head,
     read_record,
     shared_paths,
 )
 from asyncckpt.stores.objects.failures import store_error
-from asyncckpt.stores.objects.layout import RECORD, join, owner
+from asyncckpt.stores.objects.layout import RECORD, join
 from asyncckpt.stores.objects.probe import Conditions
-from asyncckpt.stores.objects.remove import OBJECTS_MAX, delete_record, read_version
+from asyncckpt.stores.objects.remove import delete_record, read_version
 from asyncckpt.stores.objects.repair import follow_record, write_fixed, write_marks
 
 log = logging.getLogger("asyncckpt.stores")
@@ -96,12 +99,7 @@ class Publication:
     """One publication of one attempt, run once.
 
     Args:
-        context: of the store.
-        name: the checkpoint.
-        save_id: of the attempt.
-        record: its record.
-        fixed: contents of its fixed names.
-        conditions: the conditional requests that the store honours.
+        fixed: contents of the fixed names.
         witness: key of an object of the attempt, which a deletion of the checkpoint removes.
 
     Attributes:
@@ -177,11 +175,9 @@ class Publication:
                     return old
             elif await self._replace_version(version, old):
                 return old
-        raise SaveError(
-            f"{self._location}: other saves with overwrite=True were faster {TURNS_MAX} times; "
-            "nothing of this save is visible. Let one process save a step",
-            location=self._location,
-            stage="commit",
+        raise self._failed(
+            f"other saves with overwrite=True were faster {TURNS_MAX} times; nothing of this save "
+            "is visible. Let one process save a step"
         )
 
     async def _create(self) -> Record | None:
@@ -190,7 +186,9 @@ class Publication:
         self._retried = False
         error: RequestError | None = None
         try:
-            created = await self._requests.create(self._key, self._record, again=self._is_missing)
+            created = await self._requests.create(
+                self._key, self._record, again=partial(self._is_unchanged, None)
+            )
         except RequestError as caught:
             created, error = False, caught
         if not created:
@@ -229,11 +227,9 @@ class Publication:
         if found is not None and old is not None and found.data == old.data:
             raise self._unresolved(error, "the old one is there so far") from error
         self.keep = False
-        raise SaveError(
-            f"{self._location}: another process has replaced or deleted the checkpoint while this "
-            "save was committed; nothing of this save is visible. Let one process save a step",
-            location=self._location,
-            stage="commit",
+        raise self._failed(
+            "another process has replaced or deleted the checkpoint while this save was "
+            "committed; nothing of this save is visible. Let one process save a step"
         ) from error
 
     async def _replace_guarded(self, old: Record | None) -> bool:
@@ -258,10 +254,6 @@ class Publication:
         return True
 
     # ------------------------------------------------------------------------------------ guards
-
-    async def _is_missing(self) -> bool:
-        """Return whether a create may be tried again: no record is there, and our data are."""
-        return await self._is_unchanged(None)
 
     async def _is_unchanged(self, old: Record | None) -> bool:
         """Return whether what was there before still is, and our data are.
@@ -295,13 +287,9 @@ class Publication:
             self.keep = False
         except RequestError as error:  # readers of the record report it as corrupt
             log.warning("%s: a record without data could not be removed: %s", self._location, error)
-        return SaveError(
-            f"{self._location}: the checkpoint was committed, and another process has deleted it "
-            "before this one knew; nothing of it is visible",
-            visible=False,
-            durable=False,
-            stage="commit",
-            location=self._location,
+        return self._failed(
+            "the checkpoint was committed, and another process has deleted it before this one "
+            "knew; nothing of it is visible"
         )
 
     # ------------------------------------------------------------------------------------- reads
@@ -318,6 +306,10 @@ class Publication:
             return await read_record(self._context, self._name)
         except RequestError as second:
             raise self._unresolved(error, f"that failed too ({second})") from second
+
+    def _failed(self, why: str) -> SaveError:
+        text = f"{self._location}: {why}"
+        return SaveError(text, location=self._location, stage="commit")
 
     def _exists(self, found: Record) -> CheckpointExistsError:
         if found.save_id is not None:
@@ -370,12 +362,12 @@ class Publication:
         """
         try:
             async with asyncio.timeout(AFTER_S):
-                try:
-                    async with asyncio.TaskGroup() as group:
-                        group.create_task(write_fixed(self._context, self._name, self._fixed))
-                        group.create_task(self._requests.delete(sorted(orphans)))
-                except BaseExceptionGroup as errors:
-                    raise leading_error(errors) from None
+                await together(
+                    (
+                        write_fixed(self._context, self._name, self._fixed),
+                        self._requests.delete(sorted(orphans)),
+                    )
+                )
                 await write_marks(self._context, self._name, self._fixed)
         except (RequestError, TimeoutError) as error:
             log.warning(
@@ -397,7 +389,8 @@ class Publication:
                 written = set(self._fixed)
                 if replaced is not None and replaced.save_id not in (None, self._save_id):
                     written |= await self._remove(replaced)
-                if not await is_current(self._context, self._name, self._record):
+                head = await read_head(self._context, self._name)
+                if head != self._record[:HEAD_NBYTES]:
                     await follow_record(self._context, self._name, self._save_id, written)
         except (RequestError, CorruptCheckpointError, TimeoutError) as error:
             log.warning(
@@ -410,12 +403,10 @@ class Publication:
         """Remove the objects of a replaced save; return its fixed names that ours does not have."""
         context, name = self._context, self._name
         stale = shared_paths(await replaced.outline(context)) - set(self._fixed)
-        listed = await self._requests.list(name, recursive=True, limit=OBJECTS_MAX)
-        paths = [entry.key.removeprefix(f"{name}/") for entry in listed]
-        dead = [path for path in paths if owner(path) == replaced.save_id]
+        dead = await paths_of(context, name, replaced.save_id)
         if not self._conditions.replace:
             present = await read_record(context, name)
             if present is None or present.save_id in (None, replaced.save_id):
                 return set()
-        await self._requests.delete([join(name, path) for path in (*sorted(stale), *dead)])
+        await delete_paths(context, name, [*sorted(stale), *dead])
         return set(stale)

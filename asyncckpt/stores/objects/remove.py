@@ -21,16 +21,20 @@ from functools import partial
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.ports import Removal
 from asyncckpt.stores.objects.clients.client import RequestError
-from asyncckpt.stores.objects.context import Context, Record, read_record, shared_paths
+from asyncckpt.stores.objects.context import (
+    Context,
+    Record,
+    delete_paths,
+    paths_of,
+    read_record,
+    shared_paths,
+)
 from asyncckpt.stores.objects.failures import reported
-from asyncckpt.stores.objects.layout import RECORD, join, marks, owner
+from asyncckpt.stores.objects.layout import RECORD, join, marks
 from asyncckpt.stores.objects.probe import Conditions
 from asyncckpt.stores.objects.repair import follow_record
 
 log = logging.getLogger("asyncckpt.stores")
-
-OBJECTS_MAX = 1 << 20
-"""Objects of one checkpoint that are listed to be removed."""
 
 ROUNDS_MAX = 3
 """Removals of a record that comes back."""
@@ -84,8 +88,7 @@ async def unlist(context: Context, name: str, conditions: Conditions) -> Removal
         CheckpointNotFoundError: there was none.
         StoreError: the error says whether the checkpoint is still there.
     """
-    requests = context.requests
-    location = requests.location(name)
+    location = context.requests.location(name)
     with reported("deleting", location):
         record, version = await read_version(context, name, conditions)
         if record is None:
@@ -94,8 +97,8 @@ async def unlist(context: Context, name: str, conditions: Conditions) -> Removal
             )
         names = shared_paths(await record.outline(context))
         if context.google:
-            await requests.delete([join(name, mark) for mark in marks(names)])
-        await requests.delete([join(name, path) for path in sorted(names)])
+            await delete_paths(context, name, marks(names))
+        await delete_paths(context, name, sorted(names))
         # If another version is there now, ours was replaced, and its bytes are of no use either.
         await delete_record(context, name, version if conditions.delete else None)
     return partial(_remove_bytes, context, name, record.save_id, names)
@@ -106,18 +109,15 @@ async def _remove_bytes(
 ) -> None:
     if save_id is None:
         return
-    requests = context.requests
-    location = requests.location(name)
+    location = context.requests.location(name)
     with reported("removing the bytes of a deleted checkpoint", location):
-        listed = await requests.list(name, recursive=True, limit=OBJECTS_MAX)
-        paths = [entry.key.removeprefix(f"{name}/") for entry in listed]
-        await requests.delete([join(name, path) for path in paths if owner(path) == save_id])
+        await delete_paths(context, name, await paths_of(context, name, save_id))
         for _ in range(ROUNDS_MAX):
             record = await read_record(context, name)
             if record is None or record.save_id != save_id:
                 break
             log.warning("%s: the record came back; removed again", location)
-            await requests.delete([join(name, RECORD)])
+            await delete_paths(context, name, [RECORD])
         try:
             # Another save may have been committed here meanwhile.
             await follow_record(context, name, None, names)

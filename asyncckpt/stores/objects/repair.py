@@ -14,18 +14,18 @@ next `Checkpointer` sees by comparing listings with the record.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Collection, Iterable, Mapping
 
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.flow.shield import leading_error
+from asyncckpt.flow.shield import together
 from asyncckpt.format.record import FixedName, Outline
 from asyncckpt.stores.objects.clients.client import Listed, RequestError
 from asyncckpt.stores.objects.context import (
-    HEAD_NBYTES,
     Context,
+    delete_paths,
     load_fixed,
+    read_head,
     read_record,
 )
 from asyncckpt.stores.objects.layout import RECORD, SUCCESS, join, marks
@@ -42,19 +42,9 @@ ENTRIES_MAX = 1000
 SUCCESS_TEXT = b"Checkpoint commit was successful to %s"
 
 
-async def replace_all(context: Context, files: Mapping[str, bytes]) -> None:
-    """Write these objects at the same time. Raises `RequestError`."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for key, data in files.items():
-                group.create_task(context.requests.replace(key, data))
-    except BaseExceptionGroup as errors:
-        raise leading_error(errors) from None
-
-
 async def write_fixed(context: Context, name: str, files: Mapping[str, bytes]) -> None:
-    """Write the fixed names of a checkpoint. Raises `RequestError`."""
-    await replace_all(context, {join(name, path): data for path, data in files.items()})
+    """Write fixed names of a checkpoint, at the same time. Raises `RequestError`."""
+    await together(context.requests.replace(join(name, path), data) for path, data in files.items())
 
 
 async def write_marks(context: Context, name: str, paths: Iterable[str]) -> None:
@@ -91,7 +81,7 @@ async def follow_record(
         stale = [path for path in paths if path not in outline.paths]
         if present is None and context.google:
             stale += marks(frozenset(paths))
-        await context.requests.delete([join(name, path) for path in stale])
+        await delete_paths(context, name, stale)
         await write_fixed(context, name, files)
         if present is not None:
             await write_marks(context, name, files)
@@ -111,8 +101,10 @@ async def repair(context: Context, name: str) -> bool:
     here = await _listed(context, name, "")
     if RECORD not in here:
         return False
-    head = await context.requests.get(join(name, RECORD), 0, HEAD_NBYTES)
-    outline = context.outline_of(bytes(head), head=True)
+    head = await read_head(context, name)
+    if head is None:
+        return False
+    outline = context.outline_of(head, head=True)
     if outline is None:  # not a record, or one with a long list
         record = await read_record(context, name)
         outline = Outline("") if record is None else await record.outline(context)

@@ -120,18 +120,10 @@ class ObjectStore:
         data_file_nbytes: int | None = None,
         concurrency: int | None = None,
     ) -> Sizes:
-        """Choose sizes for a save, from what was measured so far.
+        """Choose sizes for a save, from what was measured so far. As `Store.sizes`.
 
         For a state of the same size the last choice is kept while nothing is much faster, so that
-        plans and buffers need not be made again.
-
-        Args:
-            nbytes: size of the state.
-            budget_nbytes: staging memory, the copies that the client makes included.
-            chunk_nbytes: target size of its chunks; smaller ones are planned where a window
-                would hold a part of one.
-            data_file_nbytes: wanted size of data files; at most one request, and clamped to that.
-            concurrency: wanted writes in flight; they hold from now on.
+        plans and buffers need not be made again. `concurrency` holds from now on.
         """
         traits, requests = self._requests.traits, self._requests
         put_max_nbytes = min(traits.put_max_nbytes, PUT_THRESHOLD_NBYTES)
@@ -174,16 +166,10 @@ class ObjectStore:
         overwrite: bool = False,
         private: bool = False,
     ) -> ObjectAttempt:
-        """Open an attempt to publish `name`; no request is waited for.
+        """Open an attempt; no request is waited for. As `Store.begin`.
 
-        The first attempt begins the probe of conditional creation in the background.
-
-        Args:
-            name: one path part.
-            save_id: 32 lower-case hex digits, never used before.
-            epoch: the claim under which it writes; without meaning to a conditional PUT.
-            overwrite: replace a checkpoint of this name at `publish`.
-            private: without meaning here: the bucket's policy decides.
+        The first attempt begins the probe of conditional creation in the background. `epoch` means
+        nothing to a conditional PUT, nor `private` to the bucket's policy.
 
         Raises:
             UsageError: the name is not one path part or too long, or the save id is wrong.
@@ -247,11 +233,7 @@ class ObjectStore:
     # -------------------------------------------------------------------------------------- read
 
     async def names(self) -> list[str]:
-        """Return the prefixes below the root, in no order; also those that attempts have begun.
-
-        Raises:
-            StoreError: the bucket cannot be listed.
-        """
+        """Return the prefixes below the root, in no order; also those that attempts have begun."""
         with reported("listing", self.url):
             listed = await self._requests.list("", recursive=False, limit=NAMES_MAX)
         if len(listed) > NAMES_MAX:
@@ -314,18 +296,7 @@ class ObjectStore:
         return ()
 
     async def collect(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:
-        """Remove leftovers of older attempts, of any process; return their keys.
-
-        See `asyncckpt.stores.objects.gc` for what counts.
-
-        Args:
-            older_than_s: seconds since they were written; a week at least.
-            dry_run: remove nothing.
-
-        Raises:
-            UsageError: less than a week, or the client does not tell when objects were written.
-            StoreError: a request failed; what was removed until then stays removed.
-        """
+        """Remove leftovers that are a week old at least, as stores/objects/gc.py defines them."""
         if older_than_s < self._collect_min_s:
             raise UsageError(
                 f"older_than_s={older_than_s}: pass at least {self._collect_min_s:.0f} "

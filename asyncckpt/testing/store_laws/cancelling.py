@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from asyncckpt.testing.checkpoints import (
+    content,
     data_path,
     expect,
     fill,
     identity,
     pattern,
     record_of,
-    write_file,
+    save_file,
 )
 from asyncckpt.testing.store_laws.subject import StoreLaws
 
@@ -45,9 +46,7 @@ class Cancelling(StoreLaws):
             if store.capabilities.positional_writes:
                 await file.seal(nbytes)
                 await attempt.publish(record_of(identity("a")))
-                files = store.files("1")
-                assert await files.read(file.path, max_nbytes=nbytes) == final.tobytes()
-                await files.close()
+                assert await content(store, "1", file.path, nbytes) == final.tobytes()
             else:
                 await attempt.abort()
 
@@ -78,9 +77,7 @@ class Cancelling(StoreLaws):
         """Once the call has raised, the contents of the buffer do not change."""
         async with self.opened(tmp_path) as store:
             data = pattern(4 << 20)
-            attempt = await store.begin("1", identity("a"))
-            path = await write_file(attempt, data_path(identity("a")), data)
-            await attempt.publish(record_of(identity("a")))
+            path = await save_file(store, data)
             files = store.files("1")
             buffer, other = np.empty_like(data), np.empty_like(data)
             for turns in range(10):

@@ -19,6 +19,7 @@ from asyncckpt.testing.checkpoints import (
     pattern,
     record_of,
     save,
+    save_file,
     write_file,
 )
 from asyncckpt.testing.store_laws.subject import StoreLaws
@@ -89,9 +90,7 @@ class Reading(StoreLaws):
         """Buffers have any lengths and offsets, and are more than one system call takes."""
         async with self.opened(tmp_path) as store:
             data = pattern(1 << 20)
-            attempt = await store.begin("1", identity("a"))
-            path = await write_file(attempt, data_path(identity("a")), data)
-            await attempt.publish(record_of(identity("a")))
+            path = await save_file(store, data)
             files = store.files("1")
             lengths = np.random.default_rng(1).integers(0, 400, 2500).tolist()
             for offset in (0, 1, PAGE):

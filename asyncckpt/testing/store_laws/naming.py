@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, UsageError
-from asyncckpt.testing.checkpoints import RECORD, expect, identity, save
+from asyncckpt.testing.checkpoints import RECORD, content, expect, identity, save
 from asyncckpt.testing.store_laws.subject import StoreLaws
 
 
@@ -33,10 +33,8 @@ class Naming(StoreLaws):
                 for seed in seeds:
                     group.create_task(one(seed))
             assert len(errors) == len(seeds) - 1
-            files = store.files("1")
-            winner = int((await files.read(RECORD, max_nbytes=1000)).split()[1])
-            await files.close()
-            await expect(store, "1", winner)
+            winner = (await content(store, "1", RECORD, 1000)).split()[1]
+            await expect(store, "1", int(winner))
             assert list(await store.sweep()) == []
 
     async def test_a_taken_name_is_kept_as_it_was(self, tmp_path: Path) -> None:

@@ -15,12 +15,14 @@ from asyncckpt.testing.checkpoints import (
     PAGE,
     PIECE_NBYTES,
     RECORD,
+    content,
     data_path,
     identity,
     named,
     pattern,
     put,
     record_of,
+    save_file,
 )
 from asyncckpt.testing.store_laws.subject import StoreLaws
 
@@ -49,10 +51,8 @@ class Writing(StoreLaws):
             await attempt.put("small", data.tobytes())
             small = named(attempt, {"view": data.tobytes(), "small": data.tobytes()})
             await attempt.publish(record_of(save_id, fixed=small))
-            files = store.files("1")
             for path in paths:
-                assert await files.read(path, max_nbytes=nbytes) == data.tobytes(), path
-            await files.close()
+                assert await content(store, "1", path, nbytes) == data.tobytes(), path
 
     async def test_parts_are_written_in_any_order_and_at_once(self, tmp_path: Path) -> None:
         """Parts have any length and alignment, and are written once each."""
@@ -72,9 +72,7 @@ class Writing(StoreLaws):
                     group.create_task(file.write(start, data[start:stop]))
             await file.seal(data.size)
             await attempt.publish(record_of(identity("a")))
-            files = store.files("1")
-            assert await files.read(file.path, max_nbytes=data.size) == data.tobytes()
-            await files.close()
+            assert await content(store, "1", file.path, data.size) == data.tobytes()
 
     async def test_windows_are_written_in_any_order_and_at_once(self, tmp_path: Path) -> None:
         """Files are shorter than a window, longer, and exactly as long."""
@@ -99,10 +97,8 @@ class Writing(StoreLaws):
                 await file.seal(nbytes)
                 contents[file.path] = data
             await attempt.publish(record_of(save_id))
-            files = store.files("1")
             for path, data in contents.items():
-                assert await files.read(path, max_nbytes=data.size) == data.tobytes(), path
-            await files.close()
+                assert await content(store, "1", path, data.size) == data.tobytes(), path
 
     async def test_bytearrays_are_written_as_they_are(self, tmp_path: Path) -> None:
         """Clients that accept no other buffer get the staged memory itself."""
@@ -115,9 +111,7 @@ class Writing(StoreLaws):
             await file.write(0, data)
             await file.seal(len(data))
             await attempt.publish(record_of(save_id))
-            files = store.files("1")
-            assert await files.read(file.path, max_nbytes=len(data)) == data
-            await files.close()
+            assert await content(store, "1", file.path, len(data)) == data
 
     async def test_seal_cuts_a_file_to_its_length(self, tmp_path: Path) -> None:
         """Padding behind the end, which keeps writes aligned, is cut off."""
@@ -128,22 +122,15 @@ class Writing(StoreLaws):
             await file.write(0, data)
             await file.seal(63 * PAGE + 5)
             await attempt.publish(record_of(identity("a")))
-            files = store.files("1")
-            found = await files.read(file.path, max_nbytes=data.size)
+            found = await content(store, "1", file.path, data.size)
             assert found == data[: 63 * PAGE + 5].tobytes()
-            await files.close()
 
     async def test_a_read_only_buffer_can_be_written(self, tmp_path: Path) -> None:
         """Bytes that came from a codec are immutable."""
         async with self.opened(tmp_path) as store:
-            attempt = await store.begin("1", identity("a"))
-            file = await attempt.create(data_path(identity("a")), nbytes=PAGE)
-            await file.write(0, np.frombuffer(bytes(range(256)) * 16, np.uint8))
-            await file.seal(PAGE)
-            await attempt.publish(record_of(identity("a")))
-            files = store.files("1")
-            assert await files.read(file.path, max_nbytes=PAGE) == bytes(range(256)) * 16
-            await files.close()
+            data = bytes(range(256)) * 16
+            path = await save_file(store, np.frombuffer(data, np.uint8))
+            assert await content(store, "1", path, len(data)) == data
 
     async def test_many_small_files_are_put_at_once(self, tmp_path: Path) -> None:
         """Writers create their directories concurrently."""
@@ -151,10 +138,8 @@ class Writing(StoreLaws):
             attempt = await store.begin("1", identity("a"))
             small = {f"a/b{i % 3}/c/{i}": b"%d" % i for i in range(20)}
             await attempt.publish(await put(attempt, identity("a"), small))
-            files = store.files("1")
-            for i in range(20):
-                assert await files.read(f"a/b{i % 3}/c/{i}", max_nbytes=10) == b"%d" % i
-            await files.close()
+            for path, data in small.items():
+                assert await content(store, "1", path, 10) == data
 
     async def test_paths_stay_inside_the_checkpoint(self, tmp_path: Path) -> None:
         """Only `publish` writes the record."""

@@ -22,7 +22,7 @@ from asyncckpt.errors import (
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.local import files as module
 from asyncckpt.stores.local.store import LocalStore
-from asyncckpt.testing.conformance import PAGE, pattern
+from asyncckpt.testing.checkpoints import PAGE, pattern
 from tests.stores.checkpoints import save, write_file
 
 BIG = 4 << 20

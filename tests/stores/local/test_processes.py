@@ -139,10 +139,12 @@ async def test_only_attempts_of_this_host_are_swept(
     assert answer(child) == "begun"
     end(child, kill=True)
     machine = this_machine()
-    other = LocalStore(tmp_path, workers, machine=Machine("elsewhere", machine.boot_id))
+    other = LocalStore(tmp_path, workers, machine=lambda: Machine("elsewhere", machine.boot_id))
     assert await other.sweep() == []
     assert left(tmp_path) == ["epoch-0/1-x", "epoch-0/1-x.owner"]
-    after_boot = LocalStore(tmp_path, workers, machine=Machine(machine.host, "another boot"))
+    after_boot = LocalStore(
+        tmp_path, workers, machine=lambda: Machine(machine.host, "another boot")
+    )
     assert await after_boot.sweep() == ["epoch-0/1-x"]
     assert left(tmp_path) == []
 
@@ -154,7 +156,9 @@ async def test_a_held_lock_outweighs_an_owner_file_of_another_boot(
     child = start("hold_attempt", str(tmp_path), "1", "x")
     children.append(child)
     assert answer(child) == "begun"
-    after_boot = LocalStore(tmp_path, workers, machine=Machine(this_machine().host, "another"))
+    after_boot = LocalStore(
+        tmp_path, workers, machine=lambda: Machine(this_machine().host, "another")
+    )
     assert await after_boot.sweep() == []
     tell(child)
     assert answer(child) == "published"
@@ -179,7 +183,7 @@ async def test_another_boot_proves_nothing_where_the_file_system_may_be_shared(
         return f"{mounts}server:/export {os.path.realpath(tmp_path)} nfs4 rw,local_lock=all 0 0\n"
 
     monkeypatch.setattr("asyncckpt.stores.local.sweep.try_lock", lambda fd: True)
-    other = LocalStore(tmp_path, workers, machine=Machine(this_machine().host, "another"))
+    other = LocalStore(tmp_path, workers, machine=lambda: Machine(this_machine().host, "another"))
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_text", with_nfs)
         assert await other.sweep() == []
@@ -200,7 +204,9 @@ async def test_without_locks_only_another_boot_proves_death(
     monkeypatch.setattr("asyncckpt.stores.local.sweep.try_lock", lambda fd: None)
     same = LocalStore(tmp_path, workers)
     assert await same.sweep() == []
-    after_boot = LocalStore(tmp_path, workers, machine=Machine(this_machine().host, "another"))
+    after_boot = LocalStore(
+        tmp_path, workers, machine=lambda: Machine(this_machine().host, "another")
+    )
     assert await after_boot.sweep() == ["epoch-0/1-x"]
 
 

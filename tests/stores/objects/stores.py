@@ -17,7 +17,7 @@ from asyncckpt.stores.objects.clients.opening import open_client
 from asyncckpt.stores.objects.layout import is_probe
 from asyncckpt.stores.objects.requests.requests import Requests
 from asyncckpt.stores.objects.store import ObjectStore
-from asyncckpt.testing.conformance import expect, identity, outline_of, save_id_of
+from asyncckpt.testing.checkpoints import expect, identity, outline_of, save_id_of
 from tests.simulator import Request, Simulator
 from tests.stores.objects.hasty import HASTY
 

@@ -9,7 +9,7 @@ import pytest
 
 from asyncckpt.errors import UsageError
 from asyncckpt.stores.objects.store import COLLECT_MIN_S
-from asyncckpt.testing.conformance import data_path, expect, fill, identity, save
+from asyncckpt.testing.checkpoints import data_path, expect, fill, identity, save
 from tests.simulator import Simulator, simulator
 from tests.stores.objects.stores import ROOT, opened
 

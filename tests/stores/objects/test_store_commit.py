@@ -10,7 +10,7 @@ from asyncckpt.errors import CheckpointExistsError, SaveError, StoreError, Usage
 from asyncckpt.stores.objects import attempt as attempts
 from asyncckpt.stores.objects.layout import is_fixed, owner
 from asyncckpt.stores.objects.store import COLLECT_MIN_S
-from asyncckpt.testing.conformance import (
+from asyncckpt.testing.checkpoints import (
     expect,
     expect_no_record,
     fill,

@@ -10,7 +10,7 @@ import pytest
 
 from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError
 from asyncckpt.stores.objects.store import ObjectStore
-from asyncckpt.testing.conformance import expect, expect_no_record, save
+from asyncckpt.testing.checkpoints import expect, expect_no_record, save
 from tests.simulator import Fault, Simulator
 from tests.stores.objects.stores import ROOT, names, opened, whole, writes
 

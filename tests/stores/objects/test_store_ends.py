@@ -14,7 +14,7 @@ from asyncckpt.stores.objects import publish
 from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.context import READS_MAX, Context, read_record
 from asyncckpt.stores.objects.requests.policy import RequestPolicy
-from asyncckpt.testing.conformance import expect, fill, identity, outline_of, save
+from asyncckpt.testing.checkpoints import expect, fill, identity, outline_of, save
 from tests.simulator import Fault, Gate, Simulator
 from tests.stores.objects.scripted import AT_ONCE, requests
 from tests.stores.objects.stores import KINDS, RECORD_PUT, ROOT, UNRACED, names, of, opened, whole

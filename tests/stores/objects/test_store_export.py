@@ -13,7 +13,7 @@ from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.ports import Bytes, ExportingStore
 from asyncckpt.stores.objects.export import ObjectExport
 from asyncckpt.stores.objects.store import ObjectStore
-from asyncckpt.testing.conformance import identity, pattern, save
+from asyncckpt.testing.checkpoints import identity, pattern, save
 from tests.objects import controls
 from tests.simulator import Fault, Gate, Simulator
 from tests.stores.objects.stores import ROOT, opened

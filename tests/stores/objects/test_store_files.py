@@ -17,7 +17,7 @@ from asyncckpt.options import MIB
 from asyncckpt.ports import Entry
 from asyncckpt.stores.objects.files import RANGE_MAX_NBYTES, RANGE_NBYTES, ranges
 from asyncckpt.stores.objects.requests.tuner import LOOKS
-from asyncckpt.testing.conformance import PAGE, expect, identity, pattern, record_of, save
+from asyncckpt.testing.checkpoints import PAGE, expect, identity, pattern, record_of, save
 from tests.simulator import Fault, Simulator
 from tests.stores.objects.stores import ROOT, opened
 from tests.watch import no_blocking_calls

@@ -15,7 +15,7 @@ from asyncckpt.stores.objects.context import HEAD_NBYTES
 from asyncckpt.stores.objects.layout import RECORD
 from asyncckpt.stores.objects.repair import _wrong
 from asyncckpt.stores.objects.store import COLLECT_MIN_S, ObjectStore
-from asyncckpt.testing.conformance import expect, fill, identity, put, save
+from asyncckpt.testing.checkpoints import expect, fill, identity, put, save
 from tests.simulator import Fault, Simulator
 from tests.stores.objects.stores import KINDS, ROOT, names, opened, whole, writes
 

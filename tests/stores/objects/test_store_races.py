@@ -12,7 +12,7 @@ import pytest
 from asyncckpt.errors import CheckpointExistsError
 from asyncckpt.stores.objects.publish import Publication
 from asyncckpt.stores.objects.store import ObjectStore
-from asyncckpt.testing.conformance import expect, identity, save
+from asyncckpt.testing.checkpoints import expect, identity, save
 from tests.children import finish, start
 from tests.simulator import Fault, Gate, Simulator, simulator
 from tests.stores.objects.stores import ROOT, opened
@@ -131,7 +131,7 @@ def test_with_lost_answers_too_exactly_one_wins(sim: Simulator) -> None:
 STOPPED = """
 import asyncio, sys
 from asyncckpt.errors import CheckpointExistsError
-from asyncckpt.testing.conformance import save
+from asyncckpt.testing.checkpoints import save
 from tests.stores.objects.stores import opened_at
 
 async def main(endpoint):

@@ -7,7 +7,7 @@ import pytest
 from asyncckpt.errors import UsageError
 from asyncckpt.stores.objects.layout import check_key, owner
 from asyncckpt.stores.objects.requests.sizes import PUT_THRESHOLD_NBYTES
-from asyncckpt.testing.conformance import (
+from asyncckpt.testing.checkpoints import (
     PAGE,
     data_path,
     identity,

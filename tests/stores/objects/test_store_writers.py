@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from asyncckpt.errors import AsyncCheckpointError, CheckpointExistsError
-from asyncckpt.testing.conformance import fill, identity, put, save
+from asyncckpt.testing.checkpoints import fill, identity, put, save
 from tests.simulator import Fault, Gate, Request, Simulator
 from tests.stores.objects.stores import RECORD_PUT, ROOT, names, of, opened, whole
 
