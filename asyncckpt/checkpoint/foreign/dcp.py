@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from asyncckpt.checkpoint.foreign.access import located, stored_files
 from asyncckpt.checkpoint.foreign.archives import Archives
+from asyncckpt.checkpoint.foreign.listing import named, stored_files
 from asyncckpt.checkpoint.foreign.raw import Run, RunTables
 from asyncckpt.checkpoint.metadata import OpenCheckpoint, StoredFile
 from asyncckpt.errors import AsyncCheckpointError
@@ -65,7 +65,7 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
     """
     data = await files.read(METADATA_NAME, max_nbytes=MAX_METADATA_NBYTES)
     allowance = Allowance(ALLOWANCE_RATIO * len(data) + FREE_NBYTES)
-    with located(files, METADATA_NAME) as shown:
+    with named(files, METADATA_NAME) as shown:
         source = PickleSource(data, "the metadata of torch.distributed.checkpoint", shown)
         unpickler = Unpickler(source, metadata_names(), allowance)
         while True:
@@ -79,7 +79,7 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
     archives = Archives(files, stored, entries, allowance)
     await archives.read()
     values = [archives.values.get(n, _Placed(n)) for n in range(len(entries))]
-    with located(files, METADATA_NAME) as shown:
+    with named(files, METADATA_NAME) as shown:
         try:
             tree = nest([entry.path for entry in entries], values)
         except ValueError as error:

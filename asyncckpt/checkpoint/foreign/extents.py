@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncckpt.checkpoint.foreign.listing import Listing, refuse_link
+from asyncckpt.checkpoint.foreign.listing import Listing, damaged, refuse_link
 from asyncckpt.checkpoint.foreign.tables import KeyTable
 from asyncckpt.checkpoint.metadata import Extents, Storage, StoredFile, number_rows
 from asyncckpt.errors import CorruptCheckpointError
@@ -131,13 +131,11 @@ class ExtentReader:
         return rows
 
     def _missing(self, found: FoundArray, chunk: str) -> CorruptCheckpointError:
-        location = self._files.location
-        return CorruptCheckpointError(
-            f"{location}: chunk {chunk!r} of array {found.name!r} is missing, and this checkpoint "
-            "says that all are stored; use another checkpoint, or leave this array out with "
-            "include=",
-            file=found.document,
-            location=location,
+        return damaged(
+            self._files,
+            found.document,
+            f"chunk {chunk!r} of array {found.name!r} is missing, and this checkpoint says that "
+            "all are stored; use another checkpoint, or leave this array out with include=",
             expected="a chunk",
             found="nothing",
         )
@@ -172,13 +170,13 @@ class ExtentReader:
             file = self._stored_files[int(extents.file[row])].path
             offset = int(extents.offset[row])
             where = f"at byte {offset} of {file}"
-        raise CorruptCheckpointError(
-            f"{self._files.location}: a chunk of array {found.name!r} {where} is {stored[bad]} "
-            f"bytes, which cannot hold {payload[bad]} of an array of {found.zarr.spec.nbytes}; the "
-            "checkpoint is damaged or hostile: use another, or leave this array out with include=",
-            file=file,
+        raise damaged(
+            self._files,
+            file,
+            f"a chunk of array {found.name!r} {where} is {stored[bad]} bytes, which cannot hold "
+            f"{payload[bad]} of an array of {found.zarr.spec.nbytes}; the checkpoint is damaged or "
+            "hostile: use another, or leave this array out with include=",
             offset=offset,
-            location=self._files.location,
             expected=int(payload[bad]),
             found=int(stored[bad]),
         )
@@ -187,10 +185,11 @@ class ExtentReader:
         """Raise if chunks share bytes without bounds; copies inside of a database share some."""
         stored = self._listing.nbytes
         if claimed > 4 * stored + OVERLAP_NBYTES:
-            raise CorruptCheckpointError(
-                f"{self._files.location}: the metadata places {claimed} bytes of chunks in files "
-                f"of {stored} bytes; it is damaged or hostile: use another checkpoint",
-                location=self._files.location,
+            raise damaged(
+                self._files,
+                None,
+                f"the metadata places {claimed} bytes of chunks in files of {stored} bytes; it is "
+                "damaged or hostile: use another checkpoint",
                 expected=stored,
                 found=claimed,
             )

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncckpt.checkpoint.foreign.listing import Listing, located
+from asyncckpt.checkpoint.foreign.listing import Listing, damaged, located
 from asyncckpt.checkpoint.foreign.ours import is_our_data, without_record
-from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.ocdbt import (
     MANIFEST_NAME,
     MAX_MANIFEST_NBYTES,
@@ -71,12 +70,12 @@ class KeyTable:
         for row, (path, offset, nbytes) in zip(stored, ranges, strict=True):
             await self.listing.check(path, offset, nbytes)
             if nbytes > max_nbytes:
-                raise CorruptCheckpointError(
-                    f"{self.listing.files.location}: {self.keys[row]!r} in {path} takes {nbytes} "
-                    f"bytes, expected at most {max_nbytes}; use another checkpoint",
-                    file=path,
+                raise damaged(
+                    self.listing.files,
+                    path,
+                    f"{self.keys[row]!r} in {path} takes {nbytes} bytes, expected at most "
+                    f"{max_nbytes}; use another checkpoint",
                     offset=offset,
-                    location=self.listing.files.location,
                     expected=max_nbytes,
                     found=nbytes,
                 )
@@ -153,11 +152,12 @@ async def _newest(files: CheckpointFiles, listing: Listing, directory: str) -> V
     numbered = await _manifest(files, directory, name)
     found = numbered.latest.generation if numbered.latest is not None else None
     if numbered.numbered or numbered.uuid != manifest.uuid or found != newest:
-        raise CorruptCheckpointError(
-            f"{files.location}: {posixpath.join(directory, name)} holds generation {found}, or is "
-            f"of another database than {MANIFEST_NAME}; restore another step or copy",
-            file=posixpath.join(directory, name),
-            location=files.location,
+        path = posixpath.join(directory, name)
+        raise damaged(
+            files,
+            path,
+            f"{path} holds generation {found}, or is of another database than {MANIFEST_NAME}; "
+            "restore another step or copy",
             expected=newest,
             found=found,
         )

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.checkpoint.foreign.extents import ExtentReader, FoundArray
-from asyncckpt.checkpoint.foreign.listing import located
+from asyncckpt.checkpoint.foreign.listing import BATCH_NBYTES, batches, damaged, located
 from asyncckpt.checkpoint.foreign.tables import KeyTable
 from asyncckpt.checkpoint.foreign.tensorstore import UNPACK
-from asyncckpt.checkpoint.metadata import OpenCheckpoint, Storage, StoredFile, number_rows
-from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.checkpoint.metadata import OpenCheckpoint, Storage, StoredFile
+from asyncckpt.errors import UnsupportedFormatError
 from asyncckpt.format import zarr3
 from asyncckpt.format.foreign import zarr2
-from asyncckpt.format.foreign.foreign_tree import ForeignLeaf, structure_of
+from asyncckpt.format.foreign.foreign_tree import structure_of
 from asyncckpt.format.foreign.zarr_codecs import make_codec
 from asyncckpt.format.record import ArrayTable, LeafTable
 from asyncckpt.format.scalars import JsonValue
@@ -24,9 +24,6 @@ from asyncckpt.ports import CheckpointFiles
 
 MAX_DOCUMENT_NBYTES = ZarrLimits().max_document_nbytes
 """A longer metadata document is not read."""
-
-DOCUMENTS_NBYTES = 16 << 20
-"""Bytes of metadata documents in memory at a time."""
 
 UNSTORED_CHUNKS = 1 << 19
 """Chunks that need not be stored: each takes 24 bytes in the table of extents."""
@@ -93,7 +90,7 @@ async def read_arrays(
     _check_documents(table, keys)
     known: dict[tuple[str, bytes], ZarrArray | None] = {}
     found: list[FoundArray | None] = []
-    for batch in _batches(table, keys):
+    for batch in batches(keys, lambda key: int(table.nbytes[key.row])):
         rows = [key.row for key in batch]
         documents = await table.values(rows, max_nbytes=MAX_DOCUMENT_NBYTES)
         for key, data in zip(batch, documents, strict=True):
@@ -114,12 +111,12 @@ def _check_documents(table: KeyTable, keys: Sequence[ArrayKey]) -> None:
     rows = [key.row for key in keys if table.inline[key.row] is None]
     claimed = sum(min(int(table.nbytes[row]), MAX_DOCUMENT_NBYTES) for row in rows)
     stored = table.listing.nbytes
-    if claimed > 4 * stored + DOCUMENTS_NBYTES:
-        location = table.listing.files.location
-        raise CorruptCheckpointError(
-            f"{location}: the metadata documents of {len(keys)} arrays take {claimed} bytes of "
-            f"files of {stored}; the checkpoint is damaged or hostile: use another",
-            location=location,
+    if claimed > 4 * stored + BATCH_NBYTES:
+        raise damaged(
+            table.listing.files,
+            None,
+            f"the metadata documents of {len(keys)} arrays take {claimed} bytes of files of "
+            f"{stored}; the checkpoint is damaged or hostile: use another",
             expected=stored,
             found=claimed,
         )
@@ -129,19 +126,6 @@ def _decode(document: str, data: bytes, path: str) -> ZarrArray | None:
     if document == zarr3.METADATA_NAME and zarr3.is_group(data):
         return None
     return _DECODERS[document](data, file=path)
-
-
-def _batches(table: KeyTable, keys: Sequence[ArrayKey]) -> Iterator[list[ArrayKey]]:
-    batch: list[ArrayKey] = []
-    nbytes = 0
-    for key in keys:
-        batch.append(key)
-        nbytes += int(table.nbytes[key.row])
-        if nbytes > DOCUMENTS_NBYTES:
-            yield batch
-            batch, nbytes = [], 0
-    if batch:
-        yield batch
 
 
 def make_checkpoint(
@@ -163,11 +147,8 @@ def make_checkpoint(
     try:
         structure, leaves = structure_of(root)
     except ValueError as error:
-        raise CorruptCheckpointError(
-            f"{files.location}: the tree of the checkpoint is malformed: {error}; use another "
-            "checkpoint",
-            location=files.location,
-        ) from None
+        reason = f"the tree of the checkpoint is malformed: {error}; use another checkpoint"
+        raise damaged(files, None, reason) from None
     arrays: list[FoundArray] = [leaf.array for leaf in leaves if leaf.array is not None]
     numbers: dict[tuple[ZarrArray, bool], int] = {}
     storages: list[Storage] = []
@@ -179,32 +160,25 @@ def make_checkpoint(
     table = ArrayTable([a.name for a in arrays], [numbers[a.zarr, a.complete] for a in arrays])
     stored_files = _stored_files(arrays)
     _check_chunk_count(files, arrays, storages, table)
-    first_rows, row_count = number_rows(storages, table)
     reader = ExtentReader(files, arrays, storages, table, stored_files)
     return OpenCheckpoint(
         files=files,
         format=format,
         tree=structure,
-        leaves=_leaf_table(leaves),
+        leaves=LeafTable(
+            [leaf.kind for leaf in leaves],
+            [leaf.value for leaf in leaves],
+            {row: leaf.extra for row, leaf in enumerate(leaves) if leaf.extra},
+        ),
         arrays=table,
         storages=tuple(storages),
         stored_files=stored_files,
         read_extents=reader.read,
-        first_rows=first_rows,
-        row_count=row_count,
         metadata=metadata or {},
         metrics=metrics or {},
         created_ns=created_ns,
         library=format,
         database=database,
-    )
-
-
-def _leaf_table(leaves: Sequence[ForeignLeaf]) -> LeafTable:
-    return LeafTable(
-        [leaf.kind for leaf in leaves],
-        [leaf.value for leaf in leaves],
-        {row: leaf.extra for row, leaf in enumerate(leaves) if leaf.extra},
     )
 
 
@@ -249,12 +223,12 @@ def _check_chunk_count(
     unstored = UNSTORED_FILES if in_files else UNSTORED_CHUNKS
     if claimed > keys + unstored:
         worst = max(range(len(arrays)), key=lambda n: counts[table.spec[n]])
-        raise CorruptCheckpointError(
-            f"{files.location}: the arrays claim {claimed} chunks, of which at most {keys} are "
-            f"stored; array {arrays[worst].name!r} alone claims {counts[table.spec[worst]]}; the "
-            f"metadata is damaged or hostile, up to {unstored} chunks may be missing",
-            file=arrays[worst].document,
-            location=files.location,
+        raise damaged(
+            files,
+            arrays[worst].document,
+            f"the arrays claim {claimed} chunks, of which at most {keys} are stored; array "
+            f"{arrays[worst].name!r} alone claims {counts[table.spec[worst]]}; the metadata is "
+            f"damaged or hostile, up to {unstored} chunks may be missing",
             expected=keys + unstored,
             found=claimed,
         )
