@@ -22,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 
 from asyncckpt.checkpoint.payload import ArrayReader, gather
-from asyncckpt.convert.destination import Target, is_banded
+from asyncckpt.convert.destination import Facts, Target, is_banded
 from asyncckpt.convert.safetensors_plan import FilesPlan, Tensor, plan_files
 from asyncckpt.convert.source import Origin
 from asyncckpt.errors import AsyncCheckpointError, UsageError
@@ -41,14 +41,14 @@ from asyncckpt.ports import (
     Sizes,
     Source,
 )
-from asyncckpt.reports import ConvertReport, Progress
+from asyncckpt.reports import Progress
 from asyncckpt.save.plan_cache import options_of_leaf, stored_spec
 from asyncckpt.save.snapshot import Snapshot
 from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
 
 
-async def write_files(target: Target, origin: Origin, taken: Snapshot) -> ConvertReport:
-    """Write the tree as safetensors files at the target, whole and durable.
+async def write_files(target: Target, origin: Origin, taken: Snapshot) -> Facts:
+    """Write the tree as safetensors files at the target, whole and durable; as `write_checkpoint`.
 
     Cancellation: waits for reads and writes that are running, then removes what was written.
 
@@ -111,8 +111,7 @@ async def write_files(target: Target, origin: Origin, taken: Snapshot) -> Conver
         raise
     await to_completion(attempt.publish_files(plan.names[0] if single else ""))
     index = 0 if plan.index is None else len(plan.index[1])
-    return target.report(
-        origin,
+    return Facts(
         location=attempt.location,
         step=None,
         leaf_count=len(taken.paths),

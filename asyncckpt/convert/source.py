@@ -14,7 +14,7 @@ from asyncckpt.checkpoint.metadata import RECORD, OpenCheckpoint, extents_of, re
 from asyncckpt.checkpoint.open import open_any
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
-from asyncckpt.flow.engine import Job
+from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import default_budget_nbytes
@@ -41,7 +41,7 @@ class Origin:
 
 
 class Work(Generic[R]):
-    """Conversion or comparison: `submit` it, wait for the job, then close.
+    """Conversion or comparison, with one engine that reads and one that does the work.
 
     Args:
         name: name of the engine that does the work.
@@ -57,12 +57,14 @@ class Work(Generic[R]):
         self._reading = Runtime("asyncckpt-read", host_memory_nbytes=reading_nbytes)
         self._working = Runtime(f"asyncckpt-{name}", host_memory_nbytes=working_nbytes)
 
-    def submit(self) -> Job[R]:
-        """Start the work."""
-        return self._working.engine.submit(self._run)
+    async def outcome(self) -> R:
+        """Do the work, then close all files and end all threads; return the result."""
+        try:
+            return await self._working.engine.submit(self._run).wait()
+        finally:
+            await uninterrupted(self._aclose())
 
-    async def aclose(self) -> None:
-        """Close all files and end all threads. Idempotent."""
+    async def _aclose(self) -> None:
         try:
             await self._working.aclose()
         finally:
@@ -144,9 +146,7 @@ def options_of(
 
 def _is_bucket(location: object) -> bool:
     """Return whether a URL names a whole bucket, which may be a root but not a checkpoint."""
-    if not is_url(location):
-        return False
-    return not parse_url(str(location)).parts
+    return is_url(location) and not parse_url(str(location)).parts
 
 
 async def _newest(

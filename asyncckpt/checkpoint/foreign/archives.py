@@ -94,7 +94,6 @@ class Archives:
         """Give every entry its value, the places of its shards, or a fault.
 
         Raises:
-            CorruptCheckpointError: a file is gone.
             StoreError: reading failed.
         """
         # In the order of the files, so that neighbours come into one batch.

@@ -57,12 +57,7 @@ class _Placed:
 
 
 async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
-    """Read the metadata and the head of every archive; decode values that are not tensors.
-
-    Raises:
-        CorruptCheckpointError: the metadata is malformed, or a file is missing.
-        UnsupportedFormatError: it has another version, or names something that is not read here.
-    """
+    """Read the metadata and the head of every archive; decode values that are not tensors."""
     data = await files.read(METADATA_NAME, max_nbytes=MAX_METADATA_NBYTES)
     allowance = Allowance(ALLOWANCE_RATIO * len(data) + FREE_NBYTES)
     with named(files, METADATA_NAME) as shown:

@@ -83,12 +83,7 @@ class ExtentReader:
         self._listing = Listing(files, "", nbytes_of)
 
     async def read(self, wanted: Sequence[int] | None) -> Extents:
-        """Return the extents of these arrays' chunks (None: of all); other rows are empty.
-
-        Raises:
-            CorruptCheckpointError: a chunk is outside its file, has an impossible size, or is
-                missing where all are stored.
-        """
+        """Return the extents of these arrays' chunks (None: of all); other rows are empty."""
         file = np.full(self._row_count, -1, np.int64)
         offset, nbytes = np.zeros((2, self._row_count), np.int64)
         values: dict[int, bytes] = {}

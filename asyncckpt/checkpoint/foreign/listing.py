@@ -128,11 +128,7 @@ class Listing:
                 raise without_record(self.files.location, is_database=not self.directory)
 
     async def check(self, path: str, offset: int, nbytes: int) -> None:
-        """Raise unless the range is inside its file.
-
-        Raises:
-            CorruptCheckpointError: it is outside, or the file is missing or a link.
-        """
+        """Raise unless the range is inside its file."""
         size = self.nbytes_of.get(path)
         if size is None:
             await refuse_link(self.files, path)
@@ -149,11 +145,7 @@ class Listing:
             )
 
     async def read(self, ranges: Sequence[Range], gap_nbytes: int = GAP_NBYTES) -> list[bytes]:
-        """Read the bytes of every range; neighbours are read together.
-
-        Raises:
-            CorruptCheckpointError: a range is outside its file.
-        """
+        """Read the bytes of every range; neighbours are read together."""
         for path, offset, nbytes in ranges:
             await self.check(path, offset, nbytes)
         order = sorted(range(len(ranges)), key=ranges.__getitem__)
@@ -188,11 +180,7 @@ class Listing:
 
 
 async def refuse_link(files: CheckpointFiles, path: str) -> None:
-    """Raise if a path is or leads through a link.
-
-    Raises:
-        CorruptCheckpointError: there is a link.
-    """
+    """Raise if a path is or leads through a link."""
     with contextlib.suppress(CheckpointNotFoundError):
         await files.entries(path, max_entries=MAX_FILES)
 
@@ -202,7 +190,6 @@ async def list_files(files: CheckpointFiles, directory: str) -> Listing:
 
     Raises:
         CheckpointNotFoundError: there is no such directory.
-        CorruptCheckpointError: there are too many files, or they are too deep.
     """
     nbytes_of: dict[str, int] = {}
     count = 0
@@ -239,11 +226,7 @@ async def list_files(files: CheckpointFiles, directory: str) -> Listing:
 
 
 async def stored_files(files: CheckpointFiles, paths: Iterable[str]) -> dict[str, StoredFile]:
-    """Return the files by path, in the order of `paths`; only their directories are listed.
-
-    Raises:
-        CorruptCheckpointError: one is missing, not a regular file, or a symbolic link.
-    """
+    """Return the files by path, in the order of `paths`; only their directories are listed."""
     paths = list(paths)
     first = {posixpath.dirname(path): path for path in reversed(paths)}
 

@@ -22,9 +22,6 @@ async def open_ocdbt(files: CheckpointFiles) -> OpenCheckpoint:
     Raises:
         CheckpointNotFoundError: it has no arrays, or it is the database of an asyncckpt checkpoint
             that lacks its record.
-        CorruptCheckpointError: it is damaged or passes a limit.
-        UnsupportedFormatError: it has a newer version, or an array with a feature that is not
-            read here.
     """
     listing = await list_files(files, "")
     listing.refuse_ours()
@@ -37,7 +34,6 @@ async def tree_of(table: KeyTable) -> Any:
 
     Raises:
         CheckpointNotFoundError: there is none.
-        UnsupportedFormatError: one array is inside of another.
     """
     listing = table.listing
     where = place(listing.files, listing.directory)

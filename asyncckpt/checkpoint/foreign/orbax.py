@@ -68,8 +68,6 @@ async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
     Raises:
         CheckpointNotFoundError: there is no tree, Orbax has not finished it, or it is the database
             of an asyncckpt checkpoint that lacks its record.
-        CorruptCheckpointError: it is damaged or passes a limit.
-        UnsupportedFormatError: it has a feature that is not read here.
     """
     if UNFINISHED in posixpath.basename(files.location.rstrip("/")):
         raise CheckpointNotFoundError(

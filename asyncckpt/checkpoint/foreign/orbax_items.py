@@ -72,8 +72,6 @@ async def read_tree(listing: Listing) -> Item:
     Raises:
         CheckpointNotFoundError: there are no arrays, or it is the database of an asyncckpt
             checkpoint that lacks its record.
-        CorruptCheckpointError: it is damaged or passes a limit.
-        UnsupportedFormatError: it has a feature that is not read here.
     """
     listing.refuse_ours()
     metadata = None

@@ -18,10 +18,6 @@ def with_saved_tree(opened: OpenCheckpoint) -> OpenCheckpoint:
     """Return the checkpoint with containers, scalars and ties as before the conversion.
 
     It is returned unchanged if its metadata has no tree, or one with other tensors.
-
-    Raises:
-        CorruptCheckpointError: the tree in the metadata is malformed.
-        UnsupportedFormatError: the tree has a newer version.
     """
     if opened.format != "safetensors":
         return opened

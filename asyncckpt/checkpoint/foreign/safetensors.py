@@ -40,11 +40,6 @@ async def open_safetensors(files: CheckpointFiles) -> OpenCheckpoint:
 
     The location is the file, or a directory with either one such file or the index of a set. The
     tree is a dict of arrays by name.
-
-    Raises:
-        CorruptCheckpointError: a header or the index is malformed, or a file is missing.
-        UnsupportedFormatError: a dtype is unknown, the files hold parts of tensors, or it is
-            unclear which file is meant.
     """
     entries = await files.entries(max_entries=MAX_FILES)
     regular = {entry.name: entry.nbytes for entry in entries if not entry.is_directory}

@@ -57,11 +57,7 @@ class KeyTable:
         return row if row < len(self.keys) and self.keys[row] == key else -1
 
     async def values(self, rows: Sequence[int], *, max_nbytes: int) -> list[bytes]:
-        """Read the values of some rows.
-
-        Raises:
-            CorruptCheckpointError: one is longer than `max_nbytes`, or outside its file.
-        """
+        """Read the values of some rows."""
         stored = [row for row in rows if self.inline[row] is None]
         ranges = [
             (self.paths[self.file[row]], int(self.offset[row]), int(self.nbytes[row]))
@@ -109,8 +105,6 @@ async def read_database(listing: Listing, name: str = "") -> KeyTable:
 
     Raises:
         CheckpointNotFoundError: it is the database of an asyncckpt checkpoint.
-        CorruptCheckpointError: it is damaged, leads out of the directory or passes a limit.
-        UnsupportedFormatError: it has a newer version.
     """
     files = listing.files
     directory = listing.path(name) if name else listing.directory

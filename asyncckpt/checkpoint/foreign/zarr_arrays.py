@@ -81,10 +81,6 @@ async def read_arrays(
         table: the table of their keys.
         keys: their documents.
         complete: whether the writer stored every chunk.
-
-    Raises:
-        CorruptCheckpointError: a document is damaged, or claims more than the limits.
-        UnsupportedFormatError: an array uses a feature that is not read here.
     """
     listing = table.listing
     _check_documents(table, keys)
@@ -138,12 +134,7 @@ def make_checkpoint(
     created_ns: int = 0,
     database: str = "",
 ) -> OpenCheckpoint:
-    """Return the checkpoint whose tree is `root`, with leaves that are `ForeignLeaf`.
-
-    Raises:
-        CorruptCheckpointError: the tree is inconsistent, or arrays claim too many chunks.
-        UnsupportedFormatError: an array is packed in a way that is not read here.
-    """
+    """Return the checkpoint whose tree is `root`, with leaves that are `ForeignLeaf`."""
     try:
         structure, leaves = structure_of(root)
     except ValueError as error:

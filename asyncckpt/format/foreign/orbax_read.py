@@ -116,11 +116,7 @@ class StepMetadata:
 
 
 def parse_document(data: bytes, what: str, *, file: str) -> Any:
-    """Return the JSON value of a whole document.
-
-    Raises:
-        CorruptCheckpointError: it is not JSON of bounded size, density and depth.
-    """
+    """Return the JSON value of a whole document."""
     return parse_json(data, what, file=file, most_nbytes=MAX_DOCUMENT_NBYTES)
 
 
@@ -135,11 +131,7 @@ def _members(data: bytes, what: str, file: str) -> dict[str, Any]:
 
 
 def decode_metadata(data: bytes, *, file: str) -> TreeMetadata:
-    """Decode a `_METADATA`; `file` is named in errors.
-
-    Raises:
-        CorruptCheckpointError: it is damaged.
-    """
+    """Decode a `_METADATA`; `file` is named in errors."""
     what = "the Orbax metadata"
     document = _members(data, what, file)
     tree = document.get("tree_metadata")
@@ -195,11 +187,7 @@ def find_string(document: object, name: str) -> str | None:
 
 
 def decode_array_metadatas(data: bytes, *, file: str) -> dict[str, str]:
-    """Return implementations of typed PRNG keys by array name; other arrays are left out.
-
-    Raises:
-        CorruptCheckpointError: the document is damaged.
-    """
+    """Return implementations of typed PRNG keys by array name; other arrays are left out."""
     if b"random_key_impl" not in data:
         return {}  # as in most checkpoints, which have an entry per array all the same
     what = "the array metadata"
@@ -224,11 +212,7 @@ def decode_array_metadatas(data: bytes, *, file: str) -> dict[str, str]:
 
 
 def decode_checkpoint_metadata(data: bytes, *, file: str) -> StepMetadata:
-    """Decode a `_CHECKPOINT_METADATA`; missing members are empty.
-
-    Raises:
-        CorruptCheckpointError: it is damaged.
-    """
+    """Decode a `_CHECKPOINT_METADATA`; missing members are empty."""
     what = "the checkpoint metadata"
     document = _members(data, what, file)
 

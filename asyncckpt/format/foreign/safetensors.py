@@ -87,11 +87,7 @@ class Header:
 
 
 def header_nbytes(prefix: bytes, file_nbytes: int, *, file: str) -> int:
-    """Return the length of the header, from the first 8 bytes of the file.
-
-    Raises:
-        CorruptCheckpointError: the file is no safetensors file, or too short for its header.
-    """
+    """Return the length of the header, from the first 8 bytes of the file."""
     if len(prefix) < LENGTH_NBYTES:
         raise corrupt(
             "the safetensors file",
@@ -117,12 +113,7 @@ def header_nbytes(prefix: bytes, file_nbytes: int, *, file: str) -> int:
 
 
 def decode_header(data: bytes, file_nbytes: int, *, file: str) -> Header:
-    """Return the header whose bytes are `data`, of a file of `file_nbytes`.
-
-    Raises:
-        CorruptCheckpointError: it is malformed, or its tensors do not fill the data exactly.
-        UnsupportedFormatError: a tensor has a dtype that is unknown or cannot be restored.
-    """
+    """Return the header whose bytes are `data`, of a file of `file_nbytes`."""
     return _Decoder(data, file).run(file_nbytes)
 
 

@@ -113,12 +113,7 @@ def encode_tree(tree: SavedTree) -> dict[str, str]:
 def decode_tree(
     metadata: Mapping[str, str], tensor_count: int, *, file: str
 ) -> tuple[SavedTree | None, dict[str, str]]:
-    """Return the tree in a file's metadata, or None, and the other entries.
-
-    Raises:
-        CorruptCheckpointError: the tree is malformed.
-        UnsupportedFormatError: it has a newer version.
-    """
+    """Return the tree in a file's metadata, or None, and the other entries."""
     others = dict(metadata)
     parts = []
     key = TREE_KEY

@@ -77,13 +77,7 @@ class Entry:
 
 
 def decode_entries(value: object, *, file: str) -> list[Entry]:
-    """Return the entries of a checkpoint, from the unpickled `.metadata`.
-
-    Raises:
-        CorruptCheckpointError: it is malformed, names files outside the checkpoint, or has shards
-            that do not tile their tensor.
-        UnsupportedFormatError: it has a newer version, or a feature that is not read here.
-    """
+    """Return the entries of a checkpoint, from the unpickled `.metadata`."""
     return _Decoder(file).entries(value)
 
 

@@ -71,11 +71,7 @@ class Archive:
     base: int
 
     def pickle(self) -> PickleSource:
-        """Return the pickle, which is the first member.
-
-        Raises:
-            CorruptCheckpointError: these are not the first bytes of an archive.
-        """
+        """Return the pickle, which is the first member."""
         return PickleSource(self.data, self.what, self.file, self.base, self._first().start)
 
     def tensor(self, allowance: Allowance) -> tuple[SavedTensor, int]:
@@ -83,8 +79,6 @@ class Archive:
 
         Raises:
             ShortHeadError: more bytes are needed.
-            CorruptCheckpointError: the archive is malformed.
-            UnsupportedFormatError: it is compressed, of another byte order, or holds no tensor.
         """
         member = self._first()
         try:
