@@ -65,7 +65,7 @@ def decode_index(data: bytes, *, file: str) -> dict[str, str]:
 def check_set(
     weight_map: Mapping[str, str], headers: Mapping[str, Header], *, file: str
 ) -> Iterator[tuple[str, str, int]]:
-    """Yield name, file and row in its header of every tensor of a set, in the order of the index."""
+    """Yield name, file and row in its header of every tensor of a set, in order of the index."""
     rows = {path: {name: row for row, name in enumerate(h.names)} for path, h in headers.items()}
     for name, path in weight_map.items():
         row = rows[path].get(name)

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 from asyncckpt.errors import UnsupportedFormatError
 from asyncckpt.format.damage import corrupt, path_fault
-from asyncckpt.format.foreign.torch.cover import tiling_fault
 from asyncckpt.format.foreign.torch.strided import Layout, dense_axes
 from asyncckpt.format.foreign.torch.torch_pickle import (
     DTYPES,
@@ -64,7 +63,7 @@ class Entry:
         path: its path in the nested state dict; integers are indices of lists.
         shape: shape of a tensor; None for other values.
         dtype: torch dtype of a tensor, without its module.
-        boxes: shards of a tensor that hold elements; they tile it.
+        boxes: shards of a tensor that hold elements; not checked to tile it.
         items: the archive of every box; of other values, the one archive.
     """
 
@@ -158,12 +157,12 @@ class _Decoder:
             raise self._unsupported(
                 f"{where} has the dtype {dtype.name}", tuple(DTYPES), dtype.name
             )
-        boxes = self._boxes(getattr(value, "chunks", None), shape, where)
+        boxes = self._boxes(getattr(value, "chunks", None), len(shape), where)
         items = [self._item(places.get((key, box.offset)), where) for box in boxes]
         return Entry(key, path, shape, dtype.name, boxes, tuple(items))
 
-    def _boxes(self, chunks: object, shape: tuple[int, ...], where: str) -> tuple[Box, ...]:
-        """Return the shards that hold elements, after checking that they tile the tensor."""
+    def _boxes(self, chunks: object, rank: int, where: str) -> tuple[Box, ...]:
+        """Return the shards that hold elements."""
         if type(chunks) is not list:
             self._fault(f"{where} has no list of shards")
         boxes = []
@@ -172,13 +171,10 @@ class _Decoder:
                 self._fault(f"a shard of {where} is a {type(chunk).__name__}")
             offset = self._extents(getattr(chunk, "offsets", None), f"the offset of {where}")
             sizes = self._extents(getattr(chunk, "sizes", None), f"the size of a shard of {where}")
-            if not len(offset) == len(sizes) == len(shape):
-                self._fault(f"a shard of {where} is not of rank {len(shape)}")
+            if not len(offset) == len(sizes) == rank:
+                self._fault(f"a shard of {where} is not of rank {rank}")
             if all(sizes):
                 boxes.append(Box(offset, sizes))
-        reason = tiling_fault(shape, boxes)
-        if reason is not None:
-            self._fault(f"the shards of {where}, of size {list(shape)}, do not tile it: {reason}")
         return tuple(boxes)
 
     def _item(self, info: StorageInfo | None, where: str) -> Item:
