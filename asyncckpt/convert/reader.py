@@ -159,11 +159,8 @@ class Blocks:
 class LeafReader:
     """Reader of boxes of the leaves of one checkpoint, used by many threads at a time.
 
-    Args:
-        runtime: the runtime that reads; not that of the threads that call `read`.
-        opened: the checkpoint.
-        extents: extents of its chunks.
-        cache_nbytes: bytes of decoded chunks in memory; a larger chunk is held alone.
+    The runtime is not that of the threads that call `read`. `cache_nbytes` bound the decoded chunks
+    in memory; a larger chunk is held alone.
     """
 
     def __init__(

@@ -27,13 +27,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """Checkpoint that a conversion or comparison reads.
-
-    Attributes:
-        opened: the checkpoint.
-        reader: reader of its leaves.
-        step: the step in its record or its name, or None.
-    """
+    """Checkpoint that is read, and the step in its record or its name."""
 
     opened: OpenCheckpoint
     reader: LeafReader
@@ -43,11 +37,7 @@ class Origin:
 class Work(Generic[R]):
     """Conversion or comparison, with one engine that reads and one that does the work.
 
-    Args:
-        name: name of the engine that does the work.
-        reading_nbytes: byte budget of the engine that reads.
-        working_nbytes: byte budget of the engine that does the work.
-        cache_nbytes: bytes of decoded chunks that each checkpoint may keep.
+    `cache_nbytes` are the bytes of decoded chunks that each checkpoint may keep.
     """
 
     def __init__(
@@ -98,7 +88,6 @@ async def open_origin(
 
     Raises:
         CheckpointNotFoundError: it is neither.
-        CorruptCheckpointError, UnsupportedFormatError: as for restoring.
     """
     if _is_bucket(location):
         store = runtime.store(location, direct_io="auto", storage_options=storage_options)

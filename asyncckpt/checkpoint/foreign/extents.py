@@ -43,11 +43,8 @@ class FoundArray:
     """zarr array found in a foreign checkpoint.
 
     Attributes:
-        name: its name in the checkpoint.
-        table: the keys of its chunks.
-        base: prefix of these keys.
-        zarr: its decoded metadata document.
-        document: path of that document, for errors.
+        table: the keys of its chunks, which begin with `base`.
+        zarr: its metadata, decoded from `document`.
         complete: every chunk is stored; a missing one is damage.
     """
 

@@ -93,10 +93,8 @@ def batches(items: Iterable[A], nbytes_of: Callable[[A], int]) -> Iterator[list[
 class Listing:
     """Regular files below one directory of a checkpoint.
 
-    Attributes:
-        files: access to the checkpoint.
-        directory: the directory, relative to the checkpoint; empty for the checkpoint itself.
-        nbytes_of: size of every file, by its path relative to the checkpoint.
+    `nbytes_of` has the size of every file by its path, which like `directory` is relative to the
+    checkpoint.
     """
 
     files: CheckpointFiles

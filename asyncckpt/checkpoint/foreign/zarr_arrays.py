@@ -39,13 +39,7 @@ _DECODERS = {
 
 @dataclass(frozen=True, slots=True)
 class ArrayKey:
-    """Location of an array's metadata document.
-
-    Attributes:
-        name: the array's name in its database or directory; empty for the database's root.
-        document: last part of the key of the document.
-        row: row of the document in the table.
-    """
+    """Location of a metadata document: name of the array, last part of the key, row of the key."""
 
     name: str
     document: str

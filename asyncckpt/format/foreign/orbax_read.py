@@ -81,12 +81,10 @@ class TreeEntry:
 
 @dataclass(frozen=True, slots=True)
 class TreeMetadata:
-    """Content of `_METADATA`.
+    """Content of `_METADATA`: leaves and empty containers in its order, and how arrays are stored.
 
     Attributes:
-        entries: leaves and empty containers, in the order of the document.
         use_ocdbt: whether arrays are in an OCDBT database; None if not stated.
-        use_zarr3: whether they have zarr version 3.
         complete: every chunk is stored, even if it consists of the fill value.
         custom: the user's JSON.
     """
@@ -104,8 +102,6 @@ class StepMetadata:
 
     Attributes:
         handlers: class that wrote each item, by item name; under ``""`` for a single item.
-        metrics: the user's numbers.
-        custom: the user's JSON.
         committed_ns: time of the commit, nanoseconds since 1970; 0 if not stated.
     """
 

@@ -70,13 +70,9 @@ _FIELDS = frozenset(("dtype", "shape", "data_offsets"))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Header:
-    """Tensors of a safetensors file, by column.
+    """Tensors of a safetensors file in the order of its header, and its strings by name.
 
-    Attributes:
-        names: the tensors in the order of the header.
-        specs: shape and zarr dtype of each.
-        offsets: first byte of each in the file.
-        metadata: strings by name.
+    `offsets` has the first byte of each tensor in the file.
     """
 
     names: Sequence[str]

@@ -51,11 +51,8 @@ class SavedTree:
     """Tree that the metadata of a safetensors file describes.
 
     Attributes:
-        structure: the containers.
         leaves: kinds, scalar values and extra facts, without pieces.
         tensors: per leaf the name of its tensor, None for scalars; tied leaves share one.
-        metadata: the user's metadata.
-        metrics: the user's metrics.
     """
 
     structure: Structure

@@ -59,7 +59,6 @@ class Entry:
     """Key of the flattened state dict.
 
     Attributes:
-        key: the key.
         path: its path in the nested state dict; integers are indices of lists.
         shape: shape of a tensor; None for other values.
         dtype: torch dtype of a tensor, without its module.

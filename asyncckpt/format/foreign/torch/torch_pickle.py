@@ -176,13 +176,7 @@ def metadata_names() -> Names:
 
 @dataclass(frozen=True, slots=True)
 class SavedStorage:
-    """Storage beside the pickle: a member of the archive.
-
-    Attributes:
-        key: the member is called `data/<key>`.
-        dtype: torch dtype of its elements; empty if it is counted in bytes.
-        count: number of elements.
-    """
+    """Member `data/<key>` beside the pickle: `count` elements, or bytes where `dtype` is empty."""
 
     key: str
     dtype: str
@@ -193,9 +187,7 @@ class SavedStorage:
 class SavedTensor:
     """Tensor of a pickle, as a view of a storage; offset and strides count elements.
 
-    Attributes:
-        conj: its values are the complex conjugates of the stored ones.
-        neg: its values are the negatives of the stored ones.
+    With `conj` or `neg` its values are the complex conjugates or the negatives of the stored ones.
     """
 
     storage: SavedStorage

@@ -39,13 +39,7 @@ class ShortHeadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Member of an archive.
-
-    Attributes:
-        name: its name without the archive's.
-        start: first byte of its content, in the archive.
-        nbytes: its size; None if that follows its content.
-    """
+    """Member of an archive: its name there, its first byte, its size (None if that follows it)."""
 
     name: str
     start: int
@@ -54,14 +48,9 @@ class Member:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Archive:
-    """First bytes of one archive.
+    """First bytes of one archive, which has `nbytes` in all.
 
-    Attributes:
-        data: the bytes.
-        nbytes: length of the whole archive.
-        what: name of the archive in errors.
-        file: name of the file in errors.
-        base: offset of the archive in that file.
+    Errors name it by `what` it is and the `file` that holds it, from its byte `base` on.
     """
 
     data: bytes

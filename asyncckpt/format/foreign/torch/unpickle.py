@@ -73,14 +73,9 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PickleSource:
-    """Bytes with a pickle in them, and how errors name it.
+    """Bytes with a pickle in them, which begins at `start`; bytes behind its end are ignored.
 
-    Attributes:
-        data: the bytes.
-        what: what the pickle is.
-        file: the file that holds it.
-        base: offset of `data` in that file.
-        start: where the pickle begins in `data`; bytes behind its end are ignored.
+    Errors name it by `what` it is and the `file` that holds the bytes, from its byte `base` on.
     """
 
     data: bytes
