@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncckpt.checkpoint.foreign.listing import Listing, damaged, refuse_link
+from asyncckpt.checkpoint.foreign.listing import Listing, Range, damaged, refuse_link
 from asyncckpt.checkpoint.foreign.tables import KeyTable
 from asyncckpt.checkpoint.metadata import Extents, Storage, StoredFile, number_rows
 from asyncckpt.errors import CorruptCheckpointError
@@ -75,9 +75,7 @@ class ExtentReader:
         self._first_rows = np.array(first_rows, np.int64)
         self._stored_files = stored_files
         self._number_of = {file.path: number for number, file in enumerate(stored_files)}
-        listings = {id(a.table): a.table.listing for a in arrays}.values()
-        nbytes_of = {path: n for listing in listings for path, n in listing.nbytes_of.items()}
-        self._listing = Listing(files, "", nbytes_of)
+        self._listing = Listing(files, "", {file.path: file.nbytes for file in stored_files})
 
     async def read(self, wanted: Sequence[int] | None) -> Extents:
         """Return the extents of these arrays' chunks (None: of all); other rows are empty."""
@@ -87,40 +85,34 @@ class ExtentReader:
         extents = Extents(file, offset, nbytes, None, values)
         arrays = range(len(self._arrays)) if wanted is None else wanted
         for turn, array in enumerate(arrays, 1):
-            found = self._arrays[array]
-            table = found.table
-            for row, key in enumerate(await self._find(found), int(self._first_rows[array])):
-                if key < 0:
-                    continue
-                value = table.inline[key]
-                nbytes[row] = table.nbytes[key] if value is None else len(value)
-                if value is None:
-                    file[row] = self._number_of[table.paths[table.file[key]]]
-                    offset[row] = table.offset[key]
-                else:
-                    values[row] = value
+            places = await self._find(self._arrays[array])
+            for row, place in enumerate(places, int(self._first_rows[array])):
+                if isinstance(place, bytes):
+                    nbytes[row], values[row] = len(place), place
+                elif place is not None:
+                    path, offset[row], nbytes[row] = place
+                    file[row] = self._number_of[path]
             if turn % ARRAYS_PER_TURN == 0:
                 await asyncio.sleep(0)
         self._check_sizes(extents)
         self._check_overlap(int(nbytes[file >= 0].sum()))
         return extents
 
-    async def _find(self, found: FoundArray) -> list[int]:
-        """Return the row in the key table of every chunk; -1 for chunks that are not stored."""
+    async def _find(self, found: FoundArray) -> list[bytes | Range | None]:
+        """Return the value of every chunk, or its place; None for chunks that are not stored."""
         table = found.table
         keys = found.zarr.keys.all(found.base, found.zarr.grid.counts)
-        rows = [table.find(key) for key in keys]
-        for key, row in zip(keys, rows, strict=True):
-            if row < 0:
+        places = [table.places.get(key) for key in keys]
+        for key, place in zip(keys, places, strict=True):
+            if place is None:
                 path = table.listing.path(key.decode())
                 if table.is_directory and path_fault(path) is None:
                     await refuse_link(self._files, path)
                 if found.complete:
                     raise self._missing(found, key.decode())
-            elif table.inline[row] is None:
-                path = table.paths[table.file[row]]
-                await self._listing.check(path, int(table.offset[row]), int(table.nbytes[row]))
-        return rows
+            elif not isinstance(place, bytes):
+                await self._listing.check(*place)
+        return places
 
     def _missing(self, found: FoundArray, chunk: str) -> CorruptCheckpointError:
         return damaged(

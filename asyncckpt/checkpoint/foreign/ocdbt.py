@@ -62,9 +62,9 @@ async def tree_of(table: KeyTable) -> Any:
             ) from None
     if isinstance(root, Branch) and not root.children:
         raise CheckpointNotFoundError(
-            f"{where}: there are no zarr arrays among its {len(table.keys)} keys",
+            f"{where}: there are no zarr arrays among its {len(table.places)} keys",
             location=listing.files.location,
             expected="zarr.json or .zarray",
-            found=table.keys[:5],
+            found=list(table.places)[:5],
         )
     return root

@@ -124,7 +124,7 @@ async def _leaves(
     implementations = await _implementations(listing, metadata)
     leaves: list[ForeignLeaf | Branch] = []
     for entry in metadata.entries:
-        if entry.kind in EMPTY:
+        if entry.kind in _EMPTY_BRANCHES:
             leaves.append(Branch(_EMPTY_BRANCHES[entry.kind]))
         elif entry.kind == "string":
             leaves.append(ForeignLeaf("str", strings[entry.name]))
@@ -175,11 +175,9 @@ async def _arrays(
                 found=entry.name,
             )
         for document in names if metadata.use_zarr3 else reversed(names):
-            row = table.find(
-                f"{entry.name}/{document}".encode() if entry.name else document.encode()
-            )
-            if row >= 0:
-                keys[entry.name] = ArrayKey(entry.name, document, row)
+            key = ArrayKey(entry.name, document)
+            if key.key in table.places:
+                keys[entry.name] = key
                 break
         else:
             await _refuse(listing, table, metadata, entry)

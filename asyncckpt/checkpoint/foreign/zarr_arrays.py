@@ -39,22 +39,31 @@ _DECODERS = {
 
 @dataclass(frozen=True, slots=True)
 class ArrayKey:
-    """Location of a metadata document: name of the array, last part of the key, row of the key."""
+    """Key of a metadata document: the name of its array, and the last part of the key."""
 
     name: str
     document: str
-    row: int
+
+    @property
+    def base(self) -> bytes:
+        """Prefix of all keys of the array."""
+        return f"{self.name}/".encode() if self.name else b""
+
+    @property
+    def key(self) -> bytes:
+        """The key itself."""
+        return self.base + self.document.encode()
 
 
 def array_keys(table: KeyTable) -> list[ArrayKey]:
     """Return the keys of all zarr arrays and groups in a table, by name."""
     found = []
-    for row, key in enumerate(table.keys):
+    for key in table.places:
         for document in _DECODERS:
             tail = document.encode()
             if key.endswith(tail) and key[: -len(tail)][-1:] in (b"", b"/"):
                 try:
-                    name = key[: -len(tail) - 1].decode()
+                    found.append(ArrayKey(key[: -len(tail) - 1].decode(), document))
                 except UnicodeDecodeError:
                     raise UnsupportedFormatError(
                         f"{table.listing.files.location}: the array {key!r} has a name that is not "
@@ -62,7 +71,6 @@ def array_keys(table: KeyTable) -> list[ArrayKey]:
                         location=table.listing.files.location,
                         found=key,
                     ) from None
-                found.append(ArrayKey(name, document, row))
     return found
 
 
@@ -80,26 +88,26 @@ async def read_arrays(
     _check_documents(table, keys)
     known: dict[tuple[str, bytes], ZarrArray | None] = {}
     found: list[FoundArray | None] = []
-    for batch in batches(keys, lambda key: int(table.nbytes[key.row])):
-        rows = [key.row for key in batch]
-        documents = await table.values(rows, max_nbytes=MAX_DOCUMENT_NBYTES)
+    for batch in batches(keys, lambda key: table.nbytes(key.key)):
+        named = [key.key for key in batch]
+        documents = await table.values(named, max_nbytes=MAX_DOCUMENT_NBYTES)
         for key, data in zip(batch, documents, strict=True):
             path = listing.path(posixpath.join(key.name, key.document))
             if (key.document, data) not in known:
                 with located(listing.files):
                     known[key.document, data] = _decode(key.document, data, path)
             zarr = known[key.document, data]
-            base = f"{key.name}/".encode() if key.name else b""
             found.append(
-                None if zarr is None else FoundArray(key.name, table, base, zarr, path, complete)
+                None
+                if zarr is None
+                else FoundArray(key.name, table, key.base, zarr, path, complete)
             )
     return found
 
 
 def _check_documents(table: KeyTable, keys: Sequence[ArrayKey]) -> None:
     """Raise if the documents take many times the bytes of the files, as overlapping ones may."""
-    rows = [key.row for key in keys if table.inline[key.row] is None]
-    claimed = sum(min(int(table.nbytes[row]), MAX_DOCUMENT_NBYTES) for row in rows)
+    claimed = sum(min(table.nbytes(key.key), MAX_DOCUMENT_NBYTES) for key in keys)
     stored = table.listing.nbytes
     if claimed > 4 * stored + BATCH_NBYTES:
         raise damaged(
@@ -186,11 +194,10 @@ def _storage(array: FoundArray) -> Storage:
 
 
 def _stored_files(arrays: Sequence[FoundArray]) -> tuple[StoredFile, ...]:
-    """Return all files of the items, and those that their tables name in vain."""
-    tables = {id(array.table): array.table for array in arrays}.values()
+    """Return all files of the items."""
     nbytes_of: dict[str, int] = {}
-    for table in tables:
-        nbytes_of |= dict.fromkeys(table.paths, 0) | dict(table.listing.nbytes_of)
+    for listing in {id(a.table.listing): a.table.listing for a in arrays}.values():
+        nbytes_of |= listing.nbytes_of
     return tuple(StoredFile(path, nbytes) for path, nbytes in sorted(nbytes_of.items()))
 
 
@@ -203,7 +210,7 @@ def _check_chunk_count(
     """Raise if there are many more chunks than keys: the extents of all are one table in memory."""
     counts = [storage.grid.chunk_count for storage in storages]
     claimed = sum(counts[spec] for spec in table.spec)
-    keys = sum({id(array.table): len(array.table.keys) for array in arrays}.values())
+    keys = sum({id(array.table): len(array.table.places) for array in arrays}.values())
     in_files = any(array.table.is_directory for array in arrays)
     unstored = UNSTORED_FILES if in_files else UNSTORED_CHUNKS
     if claimed > keys + unstored:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from asyncckpt.format.damage import corrupt
 from asyncckpt.format.fields import parse_json
@@ -36,21 +36,14 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 MAX_DOCUMENT_NBYTES = 1 << 28
 """A million leaves take 250 bytes each in `_METADATA`."""
 
-Kind = Literal["array", "jax", "scalar", "string", "None", "Dict", "List", "Tuple", "NamedTuple"]
+EMPTY = frozenset(("None", "Dict", "List", "Tuple", "NamedTuple"))
+"""Kinds of empty containers."""
 
-_KINDS: dict[str, Kind] = {
+_KINDS = {
     "np.ndarray": "array",
     "jax.Array": "jax",
-    "scalar": "scalar",
-    "string": "string",
-    "None": "None",
-    "Dict": "Dict",
-    "List": "List",
-    "Tuple": "Tuple",
-    "NamedTuple": "NamedTuple",
+    **{name: name for name in ("scalar", "string", *EMPTY)},
 }
-EMPTY: frozenset[Kind] = frozenset(("None", "Dict", "List", "Tuple", "NamedTuple"))
-"""Kinds of empty containers."""
 
 _KEY_SEQUENCE = 1
 _KEY_DICT = 2
@@ -69,7 +62,7 @@ class TreeEntry:
     """
 
     path: tuple[tuple[str, bool], ...]
-    kind: Kind | None
+    kind: str | None
     handler: str
     elsewhere: bool
 
