@@ -56,12 +56,11 @@ def add(root: Branch, path: Sequence[tuple[Key, Kind]], value: Any) -> None:
         if at.kind != kind:
             raise ValueError(f"key {key!r} is of a {kind}, but the container is a {at.kind}")
         last = number == len(path) - 1
-        child = at.children.get(key)
-        if child is None:
-            child = at.children[key] = value if last else Branch(path[number + 1][1])
-        elif last or not isinstance(child, Branch):
+        if key not in at.children:
+            at.children[key] = value if last else Branch(path[number + 1][1])
+        elif last or not isinstance(at.children[key], Branch):
             raise ValueError(f"{key!r} is there twice, or is both a leaf and a container")
-        at = child
+        at = at.children[key]
 
 
 def structure_of(root: Any) -> tuple[Structure, list[Any]]:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from asyncckpt.errors import UnsupportedFormatError
 from asyncckpt.format.damage import corrupt, path_fault
+from asyncckpt.format.foreign.foreign_tree import Branch, add
 from asyncckpt.format.foreign.torch.strided import Layout, dense_axes
 from asyncckpt.format.foreign.torch.torch_pickle import (
     DTYPES,
@@ -244,30 +245,23 @@ def nest(paths: Sequence[tuple[Key, ...]], values: Sequence[object]) -> dict[Key
     Raises:
         ValueError: two values have one path, or one is inside another.
     """
-    root: dict[Key, Any] = {}
-    made: list[tuple[dict[Key, Any], Key]] = []
-    within: dict[int, dict[Key, Any]] = {}
+    root = Branch("dict")
     for path, value in zip(paths, values, strict=True):
-        node = root
-        for part in path[:-1]:
-            if part not in node:
-                child: dict[Key, Any] = {}
-                node[part] = child
-                within[id(child)] = child
-                made.append((node, part))
-            inner = within.get(id(node[part]))
-            if inner is None:
-                raise ValueError(f"the path {list(path)!r:.200} leads through another value")
-            node = inner
-        if path[-1] in node:
-            raise ValueError(f"the path {list(path)!r:.200} is used by two values, or by a dict")
-        node[path[-1]] = value
-    # Reversed: children were made after their parents.
-    for parent, key in reversed(made):
-        child = parent[key]
-        if all(type(part) is int for part in child) and max(child) == len(child) - 1:
-            parent[key] = [child[index] for index in range(len(child))]
-    return root
+        try:
+            add(root, [(part, "dict") for part in path], value)
+        except ValueError as error:
+            raise ValueError(f"the path {list(path)!r:.200}: {error}") from None
+    return {key: _grown(child) for key, child in root.children.items()}
+
+
+def _grown(child: object) -> object:
+    """Return a branch as a dict or list; anything else unchanged."""
+    if not isinstance(child, Branch):
+        return child
+    items = {key: _grown(inner) for key, inner in child.children.items()}
+    if items.keys() == set(range(len(items))):
+        return [items[index] for index in range(len(items))]
+    return items
 
 
 def _shown(value: object) -> str:

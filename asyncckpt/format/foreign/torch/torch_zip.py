@@ -83,8 +83,17 @@ class Archive:
             if member.name == wanted:
                 return tensor, member.start
             nbytes = self._small(member)
-            if member.name == "byteorder":
-                self._check_order(self.data[member.start : member.start + nbytes], member.start)
+            order = self.data[member.start : member.start + nbytes]
+            if member.name == "byteorder" and order != b"little":
+                at = self.base + member.start
+                raise UnsupportedFormatError(
+                    f"{self.file}, byte {at}: {self.what} was written on a machine of another byte "
+                    f"order ({order[:20]!r}); only little endian is read",
+                    file=self.file,
+                    offset=at,
+                    expected="little",
+                    found=order[:20],
+                )
         raise self._corrupt(f"it has no {wanted!r} among its first {_MAX_MEMBERS} members", 0)
 
     def _first(self) -> Member:
@@ -142,17 +151,6 @@ class Archive:
                 raise ShortHeadError
             raise self._corrupt(f"its member {member.name[:80]!r} does not end", member.start)
         return end - member.start
-
-    def _check_order(self, order: bytes, at: int) -> None:
-        if order != b"little":
-            raise UnsupportedFormatError(
-                f"{self.file}, byte {self.base + at}: {self.what} was written on a machine of "
-                f"another byte order ({order[:20]!r}); only little endian is read",
-                file=self.file,
-                offset=self.base + at,
-                expected="little",
-                found=order[:20],
-            )
 
     def _bytes(self, at: int, nbytes: int) -> bytes:
         if at + nbytes > self.nbytes:

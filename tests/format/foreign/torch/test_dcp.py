@@ -381,17 +381,13 @@ def test_integers_are_indices_where_they_count_from_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("paths", "reason"),
-    [
-        ([("a",), ("a",)], "used by two values"),
-        ([("a",), ("a", "b")], "leads through another value"),
-        ([("a", "b"), ("a",)], "used by two values, or by a dict"),
-        ([("a", 0), ("a", 0, "b")], "leads through another value"),
-    ],
+    "paths",
+    [[("a",), ("a",)], [("a",), ("a", "b")], [("a", "b"), ("a",)], [("a", 0), ("a", 0, "b")]],
 )
-def test_paths_that_contradict_each_other_are_errors(paths: Any, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        nest(paths, [{}] * len(paths))
+@pytest.mark.parametrize("value", [{}, None])
+def test_paths_that_contradict_each_other_are_errors(paths: Any, value: object) -> None:
+    with pytest.raises(ValueError, match=r"the path \['a'.* is both a leaf and a container"):
+        nest(paths, [value] * len(paths))
 
 
 # ----------------------------------------------------------------------------------- archives
