@@ -133,8 +133,6 @@ class OpenCheckpoint:
         storages: the distinct ways in which arrays are stored.
         stored_files: files that hold chunks or are listed by the record.
         read_extents: reads where the chunks are.
-        first_rows: first chunk row of every array; tied arrays share them.
-        row_count: chunk rows in all.
         metadata: the user's JSON.
         metrics: the user's numbers.
         save_id: identity of the save; empty for foreign checkpoints.
@@ -143,6 +141,8 @@ class OpenCheckpoint:
         database: directory of its OCDBT database.
         record: its commit record; None for foreign checkpoints.
         notes: what a user should know about how it was read.
+        first_rows: first chunk row of every array; tied arrays share them.
+        row_count: chunk rows in all.
     """
 
     files: CheckpointFiles
@@ -153,8 +153,6 @@ class OpenCheckpoint:
     storages: tuple[Storage, ...]
     stored_files: Sequence[StoredFile | FileEntry]
     read_extents: ReadExtents
-    first_rows: tuple[int, ...]
-    row_count: int
     metadata: Mapping[str, JsonValue] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     save_id: str = ""
@@ -163,6 +161,13 @@ class OpenCheckpoint:
     database: str = ""
     record: CommitRecord | None = None
     notes: tuple[str, ...] = ()
+    first_rows: tuple[int, ...] = field(init=False)
+    row_count: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        first_rows, row_count = number_rows(self.storages, self.arrays)
+        object.__setattr__(self, "first_rows", first_rows)
+        object.__setattr__(self, "row_count", row_count)
 
     @property
     def location(self) -> str:
@@ -201,27 +206,23 @@ class OpenCheckpoint:
 
         The k-th array leaf without pieces has the k-th array that no piece names.
         """
-        pieces, kinds = self.leaves.pieces, self.leaves.kind
-        if not pieces:
-            numbers = itertools.count()
-            return [-1 if kind in SCALAR_KINDS else next(numbers) for kind in kinds]
+        pieces = self.leaves.pieces
         taken = {piece.array for owned in pieces.values() for piece in owned}
         free = (array for array in itertools.count() if array not in taken)
         return [
             -1
             if kind in SCALAR_KINDS
             else (pieces[leaf][0].array if leaf in pieces else next(free))
-            for leaf, kind in enumerate(kinds)
+            for leaf, kind in enumerate(self.leaves.kind)
         ]
 
     def pieces(self, leaf: int, array: int) -> tuple[Piece, ...]:
         """Return the arrays of a leaf whose (first) array is `array`: nearly always that one."""
         if array < 0:
             return ()
-        owned = self.leaves.pieces.get(leaf)
-        if owned is not None:
-            return owned
-        return (Piece((0,) * len(self.storage(array).spec.shape), array),)
+        return self.leaves.pieces.get(leaf) or (
+            Piece((0,) * len(self.storage(array).spec.shape), array),
+        )
 
     def leaf_pieces(self) -> list[tuple[Piece, ...]]:
         """Return the arrays of every leaf, none for scalars; as `CommitRecord.leaf_arrays`."""
@@ -328,21 +329,18 @@ def resolve(files: CheckpointFiles, record: CommitRecord, compute: Workers) -> O
         index = await read_index(files, record, compute)
         return Extents(index.file, index.offset, index.nbytes, index.crc32c)
 
-    storages = tuple(
-        Storage(s.spec, s.chunk_shape, RAW if s.zstd_level is None else ZSTD) for s in record.specs
-    )
-    first_rows, row_count = number_rows(storages, record.arrays)
     return OpenCheckpoint(
         files=files,
         format="asyncckpt",
         tree=record.tree,
         leaves=record.leaves,
         arrays=record.arrays,
-        storages=storages,
+        storages=tuple(
+            Storage(s.spec, s.chunk_shape, RAW if s.zstd_level is None else ZSTD)
+            for s in record.specs
+        ),
         stored_files=record.files,
         read_extents=read_extents,
-        first_rows=first_rows,
-        row_count=row_count,
         metadata=record.metadata,
         metrics=record.metrics,
         save_id=record.save_id,
@@ -374,7 +372,6 @@ async def read_index(files: CheckpointFiles, record: CommitRecord, compute: Work
     Raises:
         CorruptCheckpointError: the index is damaged or does not fit the record.
     """
-    location = files.location
     place = record.chunk_index
     path = record.files[place.file].path
     if place.data is not None:
@@ -384,8 +381,8 @@ async def read_index(files: CheckpointFiles, record: CommitRecord, compute: Work
         try:
             await files.read_into(path, place.offset, [data])
         except CheckpointNotFoundError as error:
-            raise missing(location, path) from error
-    return await compute.run(_decode_index, location, record, data)
+            raise missing(files.location, path) from error
+    return await compute.run(_decode_index, files.location, record, data)
 
 
 def _decode_index(location: str, record: CommitRecord, data: Bytes) -> ChunkIndex:
@@ -407,12 +404,9 @@ def _decode_index(location: str, record: CommitRecord, data: Bytes) -> ChunkInde
         index = decode_chunk_index(data.tobytes(), file=path)
         record.validate_index(index)
     except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(
-            f"{location}: {error}",
-            file=path,
-            offset=place.offset,
-            location=location,
-        ) from None
+        error.args = (f"{location}: {error}",)
+        error.file, error.offset, error.location = path, place.offset, location
+        raise
     return index
 
 

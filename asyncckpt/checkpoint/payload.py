@@ -20,15 +20,9 @@ from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
 
 
 class ArrayReader:
-    """Reads payload bytes of one source array, cast to its stored dtype.
+    """Reader of payload bytes of one source array, cast to its stored dtype.
 
     A sharded array is read shard by shard: it is never assembled.
-
-    Args:
-        source: the array.
-        adapter: fetches its values where they are in no view.
-        stored_dtype: the dtype to read.
-        path: the leaf, for errors.
 
     Attributes:
         flats: per shard its bytes in C order, where they are one run in host memory and are stored
@@ -168,7 +162,7 @@ def _fill(
     if inside is None or inside.shape != box.shape:
         flat.view(np.uint8).fill(0)
     if inside is not None:
-        origin = tuple(o + c for o, c in zip(inside.offset, clipped.offset, strict=True))
+        origin = tuple(map(operator.add, inside.offset, clipped.offset))
         index: Any = (*inside.relative_to(box.offset).slices(), ...)
         read(Box(origin, inside.shape), flat.reshape(box.shape)[index])
 
@@ -197,24 +191,16 @@ def scatter(
         nbytes = box.size * spec.itemsize
         part = payload[done : done + nbytes]
         done += nbytes
-        placed = Box(
-            tuple(o + c for o, c in zip(box.offset, clipped.offset, strict=True)), box.shape
-        )
+        placed = Box(tuple(map(operator.add, box.offset, clipped.offset)), box.shape)
         overlap = placed.intersect(wanted)
         if overlap is None:
             continue
-        values = part.view(dtype) if _aligned(part, dtype) else _realign(part, dtype)
+        if part.ctypes.data % dtype.alignment:
+            part = part.copy()
+        values = part.view(dtype)
         where: Any = (*overlap.relative_to(wanted.offset).slices(), ...)
         np.copyto(
             target[where],
             values.reshape(box.shape)[overlap.relative_to(placed.offset).slices()],
             casting="no",
         )
-
-
-def _aligned(part: Bytes, dtype: np.dtype[Any]) -> bool:
-    return part.ctypes.data % dtype.alignment == 0
-
-
-def _realign(part: Bytes, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    return np.frombuffer(part.tobytes(), dtype)

@@ -12,28 +12,28 @@ from typing import Any
 
 from asyncckpt.reports import (
     CheckpointInfo,
-    ConvertReport,
     DiffReport,
     FileInfo,
     LeafInfo,
     VerifyReport,
 )
 
+_OF_ARRAYS = (
+    *("path", "kind", "framework", "dtype", "shape", "chunk_shape", "chunk_count"),
+    *("nbytes", "stored_nbytes", "compression", "array", "tied_to"),
+)
+"""Members of a `LeafInfo` that are JSON as they are."""
+
 
 def summary(info: CheckpointInfo) -> dict[str, Any]:
     """Return the JSON of a checkpoint without its leaves and files."""
+    same = ("location", "step", "save_id", "format", "library", "nbytes", "stored_nbytes")
     return {
-        "location": info.location,
-        "step": info.step,
-        "save_id": info.save_id,
-        "format": info.format,
+        **{name: getattr(info, name) for name in same},
         "created": created(info).astimezone(datetime.UTC).isoformat() if info.created_ns else None,
         "created_ns": info.created_ns or None,
-        "library": info.library,
         "leaf_count": len(info.leaves),
         "file_count": len(info.files),
-        "nbytes": info.nbytes,
-        "stored_nbytes": info.stored_nbytes,
         "metrics": {name: number(value) for name, value in info.metrics.items()},
         "metadata": info.metadata,
     }
@@ -60,50 +60,16 @@ def leaf_document(leaf: LeafInfo) -> dict[str, Any]:
     """Return the JSON of a leaf: an array with its layout, or a scalar with its value."""
     if leaf.kind != "array":
         return {"path": leaf.path, "kind": leaf.kind, "value": scalar(leaf.value)}
-    return {
-        "path": leaf.path,
-        "kind": leaf.kind,
-        "framework": leaf.framework,
-        "dtype": leaf.dtype,
-        "shape": leaf.shape,
-        "chunk_shape": leaf.chunk_shape,
-        "chunk_count": leaf.chunk_count,
-        "nbytes": leaf.nbytes,
-        "stored_nbytes": leaf.stored_nbytes,
-        "compression": leaf.compression,
-        "array": leaf.array,
-        "tied_to": leaf.tied_to,
-        "pieces": [
-            {"offset": offset, "array": array, "shape": shape}
-            for offset, array, shape in leaf.pieces
-        ],
-    }
+    document = {name: getattr(leaf, name) for name in _OF_ARRAYS}
+    parts = ("offset", "array", "shape")
+    return {**document, "pieces": [dict(zip(parts, piece, strict=True)) for piece in leaf.pieces]}
 
 
 def verification(report: VerifyReport) -> dict[str, Any]:
     """Return the JSON of a verification."""
-    return {
-        "location": report.location,
-        "step": report.step,
-        "ok": report.ok,
-        "leaf_count": report.leaf_count,
-        "read_nbytes": report.read_nbytes,
-        "unverified": report.unverified,
-        "damages": [
-            {
-                "leaf": damage.leaf,
-                "file": damage.file,
-                "offset": damage.offset,
-                "reason": damage.reason,
-            }
-            for damage in report.damages
-        ],
-    }
-
-
-def conversion(report: ConvertReport) -> dict[str, Any]:
-    """Return the JSON of a conversion."""
-    return dataclasses.asdict(report)
+    document = dataclasses.asdict(report)
+    del document["total_s"]
+    return {"ok": report.ok, **document}
 
 
 def difference(report: DiffReport) -> dict[str, Any]:

@@ -62,37 +62,27 @@ def step_of(location: str) -> tuple[str, int] | None:
 
 def is_bucket(location: str) -> bool:
     """Return whether a URL names a whole bucket, which may be a root but not a checkpoint."""
-    if not is_url(location):
-        return False
-    return not parse_url(location).parts
-
-
-def steps_of(run: blocking.Checkpointer, root: str, options: Options) -> list[int]:
-    """Return the steps of a run, ascending.
-
-    Raises:
-        CheckpointNotFoundError: the directory does not exist, or is itself a checkpoint.
-    """
-    check_directory(root)
-    steps = run.steps()
-    if not steps and has_record(root, options):
-        raise CheckpointNotFoundError(
-            f"{root}: this is one checkpoint, not the root of a run; look at it with "
-            f"`asyncckpt show {root}`",
-            location=root,
-        )
-    return steps
+    return is_url(location) and not parse_url(location).parts
 
 
 def inspect_steps(root: str, options: Options) -> list[CheckpointInfo | AsyncCheckpointError]:
     """Describe every step of a run, ascending; a step that cannot be read gives its error.
 
     Raises:
-        AsyncCheckpointError: as `steps_of`.
+        CheckpointNotFoundError: the directory does not exist, or is itself a checkpoint.
     """
     with run_at(root, options) as run:
-        # Where no step is one of ours, the root may be that of Orbax, whose steps can be read too.
-        steps = steps_of(run, root, options) or candidates(root, options)
+        check_directory(root)
+        steps = run.steps()
+        if not steps:
+            if has_record(root, options):
+                raise CheckpointNotFoundError(
+                    f"{root}: this is one checkpoint, not the root of a run; look at it with "
+                    f"`asyncckpt show {root}`",
+                    location=root,
+                )
+            # The root may be that of Orbax, whose steps can be read too.
+            steps = candidates(root, options)
 
         def look(step: int) -> CheckpointInfo | AsyncCheckpointError | None:
             try:

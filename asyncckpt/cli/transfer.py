@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
@@ -151,7 +152,7 @@ def diff(
 
 def _show(report: ConvertReport, as_json: bool) -> None:
     if as_json:
-        print_json(documents.conversion(report))
+        print_json(dataclasses.asdict(report))
         return
     typer.echo(tables.printable(str(report)))
     for note in report.notes:

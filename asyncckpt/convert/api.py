@@ -14,14 +14,9 @@ from asyncckpt.arguments import (
     documented,
 )
 from asyncckpt.convert.convert import Conversion
-from asyncckpt.convert.destination import (
-    Destination,
-    Format,
-    destination_of,
-    export_destination,
-)
+from asyncckpt.convert.destination import Format, destination_of
 from asyncckpt.convert.diff import Comparison
-from asyncckpt.flow.shield import uninterrupted
+from asyncckpt.errors import UsageError
 from asyncckpt.options import RestoreOptions
 from asyncckpt.reports import ConvertReport, DiffReport
 
@@ -69,11 +64,10 @@ async def convert(
     target = destination_of(
         checked_location("destination", destination),
         to,
-        orbax=False,
         overwrite=given.pop("overwrite"),
         max_file_nbytes=max_file_nbytes,
     )
-    return await _convert(source, target, **given)
+    return await Conversion(source, target, **given).outcome()
 
 
 @documented
@@ -93,10 +87,15 @@ async def export(
         UnsupportedLeafError: Orbax cannot hold a leaf; names it. Nothing was written.
     """
     given = completed(ConvertArguments, arguments)
-    target = export_destination(
-        checked_location("destination", destination), to, overwrite=given.pop("overwrite")
+    if to != "orbax":
+        raise UsageError(f'to={to!r}: pass "orbax"', expected="orbax", found=to)
+    target = destination_of(
+        checked_location("destination", destination),
+        "asyncckpt",
+        orbax=True,
+        overwrite=given.pop("overwrite"),
     )
-    return await _convert(source, target, **given)
+    return await Conversion(source, target, **given).outcome()
 
 
 async def diff(
@@ -132,15 +131,4 @@ async def diff(
         storage_options=storage_options,
         progress=progress,
     )
-    try:
-        return await work.submit().wait()
-    finally:
-        await uninterrupted(work.aclose())
-
-
-async def _convert(source: Location, destination: Destination, **arguments: Any) -> ConvertReport:
-    work = Conversion(source, destination, **arguments)
-    try:
-        return await work.submit().wait()
-    finally:
-        await uninterrupted(work.aclose())
+    return await work.outcome()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy.typing as npt
 
 from asyncckpt.adapters.numpy import NumpyAdapter
-from asyncckpt.convert.destination import Target, is_banded
+from asyncckpt.convert.destination import Facts, Target, is_banded
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.convert.source import Origin
 from asyncckpt.errors import UnsupportedLeafError
@@ -20,7 +20,6 @@ from asyncckpt.options import INLINE_NBYTES, LeafOptions, SaveOptions
 from asyncckpt.planning.pack import TRAILER_NBYTES
 from asyncckpt.planning.tiles import chunk_shape_for
 from asyncckpt.ports import Source
-from asyncckpt.reports import ConvertReport
 from asyncckpt.save.plan_cache import LayoutCache, layout_of, sizes_for
 from asyncckpt.save.save import Save, SaveState
 from asyncckpt.save.snapshot import SaveRequest, Snapshot
@@ -48,10 +47,6 @@ class StoredAdapter(NumpyAdapter):
 
     def __init__(self, reader: LeafReader) -> None:
         self._reader = reader
-
-    def owns(self, kind: type) -> bool:
-        """Return whether it is the stand-in for a stored array."""
-        return kind is StoredLeaf
 
     def fetch(self, source: Source, box: Box, out: npt.NDArray[Any]) -> None:
         """Read the values of `box` from the checkpoint into `out`. Blocking."""
@@ -92,8 +87,8 @@ def capture_stored(reader: LeafReader) -> Snapshot:
     return result
 
 
-async def write_checkpoint(target: Target, origin: Origin, taken: Snapshot) -> ConvertReport:
-    """Commit the tree at the target, one array per leaf.
+async def write_checkpoint(target: Target, origin: Origin, taken: Snapshot) -> Facts:
+    """Commit the tree at the target, one array per leaf; return facts for the report.
 
     Cancellation, errors: as for saving; in addition:
 
@@ -127,21 +122,12 @@ async def write_checkpoint(target: Target, origin: Origin, taken: Snapshot) -> C
             stall_first=False,
         ),
         SaveState(),
-        _nothing,
+        lambda: None,  # no caller waits for the state to be copied
     )
     saved = await save.run(asyncio.Lock())
-    return target.report(
-        origin,
-        location=saved.location,
-        step=step,
-        leaf_count=saved.leaf_count,
-        array_count=saved.array_count,
-        nbytes=saved.nbytes,
-        stored_nbytes=saved.stored_nbytes,
-        file_count=saved.file_count,
-        orbax=saved.orbax,
-        notes=saved.notes,
-    )
+    same = ("location", "leaf_count", "array_count", "nbytes", "stored_nbytes", "file_count")
+    facts = {name: getattr(saved, name) for name in (*same, "orbax", "notes")}
+    return {**facts, "step": step}
 
 
 async def _check_orbax(
@@ -200,7 +186,3 @@ def _leaf_options(
 def _is_inline(reader: LeafReader, leaf: int) -> bool:
     spec = reader.spec(leaf)
     return spec is not None and spec.nbytes + TRAILER_NBYTES <= INLINE_NBYTES
-
-
-def _nothing() -> None:
-    """Do nothing: no caller waits for the state to be copied."""

@@ -22,7 +22,6 @@ from asyncckpt.arguments import checked_metadata, guarded, typed
 from asyncckpt.checkpoint.open import MAX_ENTRIES
 from asyncckpt.convert.as_save import capture_stored, write_checkpoint
 from asyncckpt.convert.destination import Destination, Target
-from asyncckpt.convert.reader import LeafReader
 from asyncckpt.convert.safetensors_writer import write_files
 from asyncckpt.convert.source import Work, options_of, shares
 from asyncckpt.errors import (
@@ -46,19 +45,7 @@ logger = logging.getLogger("asyncckpt")
 
 
 class Conversion(Work[ConvertReport]):
-    """Conversion of one checkpoint.
-
-    Args:
-        source: path of a checkpoint, of a file, or of the root of a run (its newest step).
-        destination: where and what to write.
-        metadata: added to that of the source.
-        options: as for saving; `host_memory_nbytes` covers reading and writing together.
-        storage_options: options of the file system, for locations that are URLs.
-        progress: called with a `Progress` as the conversion proceeds.
-
-    Raises:
-        UsageError: an argument is wrong.
-    """
+    """Conversion of one checkpoint to a destination; other arguments as for `convert`."""
 
     def __init__(
         self,
@@ -125,18 +112,36 @@ class Conversion(Work[ConvertReport]):
     async def _convert(self, begun: float) -> ConvertReport:
         await self._refuse_existing()
         origin = await self._open(self._source, self._source_options)
-        await self._sweep()
-        reader = origin.reader
+        try:  # leftovers of conversions and saves that died beside the destination
+            await self._target.store.sweep()
+        except AsyncCheckpointError as error:
+            logger.warning("%s could not be swept: %s", self._target.store.url, error)
+        opened, reader = origin.opened, origin.reader
         taken = await self._working.engine.compute.run(capture_stored, reader)
         write = write_files if self._destination.format == "safetensors" else write_checkpoint
-        report = await write(self._target, origin, taken)
-        leaves = [leaf for leaf in taken.array_leaf if reader.unverified(leaf)]
-        return dataclasses.replace(
-            report,
+        facts = await write(self._target, origin, taken)
+        unverified = [taken.paths[leaf] for leaf in taken.array_leaf if reader.unverified(leaf)]
+        notes = [*facts.pop("notes", ()), *opened.notes]
+        if unverified:
+            notes.append(
+                f"{len(unverified)} of {len(taken.array_leaf)} arrays have no checksum in this "
+                f"{opened.format} checkpoint and could not be verified"
+            )
+        large = max((storage.chunk_nbytes for storage in opened.storages), default=0)
+        if large > self._cache_nbytes:
+            notes.append(
+                f"its largest chunk takes {nbytes_text(large)} and was decoded alone, beyond the "
+                f"{nbytes_text(self._cache_nbytes)} kept for reading"
+            )
+        return ConvertReport(
+            source=opened.location,
+            source_format=opened.format,
+            format=self._destination.format,
             read_nbytes=reader.read_nbytes,
             total_s=time.perf_counter() - begun,
-            unverified=tuple(taken.paths[leaf] for leaf in leaves),
-            notes=(*report.notes, *self._notes(reader, len(leaves), len(taken.array_leaf))),
+            unverified=tuple(unverified),
+            notes=tuple(notes),
+            **facts,
         )
 
     async def _refuse_existing(self) -> None:
@@ -166,27 +171,3 @@ class Conversion(Work[ConvertReport]):
         # On object stores, aborted attempts leave data below the very name.
         below = await files.entries(DATABASE, max_entries=MAX_ENTRIES)
         return any(entry.name != "d" for entry in below)
-
-    async def _sweep(self) -> None:
-        """Delete leftovers of conversions and saves that died beside the destination."""
-        store = self._target.store
-        try:
-            await store.sweep()
-        except AsyncCheckpointError as error:
-            logger.warning("%s could not be swept: %s", store.url, error)
-
-    def _notes(self, reader: LeafReader, unverified: int, arrays: int) -> list[str]:
-        opened = reader.opened
-        notes = list(opened.notes)
-        if unverified:
-            notes.append(
-                f"{unverified} of {arrays} arrays have no checksum in this {opened.format} "
-                "checkpoint and could not be verified"
-            )
-        large = max((storage.chunk_nbytes for storage in opened.storages), default=0)
-        if large > self._cache_nbytes:
-            notes.append(
-                f"its largest chunk takes {nbytes_text(large)} and was decoded alone, beyond the "
-                f"{nbytes_text(self._cache_nbytes)} kept for reading"
-            )
-        return notes

@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from asyncckpt.convert.reader import LeafReader
-from asyncckpt.convert.source import Origin
 from asyncckpt.errors import UsageError
 from asyncckpt.format.foreign.safetensors import SUFFIX
 from asyncckpt.options import GIB, MIB, SaveOptions
 from asyncckpt.planning.tiles import band_nbytes
 from asyncckpt.ports import Store
-from asyncckpt.reports import ConvertReport, Progress
+from asyncckpt.reports import Progress
 from asyncckpt.runtime import Runtime
 from asyncckpt.spec import ArraySpec
 
 Format = Literal["asyncckpt", "safetensors"]
+
+Facts = dict[str, Any]
+"""Members of the `ConvertReport` that the writers of a format know."""
 
 SET_FILE_NBYTES = 5 * GIB
 """Size at which a set of safetensors files continues in the next one, as hubs ask for."""
@@ -36,7 +38,8 @@ class Destination:
         format: ``asyncckpt`` or ``safetensors``.
         orbax: Orbax must be able to restore it.
         overwrite: replace what exists there.
-        max_file_nbytes: size at which a set of safetensors files continues in the next one.
+        max_file_nbytes: size at which a set of safetensors files continues in the next one; None
+            for a single file.
     """
 
     location: str | os.PathLike[str]
@@ -50,9 +53,9 @@ def destination_of(
     location: str | os.PathLike[str],
     to: str | None,
     *,
-    orbax: bool,
+    orbax: bool = False,
     overwrite: bool,
-    max_file_nbytes: int | None,
+    max_file_nbytes: int | None = None,
 ) -> Destination:
     """Return the destination that the arguments of a call describe.
 
@@ -89,34 +92,13 @@ def destination_of(
     return Destination(location, format, orbax, overwrite, max_file_nbytes)
 
 
-def export_destination(
-    location: str | os.PathLike[str], to: str, *, overwrite: bool
-) -> Destination:
-    """Return the destination of an export.
-
-    Raises:
-        UsageError: `to` is not a format of exports.
-    """
-    if to != "orbax":
-        raise UsageError(f'to={to!r}: pass "orbax"', expected="orbax", found=to)
-    return destination_of(
-        location, "asyncckpt", orbax=True, overwrite=overwrite, max_file_nbytes=None
-    )
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """Destination while it is being written.
+    """Destination while it is being written: by which runtime, under which name in which store.
 
     Attributes:
-        destination: location and format.
-        runtime: the runtime that writes.
-        store: the store that holds the destination.
-        name: its name in the store.
-        options: as for saving.
         metadata: added to the user's metadata.
         largest_nbytes: largest chunk that keeps the shape of the source's.
-        progress: called as the conversion proceeds.
     """
 
     destination: Destination
@@ -127,17 +109,6 @@ class Target:
     metadata: Mapping[str, Any]
     largest_nbytes: int
     progress: Callable[[Progress], None] | None
-
-    def report(self, origin: Origin, **facts: Any) -> ConvertReport:
-        """Return the report about what was written; what was read is filled in later."""
-        return ConvertReport(
-            source=origin.opened.location,
-            source_format=origin.opened.format,
-            format=self.destination.format,
-            read_nbytes=0,
-            total_s=0.0,
-            **facts,
-        )
 
 
 def is_banded(reader: LeafReader, leaf: int, spec: ArraySpec) -> bool:

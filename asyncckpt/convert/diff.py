@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from asyncckpt.arguments import guarded, typed
@@ -15,7 +15,6 @@ from asyncckpt.convert.differences import Difference, Values, described, notes
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.convert.source import Origin, Work, options_of, shares
 from asyncckpt.errors import DeadlineExceededError
-from asyncckpt.flow.buffers import Slot
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.options import RestoreOptions
 from asyncckpt.planning.tiles import band_nbytes, runs, tiles
@@ -37,19 +36,7 @@ class _Pair:
 
 
 class Comparison(Work[DiffReport]):
-    """Comparison of two checkpoints.
-
-    Args:
-        first: path of a checkpoint, of a file, or of the root of a run (its newest step).
-        second: likewise.
-        bitwise: NaNs and zeros of different bits differ.
-        options: as for restoring.
-        storage_options: options of the file system, for locations that are URLs.
-        progress: called with a `Progress` as the comparison proceeds.
-
-    Raises:
-        UsageError: an argument is wrong.
-    """
+    """Comparison of two checkpoints; arguments as for `diff`."""
 
     def __init__(
         self,
@@ -131,40 +118,28 @@ class Comparison(Work[DiffReport]):
 
     async def _compare_values(self, a: LeafReader, b: LeafReader, pairs: Sequence[_Pair]) -> None:
         pool = self._working.pool
-        streams = asyncio.Semaphore(self._working.concurrency(self._options.concurrency))
+        waiting = _batches(a, b, pairs, pool.slot_nbytes // 2)
+
+        async def stream() -> None:
+            slots = await pool.take(1, grow=False)
+            try:
+                for batch in waiting:
+                    # One half of the slot for each side.
+                    halves = slots[0].buffer.reshape(2, -1)
+                    found = await self._working.engine.compute.run(self._look, a, b, batch, halves)
+                    for (pair, _), difference in zip(batch, found, strict=True):
+                        pair.found.merge(difference)
+                    self._done_nbytes += sum(x.size * pair.specs[0].itemsize for pair, x in batch)
+                    if self._progress is not None:
+                        self._progress(Progress("diff", self._done_nbytes, self._total_nbytes))
+            except BaseException as error:
+                pool.release(slots, error)
+                raise
+            pool.release(slots)
+
         async with asyncio.TaskGroup() as group:
-            for batch in _batches(a, b, pairs, pool.slot_nbytes // 2):
-                await streams.acquire()
-                try:
-                    slots = await pool.take(1, grow=False)
-                except BaseException:
-                    streams.release()
-                    raise
-                task = group.create_task(self._batch(a, b, batch, slots[0]))
-                # A task that is cancelled before its first step never runs its `finally`.
-                task.add_done_callback(partial(self._free, slots, streams))
-
-    def _free(
-        self, slots: list[Slot], streams: asyncio.Semaphore, task: asyncio.Task[None]
-    ) -> None:
-        streams.release()
-        self._working.pool.release(slots, None if task.cancelled() else task.exception())
-
-    async def _batch(
-        self,
-        a: LeafReader,
-        b: LeafReader,
-        batch: Sequence[tuple[_Pair, Box]],
-        slot: Slot,
-    ) -> None:
-        # One half for each side.
-        halves = slot.buffer.reshape(2, -1)
-        found = await self._working.engine.compute.run(self._look, a, b, batch, halves)
-        for (pair, _), difference in zip(batch, found, strict=True):
-            pair.found.merge(difference)
-        self._done_nbytes += sum(box.size * pair.specs[0].itemsize for pair, box in batch)
-        if self._progress is not None:
-            self._progress(Progress("diff", self._done_nbytes, self._total_nbytes))
+            for _ in range(self._working.concurrency(self._options.concurrency)):
+                group.create_task(stream())
 
     # -- in worker threads
 
@@ -230,11 +205,8 @@ def _with_values(described: LeafDifference | None, pair: _Pair) -> LeafDifferenc
     first, second = (str(spec) for spec in pair.specs)
     base = described or LeafDifference(pair.path, "value", first, second)
     found = pair.found
-    return LeafDifference(
-        base.path,
-        base.what,
-        base.first,
-        base.second,
+    return dataclasses.replace(
+        base,
         size=pair.specs[0].size,
         count=found.count,
         nan_count=found.nan_count,

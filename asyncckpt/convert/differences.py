@@ -42,23 +42,23 @@ class Difference:
         if first.dtype == second.dtype and np.array_equal(_bits(first), _bits(second)):
             return
         with np.errstate(all="ignore"):
-            unequal = _unequal(first, second, bitwise=bitwise)
-            where = np.flatnonzero(unequal)
-            if len(where):
-                self._count(box, where, first.reshape(-1)[where], second.reshape(-1)[where])
-
-    def _count(self, box: Box, where: npt.NDArray[np.intp], a: Values, b: Values) -> None:
-        distance, relative, nan = _distances(a, b)
-        self.count += len(where)
-        self.nan_count += int(np.count_nonzero(nan))
+            where = np.flatnonzero(_unequal(first, second, bitwise=bitwise))
+            if not len(where):
+                return
+            a, b = first.reshape(-1)[where], second.reshape(-1)[where]
+            distance, relative, nan = _distances(a, b)
         distance = np.where(nan, -1.0, distance)
         at = int(np.argmax(distance))
-        if not self.index or distance[at] > self.largest:
-            self.largest = max(self.largest, float(distance[at]))
-            index = np.unravel_index(where[at], box.shape) if box.shape else ()
-            self.index = tuple(int(i) + o for i, o in zip(index, box.offset, strict=True))
-        if not nan.all():
-            self.largest_relative = max(self.largest_relative, float(relative[~nan].max()))
+        index = np.unravel_index(where[at], box.shape) if box.shape else ()
+        self.merge(
+            Difference(
+                len(where),
+                int(np.count_nonzero(nan)),
+                float(distance[at]),
+                float(relative[~nan].max(initial=0.0)),
+                tuple(int(i) + o for i, o in zip(index, box.offset, strict=True)),
+            )
+        )
 
     def merge(self, other: Difference) -> None:
         """Add the differences of `other`; the result does not depend on the order."""

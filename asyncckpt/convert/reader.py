@@ -27,7 +27,6 @@ from asyncckpt.format.record import Piece
 from asyncckpt.options import ALIGNED_CHUNK_NBYTES, MIB
 from asyncckpt.planning.overlap import BoxIndex
 from asyncckpt.planning.restore import Request, cells_overlapping, intersection, plan_restore
-from asyncckpt.planning.table import Column
 from asyncckpt.planning.tiles import Part
 from asyncckpt.restore.decode import Destination, flat_target
 from asyncckpt.restore.fetch import Fetch
@@ -48,14 +47,9 @@ AHEAD_ROWS = 8192
 
 
 class Block:
-    """Chunks that are loaded and dropped together.
+    """Chunks that are loaded and dropped together: the elements of each row, once loaded.
 
-    Attributes:
-        rows: the chunks.
-        nbytes: bytes they take decoded.
-        loaded: the elements of each row, once they are loaded.
-        users: takers that have not released it.
-        left: elements that were not read yet.
+    It has `users` that have not released it, and `left` elements that were not read yet.
     """
 
     __slots__ = ("left", "loaded", "nbytes", "rows", "users")
@@ -165,11 +159,8 @@ class Blocks:
 class LeafReader:
     """Reader of boxes of the leaves of one checkpoint, used by many threads at a time.
 
-    Args:
-        runtime: the runtime that reads; not that of the threads that call `read`.
-        opened: the checkpoint.
-        extents: extents of its chunks.
-        cache_nbytes: bytes of decoded chunks in memory; a larger chunk is held alone.
+    The runtime is not that of the threads that call `read`. `cache_nbytes` bound the decoded chunks
+    in memory; a larger chunk is held alone.
     """
 
     def __init__(
@@ -187,8 +178,13 @@ class LeafReader:
         self._dtypes = [DTYPES[storage.spec.dtype] for storage in opened.storages]
         self._leaf_of = {p.array: leaf for leaf, own in enumerate(self.pieces) for p in own}
         self._stored = opened.stored()
-        self._owners, self._owner_rows = self._rows()
-        self._row_nbytes = self._decoded_nbytes()
+        # Arrays with rows of their own, the first row of each, and the decoded bytes of each row.
+        tied, specs = opened.arrays.tied, opened.arrays.spec
+        owners = [a for a, kind in enumerate(specs) if a not in tied and self._counts[kind]]
+        self._owners, self._owner_rows = np.array(owners, np.int64), self._stored.first_row[owners]
+        sizes = np.array([storage.chunk_nbytes for storage in opened.storages], np.int64)
+        counts = np.diff(self._owner_rows, append=opened.row_count)
+        self._row_nbytes = np.repeat(sizes[self._stored.kind[self._owners]], counts)
         self._turn = np.zeros(opened.row_count, np.int64)
         self.in_order(range(len(self.pieces)))
         self._indices: dict[int, BoxIndex] = {}
@@ -220,7 +216,7 @@ class LeafReader:
             StoreError: reading failed.
         """
         single = self._single[leaf]
-        if single >= 0 and box.shape == self._shape(leaf):
+        if single >= 0 and box.shape == self._grid(self.pieces[leaf][0].array).shape:
             self._copy(single, (), out)
             return
         for array, part, memory in self._overlaps(leaf, box, out):
@@ -241,11 +237,6 @@ class LeafReader:
     def spec(self, leaf: int) -> ArraySpec | None:
         """Return shape and dtype of a leaf; None for scalars."""
         return self._specs[leaf]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all array leaves."""
-        return sum(spec.nbytes for spec in self._specs if spec is not None)
 
     def parts(self, leaf: int) -> list[Part]:
         """Return the arrays of a leaf: the offset of each, and its grid."""
@@ -269,42 +260,22 @@ class LeafReader:
         one = self._counts[self.opened.arrays.spec[array]] == 1
         return self.opened.first_rows[array] if one else -1
 
-    def _shape(self, leaf: int) -> tuple[int, ...]:
-        return self._grid(self.pieces[leaf][0].array).shape
-
-    def _rows(self) -> tuple[Column, Column]:
-        """Return arrays with rows of their own, and the first row of each, ascending."""
-        arrays = [
-            array
-            for array in range(len(self.opened.arrays.spec))
-            if array not in self.opened.arrays.tied and self._counts[self.opened.arrays.spec[array]]
-        ]
-        return np.array(arrays, np.int64), self._stored.first_row[arrays]
-
-    def _decoded_nbytes(self) -> Column:
-        sizes = np.array([storage.chunk_nbytes for storage in self.opened.storages], np.int64)
-        counts = np.diff(self._owner_rows, append=self.opened.row_count)
-        return np.repeat(sizes[self._stored.kind[self._owners]], counts)
-
     def _overlaps(self, leaf: int, box: Box, out: Values) -> Iterator[tuple[int, Box, Values]]:
         """Yield array, part and memory for that part, for all arrays that overlap the box."""
         pieces = self.pieces[leaf]
         if len(pieces) == 1:
             yield pieces[0].array, box, out
             return
-        for number in self._index(leaf, pieces).meeting(box).tolist():
+        index = self._indices.get(leaf)
+        if index is None:
+            index = BoxIndex([Box(p.offset, self._grid(p.array).shape) for p in pieces])
+            self._indices[leaf] = index
+        for number in index.meeting(box).tolist():
             offset, array = pieces[number].offset, pieces[number].array
             common = Box(offset, self._grid(array).shape).intersect(box)
             assert common is not None
             memory = _part(out, common.relative_to(box.offset).slices())
             yield array, common.relative_to(offset), memory
-
-    def _index(self, leaf: int, pieces: Sequence[Piece]) -> BoxIndex:
-        index = self._indices.get(leaf)
-        if index is None:
-            index = BoxIndex([Box(p.offset, self._grid(p.array).shape) for p in pieces])
-            self._indices[leaf] = index
-        return index
 
     # -- loading
 
@@ -322,10 +293,9 @@ class LeafReader:
         room = min(AHEAD_NBYTES, self.cache_nbytes // 4)
         for other, nbytes in zip(ahead[:near].tolist(), sizes[:near].tolist(), strict=True):
             if nbytes < ALONE_NBYTES and other not in present:
-                total += nbytes
-                if total > room:
-                    total -= nbytes
+                if total + nbytes > room:
                     break
+                total += nbytes
                 rows.append(other)
         return rows, total
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -22,16 +22,16 @@ from typing import Any, cast
 import numpy as np
 
 from asyncckpt.checkpoint.payload import ArrayReader, gather
-from asyncckpt.convert.destination import Target, is_banded
+from asyncckpt.convert.destination import Facts, Target, is_banded
+from asyncckpt.convert.reader import LeafReader
 from asyncckpt.convert.safetensors_plan import FilesPlan, Tensor, plan_files
 from asyncckpt.convert.source import Origin
 from asyncckpt.errors import AsyncCheckpointError, UsageError
 from asyncckpt.flow.buffers import Slot, SlotPool
 from asyncckpt.flow.shield import leading_error, to_completion
-from asyncckpt.flow.threads import Workers
 from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.planning.pack import Window
-from asyncckpt.planning.tiles import Part, tiles
+from asyncckpt.planning.tiles import tiles
 from asyncckpt.ports import (
     Bytes,
     DataFile,
@@ -41,14 +41,14 @@ from asyncckpt.ports import (
     Sizes,
     Source,
 )
-from asyncckpt.reports import ConvertReport, Progress
+from asyncckpt.reports import Progress
 from asyncckpt.save.plan_cache import options_of_leaf, stored_spec
 from asyncckpt.save.snapshot import Snapshot
 from asyncckpt.spec import DTYPES, ArraySpec, Box, ChunkGrid
 
 
-async def write_files(target: Target, origin: Origin, taken: Snapshot) -> ConvertReport:
-    """Write the tree as safetensors files at the target, whole and durable.
+async def write_files(target: Target, origin: Origin, taken: Snapshot) -> Facts:
+    """Write the tree as safetensors files at the target, whole and durable; as `write_checkpoint`.
 
     Cancellation: waits for reads and writes that are running, then removes what was written.
 
@@ -67,7 +67,6 @@ async def write_files(target: Target, origin: Origin, taken: Snapshot) -> Conver
     plan = await runtime.engine.compute.run(_plan, target, origin, taken)
     reader.in_order([taken.array_leaf[tensor.number] for tensor in plan.tensors])
     total = sum(plan.file_nbytes)
-    done = 0
     wanted = target.options.concurrency
     concurrency = store.sizes(
         total,
@@ -84,23 +83,7 @@ async def write_files(target: Target, origin: Origin, taken: Snapshot) -> Conver
         private=target.options.private,
     )
 
-    def written(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if target.progress is not None:
-            target.progress(Progress("convert", min(done, total), total))
-
-    writer = FilesWriter(
-        plan,
-        taken,
-        lambda number: reader.parts(taken.array_leaf[number]),
-        attempt,
-        pool,
-        runtime.engine.compute,
-        concurrency=concurrency,
-        positional=store.capabilities.positional_writes,
-        written=written,
-    )
+    writer = FilesWriter(target, reader, taken, plan, attempt, pool, concurrency)
     try:
         await writer.run()
     except BaseException as error:
@@ -111,8 +94,7 @@ async def write_files(target: Target, origin: Origin, taken: Snapshot) -> Conver
         raise
     await to_completion(attempt.publish_files(plan.names[0] if single else ""))
     index = 0 if plan.index is None else len(plan.index[1])
-    return target.report(
-        origin,
+    return Facts(
         location=attempt.location,
         step=None,
         leaf_count=len(taken.paths),
@@ -151,42 +133,31 @@ def _stored(target: Target, path: str, source: Source) -> ArraySpec:
 
 
 class FilesWriter:
-    """Writer of the planned files into an attempt.
+    """Writer of the planned files into an attempt, window by window in slots of `pool`.
 
-    Args:
-        plan: the files.
-        taken: the arrays.
-        parts: the stored arrays of every array.
-        attempt: the export that the files belong to.
-        pool: slots; of another runtime than the reader's.
-        compute: threads that read.
-        concurrency: windows in flight.
-        positional: whether files take writes at any offset; otherwise each window is a part.
-        written: called with the bytes of every write.
+    Where the store has no positional writes, each window is a part of an upload.
     """
 
     def __init__(
         self,
-        plan: FilesPlan,
+        target: Target,
+        reader: LeafReader,
         taken: Snapshot,
-        parts: Callable[[int], Sequence[Part]],
+        plan: FilesPlan,
         attempt: Export,
         pool: SlotPool,
-        compute: Workers,
-        *,
         concurrency: int,
-        positional: bool,
-        written: Callable[[int], None],
     ) -> None:
-        self._plan = plan
+        self._target = target
+        self._leaves = reader
         self._taken = taken
-        self._parts = parts
+        self._plan = plan
         self._attempt = attempt
         self._pool = pool
-        self._compute = compute
+        self._compute = target.runtime.engine.compute
         self._streams = asyncio.Semaphore(concurrency)
-        self._positional = positional
-        self._written = written
+        self._positional = target.store.capabilities.positional_writes
+        self._done_nbytes = 0
         self._readers: dict[int, ArrayReader] = {}
         self._dtypes = {tensor.number: tensor.spec.dtype for tensor in plan.tensors}
 
@@ -234,7 +205,14 @@ class FilesWriter:
     def _tiles(self, tensor: Tensor) -> Any:
         # In the dtype that is read: its elements may be wider than the stored ones.
         itemsize = max(tensor.spec.itemsize, self._taken.sources[tensor.number].spec.itemsize)
-        return tiles(self._parts(tensor.number), itemsize, self._pool.slot_nbytes)
+        parts = self._leaves.parts(self._taken.array_leaf[tensor.number])
+        return tiles(parts, itemsize, self._pool.slot_nbytes)
+
+    def _written(self, nbytes: int) -> None:
+        self._done_nbytes += nbytes
+        if self._target.progress is not None:
+            total = sum(self._plan.file_nbytes)
+            self._target.progress(Progress("convert", min(self._done_nbytes, total), total))
 
     async def _start(self, group: asyncio.TaskGroup, work: Any, *args: Any) -> None:
         await self._streams.acquire()

@@ -14,7 +14,7 @@ from asyncckpt.checkpoint.metadata import RECORD, OpenCheckpoint, extents_of, re
 from asyncckpt.checkpoint.open import open_any
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
-from asyncckpt.flow.engine import Job
+from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import default_budget_nbytes
@@ -27,13 +27,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """Checkpoint that a conversion or comparison reads.
-
-    Attributes:
-        opened: the checkpoint.
-        reader: reader of its leaves.
-        step: the step in its record or its name, or None.
-    """
+    """Checkpoint that is read, and the step in its record or its name."""
 
     opened: OpenCheckpoint
     reader: LeafReader
@@ -41,13 +35,9 @@ class Origin:
 
 
 class Work(Generic[R]):
-    """Conversion or comparison: `submit` it, wait for the job, then close.
+    """Conversion or comparison, with one engine that reads and one that does the work.
 
-    Args:
-        name: name of the engine that does the work.
-        reading_nbytes: byte budget of the engine that reads.
-        working_nbytes: byte budget of the engine that does the work.
-        cache_nbytes: bytes of decoded chunks that each checkpoint may keep.
+    `cache_nbytes` are the bytes of decoded chunks that each checkpoint may keep.
     """
 
     def __init__(
@@ -57,12 +47,14 @@ class Work(Generic[R]):
         self._reading = Runtime("asyncckpt-read", host_memory_nbytes=reading_nbytes)
         self._working = Runtime(f"asyncckpt-{name}", host_memory_nbytes=working_nbytes)
 
-    def submit(self) -> Job[R]:
-        """Start the work."""
-        return self._working.engine.submit(self._run)
+    async def outcome(self) -> R:
+        """Do the work, then close all files and end all threads; return the result."""
+        try:
+            return await self._working.engine.submit(self._run).wait()
+        finally:
+            await uninterrupted(self._aclose())
 
-    async def aclose(self) -> None:
-        """Close all files and end all threads. Idempotent."""
+    async def _aclose(self) -> None:
         try:
             await self._working.aclose()
         finally:
@@ -96,7 +88,6 @@ async def open_origin(
 
     Raises:
         CheckpointNotFoundError: it is neither.
-        CorruptCheckpointError, UnsupportedFormatError: as for restoring.
     """
     if _is_bucket(location):
         store = runtime.store(location, direct_io="auto", storage_options=storage_options)
@@ -144,9 +135,7 @@ def options_of(
 
 def _is_bucket(location: object) -> bool:
     """Return whether a URL names a whole bucket, which may be a root but not a checkpoint."""
-    if not is_url(location):
-        return False
-    return not parse_url(str(location)).parts
+    return is_url(location) and not parse_url(str(location)).parts
 
 
 async def _newest(

@@ -54,11 +54,9 @@ async def verify_foreign(
 
 
 class _Check:
-    """The verification of one foreign checkpoint.
+    """The verification of one foreign checkpoint: one damaged place for each damaged leaf.
 
-    Attributes:
-        damages: one damaged place for each damaged leaf.
-        read_nbytes: bytes of chunks, those in the metadata included.
+    `read_nbytes` counts the bytes of chunks, those in the metadata included.
     """
 
     def __init__(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import posixpath
 import time
@@ -10,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from asyncckpt.checkpoint.foreign.listing import side_by_side
 from asyncckpt.checkpoint.metadata import RECORD, OpenCheckpoint, read_index
 from asyncckpt.checkpoint.open import MAX_ENTRIES, open_any
 from asyncckpt.errors import (
@@ -18,7 +18,6 @@ from asyncckpt.errors import (
     StoreError,
     UnsupportedFormatError,
 )
-from asyncckpt.flow.shield import leading_error
 from asyncckpt.format.chunks import ChunkIndex
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.record import CommitRecord
@@ -126,18 +125,11 @@ class _Verify:
     async def _files(self, rows: dict[int, list[int]], index: ChunkIndex | None) -> None:
         files = self._record.files
         await self._list()
-        numbers = iter(range(len(files)))
-
-        async def check() -> None:
-            for number in numbers:
-                await self._file(number, rows.get(number, []), index)
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(self._opened.files.capabilities.reads, len(files))):
-                    group.create_task(check())
-        except BaseExceptionGroup as errors:
-            raise leading_error(errors) from None
+        await side_by_side(
+            self._opened.files,
+            lambda number: self._file(number, rows.get(number, []), index),
+            range(len(files)),
+        )
         order = {file.path: number for number, file in enumerate(files)}
         self._damages.sort(key=lambda damage: order.get(damage.file, -1))
 

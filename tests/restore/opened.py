@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, Storage, StoredFile, number_rows
+from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, Storage, StoredFile
 from asyncckpt.format.codecs import RAW, Codec
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.record import ArrayTable, LeafTable, encode_scalar
@@ -44,7 +44,6 @@ def opened(
             storages.append(Storage(spec, shape, codec))
     numbers = list(range(len(storages)))
     arrays = ArrayTable([str(n) for n in numbers], numbers, tied or {})
-    first_rows, rows = number_rows(storages, arrays)
 
     async def read_extents(_: Any) -> Extents:
         raise AssertionError("nothing is read here")
@@ -58,8 +57,6 @@ def opened(
         storages=tuple(storages),
         stored_files=(StoredFile("d/0", 1 << 30),),
         read_extents=read_extents,
-        first_rows=first_rows,
-        row_count=rows,
         record=cast(Any, object()),
     )
 

@@ -9,23 +9,18 @@ read whole and decoded.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from asyncckpt.checkpoint.foreign.access import located
-from asyncckpt.checkpoint.metadata import StoredFile, missing
+from asyncckpt.checkpoint.foreign.listing import Listing, Range, batches, named
+from asyncckpt.checkpoint.metadata import StoredFile
 from asyncckpt.errors import (
     AsyncCheckpointError,
-    CheckpointNotFoundError,
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
-from asyncckpt.flow.shield import leading_error
 from asyncckpt.format.damage import corrupt
 from asyncckpt.format.foreign.torch.dcp import Entry, Item, layout_of
 from asyncckpt.format.foreign.torch.plain_values import load_value
@@ -45,14 +40,8 @@ from asyncckpt.spec import array_spec
 MAX_VALUE_NBYTES = 256 * MIB
 """Longest archive of a value other than a tensor: these are read when a checkpoint is opened."""
 
-READ_NBYTES = 1 * MIB
-"""Neighbouring archives are read together up to this size."""
-
 GAP_NBYTES = 16 << 10
 """Largest gap between two heads that one read covers."""
-
-STREAMS = 8
-"""Reads in flight, at least: 1 MiB of memory each."""
 
 MAX_HEADS = 4096
 """Different heads that are remembered."""
@@ -69,10 +58,9 @@ class Place(NamedTuple):
 
 
 class _Want(NamedTuple):
-    """First bytes of one archive: its head, or all of it."""
+    """First bytes of one archive, its head or all of it: an archive's entry, its number there."""
 
-    offset: int
-    nbytes: int
+    range: Range
     number: int
     shard: int
 
@@ -96,8 +84,7 @@ class Archives:
         self.values: dict[int, object] = {}
         self.places: dict[tuple[int, int], Place] = {}
         self.faults: dict[int, AsyncCheckpointError] = {}
-        self._files = files
-        self._stored = stored
+        self._listing = Listing(files, "", {path: file.nbytes for path, file in stored.items()})
         self._entries = entries
         self._allowance = allowance
         self._heads: dict[bytes, tuple[SavedTensor, int]] = {}
@@ -107,60 +94,33 @@ class Archives:
         """Give every entry its value, the places of its shards, or a fault.
 
         Raises:
-            CorruptCheckpointError: a file is gone.
             StoreError: reading failed.
         """
-        streams = asyncio.Semaphore(max(STREAMS, self._files.capabilities.reads))
-        try:
-            async with asyncio.TaskGroup() as group:
-                for path, wants in self._wants().items():
-                    for run in _runs(sorted(wants)):
-                        if run[0].nbytes > READ_NBYTES:
-                            await self._read_run(path, run)
-                            continue
-                        await streams.acquire()
-                        task = group.create_task(self._read_run(path, run))
-                        # A task cancelled before its first step never runs its `finally`.
-                        task.add_done_callback(lambda _: streams.release())
-        except BaseExceptionGroup as errors:
-            raise leading_error(errors) from None
+        # In the order of the files, so that neighbours come into one batch.
+        for batch in batches(sorted(self._wants()), lambda want: want.range[2]):
+            heads = await self._listing.read([want.range for want in batch], GAP_NBYTES)
+            for want, head in zip(batch, heads, strict=True):
+                try:
+                    self._take(want, head)
+                except ShortHeadError:
+                    path, offset, _ = want.range
+                    item = self._entries[want.number].items[want.shard]
+                    longer = (path, offset, min(item.nbytes, LONG_HEAD_NBYTES))
+                    self._take(want, *await self._listing.read([longer]))
 
-    def _wants(self) -> dict[str, list[_Want]]:
-        """Return what to read of every file; nothing for entries whose fault is known already."""
-        wants: dict[str, list[_Want]] = {path: [] for path in self._stored}
+    def _wants(self) -> Iterator[_Want]:
+        """Yield what to read of every archive; nothing for entries whose fault is known already."""
         for number, entry in enumerate(self._entries):
             for shard, item in enumerate(entry.items):
                 with self._blamed(number, item.file) as shown:
-                    _check(entry, item, self._stored[item.file].nbytes, shown)
+                    _check(entry, item, self._listing.nbytes_of[item.file], shown)
                     nbytes = item.nbytes if entry.shape is None else min(item.nbytes, HEAD_NBYTES)
-                    wants[item.file].append(_Want(item.offset, nbytes, number, shard))
-        return wants
+                    yield _Want((item.file, item.offset, nbytes), number, shard)
 
-    async def _read_run(self, path: str, run: Sequence[_Want]) -> None:
-        start = run[0].offset
-        data = await self._read_bytes(path, start, run[-1].offset + run[-1].nbytes - start)
-        for want in run:
-            begin = want.offset - start
-            head = data if len(run) == 1 else data[begin : begin + want.nbytes]
-            try:
-                self._take(path, want, head)
-            except ShortHeadError:
-                item = self._entries[want.number].items[want.shard]
-                nbytes = min(item.nbytes, LONG_HEAD_NBYTES)
-                self._take(path, want, await self._read_bytes(path, want.offset, nbytes))
-
-    async def _read_bytes(self, path: str, offset: int, nbytes: int) -> bytes:
-        data = np.empty(nbytes, np.uint8)
-        try:
-            await self._files.read_into(path, offset, [data])
-        except CheckpointNotFoundError as error:
-            raise missing(self._files.location, path) from error
-        return data.tobytes()
-
-    def _take(self, path: str, want: _Want, data: bytes) -> None:
+    def _take(self, want: _Want, data: bytes) -> None:
         entry = self._entries[want.number]
         item = entry.items[want.shard]
-        with self._blamed(want.number, path) as shown:
+        with self._blamed(want.number, item.file) as shown:
             what = f"the archive of {entry.key[:200]!r}"
             archive = Archive(data, item.nbytes, what, shown, item.offset)
             if entry.shape is None:
@@ -220,7 +180,7 @@ class Archives:
     def _blamed(self, number: int, path: str) -> Iterator[str]:
         """Turn damage found inside into the fault of an entry."""
         try:
-            with located(self._files, path) as shown:
+            with named(self._listing.files, path) as shown:
                 yield shown
         except (CorruptCheckpointError, UnsupportedFormatError) as error:
             # A copy: the error's traceback would keep everything that was half decoded alive.
@@ -248,18 +208,3 @@ def _check(entry: Entry, item: Item, size: int, file: str) -> None:
             expected=tuple(name for name, dtype in DTYPES.items() if dtype is not None),
             found=found,
         )
-
-
-def _runs(wants: Sequence[_Want]) -> Iterator[list[_Want]]:
-    """Yield archives of one file to be read together; `wants` are sorted by offset."""
-    run: list[_Want] = []
-    end = 0
-    for want in wants:
-        stop = want.offset + want.nbytes
-        if run and (want.offset > end + GAP_NBYTES or stop > run[0].offset + READ_NBYTES):
-            yield run
-            run = []
-        run.append(want)
-        end = stop
-    if run:
-        yield run

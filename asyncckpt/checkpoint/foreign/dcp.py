@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
-from asyncckpt.checkpoint.foreign.access import located, stored_files
 from asyncckpt.checkpoint.foreign.archives import Archives
+from asyncckpt.checkpoint.foreign.listing import named, stored_files
 from asyncckpt.checkpoint.foreign.raw import Run, RunTables
 from asyncckpt.checkpoint.metadata import OpenCheckpoint, StoredFile
 from asyncckpt.errors import AsyncCheckpointError
@@ -29,8 +30,9 @@ from asyncckpt.format.foreign.torch.unpickle import (
     Unpickler,
 )
 from asyncckpt.options import MIB
+from asyncckpt.planning.tiling import tiling_fault
 from asyncckpt.ports import CheckpointFiles
-from asyncckpt.spec import array_spec
+from asyncckpt.spec import Box, array_spec
 from asyncckpt.tree import flatten
 
 FREE_NBYTES = 48 * MIB
@@ -39,6 +41,12 @@ FREE_NBYTES = 48 * MIB
 OPCODES_PER_TURN = 1 << 15
 """Opcodes interpreted before the event loop gets its turn: about 30 ms."""
 
+
+FREE_AXES = 4
+"""Axes along which any number of shards may be parts; meshes cut fewer."""
+
+MAX_CORNERS = 1 << 18
+"""Most corners of the shards of one tensor that is cut along more axes."""
 
 NEWER = (
     "it was written by a newer version of torch.distributed.checkpoint than this release was "
@@ -57,15 +65,10 @@ class _Placed:
 
 
 async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
-    """Read the metadata and the head of every archive; decode values that are not tensors.
-
-    Raises:
-        CorruptCheckpointError: the metadata is malformed, or a file is missing.
-        UnsupportedFormatError: it has another version, or names something that is not read here.
-    """
+    """Read the metadata and the head of every archive; decode values that are not tensors."""
     data = await files.read(METADATA_NAME, max_nbytes=MAX_METADATA_NBYTES)
     allowance = Allowance(ALLOWANCE_RATIO * len(data) + FREE_NBYTES)
-    with located(files, METADATA_NAME) as shown:
+    with named(files, METADATA_NAME) as shown:
         source = PickleSource(data, "the metadata of torch.distributed.checkpoint", shown)
         unpickler = Unpickler(source, metadata_names(), allowance)
         while True:
@@ -73,13 +76,14 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
                 break
             await asyncio.sleep(0)
         entries = decode_entries(unpickler.value, file=shown)
+        check_tiling(entries, file=shown)
     newer = sorted(unpickler.unknown)
     del data, source, unpickler
     stored = await stored_files(files, dict.fromkeys(i.file for e in entries for i in e.items))
     archives = Archives(files, stored, entries, allowance)
     await archives.read()
     values = [archives.values.get(n, _Placed(n)) for n in range(len(entries))]
-    with located(files, METADATA_NAME) as shown:
+    with named(files, METADATA_NAME) as shown:
         try:
             tree = nest([entry.path for entry in entries], values)
         except ValueError as error:
@@ -103,6 +107,34 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
         metadata={},
         notes=(NEWER.format(fields=", ".join(newer)),) if newer else (),
     )
+
+
+def check_tiling(entries: Sequence[Entry], *, file: str) -> None:
+    """Check that the shards of every tensor tile it, in bounded time and memory.
+
+    Raises:
+        CorruptCheckpointError: names the tensor and what is wrong.
+    """
+    for entry in entries:
+        shape, boxes = entry.shape, entry.boxes
+        if shape is None:
+            continue
+        held, size = sum(box.size for box in boxes), math.prod(shape)
+        # The check makes a row of every corner: two for each axis along which a shard is a part.
+        cut = sum(any(b.offset[i] or b.shape[i] != n for b in boxes) for i, n in enumerate(shape))
+        if held < size:
+            reason: str | None = f"they hold {held} of its {size} elements"
+        elif cut > FREE_AXES and len(boxes) << cut > MAX_CORNERS:
+            reason = f"{len(boxes)} of them are too irregular to be checked"
+        else:
+            reason = tiling_fault(Box.whole(shape), boxes)
+        if reason is not None:
+            raise corrupt(
+                "the metadata of torch.distributed.checkpoint",
+                f"the shards of {entry.key[:200]!r}, of size {list(shape)}, do not tile it: "
+                f"{reason}",
+                file=file,
+            )
 
 
 def _add_tensor(

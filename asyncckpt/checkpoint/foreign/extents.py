@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncckpt.checkpoint.foreign.listing import Listing, refuse_link
+from asyncckpt.checkpoint.foreign.listing import Listing, Range, damaged, refuse_link
 from asyncckpt.checkpoint.foreign.tables import KeyTable
 from asyncckpt.checkpoint.metadata import Extents, Storage, StoredFile, number_rows
 from asyncckpt.errors import CorruptCheckpointError
@@ -43,11 +43,8 @@ class FoundArray:
     """zarr array found in a foreign checkpoint.
 
     Attributes:
-        name: its name in the checkpoint.
-        table: the keys of its chunks.
-        base: prefix of these keys.
-        zarr: its decoded metadata document.
-        document: path of that document, for errors.
+        table: the keys of its chunks, which begin with `base`.
+        zarr: its metadata, decoded from `document`.
         complete: every chunk is stored; a missing one is damage.
     """
 
@@ -78,66 +75,51 @@ class ExtentReader:
         self._first_rows = np.array(first_rows, np.int64)
         self._stored_files = stored_files
         self._number_of = {file.path: number for number, file in enumerate(stored_files)}
-        listings = {id(a.table): a.table.listing for a in arrays}.values()
-        nbytes_of = {path: n for listing in listings for path, n in listing.nbytes_of.items()}
-        self._listing = Listing(files, "", nbytes_of)
+        self._listing = Listing(files, "", {file.path: file.nbytes for file in stored_files})
 
     async def read(self, wanted: Sequence[int] | None) -> Extents:
-        """Return the extents of these arrays' chunks (None: of all); other rows are empty.
-
-        Raises:
-            CorruptCheckpointError: a chunk is outside its file, has an impossible size, or is
-                missing where all are stored.
-        """
+        """Return the extents of these arrays' chunks (None: of all); other rows are empty."""
         file = np.full(self._row_count, -1, np.int64)
         offset, nbytes = np.zeros((2, self._row_count), np.int64)
         values: dict[int, bytes] = {}
         extents = Extents(file, offset, nbytes, None, values)
         arrays = range(len(self._arrays)) if wanted is None else wanted
         for turn, array in enumerate(arrays, 1):
-            found = self._arrays[array]
-            table = found.table
-            for row, key in enumerate(await self._find(found), int(self._first_rows[array])):
-                if key < 0:
-                    continue
-                value = table.inline[key]
-                nbytes[row] = table.nbytes[key] if value is None else len(value)
-                if value is None:
-                    file[row] = self._number_of[table.paths[table.file[key]]]
-                    offset[row] = table.offset[key]
-                else:
-                    values[row] = value
+            places = await self._find(self._arrays[array])
+            for row, place in enumerate(places, int(self._first_rows[array])):
+                if isinstance(place, bytes):
+                    nbytes[row], values[row] = len(place), place
+                elif place is not None:
+                    path, offset[row], nbytes[row] = place
+                    file[row] = self._number_of[path]
             if turn % ARRAYS_PER_TURN == 0:
                 await asyncio.sleep(0)
         self._check_sizes(extents)
         self._check_overlap(int(nbytes[file >= 0].sum()))
         return extents
 
-    async def _find(self, found: FoundArray) -> list[int]:
-        """Return the row in the key table of every chunk; -1 for chunks that are not stored."""
+    async def _find(self, found: FoundArray) -> list[bytes | Range | None]:
+        """Return the value of every chunk, or its place; None for chunks that are not stored."""
         table = found.table
         keys = found.zarr.keys.all(found.base, found.zarr.grid.counts)
-        rows = [table.find(key) for key in keys]
-        for key, row in zip(keys, rows, strict=True):
-            if row < 0:
+        places = [table.places.get(key) for key in keys]
+        for key, place in zip(keys, places, strict=True):
+            if place is None:
                 path = table.listing.path(key.decode())
                 if table.is_directory and path_fault(path) is None:
                     await refuse_link(self._files, path)
                 if found.complete:
                     raise self._missing(found, key.decode())
-            elif table.inline[row] is None:
-                path = table.paths[table.file[row]]
-                await self._listing.check(path, int(table.offset[row]), int(table.nbytes[row]))
-        return rows
+            elif not isinstance(place, bytes):
+                await self._listing.check(*place)
+        return places
 
     def _missing(self, found: FoundArray, chunk: str) -> CorruptCheckpointError:
-        location = self._files.location
-        return CorruptCheckpointError(
-            f"{location}: chunk {chunk!r} of array {found.name!r} is missing, and this checkpoint "
-            "says that all are stored; use another checkpoint, or leave this array out with "
-            "include=",
-            file=found.document,
-            location=location,
+        return damaged(
+            self._files,
+            found.document,
+            f"chunk {chunk!r} of array {found.name!r} is missing, and this checkpoint says that "
+            "all are stored; use another checkpoint, or leave this array out with include=",
             expected="a chunk",
             found="nothing",
         )
@@ -172,13 +154,13 @@ class ExtentReader:
             file = self._stored_files[int(extents.file[row])].path
             offset = int(extents.offset[row])
             where = f"at byte {offset} of {file}"
-        raise CorruptCheckpointError(
-            f"{self._files.location}: a chunk of array {found.name!r} {where} is {stored[bad]} "
-            f"bytes, which cannot hold {payload[bad]} of an array of {found.zarr.spec.nbytes}; the "
-            "checkpoint is damaged or hostile: use another, or leave this array out with include=",
-            file=file,
+        raise damaged(
+            self._files,
+            file,
+            f"a chunk of array {found.name!r} {where} is {stored[bad]} bytes, which cannot hold "
+            f"{payload[bad]} of an array of {found.zarr.spec.nbytes}; the checkpoint is damaged or "
+            "hostile: use another, or leave this array out with include=",
             offset=offset,
-            location=self._files.location,
             expected=int(payload[bad]),
             found=int(stored[bad]),
         )
@@ -187,10 +169,11 @@ class ExtentReader:
         """Raise if chunks share bytes without bounds; copies inside of a database share some."""
         stored = self._listing.nbytes
         if claimed > 4 * stored + OVERLAP_NBYTES:
-            raise CorruptCheckpointError(
-                f"{self._files.location}: the metadata places {claimed} bytes of chunks in files "
-                f"of {stored} bytes; it is damaged or hostile: use another checkpoint",
-                location=self._files.location,
+            raise damaged(
+                self._files,
+                None,
+                f"the metadata places {claimed} bytes of chunks in files of {stored} bytes; it is "
+                "damaged or hostile: use another checkpoint",
                 expected=stored,
                 found=claimed,
             )

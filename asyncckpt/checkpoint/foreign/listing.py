@@ -1,32 +1,34 @@
-"""Files below a directory with their sizes, and reads of many small ranges of them."""
+"""Files of a foreign checkpoint: sizes, reads of many small ranges, and their names in errors."""
 
 # Rule 1: nothing is read or allocated before the listing shows that it exists. Links are not
 #   listed: files reached through one are refused by the store.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
-from asyncckpt.checkpoint.foreign.access import side_by_side
 from asyncckpt.checkpoint.foreign.ours import is_our_data, without_record
-from asyncckpt.checkpoint.metadata import missing
+from asyncckpt.checkpoint.metadata import StoredFile, missing
 from asyncckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
+from asyncckpt.flow.shield import leading_error
 from asyncckpt.format.damage import path_fault
 from asyncckpt.planning.coalesce import coalesce
-from asyncckpt.ports import Bytes, CheckpointFiles
+from asyncckpt.ports import CheckpointFiles
 
 MAX_FILES = 1 << 20
-"""Files and directories of one checkpoint."""
+"""Files and directories of one checkpoint, and names in one directory."""
 
 MAX_DEPTH = 320
 """Deepest directory: a tree's deepest container plus the dimensions of a cell."""
@@ -37,18 +39,62 @@ GAP_NBYTES = 64 << 10
 READ_NBYTES = 4 << 20
 """Longest read of several ranges."""
 
+BATCH_NBYTES = 16 << 20
+"""Bytes of metadata in memory at a time."""
+
+CONCURRENCY = 8
+"""Least reads of metadata in flight: enough to hide the hop to another thread."""
+
 Range = tuple[str, int, int]
 """File relative to the checkpoint, first byte, length."""
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+async def side_by_side(
+    files: CheckpointFiles, work: Callable[[A], Awaitable[R]], items: Sequence[A]
+) -> list[R]:
+    """Do the work for all items, as many at a time as the store prefers; return results in order.
+
+    The first failure is raised.
+    """
+    found: dict[int, R] = {}
+    waiting = iter(enumerate(items))
+
+    async def stream() -> None:
+        for number, item in waiting:
+            found[number] = await work(item)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(len(items), max(CONCURRENCY, files.capabilities.reads))):
+                group.create_task(stream())
+    except BaseExceptionGroup as errors:
+        raise leading_error(errors) from None
+    return [found[number] for number in range(len(items))]
+
+
+def batches(items: Iterable[A], nbytes_of: Callable[[A], int]) -> Iterator[list[A]]:
+    """Yield the items in batches of about `BATCH_NBYTES`."""
+    batch: list[A] = []
+    nbytes = 0
+    for item in items:
+        batch.append(item)
+        nbytes += nbytes_of(item)
+        if nbytes > BATCH_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Listing:
     """Regular files below one directory of a checkpoint.
 
-    Attributes:
-        files: access to the checkpoint.
-        directory: the directory, relative to the checkpoint; empty for the checkpoint itself.
-        nbytes_of: size of every file, by its path relative to the checkpoint.
+    `nbytes_of` has the size of every file by its path, which like `directory` is relative to the
+    checkpoint.
     """
 
     files: CheckpointFiles
@@ -80,81 +126,61 @@ class Listing:
                 raise without_record(self.files.location, is_database=not self.directory)
 
     async def check(self, path: str, offset: int, nbytes: int) -> None:
-        """Raise unless the range is inside its file.
-
-        Raises:
-            CorruptCheckpointError: it is outside, or the file is missing or a link.
-        """
+        """Raise unless the range is inside its file."""
         size = self.nbytes_of.get(path)
         if size is None:
             await refuse_link(self.files, path)
             raise missing(self.files.location, path)
         if offset > size or nbytes > size - offset:
-            raise CorruptCheckpointError(
-                f"{self.files.location}: {path} ends at byte {size}, the metadata places something "
-                f"at bytes {offset} to {offset + nbytes} of it; it is truncated or damaged",
-                file=path,
+            raise damaged(
+                self.files,
+                path,
+                f"{path} ends at byte {size}, the metadata places something at bytes {offset} to "
+                f"{offset + nbytes} of it; it is truncated or damaged",
                 offset=offset,
-                location=self.files.location,
                 expected=offset + nbytes,
                 found=size,
             )
 
-    async def read(self, ranges: Sequence[Range]) -> list[bytes]:
-        """Read the bytes of every range; neighbours are read together.
-
-        Raises:
-            CorruptCheckpointError: a range is outside its file.
-        """
-        if not ranges:
-            return []
+    async def read(self, ranges: Sequence[Range], gap_nbytes: int = GAP_NBYTES) -> list[bytes]:
+        """Read the bytes of every range; neighbours are read together."""
         for path, offset, nbytes in ranges:
             await self.check(path, offset, nbytes)
         order = sorted(range(len(ranges)), key=ranges.__getitem__)
         in_order = [ranges[n] for n in order]
-        gap_nbytes = max(GAP_NBYTES, self.files.capabilities.read_gap_nbytes)
         groups = coalesce(
             np.array([offset for _, offset, _ in in_order], np.int64),
             np.array([nbytes for _, _, nbytes in in_order], np.int64),
-            gap_nbytes=gap_nbytes,
+            gap_nbytes=max(gap_nbytes, self.files.capabilities.read_gap_nbytes),
             limit_nbytes=READ_NBYTES,
             starts=np.array(
                 [n == 0 or in_order[n - 1][0] != row[0] for n, row in enumerate(in_order)], np.bool_
             ),
         ).tolist()
         result = [b""] * len(ranges)
-        runs = list(zip(groups, [*groups[1:], len(order)], strict=True))
 
         async def read_run(run: tuple[int, int]) -> None:
             first, stop = run
             path, base, _ = in_order[first]
             end = max(offset + nbytes for _, offset, nbytes in in_order[first:stop])
             data = np.empty(end - base, np.uint8)
-            await self._read(path, base, data)
+            try:
+                await self.files.read_into(path, base, [data])
+            except CheckpointNotFoundError as error:
+                raise missing(self.files.location, path) from error
             for row in range(first, stop):
                 at = in_order[row][1] - base
                 result[order[row]] = data[at : at + in_order[row][2]].tobytes()
 
+        runs = list(zip(groups, [*groups[1:], len(order)], strict=True)) if groups else []
         await side_by_side(self.files, read_run, runs)
         return result
 
-    async def _read(self, path: str, offset: int, data: Bytes) -> None:
-        try:
-            await self.files.read_into(path, offset, [data])
-        except CheckpointNotFoundError as error:
-            raise missing(self.files.location, path) from error
-
 
 async def refuse_link(files: CheckpointFiles, path: str) -> None:
-    """Raise if a path is or leads through a link.
-
-    Raises:
-        CorruptCheckpointError: there is a link.
-    """
-    try:
+    """Raise if a path is or leads through a link."""
+    with contextlib.suppress(CheckpointNotFoundError):
         await files.entries(path, max_entries=MAX_FILES)
-    except CheckpointNotFoundError:
-        return
 
 
 async def list_files(files: CheckpointFiles, directory: str) -> Listing:
@@ -162,7 +188,6 @@ async def list_files(files: CheckpointFiles, directory: str) -> Listing:
 
     Raises:
         CheckpointNotFoundError: there is no such directory.
-        CorruptCheckpointError: there are too many files, or they are too deep.
     """
     nbytes_of: dict[str, int] = {}
     count = 0
@@ -172,11 +197,11 @@ async def list_files(files: CheckpointFiles, directory: str) -> Listing:
         entries = await files.entries(path, max_entries=MAX_FILES)
         count += len(entries)
         if count > MAX_FILES or depth > MAX_DEPTH:
-            raise CorruptCheckpointError(
-                f"{files.location}: more than {MAX_FILES} files, or deeper than {MAX_DEPTH} "
-                "directories; this is not a checkpoint, or a hostile one",
-                file=path,
-                location=files.location,
+            raise damaged(
+                files,
+                path,
+                f"more than {MAX_FILES} files, or deeper than {MAX_DEPTH} directories; this is not "
+                "a checkpoint, or a hostile one",
                 expected=MAX_FILES,
                 found=count,
             )
@@ -198,29 +223,76 @@ async def list_files(files: CheckpointFiles, directory: str) -> Listing:
     return Listing(files, directory, dict(sorted(nbytes_of.items())))
 
 
+async def stored_files(files: CheckpointFiles, paths: Iterable[str]) -> dict[str, StoredFile]:
+    """Return the files by path, in the order of `paths`; only their directories are listed."""
+    paths = list(paths)
+    first = {posixpath.dirname(path): path for path in reversed(paths)}
+
+    async def look(directory: str) -> dict[str, int]:
+        try:
+            entries = await files.entries(directory, max_entries=MAX_FILES)
+        except CheckpointNotFoundError as error:
+            raise missing(files.location, first[directory]) from error
+        return {posixpath.join(directory, e.name): e.nbytes for e in entries if not e.is_directory}
+
+    nbytes_of: dict[str, int] = {}
+    for sizes in await side_by_side(files, look, list(first)):
+        nbytes_of |= sizes
+    for path in paths:
+        if path not in nbytes_of:
+            with contextlib.suppress(CheckpointNotFoundError):
+                await files.read_into(path, 0, [])  # the store says why it is not listed
+            raise missing(files.location, path)
+    return {path: StoredFile(path, nbytes_of[path]) for path in paths}
+
+
+# ----------------------------------------------------------------------------------------- errors
+
+
 def place(files: CheckpointFiles, directory: str) -> str:
-    """Return the directory's name for errors."""
+    """Return the name of a directory or file for errors."""
     return posixpath.join(files.location, directory) if directory else files.location
 
 
-@contextmanager
+def damaged(
+    files: CheckpointFiles,
+    file: str | None,
+    text: str,
+    *,
+    offset: int | None = None,
+    expected: object = None,
+    found: object = None,
+) -> CorruptCheckpointError:
+    """Return the error for metadata that is damaged or hostile; `text` follows the location."""
+    return CorruptCheckpointError(
+        f"{files.location}: {text}",
+        file=file,
+        offset=offset,
+        location=files.location,
+        expected=expected,
+        found=found,
+    )
+
+
+@contextlib.contextmanager
+def named(files: CheckpointFiles, path: str) -> Iterator[str]:
+    """Yield the name of a file for errors; add location and file to those raised inside."""
+    try:
+        yield place(files, path)
+    except (CorruptCheckpointError, UnsupportedFormatError) as error:
+        error.location, error.file = files.location, path
+        raise
+
+
+@contextlib.contextmanager
 def located(files: CheckpointFiles, directory: str = "") -> Iterator[None]:
     """Add the location to errors of parsers; their files become relative to the checkpoint."""
     try:
         yield
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
-        if error.location is not None:
-            raise
-        kind: type[CorruptCheckpointError | UnsupportedFormatError] = (
-            UnsupportedFormatError
-            if isinstance(error, UnsupportedFormatError)
-            else CorruptCheckpointError
-        )
-        raise kind(
-            f"{place(files, directory)}: {error}",
-            file=None if error.file is None else posixpath.join(directory, error.file),
-            offset=error.offset,
-            location=files.location,
-            expected=error.expected,
-            found=error.found,
-        ) from None
+        if error.location is None:
+            error.location = files.location
+            error.args = (f"{place(files, directory)}: {error}",)
+            if error.file is not None:
+                error.file = posixpath.join(directory, error.file)
+        raise

@@ -22,9 +22,6 @@ async def open_ocdbt(files: CheckpointFiles) -> OpenCheckpoint:
     Raises:
         CheckpointNotFoundError: it has no arrays, or it is the database of an asyncckpt checkpoint
             that lacks its record.
-        CorruptCheckpointError: it is damaged or passes a limit.
-        UnsupportedFormatError: it has a newer version, or an array with a feature that is not
-            read here.
     """
     listing = await list_files(files, "")
     listing.refuse_ours()
@@ -37,7 +34,6 @@ async def tree_of(table: KeyTable) -> Any:
 
     Raises:
         CheckpointNotFoundError: there is none.
-        UnsupportedFormatError: one array is inside of another.
     """
     listing = table.listing
     where = place(listing.files, listing.directory)
@@ -66,9 +62,9 @@ async def tree_of(table: KeyTable) -> Any:
             ) from None
     if isinstance(root, Branch) and not root.children:
         raise CheckpointNotFoundError(
-            f"{where}: there are no zarr arrays among its {len(table.keys)} keys",
+            f"{where}: there are no zarr arrays among its {len(table.places)} keys",
             location=listing.files.location,
             expected="zarr.json or .zarray",
-            found=table.keys[:5],
+            found=list(table.places)[:5],
         )
     return root

@@ -9,15 +9,21 @@ import contextlib
 import logging
 import posixpath
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from asyncckpt.checkpoint.foreign.listing import MAX_FILES, list_files, located, place, refuse_link
-from asyncckpt.checkpoint.foreign.orbax_items import read_tree
+from asyncckpt.checkpoint.foreign.listing import (
+    MAX_FILES,
+    damaged,
+    list_files,
+    located,
+    refuse_link,
+)
+from asyncckpt.checkpoint.foreign.orbax_items import Item, read_tree
 from asyncckpt.checkpoint.foreign.ours import is_our_data, without_record
 from asyncckpt.checkpoint.foreign.zarr_arrays import make_checkpoint
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
-from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.format.damage import path_fault
 from asyncckpt.format.foreign.foreign_tree import Branch, ForeignLeaf, tree_of_json
 from asyncckpt.format.foreign.orbax_read import (
@@ -33,7 +39,6 @@ from asyncckpt.format.foreign.orbax_read import (
 )
 from asyncckpt.format.foreign.zarr2 import METADATA_NAME as ZARR2_NAME
 from asyncckpt.format.ocdbt import MANIFEST_NAME
-from asyncckpt.format.scalars import JsonValue
 from asyncckpt.format.zarr3 import METADATA_NAME as ZARR3_NAME
 from asyncckpt.ports import CheckpointFiles, Entry
 
@@ -54,25 +59,6 @@ _SINGLE = "checkpoint"
 logger = logging.getLogger("asyncckpt")
 
 
-@dataclass(slots=True, eq=False)
-class _Item:
-    """Content of a directory.
-
-    Attributes:
-        tree: its tree, or None.
-        directory: directory of the tree's database, if its arrays are in a single one.
-        document: its JSON; items inside of it by name.
-        has_document: whether it has JSON.
-        custom: JSON that the user saved with its tree.
-    """
-
-    tree: Any = None
-    directory: str = ""
-    document: JsonValue = None
-    has_document: bool = False
-    custom: dict[str, JsonValue] = field(default_factory=dict)
-
-
 async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
     """Open the tree that Orbax saved: version 0 or 1, one item or a step.
 
@@ -82,8 +68,6 @@ async def open_orbax(files: CheckpointFiles) -> OpenCheckpoint:
     Raises:
         CheckpointNotFoundError: there is no tree, Orbax has not finished it, or it is the database
             of an asyncckpt checkpoint that lacks its record.
-        CorruptCheckpointError: it is damaged or passes a limit.
-        UnsupportedFormatError: it has a feature that is not read here.
     """
     if UNFINISHED in posixpath.basename(files.location.rstrip("/")):
         raise CheckpointNotFoundError(
@@ -136,7 +120,7 @@ async def _read(
     entries: Sequence[Entry],
     handlers: Mapping[str, str],
     depth: int,
-) -> _Item:
+) -> Item:
     """Read the content of a directory: a tree, a JSON document, items, or nothing known."""
     names = {entry.name for entry in entries}
     handler = handlers.get("", "")
@@ -146,18 +130,22 @@ async def _read(
     documents = [e.name for e in entries if not e.is_directory and e.name != _SUCCESS]
     if depth and not below and len(documents) == 1:
         if documents[0] in _JSON_FILES or handler.endswith(_JSON_HANDLERS):
-            return await _read_document(files, posixpath.join(directory, documents[0]))
+            path = posixpath.join(directory, documents[0])
+            data = await files.read(path, max_nbytes=MAX_DOCUMENT_NBYTES)
+            with located(files):
+                document = parse_document(data, "the JSON item", file=path)
+            return Item(document=document, has_document=True)
         below = []
     if len(below) > MAX_ITEMS or depth > MAX_ITEM_DEPTH:
-        raise CorruptCheckpointError(
-            f"{place(files, directory)}: {len(below)} items, or items inside of "
-            "items of items; this is not a checkpoint, or a hostile one",
-            file=directory,
-            location=files.location,
+        raise damaged(
+            files,
+            directory,
+            f"{len(below)} items in {directory!r}, or items inside of items of items; this is not "
+            "a checkpoint, or a hostile one",
             expected=MAX_ITEMS,
             found=len(below),
         )
-    items: dict[str, _Item] = {}
+    items: dict[str, Item] = {}
     for name in below:
         path = posixpath.join(directory, name)
         inner = await files.entries(path, max_entries=MAX_FILES)
@@ -183,24 +171,11 @@ def _is_item(entry: Entry) -> bool:
     )
 
 
-async def _read_tree(files: CheckpointFiles, directory: str, handler: str) -> _Item:
-    found = await read_tree(await list_files(files, directory))
-    custom = found.custom if isinstance(found.custom, dict) else {}
-    item = _Item(
-        tree=found.root,
-        directory=(directory or ".") if found.is_database else "",
-        custom=custom if found.custom is None or custom else {"custom_metadata": found.custom},
-    )
-    return _unwrapped(item, handler)
+async def _read_tree(files: CheckpointFiles, directory: str, handler: str) -> Item:
+    return _unwrapped(await read_tree(await list_files(files, directory)), handler)
 
 
-async def _read_document(files: CheckpointFiles, path: str) -> _Item:
-    data = await files.read(path, max_nbytes=MAX_DOCUMENT_NBYTES)
-    with located(files):
-        return _Item(document=parse_document(data, "the JSON item", file=path), has_document=True)
-
-
-def _unwrapped(item: _Item, handler: str) -> _Item:
+def _unwrapped(item: Item, handler: str) -> Item:
     """Replace a tree that stands for a single leaf by that leaf."""
     if handler.endswith(_SINGLE_HANDLERS) and isinstance(item.tree, Branch):
         children = item.tree.children
@@ -209,10 +184,10 @@ def _unwrapped(item: _Item, handler: str) -> _Item:
     return item
 
 
-def _joined(items: Mapping[str, _Item]) -> _Item:
+def _joined(items: Mapping[str, Item]) -> Item:
     """Join several items into one."""
     documents = {name: item.document for name, item in items.items() if item.has_document}
-    result = _Item(document=documents, has_document=bool(documents))
+    result = Item(document=documents, has_document=bool(documents))
     trees = {name: item.tree for name, item in items.items() if item.tree is not None}
     if len(trees) == 1:
         (name,) = trees

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncckpt.checkpoint.foreign.extents import FoundArray
-from asyncckpt.checkpoint.foreign.listing import Listing, located, refuse_link
+from asyncckpt.checkpoint.foreign.listing import Listing, damaged, located, refuse_link
 from asyncckpt.checkpoint.foreign.ocdbt import tree_of
 from asyncckpt.checkpoint.foreign.tables import KeyTable, directory_table, merge, read_database
 from asyncckpt.checkpoint.foreign.zarr_arrays import ArrayKey, read_arrays
 from asyncckpt.checkpoint.metadata import missing
-from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.errors import UnsupportedFormatError
 from asyncckpt.format import zarr3
 from asyncckpt.format.foreign import zarr2
 from asyncckpt.format.foreign.foreign_tree import Branch, ForeignLeaf, add
@@ -45,22 +45,26 @@ _EMPTY_BRANCHES: dict[str, Kind] = {
 _PYTHON = {"bool": "bool", "uint": "int", "int": "int", "complex": "complex"}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FoundTree:
-    """Tree of an item.
+@dataclass(slots=True, eq=False)
+class Item:
+    """Content of a directory.
 
     Attributes:
-        root: a `Branch`, or the leaf that is the tree.
-        custom: JSON that the user saved with it.
-        is_database: its arrays are in one OCDBT database.
+        tree: its tree, a `Branch` or the leaf that is the tree; or None.
+        directory: directory of the tree's database, if its arrays are in a single one.
+        document: its JSON; items inside of it by name.
+        has_document: whether it has JSON.
+        custom: JSON that the user saved with its tree.
     """
 
-    root: Any
-    custom: JsonValue
-    is_database: bool
+    tree: Any = None
+    directory: str = ""
+    document: JsonValue = None
+    has_document: bool = False
+    custom: dict[str, JsonValue] = field(default_factory=dict)
 
 
-async def read_tree(listing: Listing) -> FoundTree:
+async def read_tree(listing: Listing) -> Item:
     """Read the tree in the directory of a listing.
 
     Without `_METADATA`, arrays are nested by their names, as in a plain database.
@@ -68,8 +72,6 @@ async def read_tree(listing: Listing) -> FoundTree:
     Raises:
         CheckpointNotFoundError: there are no arrays, or it is the database of an asyncckpt
             checkpoint that lacks its record.
-        CorruptCheckpointError: it is damaged or passes a limit.
-        UnsupportedFormatError: it has a feature that is not read here.
     """
     listing.refuse_ours()
     metadata = None
@@ -82,10 +84,16 @@ async def read_tree(listing: Listing) -> FoundTree:
         await refuse_link(listing.files, path)
     table = await _table(listing, None if metadata is None else metadata.use_ocdbt)
     is_database = not table.is_directory and listing.has(MANIFEST_NAME)
+    item = Item(directory=(listing.directory or ".") if is_database else "")
     if metadata is None:
-        return FoundTree(await tree_of(table), None, is_database)
-    leaves = await _leaves(listing, table, metadata)
-    return FoundTree(_grow(listing, metadata, leaves), metadata.custom, is_database)
+        item.tree = await tree_of(table)
+        return item
+    item.tree = _grow(listing, metadata, await _leaves(listing, table, metadata))
+    if isinstance(metadata.custom, dict):
+        item.custom = metadata.custom
+    elif metadata.custom is not None:
+        item.custom = {"custom_metadata": metadata.custom}
+    return item
 
 
 async def _table(listing: Listing, use_ocdbt: bool | None) -> KeyTable:
@@ -116,7 +124,7 @@ async def _leaves(
     implementations = await _implementations(listing, metadata)
     leaves: list[ForeignLeaf | Branch] = []
     for entry in metadata.entries:
-        if entry.kind in EMPTY:
+        if entry.kind in _EMPTY_BRANCHES:
             leaves.append(Branch(_EMPTY_BRANCHES[entry.kind]))
         elif entry.kind == "string":
             leaves.append(ForeignLeaf("str", strings[entry.name]))
@@ -159,19 +167,17 @@ async def _arrays(
                 found=entry.handler,
             )
         if entry.name in keys:
-            raise CorruptCheckpointError(
-                f"{location}: two leaves have the array {entry.name!r}: Orbax joins keys by dots, "
-                "and one leaf has overwritten the other; leave both out with include=",
-                file=listing.path(METADATA_FILE),
-                location=location,
+            raise damaged(
+                listing.files,
+                listing.path(METADATA_FILE),
+                f"two leaves have the array {entry.name!r}: Orbax joins keys by dots, and one leaf "
+                "has overwritten the other; leave both out with include=",
                 found=entry.name,
             )
         for document in names if metadata.use_zarr3 else reversed(names):
-            row = table.find(
-                f"{entry.name}/{document}".encode() if entry.name else document.encode()
-            )
-            if row >= 0:
-                keys[entry.name] = ArrayKey(entry.name, document, row)
+            key = ArrayKey(entry.name, document)
+            if key.key in table.places:
+                keys[entry.name] = key
                 break
         else:
             await _refuse(listing, table, metadata, entry)
@@ -179,12 +185,8 @@ async def _arrays(
     arrays = {}
     for name, array in zip(keys, found, strict=True):
         if array is None:
-            raise CorruptCheckpointError(
-                f"{location}: {name!r} is a zarr group, {METADATA_FILE} says an array; use another "
-                "checkpoint",
-                file=listing.path(METADATA_FILE),
-                location=location,
-            )
+            reason = f"{name!r} is a zarr group, {METADATA_FILE} says an array; use another copy"
+            raise damaged(listing.files, listing.path(METADATA_FILE), reason)
         arrays[name] = array
     return arrays
 
@@ -205,11 +207,10 @@ async def _refuse(
         )
     if table.is_directory:
         await refuse_link(listing.files, listing.path(posixpath.join(entry.name, document)))
-    raise CorruptCheckpointError(
-        f"{location}: the array {entry.name!r} has no {document}, {METADATA_FILE} lists it; use "
-        "another checkpoint",
-        file=listing.path(METADATA_FILE),
-        location=location,
+    raise damaged(
+        listing.files,
+        listing.path(METADATA_FILE),
+        f"the array {entry.name!r} has no {document}, {METADATA_FILE} lists it; use another copy",
         expected=document,
         found="nothing",
     )
@@ -230,11 +231,10 @@ async def _strings(listing: Listing, metadata: TreeMetadata) -> dict[str, JsonVa
     for name in names:
         text = find_string(document, name)
         if text is None:
-            raise CorruptCheckpointError(
-                f"{listing.files.location}: {path} has no string {name!r}, {METADATA_FILE} lists "
-                "it; use another checkpoint",
-                file=path,
-                location=listing.files.location,
+            raise damaged(
+                listing.files,
+                path,
+                f"{path} has no string {name!r}, {METADATA_FILE} lists it; use another checkpoint",
                 expected=name,
                 found="nothing",
             )
@@ -275,11 +275,11 @@ def _grow(listing: Listing, metadata: TreeMetadata, leaves: Sequence[ForeignLeaf
                 leaf,
             )
         except ValueError as error:
-            raise CorruptCheckpointError(
-                f"{listing.files.location}: {METADATA_FILE} contradicts itself at {entry.name!r}: "
-                f"{error}; use another checkpoint",
-                file=listing.path(METADATA_FILE),
-                location=listing.files.location,
+            raise damaged(
+                listing.files,
+                listing.path(METADATA_FILE),
+                f"{METADATA_FILE} contradicts itself at {entry.name!r}: {error}; use another "
+                "checkpoint",
                 found=entry.name,
             ) from None
     return root

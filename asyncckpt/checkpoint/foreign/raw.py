@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, Storage, StoredFile, number_rows
+from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, Storage, StoredFile
 from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.format.codecs import PLAIN, Bytes, Codec
 from asyncckpt.format.foreign.torch.strided import Layout, codec_of
@@ -184,8 +184,6 @@ class RunTables:
     ) -> OpenCheckpoint:
         """Return the checkpoint of all leaves that were added, in the containers of `tree`."""
         arrays = ArrayTable(self._names(tree), self._specs)
-        storages = tuple(self._storages)
-        first_rows, row_count = number_rows(storages, arrays)
         extents, refused = self._extents(), self._refused
 
         async def read_extents(wanted: Sequence[int] | None) -> Extents:
@@ -200,11 +198,9 @@ class RunTables:
             tree=tree,
             leaves=LeafTable(self._kinds, self._values, self._extra, self._pieces),
             arrays=arrays,
-            storages=storages,
+            storages=tuple(self._storages),
             stored_files=tuple(stored_files),
             read_extents=read_extents,
-            first_rows=first_rows,
-            row_count=row_count,
             metadata=metadata,
             library=library,
             notes=notes,

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
-from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, number_rows
+from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.foreign.safetensors_tree import SavedTree, decode_tree
 from asyncckpt.format.record import ArrayTable, LeafTable, Piece
@@ -18,10 +18,6 @@ def with_saved_tree(opened: OpenCheckpoint) -> OpenCheckpoint:
     """Return the checkpoint with containers, scalars and ties as before the conversion.
 
     It is returned unchanged if its metadata has no tree, or one with other tensors.
-
-    Raises:
-        CorruptCheckpointError: the tree in the metadata is malformed.
-        UnsupportedFormatError: the tree has a newer version.
     """
     if opened.format != "safetensors":
         return opened
@@ -66,7 +62,6 @@ def _retreed(opened: OpenCheckpoint, tree: SavedTree, leaf_of: dict[str, int]) -
         taken.add(tensor)
         pieces[leaf] = own
     arrays = ArrayTable(names, specs, tied)
-    first_rows, row_count = number_rows(opened.storages, arrays)
 
     async def read_extents(wanted: Sequence[int] | None) -> Extents:
         return await opened.read_extents(
@@ -80,8 +75,6 @@ def _retreed(opened: OpenCheckpoint, tree: SavedTree, leaf_of: dict[str, int]) -
         leaves=leaves,
         arrays=arrays,
         read_extents=read_extents,
-        first_rows=first_rows,
-        row_count=row_count,
         metadata=tree.metadata,
         metrics=tree.metrics,
     )

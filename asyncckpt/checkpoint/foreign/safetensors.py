@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from asyncckpt.checkpoint.foreign.access import MAX_ENTRIES, located, side_by_side, stored_files
+from asyncckpt.checkpoint.foreign.listing import MAX_FILES, named, side_by_side, stored_files
 from asyncckpt.checkpoint.foreign.raw import Run, RunTables
 from asyncckpt.checkpoint.metadata import OpenCheckpoint, StoredFile
 from asyncckpt.errors import UnsupportedFormatError
@@ -40,13 +40,8 @@ async def open_safetensors(files: CheckpointFiles) -> OpenCheckpoint:
 
     The location is the file, or a directory with either one such file or the index of a set. The
     tree is a dict of arrays by name.
-
-    Raises:
-        CorruptCheckpointError: a header or the index is malformed, or a file is missing.
-        UnsupportedFormatError: a dtype is unknown, the files hold parts of tensors, or it is
-            unclear which file is meant.
     """
-    entries = await files.entries(max_entries=MAX_ENTRIES)
+    entries = await files.entries(max_entries=MAX_FILES)
     regular = {entry.name: entry.nbytes for entry in entries if not entry.is_directory}
     indexes = [name for name in regular if name.endswith(INDEX_SUFFIX)]
     tensors = [name for name in regular if name.endswith(SUFFIX) or not name]
@@ -65,13 +60,13 @@ async def _open_file(files: CheckpointFiles, stored: StoredFile) -> OpenCheckpoi
 
 async def _open_set(files: CheckpointFiles, path: str) -> OpenCheckpoint:
     data = await files.read(path, max_nbytes=MAX_INDEX_NBYTES)
-    with located(files, path) as shown:
+    with named(files, path) as shown:
         weight_map = decode_index(data, file=shown)
     stored = await stored_files(files, dict.fromkeys(weight_map.values()))
     read = await side_by_side(files, partial(_read_header, files), list(stored.values()))
     headers = dict(zip(stored, read, strict=True))
     numbers = {name: number for number, name in enumerate(stored)}
-    with located(files, path) as shown:
+    with named(files, path) as shown:
         places = [
             (name, numbers[file], headers[file], row)
             for name, file, row in check_set(weight_map, headers, file=shown)
@@ -82,7 +77,7 @@ async def _open_set(files: CheckpointFiles, path: str) -> OpenCheckpoint:
 async def _read_header(files: CheckpointFiles, file: StoredFile) -> Header:
     head = np.empty(min(HEAD_NBYTES, file.nbytes), np.uint8)
     await files.read_into(file.path, 0, [head])
-    with located(files, file.path) as shown:
+    with named(files, file.path) as shown:
         nbytes = header_nbytes(head[:LENGTH_NBYTES].tobytes(), file.nbytes, file=shown)
     text = head[LENGTH_NBYTES : LENGTH_NBYTES + nbytes].tobytes()
     if len(text) < nbytes:
@@ -91,7 +86,7 @@ async def _read_header(files: CheckpointFiles, file: StoredFile) -> Header:
         text += rest.tobytes()
         del rest
     del head
-    with located(files, file.path) as shown:
+    with named(files, file.path) as shown:
         header = decode_header(text, file.nbytes, file=shown)
         if holds_parts(header.metadata, file=shown):
             raise UnsupportedFormatError(

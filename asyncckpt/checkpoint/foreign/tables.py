@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import posixpath
-from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from asyncckpt.checkpoint.foreign.listing import Listing, located
+from asyncckpt.checkpoint.foreign.listing import Listing, Range, damaged, located
 from asyncckpt.checkpoint.foreign.ours import is_our_data, without_record
-from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.ocdbt import (
     MANIFEST_NAME,
     MAX_MANIFEST_NBYTES,
@@ -24,81 +19,62 @@ from asyncckpt.format.ocdbt import (
     generation_of,
     numbered_name,
 )
-from asyncckpt.planning.table import Column
 from asyncckpt.ports import CheckpointFiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyTable:
-    """Keys in order, and the places of their values by row.
+    """Keys in order, and their values or the places of these.
 
     Attributes:
         listing: the files that hold them.
-        keys: strictly increasing.
-        paths: files, relative to the checkpoint.
-        file: index into `paths`, -1 for inline values.
-        offset: first byte of the value in its file.
-        nbytes: its length.
-        inline: the value, or None if it is in a file.
+        places: per key its value, or the range of a file that holds it.
         is_directory: every value is a file of its own, whose path is the key.
     """
 
     listing: Listing
-    keys: list[bytes]
-    paths: tuple[str, ...]
-    file: Column
-    offset: Column
-    nbytes: Column
-    inline: list[bytes | None]
+    places: Mapping[bytes, bytes | Range]
     is_directory: bool = False
 
-    def find(self, key: bytes) -> int:
-        """Return the row of a key, or -1."""
-        row = bisect_left(self.keys, key)
-        return row if row < len(self.keys) and self.keys[row] == key else -1
+    def nbytes(self, key: bytes) -> int:
+        """Return the length of a value in a file; 0 if it is in the table itself."""
+        place = self.places[key]
+        return 0 if isinstance(place, bytes) else place[2]
 
-    async def values(self, rows: Sequence[int], *, max_nbytes: int) -> list[bytes]:
-        """Read the values of some rows.
-
-        Raises:
-            CorruptCheckpointError: one is longer than `max_nbytes`, or outside its file.
-        """
-        stored = [row for row in rows if self.inline[row] is None]
-        ranges = [
-            (self.paths[self.file[row]], int(self.offset[row]), int(self.nbytes[row]))
-            for row in stored
-        ]
-        for row, (path, offset, nbytes) in zip(stored, ranges, strict=True):
+    async def values(self, keys: Sequence[bytes], *, max_nbytes: int) -> list[bytes]:
+        """Read the values of some keys, each in a file of at most `max_nbytes`."""
+        found: dict[bytes, bytes] = {}
+        ranges: dict[bytes, Range] = {}
+        for key in keys:
+            place = self.places[key]
+            if isinstance(place, bytes):
+                found[key] = place
+                continue
+            path, offset, nbytes = ranges[key] = place
             await self.listing.check(path, offset, nbytes)
             if nbytes > max_nbytes:
-                raise CorruptCheckpointError(
-                    f"{self.listing.files.location}: {self.keys[row]!r} in {path} takes {nbytes} "
-                    f"bytes, expected at most {max_nbytes}; use another checkpoint",
-                    file=path,
+                raise damaged(
+                    self.listing.files,
+                    path,
+                    f"{key!r} in {path} takes {nbytes} bytes, expected at most {max_nbytes}; use "
+                    "another checkpoint",
                     offset=offset,
-                    location=self.listing.files.location,
                     expected=max_nbytes,
                     found=nbytes,
                 )
-        found = dict(zip(stored, await self.listing.read(ranges), strict=True))
-        return [found.get(row) or self.inline[row] or b"" for row in rows]
+        read = await self.listing.read(list(ranges.values()))
+        found.update(zip(ranges, read, strict=True))
+        return [found[key] for key in keys]
 
 
 def directory_table(listing: Listing) -> KeyTable:
     """Return the files of a directory as keys and values."""
     base = f"{listing.directory}/" if listing.directory else ""
-    rows = sorted((path.removeprefix(base).encode(), path) for path in listing.nbytes_of)
-    count = len(rows)
-    return KeyTable(
-        listing,
-        [key for key, _ in rows],
-        tuple(path for _, path in rows),
-        np.arange(count, dtype=np.int64),
-        np.zeros(count, np.int64),
-        np.array([listing.nbytes_of[path] for _, path in rows], np.int64),
-        [None] * count,
-        is_directory=True,
-    )
+    places = {
+        path.removeprefix(base).encode(): (path, 0, nbytes)
+        for path, nbytes in listing.nbytes_of.items()
+    }
+    return KeyTable(listing, dict(sorted(places.items())), is_directory=True)
 
 
 async def read_database(listing: Listing, name: str = "") -> KeyTable:
@@ -110,15 +86,13 @@ async def read_database(listing: Listing, name: str = "") -> KeyTable:
 
     Raises:
         CheckpointNotFoundError: it is the database of an asyncckpt checkpoint.
-        CorruptCheckpointError: it is damaged, leads out of the directory or passes a limit.
-        UnsupportedFormatError: it has a newer version.
     """
     files = listing.files
     directory = listing.path(name) if name else listing.directory
     with located(files, directory):
         version = await _newest(files, listing, directory)
         if version is None or version.root is None:
-            return _table(listing, [], (), ([], [], []), [])
+            return KeyTable(listing, {})
         if is_our_data(version.root.file):
             raise without_record(files.location, is_database=not directory)
         root = version.root
@@ -128,12 +102,15 @@ async def read_database(listing: Listing, name: str = "") -> KeyTable:
             ranges = [(posixpath.join(directory, w.file), w.offset, w.nbytes) for w in wanted]
             decoder.feed(await listing.read(ranges))
         columns = decoder.columns()
-    return _table(
+    paths = [posixpath.join(directory, path) for path in columns.files]
+    columns_of = (columns.file.tolist(), columns.offset.tolist(), columns.nbytes.tolist())
+    rows = zip(columns.keys, columns.inline, *columns_of, strict=True)
+    return KeyTable(
         listing,
-        columns.keys,
-        tuple(posixpath.join(directory, path) for path in columns.files),
-        (columns.file, columns.offset, columns.nbytes),
-        columns.inline,
+        {
+            key: (paths[file], offset, nbytes) if value is None else value
+            for key, value, file, offset, nbytes in rows
+        },
     )
 
 
@@ -153,11 +130,12 @@ async def _newest(files: CheckpointFiles, listing: Listing, directory: str) -> V
     numbered = await _manifest(files, directory, name)
     found = numbered.latest.generation if numbered.latest is not None else None
     if numbered.numbered or numbered.uuid != manifest.uuid or found != newest:
-        raise CorruptCheckpointError(
-            f"{files.location}: {posixpath.join(directory, name)} holds generation {found}, or is "
-            f"of another database than {MANIFEST_NAME}; restore another step or copy",
-            file=posixpath.join(directory, name),
-            location=files.location,
+        path = posixpath.join(directory, name)
+        raise damaged(
+            files,
+            path,
+            f"{path} holds generation {found}, or is of another database than {MANIFEST_NAME}; "
+            "restore another step or copy",
             expected=newest,
             found=found,
         )
@@ -175,38 +153,7 @@ def merge(tables: Sequence[KeyTable]) -> KeyTable:
     If several have a key, the first one counts: every process writes the metadata of an array that
     it holds parts of.
     """
-    paths = tuple(itertools.chain.from_iterable(table.paths for table in tables))
-    bases = np.cumsum([0, *(len(table.paths) for table in tables)])
-    keys = list(itertools.chain.from_iterable(table.keys for table in tables))
-    inline = list(itertools.chain.from_iterable(table.inline for table in tables))
-    file = np.concatenate(
-        [
-            np.where(table.file < 0, -1, table.file + base)
-            for table, base in zip(tables, bases[:-1], strict=True)
-        ]
-    )
-    offset = np.concatenate([table.offset for table in tables])
-    nbytes = np.concatenate([table.nbytes for table in tables])
-    order: list[int] = []
-    for row in sorted(range(len(keys)), key=keys.__getitem__):
-        if not order or keys[order[-1]] != keys[row]:
-            order.append(row)
-    rows = np.array(order, np.int64)
-    return _table(
-        tables[0].listing,
-        [keys[row] for row in order],
-        paths,
-        (file[rows], offset[rows], nbytes[rows]),
-        [inline[row] for row in order],
-    )
-
-
-def _table(
-    listing: Listing,
-    keys: list[bytes],
-    paths: tuple[str, ...],
-    columns: tuple[Sequence[int] | Column, Sequence[int] | Column, Sequence[int] | Column],
-    inline: list[bytes | None],
-) -> KeyTable:
-    file, offset, nbytes = (np.asarray(column, np.int64) for column in columns)
-    return KeyTable(listing, keys, paths, file, offset, nbytes, inline)
+    places: dict[bytes, bytes | Range] = {}
+    for table in reversed(tables):
+        places |= table.places
+    return KeyTable(tables[0].listing, dict(sorted(places.items())))

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.checkpoint.foreign.extents import ExtentReader, FoundArray
-from asyncckpt.checkpoint.foreign.listing import located
+from asyncckpt.checkpoint.foreign.listing import BATCH_NBYTES, batches, damaged, located
 from asyncckpt.checkpoint.foreign.tables import KeyTable
 from asyncckpt.checkpoint.foreign.tensorstore import UNPACK
-from asyncckpt.checkpoint.metadata import OpenCheckpoint, Storage, StoredFile, number_rows
-from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.checkpoint.metadata import OpenCheckpoint, Storage, StoredFile
+from asyncckpt.errors import UnsupportedFormatError
 from asyncckpt.format import zarr3
 from asyncckpt.format.foreign import zarr2
-from asyncckpt.format.foreign.foreign_tree import ForeignLeaf, structure_of
+from asyncckpt.format.foreign.foreign_tree import structure_of
 from asyncckpt.format.foreign.zarr_codecs import make_codec
 from asyncckpt.format.record import ArrayTable, LeafTable
 from asyncckpt.format.scalars import JsonValue
@@ -24,9 +24,6 @@ from asyncckpt.ports import CheckpointFiles
 
 MAX_DOCUMENT_NBYTES = ZarrLimits().max_document_nbytes
 """A longer metadata document is not read."""
-
-DOCUMENTS_NBYTES = 16 << 20
-"""Bytes of metadata documents in memory at a time."""
 
 UNSTORED_CHUNKS = 1 << 19
 """Chunks that need not be stored: each takes 24 bytes in the table of extents."""
@@ -42,28 +39,31 @@ _DECODERS = {
 
 @dataclass(frozen=True, slots=True)
 class ArrayKey:
-    """Location of an array's metadata document.
-
-    Attributes:
-        name: the array's name in its database or directory; empty for the database's root.
-        document: last part of the key of the document.
-        row: row of the document in the table.
-    """
+    """Key of a metadata document: the name of its array, and the last part of the key."""
 
     name: str
     document: str
-    row: int
+
+    @property
+    def base(self) -> bytes:
+        """Prefix of all keys of the array."""
+        return f"{self.name}/".encode() if self.name else b""
+
+    @property
+    def key(self) -> bytes:
+        """The key itself."""
+        return self.base + self.document.encode()
 
 
 def array_keys(table: KeyTable) -> list[ArrayKey]:
     """Return the keys of all zarr arrays and groups in a table, by name."""
     found = []
-    for row, key in enumerate(table.keys):
+    for key in table.places:
         for document in _DECODERS:
             tail = document.encode()
             if key.endswith(tail) and key[: -len(tail)][-1:] in (b"", b"/"):
                 try:
-                    name = key[: -len(tail) - 1].decode()
+                    found.append(ArrayKey(key[: -len(tail) - 1].decode(), document))
                 except UnicodeDecodeError:
                     raise UnsupportedFormatError(
                         f"{table.listing.files.location}: the array {key!r} has a name that is not "
@@ -71,7 +71,6 @@ def array_keys(table: KeyTable) -> list[ArrayKey]:
                         location=table.listing.files.location,
                         found=key,
                     ) from None
-                found.append(ArrayKey(name, document, row))
     return found
 
 
@@ -84,42 +83,38 @@ async def read_arrays(
         table: the table of their keys.
         keys: their documents.
         complete: whether the writer stored every chunk.
-
-    Raises:
-        CorruptCheckpointError: a document is damaged, or claims more than the limits.
-        UnsupportedFormatError: an array uses a feature that is not read here.
     """
     listing = table.listing
     _check_documents(table, keys)
     known: dict[tuple[str, bytes], ZarrArray | None] = {}
     found: list[FoundArray | None] = []
-    for batch in _batches(table, keys):
-        rows = [key.row for key in batch]
-        documents = await table.values(rows, max_nbytes=MAX_DOCUMENT_NBYTES)
+    for batch in batches(keys, lambda key: table.nbytes(key.key)):
+        named = [key.key for key in batch]
+        documents = await table.values(named, max_nbytes=MAX_DOCUMENT_NBYTES)
         for key, data in zip(batch, documents, strict=True):
             path = listing.path(posixpath.join(key.name, key.document))
             if (key.document, data) not in known:
                 with located(listing.files):
                     known[key.document, data] = _decode(key.document, data, path)
             zarr = known[key.document, data]
-            base = f"{key.name}/".encode() if key.name else b""
             found.append(
-                None if zarr is None else FoundArray(key.name, table, base, zarr, path, complete)
+                None
+                if zarr is None
+                else FoundArray(key.name, table, key.base, zarr, path, complete)
             )
     return found
 
 
 def _check_documents(table: KeyTable, keys: Sequence[ArrayKey]) -> None:
     """Raise if the documents take many times the bytes of the files, as overlapping ones may."""
-    rows = [key.row for key in keys if table.inline[key.row] is None]
-    claimed = sum(min(int(table.nbytes[row]), MAX_DOCUMENT_NBYTES) for row in rows)
+    claimed = sum(min(table.nbytes(key.key), MAX_DOCUMENT_NBYTES) for key in keys)
     stored = table.listing.nbytes
-    if claimed > 4 * stored + DOCUMENTS_NBYTES:
-        location = table.listing.files.location
-        raise CorruptCheckpointError(
-            f"{location}: the metadata documents of {len(keys)} arrays take {claimed} bytes of "
-            f"files of {stored}; the checkpoint is damaged or hostile: use another",
-            location=location,
+    if claimed > 4 * stored + BATCH_NBYTES:
+        raise damaged(
+            table.listing.files,
+            None,
+            f"the metadata documents of {len(keys)} arrays take {claimed} bytes of files of "
+            f"{stored}; the checkpoint is damaged or hostile: use another",
             expected=stored,
             found=claimed,
         )
@@ -129,19 +124,6 @@ def _decode(document: str, data: bytes, path: str) -> ZarrArray | None:
     if document == zarr3.METADATA_NAME and zarr3.is_group(data):
         return None
     return _DECODERS[document](data, file=path)
-
-
-def _batches(table: KeyTable, keys: Sequence[ArrayKey]) -> Iterator[list[ArrayKey]]:
-    batch: list[ArrayKey] = []
-    nbytes = 0
-    for key in keys:
-        batch.append(key)
-        nbytes += int(table.nbytes[key.row])
-        if nbytes > DOCUMENTS_NBYTES:
-            yield batch
-            batch, nbytes = [], 0
-    if batch:
-        yield batch
 
 
 def make_checkpoint(
@@ -154,20 +136,12 @@ def make_checkpoint(
     created_ns: int = 0,
     database: str = "",
 ) -> OpenCheckpoint:
-    """Return the checkpoint whose tree is `root`, with leaves that are `ForeignLeaf`.
-
-    Raises:
-        CorruptCheckpointError: the tree is inconsistent, or arrays claim too many chunks.
-        UnsupportedFormatError: an array is packed in a way that is not read here.
-    """
+    """Return the checkpoint whose tree is `root`, with leaves that are `ForeignLeaf`."""
     try:
         structure, leaves = structure_of(root)
     except ValueError as error:
-        raise CorruptCheckpointError(
-            f"{files.location}: the tree of the checkpoint is malformed: {error}; use another "
-            "checkpoint",
-            location=files.location,
-        ) from None
+        reason = f"the tree of the checkpoint is malformed: {error}; use another checkpoint"
+        raise damaged(files, None, reason) from None
     arrays: list[FoundArray] = [leaf.array for leaf in leaves if leaf.array is not None]
     numbers: dict[tuple[ZarrArray, bool], int] = {}
     storages: list[Storage] = []
@@ -179,32 +153,25 @@ def make_checkpoint(
     table = ArrayTable([a.name for a in arrays], [numbers[a.zarr, a.complete] for a in arrays])
     stored_files = _stored_files(arrays)
     _check_chunk_count(files, arrays, storages, table)
-    first_rows, row_count = number_rows(storages, table)
     reader = ExtentReader(files, arrays, storages, table, stored_files)
     return OpenCheckpoint(
         files=files,
         format=format,
         tree=structure,
-        leaves=_leaf_table(leaves),
+        leaves=LeafTable(
+            [leaf.kind for leaf in leaves],
+            [leaf.value for leaf in leaves],
+            {row: leaf.extra for row, leaf in enumerate(leaves) if leaf.extra},
+        ),
         arrays=table,
         storages=tuple(storages),
         stored_files=stored_files,
         read_extents=reader.read,
-        first_rows=first_rows,
-        row_count=row_count,
         metadata=metadata or {},
         metrics=metrics or {},
         created_ns=created_ns,
         library=format,
         database=database,
-    )
-
-
-def _leaf_table(leaves: Sequence[ForeignLeaf]) -> LeafTable:
-    return LeafTable(
-        [leaf.kind for leaf in leaves],
-        [leaf.value for leaf in leaves],
-        {row: leaf.extra for row, leaf in enumerate(leaves) if leaf.extra},
     )
 
 
@@ -227,11 +194,10 @@ def _storage(array: FoundArray) -> Storage:
 
 
 def _stored_files(arrays: Sequence[FoundArray]) -> tuple[StoredFile, ...]:
-    """Return all files of the items, and those that their tables name in vain."""
-    tables = {id(array.table): array.table for array in arrays}.values()
+    """Return all files of the items."""
     nbytes_of: dict[str, int] = {}
-    for table in tables:
-        nbytes_of |= dict.fromkeys(table.paths, 0) | dict(table.listing.nbytes_of)
+    for listing in {id(a.table.listing): a.table.listing for a in arrays}.values():
+        nbytes_of |= listing.nbytes_of
     return tuple(StoredFile(path, nbytes) for path, nbytes in sorted(nbytes_of.items()))
 
 
@@ -244,17 +210,17 @@ def _check_chunk_count(
     """Raise if there are many more chunks than keys: the extents of all are one table in memory."""
     counts = [storage.grid.chunk_count for storage in storages]
     claimed = sum(counts[spec] for spec in table.spec)
-    keys = sum({id(array.table): len(array.table.keys) for array in arrays}.values())
+    keys = sum({id(array.table): len(array.table.places) for array in arrays}.values())
     in_files = any(array.table.is_directory for array in arrays)
     unstored = UNSTORED_FILES if in_files else UNSTORED_CHUNKS
     if claimed > keys + unstored:
         worst = max(range(len(arrays)), key=lambda n: counts[table.spec[n]])
-        raise CorruptCheckpointError(
-            f"{files.location}: the arrays claim {claimed} chunks, of which at most {keys} are "
-            f"stored; array {arrays[worst].name!r} alone claims {counts[table.spec[worst]]}; the "
-            f"metadata is damaged or hostile, up to {unstored} chunks may be missing",
-            file=arrays[worst].document,
-            location=files.location,
+        raise damaged(
+            files,
+            arrays[worst].document,
+            f"the arrays claim {claimed} chunks, of which at most {keys} are stored; array "
+            f"{arrays[worst].name!r} alone claims {counts[table.spec[worst]]}; the metadata is "
+            f"damaged or hostile, up to {unstored} chunks may be missing",
             expected=keys + unstored,
             found=claimed,
         )

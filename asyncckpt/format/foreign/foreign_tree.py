@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,12 +56,11 @@ def add(root: Branch, path: Sequence[tuple[Key, Kind]], value: Any) -> None:
         if at.kind != kind:
             raise ValueError(f"key {key!r} is of a {kind}, but the container is a {at.kind}")
         last = number == len(path) - 1
-        child = at.children.get(key)
-        if child is None:
-            child = at.children[key] = value if last else Branch(path[number + 1][1])
-        elif last or not isinstance(child, Branch):
+        if key not in at.children:
+            at.children[key] = value if last else Branch(path[number + 1][1])
+        elif last or not isinstance(at.children[key], Branch):
             raise ValueError(f"{key!r} is there twice, or is both a leaf and a container")
-        at = child
+        at = at.children[key]
 
 
 def structure_of(root: Any) -> tuple[Structure, list[Any]]:
@@ -72,45 +71,38 @@ def structure_of(root: Any) -> tuple[Structure, list[Any]]:
     """
     if not isinstance(root, Branch):
         return Structure((), 1), [root]
-    kinds: list[tuple[Kind, tuple[Key, ...]]] = []
-    children: list[list[int]] = []
+    nodes: dict[int, Node] = {}
     leaves: list[Any] = []
-    stack: list[tuple[int, Iterator[Any]]] = []
 
-    def open_branch(branch: Branch) -> int:
+    def grow(branch: Branch, depth: int) -> int:
         in_order = branch.kind in ("list", "tuple")
         if in_order and branch.children.keys() != set(range(len(branch.children))):
             raise ValueError(
                 f"a {branch.kind} has the indices {list(branch.children)[:8]} of "
                 f"{len(branch.children)}, which are not all from 0"
             )
-        if len(stack) >= MAX_DEPTH:
+        if depth >= MAX_DEPTH:
             raise ValueError(f"it is more than {MAX_DEPTH} containers deep")
-        keys = sorted(branch.children) if in_order else branch.children
-        kinds.append((branch.kind, () if in_order else tuple(branch.children)))
-        children.append([])
-        stack.append((len(kinds) - 1, iter([branch.children[key] for key in keys])))
-        return len(kinds) - 1
-
-    open_branch(root)
-    while stack:
-        node, below = stack[-1]
-        for child in below:
+        number = len(nodes)
+        nodes[number] = Node(branch.kind)  # parents come first
+        below: list[int] = []
+        for key in sorted(branch.children) if in_order else branch.children:
+            child = branch.children[key]
             if isinstance(child, Branch):
-                children[node].append(-open_branch(child))
-                break
-            children[node].append(len(leaves))
-            leaves.append(child)
-        else:
-            stack.pop()
-    nodes = tuple(
-        Node(kind, keys, tuple(below)) for (kind, keys), below in zip(kinds, children, strict=True)
-    )
-    return Structure(nodes, len(leaves)), leaves
+                below.append(-grow(child, depth + 1))
+            else:
+                below.append(len(leaves))
+                leaves.append(child)
+        keys = () if in_order else tuple(branch.children)
+        nodes[number] = Node(branch.kind, keys, tuple(below))
+        return number
+
+    grow(root, 0)
+    return Structure(tuple(nodes.values()), len(leaves)), leaves
 
 
-def tree_of_json(value: Any) -> Any:
-    """Return a JSON value as a tree of scalars.
+def tree_of_json(value: Any, depth: int = 1) -> Any:
+    """Return a JSON value as a tree of scalars that is at `depth`.
 
     Raises:
         ValueError: it is too deep, or has a string that is not valid Unicode.
@@ -118,20 +110,10 @@ def tree_of_json(value: Any) -> Any:
     if value is None:
         return Branch("none")
     if isinstance(value, dict | list):
-        root = Branch("dict" if isinstance(value, dict) else "list")
-        todo = [(root, value, 1)]
-        while todo:
-            branch, container, depth = todo.pop()
-            if depth >= MAX_DEPTH:
-                raise ValueError(f"it is more than {MAX_DEPTH} containers deep")
-            items = container.items() if isinstance(container, dict) else enumerate(container)
-            for key, item in items:
-                if isinstance(item, dict | list):
-                    inner = Branch("dict" if isinstance(item, dict) else "list")
-                    todo.append((inner, item, depth + 1))
-                    branch.children[key] = inner
-                else:
-                    branch.children[key] = tree_of_json(item)
-        return root
-    kind, encoded = encode_scalar(value)
-    return ForeignLeaf(kind, encoded)
+        if depth >= MAX_DEPTH:
+            raise ValueError(f"it is more than {MAX_DEPTH} containers deep")
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        kind: Kind = "dict" if isinstance(value, dict) else "list"
+        return Branch(kind, {key: tree_of_json(item, depth + 1) for key, item in items})
+    scalar, encoded = encode_scalar(value)
+    return ForeignLeaf(scalar, encoded)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from asyncckpt.format.damage import corrupt
 from asyncckpt.format.fields import parse_json
@@ -36,21 +36,14 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 MAX_DOCUMENT_NBYTES = 1 << 28
 """A million leaves take 250 bytes each in `_METADATA`."""
 
-Kind = Literal["array", "jax", "scalar", "string", "None", "Dict", "List", "Tuple", "NamedTuple"]
+EMPTY = frozenset(("None", "Dict", "List", "Tuple", "NamedTuple"))
+"""Kinds of empty containers."""
 
-_KINDS: dict[str, Kind] = {
+_KINDS = {
     "np.ndarray": "array",
     "jax.Array": "jax",
-    "scalar": "scalar",
-    "string": "string",
-    "None": "None",
-    "Dict": "Dict",
-    "List": "List",
-    "Tuple": "Tuple",
-    "NamedTuple": "NamedTuple",
+    **{name: name for name in ("scalar", "string", *EMPTY)},
 }
-EMPTY: frozenset[Kind] = frozenset(("None", "Dict", "List", "Tuple", "NamedTuple"))
-"""Kinds of empty containers."""
 
 _KEY_SEQUENCE = 1
 _KEY_DICT = 2
@@ -69,7 +62,7 @@ class TreeEntry:
     """
 
     path: tuple[tuple[str, bool], ...]
-    kind: Kind | None
+    kind: str | None
     handler: str
     elsewhere: bool
 
@@ -81,12 +74,10 @@ class TreeEntry:
 
 @dataclass(frozen=True, slots=True)
 class TreeMetadata:
-    """Content of `_METADATA`.
+    """Content of `_METADATA`: leaves and empty containers in its order, and how arrays are stored.
 
     Attributes:
-        entries: leaves and empty containers, in the order of the document.
         use_ocdbt: whether arrays are in an OCDBT database; None if not stated.
-        use_zarr3: whether they have zarr version 3.
         complete: every chunk is stored, even if it consists of the fill value.
         custom: the user's JSON.
     """
@@ -104,8 +95,6 @@ class StepMetadata:
 
     Attributes:
         handlers: class that wrote each item, by item name; under ``""`` for a single item.
-        metrics: the user's numbers.
-        custom: the user's JSON.
         committed_ns: time of the commit, nanoseconds since 1970; 0 if not stated.
     """
 
@@ -116,11 +105,7 @@ class StepMetadata:
 
 
 def parse_document(data: bytes, what: str, *, file: str) -> Any:
-    """Return the JSON value of a whole document.
-
-    Raises:
-        CorruptCheckpointError: it is not JSON of bounded size, density and depth.
-    """
+    """Return the JSON value of a whole document."""
     return parse_json(data, what, file=file, most_nbytes=MAX_DOCUMENT_NBYTES)
 
 
@@ -135,11 +120,7 @@ def _members(data: bytes, what: str, file: str) -> dict[str, Any]:
 
 
 def decode_metadata(data: bytes, *, file: str) -> TreeMetadata:
-    """Decode a `_METADATA`; `file` is named in errors.
-
-    Raises:
-        CorruptCheckpointError: it is damaged.
-    """
+    """Decode a `_METADATA`; `file` is named in errors."""
     what = "the Orbax metadata"
     document = _members(data, what, file)
     tree = document.get("tree_metadata")
@@ -195,11 +176,7 @@ def find_string(document: object, name: str) -> str | None:
 
 
 def decode_array_metadatas(data: bytes, *, file: str) -> dict[str, str]:
-    """Return implementations of typed PRNG keys by array name; other arrays are left out.
-
-    Raises:
-        CorruptCheckpointError: the document is damaged.
-    """
+    """Return implementations of typed PRNG keys by array name; other arrays are left out."""
     if b"random_key_impl" not in data:
         return {}  # as in most checkpoints, which have an entry per array all the same
     what = "the array metadata"
@@ -224,11 +201,7 @@ def decode_array_metadatas(data: bytes, *, file: str) -> dict[str, str]:
 
 
 def decode_checkpoint_metadata(data: bytes, *, file: str) -> StepMetadata:
-    """Decode a `_CHECKPOINT_METADATA`; missing members are empty.
-
-    Raises:
-        CorruptCheckpointError: it is damaged.
-    """
+    """Decode a `_CHECKPOINT_METADATA`; missing members are empty."""
     what = "the checkpoint metadata"
     document = _members(data, what, file)
 

@@ -21,7 +21,6 @@ import numpy as np
 from asyncckpt.errors import (
     CorruptCheckpointError,
     UnsupportedFormatError,
-    UnsupportedLeafError,
 )
 from asyncckpt.format.damage import corrupt
 from asyncckpt.format.fields import parse_json
@@ -71,13 +70,9 @@ _FIELDS = frozenset(("dtype", "shape", "data_offsets"))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Header:
-    """Tensors of a safetensors file, by column.
+    """Tensors of a safetensors file in the order of its header, and its strings by name.
 
-    Attributes:
-        names: the tensors in the order of the header.
-        specs: shape and zarr dtype of each.
-        offsets: first byte of each in the file.
-        metadata: strings by name.
+    `offsets` has the first byte of each tensor in the file.
     """
 
     names: Sequence[str]
@@ -87,11 +82,7 @@ class Header:
 
 
 def header_nbytes(prefix: bytes, file_nbytes: int, *, file: str) -> int:
-    """Return the length of the header, from the first 8 bytes of the file.
-
-    Raises:
-        CorruptCheckpointError: the file is no safetensors file, or too short for its header.
-    """
+    """Return the length of the header, from the first 8 bytes of the file."""
     if len(prefix) < LENGTH_NBYTES:
         raise corrupt(
             "the safetensors file",
@@ -117,12 +108,7 @@ def header_nbytes(prefix: bytes, file_nbytes: int, *, file: str) -> int:
 
 
 def decode_header(data: bytes, file_nbytes: int, *, file: str) -> Header:
-    """Return the header whose bytes are `data`, of a file of `file_nbytes`.
-
-    Raises:
-        CorruptCheckpointError: it is malformed, or its tensors do not fill the data exactly.
-        UnsupportedFormatError: a tensor has a dtype that is unknown or cannot be restored.
-    """
+    """Return the header whose bytes are `data`, of a file of `file_nbytes`."""
     return _Decoder(data, file).run(file_nbytes)
 
 
@@ -178,32 +164,30 @@ class _Decoder:
         """Return shape and dtype, the first byte and one past the last."""
         where = f"of tensor {name[:200]!r}"
         members = value.keys() if isinstance(value, dict) else set()
+        for member in members - _FIELDS:
+            raise self._fault(f"{member[:80]!a} {where} is not a member of this version", name)
         if members != _FIELDS:
-            for member in members - _FIELDS:
-                raise self._fault(f"{member[:80]!a} {where} is not a member of this version", name)
             missing = ", ".join(sorted(_FIELDS - members))
             raise self._fault(f"{missing} {where} is missing", name)
-        shape = self._integers(value["shape"], f"shape {where}", MAX_RANK, name)
-        span = self._integers(value["data_offsets"], f"data_offsets {where}", 2, name)
-        spec = self._spec(value["dtype"], shape, name)
-        if len(span) != 2 or not 0 <= span[0] <= span[1] < 1 << 63:
-            reason = f"data_offsets {where} are {list(span)}, not first and last byte"
+        for member, most in (("shape", MAX_RANK), ("data_offsets", 2)):
+            items = value[member]
+            if not isinstance(items, list) or set(map(type, items)) - {int}:
+                raise self._fault(f"{member} {where} is not a list of integers", name)
+            if len(items) > most:
+                raise self._fault(f"{member} {where} has more than {most} integers", name)
+            if any(abs(n) >= 1 << 63 for n in items):
+                raise self._fault(f"{member} {where} has an integer beyond 64 bits", name)
+        spec = self._spec(value["dtype"], tuple(value["shape"]), name)
+        span = value["data_offsets"]
+        if len(span) != 2 or not 0 <= span[0] <= span[1]:
+            reason = f"data_offsets {where} are {span}, not first and last byte"
             raise self._fault(reason, name)
-        if spec.nbytes != span[1] - span[0]:
+        begin, end = span
+        if spec.nbytes != end - begin:
             raise self._fault(
-                f"data_offsets {where} span {span[1] - span[0]} bytes, {spec} takes {spec.nbytes}",
-                name,
+                f"data_offsets {where} span {end - begin} bytes, {spec} takes {spec.nbytes}", name
             )
-        return spec, span[0], span[1]
-
-    def _integers(self, value: Any, what: str, most: int, name: str) -> tuple[int, ...]:
-        if not isinstance(value, list) or set(map(type, value)) - {int}:
-            raise self._fault(f"{what} is not a list of integers", name)
-        if len(value) > most:
-            raise self._fault(f"{what} has more than {most} integers", name)
-        if any(abs(n) >= 1 << 63 for n in value):
-            raise self._fault(f"{what} has an integer beyond 64 bits", name)
-        return tuple(value)
+        return spec, begin, end
 
     def _spec(self, code: Any, shape: tuple[int, ...], name: str) -> ArraySpec:
         where = f"of tensor {name[:200]!r}"
@@ -280,10 +264,8 @@ def encode_header(
 ) -> tuple[bytes, list[int]]:
     """Return the first bytes of a file with these tensors, and where the data of each begins.
 
-    Tensors are stored in order of falling element size, so that each is aligned to its elements.
-
-    Raises:
-        UnsupportedLeafError: a name or dtype that safetensors does not have.
+    Names are unique and dtypes those of the format, as `convert.safetensors_plan` checks. Tensors
+    are stored in order of falling element size, so that each is aligned to its elements.
     """
     order = sorted(range(len(tensors)), key=lambda row: (-tensors[row][1].itemsize, row))
     document: dict[str, JsonValue] = {}
@@ -293,18 +275,9 @@ def encode_header(
     end = 0
     for row in order:
         name, spec = tensors[row]
-        code = CODES.get(spec.dtype)
-        if code is None or name in document or name == METADATA_KEY:
-            reason = f"has no dtype {spec.dtype}" if code is None else f"cannot hold {name!r} twice"
-            raise UnsupportedLeafError(
-                f"{name}: a safetensors file {reason}; cast the leaf, or give it another name",
-                path=name,
-                expected=tuple(CODES),
-                found=spec.dtype,
-            )
         begins[row], end = end, end + spec.nbytes
         document[name] = {
-            "dtype": code,
+            "dtype": CODES[spec.dtype],
             "shape": list(spec.shape),
             "data_offsets": [begins[row], end],
         }

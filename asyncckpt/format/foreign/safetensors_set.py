@@ -27,11 +27,7 @@ _INDEX = "the index of the safetensors files"
 
 
 def holds_parts(metadata: Mapping[str, str], *, file: str) -> bool:
-    """Return whether the file's metadata says that its tensors are parts of larger ones.
-
-    Raises:
-        CorruptCheckpointError: the metadata is malformed.
-    """
+    """Return whether the file's metadata says that its tensors are parts of larger ones."""
     text = metadata.get(SHARDS_KEY)
     if text is None:
         return False
@@ -47,11 +43,7 @@ def holds_parts(metadata: Mapping[str, str], *, file: str) -> bool:
 
 
 def decode_index(data: bytes, *, file: str) -> dict[str, str]:
-    """Return the file of every tensor of a set of safetensors files.
-
-    Raises:
-        CorruptCheckpointError: the index is malformed, or names files outside its directory.
-    """
+    """Return the file of every tensor of a set of safetensors files."""
     document = parse_json(data, _INDEX, file=file, most_nbytes=MAX_INDEX_NBYTES)
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict):
@@ -73,11 +65,7 @@ def decode_index(data: bytes, *, file: str) -> dict[str, str]:
 def check_set(
     weight_map: Mapping[str, str], headers: Mapping[str, Header], *, file: str
 ) -> Iterator[tuple[str, str, int]]:
-    """Yield name, file and row in its header of every tensor of a set, in the order of the index.
-
-    Raises:
-        CorruptCheckpointError: index and headers do not name the same tensors.
-    """
+    """Yield name, file and row in its header of every tensor of a set, in order of the index."""
     rows = {path: {name: row for row, name in enumerate(h.names)} for path, h in headers.items()}
     for name, path in weight_map.items():
         row = rows[path].get(name)

@@ -51,11 +51,8 @@ class SavedTree:
     """Tree that the metadata of a safetensors file describes.
 
     Attributes:
-        structure: the containers.
         leaves: kinds, scalar values and extra facts, without pieces.
         tensors: per leaf the name of its tensor, None for scalars; tied leaves share one.
-        metadata: the user's metadata.
-        metrics: the user's metrics.
     """
 
     structure: Structure
@@ -113,12 +110,7 @@ def encode_tree(tree: SavedTree) -> dict[str, str]:
 def decode_tree(
     metadata: Mapping[str, str], tensor_count: int, *, file: str
 ) -> tuple[SavedTree | None, dict[str, str]]:
-    """Return the tree in a file's metadata, or None, and the other entries.
-
-    Raises:
-        CorruptCheckpointError: the tree is malformed.
-        UnsupportedFormatError: it has a newer version.
-    """
+    """Return the tree in a file's metadata, or None, and the other entries."""
     others = dict(metadata)
     parts = []
     key = TREE_KEY

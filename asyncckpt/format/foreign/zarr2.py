@@ -27,13 +27,7 @@ _TYPESTRS = {
 
 
 def decode_metadata(data: bytes, *, file: str, limits: ZarrLimits | None = None) -> ZarrArray:
-    """Decode a metadata document within limits; `file` is named in errors.
-
-    Raises:
-        CorruptCheckpointError: the document is damaged, or claims more than the limits.
-        UnsupportedFormatError: it is intact, but has a dtype, filter or compressor that is not
-            read here.
-    """
+    """Decode a metadata document within limits; `file` is named in errors."""
     return _Zarr2(file, limits or ZarrLimits()).decode(data)
 
 

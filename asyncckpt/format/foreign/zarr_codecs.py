@@ -46,9 +46,6 @@ def make_codec(
         stored: sizes of the corner of a shard that must be stored; None if any may be missing.
         more: functions for further packings, by name.
         file: the metadata document, for errors.
-
-    Raises:
-        UnsupportedFormatError: a packing is unknown.
     """
     packing = chain.packing[:-1] if chain.crc32c else chain.packing
     known = {**_UNPACK, **(more or {})}

@@ -396,7 +396,7 @@ CHECKPOINTS: dict[str, Set] = {
     "paths-that-collide": (
         dcp(value=archive(1), planner_data={"w": ("a",), "v": ("a", "b")}),
         CORRUPT,
-        "leads through another value",
+        "both a leaf and a container",
         ".metadata",
     ),
     "missing-data": (dcp(file="__1_0.distcp"), CORRUPT, "is missing", "__1_0.distcp"),

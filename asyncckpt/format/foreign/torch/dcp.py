@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from asyncckpt.errors import UnsupportedFormatError
 from asyncckpt.format.damage import corrupt, path_fault
-from asyncckpt.format.foreign.torch.cover import tiling_fault
+from asyncckpt.format.foreign.foreign_tree import Branch, add
 from asyncckpt.format.foreign.torch.strided import Layout, dense_axes
 from asyncckpt.format.foreign.torch.torch_pickle import (
     DTYPES,
@@ -60,11 +60,10 @@ class Entry:
     """Key of the flattened state dict.
 
     Attributes:
-        key: the key.
         path: its path in the nested state dict; integers are indices of lists.
         shape: shape of a tensor; None for other values.
         dtype: torch dtype of a tensor, without its module.
-        boxes: shards of a tensor that hold elements; they tile it.
+        boxes: shards of a tensor that hold elements; not checked to tile it.
         items: the archive of every box; of other values, the one archive.
     """
 
@@ -77,13 +76,7 @@ class Entry:
 
 
 def decode_entries(value: object, *, file: str) -> list[Entry]:
-    """Return the entries of a checkpoint, from the unpickled `.metadata`.
-
-    Raises:
-        CorruptCheckpointError: it is malformed, names files outside the checkpoint, or has shards
-            that do not tile their tensor.
-        UnsupportedFormatError: it has a newer version, or a feature that is not read here.
-    """
+    """Return the entries of a checkpoint, from the unpickled `.metadata`."""
     return _Decoder(file).entries(value)
 
 
@@ -164,12 +157,12 @@ class _Decoder:
             raise self._unsupported(
                 f"{where} has the dtype {dtype.name}", tuple(DTYPES), dtype.name
             )
-        boxes = self._boxes(getattr(value, "chunks", None), shape, where)
+        boxes = self._boxes(getattr(value, "chunks", None), len(shape), where)
         items = [self._item(places.get((key, box.offset)), where) for box in boxes]
         return Entry(key, path, shape, dtype.name, boxes, tuple(items))
 
-    def _boxes(self, chunks: object, shape: tuple[int, ...], where: str) -> tuple[Box, ...]:
-        """Return the shards that hold elements, after checking that they tile the tensor."""
+    def _boxes(self, chunks: object, rank: int, where: str) -> tuple[Box, ...]:
+        """Return the shards that hold elements."""
         if type(chunks) is not list:
             self._fault(f"{where} has no list of shards")
         boxes = []
@@ -178,13 +171,10 @@ class _Decoder:
                 self._fault(f"a shard of {where} is a {type(chunk).__name__}")
             offset = self._extents(getattr(chunk, "offsets", None), f"the offset of {where}")
             sizes = self._extents(getattr(chunk, "sizes", None), f"the size of a shard of {where}")
-            if not len(offset) == len(sizes) == len(shape):
-                self._fault(f"a shard of {where} is not of rank {len(shape)}")
+            if not len(offset) == len(sizes) == rank:
+                self._fault(f"a shard of {where} is not of rank {rank}")
             if all(sizes):
                 boxes.append(Box(offset, sizes))
-        reason = tiling_fault(shape, boxes)
-        if reason is not None:
-            self._fault(f"the shards of {where}, of size {list(shape)}, do not tile it: {reason}")
         return tuple(boxes)
 
     def _item(self, info: StorageInfo | None, where: str) -> Item:
@@ -255,30 +245,23 @@ def nest(paths: Sequence[tuple[Key, ...]], values: Sequence[object]) -> dict[Key
     Raises:
         ValueError: two values have one path, or one is inside another.
     """
-    root: dict[Key, Any] = {}
-    made: list[tuple[dict[Key, Any], Key]] = []
-    within: dict[int, dict[Key, Any]] = {}
+    root = Branch("dict")
     for path, value in zip(paths, values, strict=True):
-        node = root
-        for part in path[:-1]:
-            if part not in node:
-                child: dict[Key, Any] = {}
-                node[part] = child
-                within[id(child)] = child
-                made.append((node, part))
-            inner = within.get(id(node[part]))
-            if inner is None:
-                raise ValueError(f"the path {list(path)!r:.200} leads through another value")
-            node = inner
-        if path[-1] in node:
-            raise ValueError(f"the path {list(path)!r:.200} is used by two values, or by a dict")
-        node[path[-1]] = value
-    # Reversed: children were made after their parents.
-    for parent, key in reversed(made):
-        child = parent[key]
-        if all(type(part) is int for part in child) and max(child) == len(child) - 1:
-            parent[key] = [child[index] for index in range(len(child))]
-    return root
+        try:
+            add(root, [(part, "dict") for part in path], value)
+        except ValueError as error:
+            raise ValueError(f"the path {list(path)!r:.200}: {error}") from None
+    return {key: _grown(child) for key, child in root.children.items()}
+
+
+def _grown(child: object) -> object:
+    """Return a branch as a dict or list; anything else unchanged."""
+    if not isinstance(child, Branch):
+        return child
+    items = {key: _grown(inner) for key, inner in child.children.items()}
+    if items.keys() == set(range(len(items))):
+        return [items[index] for index in range(len(items))]
+    return items
 
 
 def _shown(value: object) -> str:

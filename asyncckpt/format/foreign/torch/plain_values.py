@@ -76,13 +76,7 @@ NAMES: Names = {
 
 
 def load_value(source: PickleSource, allowance: Allowance, *, depth: int = 0) -> Any:
-    """Return the plain value of a pickle, as a tree that will be `depth` containers deep.
-
-    Raises:
-        CorruptCheckpointError: the pickle is malformed, refers to itself, or describes a value far
-            larger than itself.
-        UnsupportedFormatError: it holds something that is not a plain value.
-    """
+    """Return the plain value of a pickle, as a tree that will be `depth` containers deep."""
     unpickler = Unpickler(source, NAMES, allowance)
     value = unpickler.run()
     try:

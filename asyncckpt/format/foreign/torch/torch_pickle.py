@@ -31,25 +31,13 @@ _MAX_EXTENT = 1 << 62
 
 # Name of a torch dtype -> zarr v3 data type name; None for those that cannot be restored.
 DTYPES: dict[str, str | None] = {
-    "bool": "bool",
-    "uint8": "uint8",
-    "int8": "int8",
-    "uint16": "uint16",
-    "int16": "int16",
-    "uint32": "uint32",
-    "int32": "int32",
-    "uint64": "uint64",
-    "int64": "int64",
-    "float8_e4m3fn": "float8_e4m3fn",
-    "float8_e4m3fnuz": "float8_e4m3fnuz",
-    "float8_e5m2": "float8_e5m2",
-    "float8_e5m2fnuz": "float8_e5m2fnuz",
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-    "float32": "float32",
-    "float64": "float64",
-    "complex64": "complex64",
-    "complex128": "complex128",
+    **{
+        name: name
+        for name in (
+            "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float8_e4m3fn float8_e4m3fnuz "
+            "float8_e5m2 float8_e5m2fnuz bfloat16 float16 float32 float64 complex64 complex128"
+        ).split()
+    },
     **dict.fromkeys(
         "complex32 float4_e2m1fn_x2 float8_e8m0fnu qint8 qint32 quint8 quint4x2 quint2x4 "
         "bits1x8 bits2x4 bits4x2 bits8 bits16".split()
@@ -58,18 +46,14 @@ DTYPES: dict[str, str | None] = {
 }
 
 _STORAGES = {
-    "BoolStorage": "bool",
-    "ByteStorage": "uint8",
-    "CharStorage": "int8",
-    "ShortStorage": "int16",
-    "IntStorage": "int32",
-    "LongStorage": "int64",
-    "BFloat16Storage": "bfloat16",
-    "HalfStorage": "float16",
-    "FloatStorage": "float32",
-    "DoubleStorage": "float64",
-    "ComplexFloatStorage": "complex64",
-    "ComplexDoubleStorage": "complex128",
+    f"{kind}Storage": dtype
+    for kind, dtype in zip(
+        "Bool Byte Char Short Int Long BFloat16 Half Float Double ComplexFloat "
+        "ComplexDouble".split(),
+        "bool uint8 int8 int16 int32 int64 bfloat16 float16 float32 float64 complex64 "
+        "complex128".split(),
+        strict=True,
+    )
 }
 
 
@@ -107,13 +91,7 @@ _PROPERTIES = 5
 
 
 class Metadata(Stub):
-    __slots__ = (
-        "planner_data",
-        "state_dict_metadata",
-        "storage_data",
-        "storage_meta",
-        "version",
-    )
+    __slots__ = ("planner_data", "state_dict_metadata", "storage_data", "storage_meta", "version")
 
 
 class TensorStorageMetadata(Stub):
@@ -198,13 +176,7 @@ def metadata_names() -> Names:
 
 @dataclass(frozen=True, slots=True)
 class SavedStorage:
-    """Storage beside the pickle: a member of the archive.
-
-    Attributes:
-        key: the member is called `data/<key>`.
-        dtype: torch dtype of its elements; empty if it is counted in bytes.
-        count: number of elements.
-    """
+    """Member `data/<key>` beside the pickle: `count` elements, or bytes where `dtype` is empty."""
 
     key: str
     dtype: str
@@ -215,9 +187,7 @@ class SavedStorage:
 class SavedTensor:
     """Tensor of a pickle, as a view of a storage; offset and strides count elements.
 
-    Attributes:
-        conj: its values are the complex conjugates of the stored ones.
-        neg: its values are the negatives of the stored ones.
+    With `conj` or `neg` its values are the complex conjugates or the negatives of the stored ones.
     """
 
     storage: SavedStorage
@@ -285,12 +255,7 @@ _TENSOR_NAMES: Names = {
 
 
 def load_tensor(source: PickleSource, allowance: Allowance) -> tuple[SavedTensor, int]:
-    """Return the tensor that a pickle holds, and the pickle's length.
-
-    Raises:
-        CorruptCheckpointError: it is malformed.
-        UnsupportedFormatError: it holds something else.
-    """
+    """Return the tensor that a pickle holds, and the pickle's length."""
     unpickler = Unpickler(source, _TENSOR_NAMES, allowance, persistent=saved_storage)
     value = unpickler.run()
     if not isinstance(value, SavedTensor):

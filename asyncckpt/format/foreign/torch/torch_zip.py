@@ -39,13 +39,7 @@ class ShortHeadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Member of an archive.
-
-    Attributes:
-        name: its name without the archive's.
-        start: first byte of its content, in the archive.
-        nbytes: its size; None if that follows its content.
-    """
+    """Member of an archive: its name there, its first byte, its size (None if that follows it)."""
 
     name: str
     start: int
@@ -54,14 +48,9 @@ class Member:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Archive:
-    """First bytes of one archive.
+    """First bytes of one archive, which has `nbytes` in all.
 
-    Attributes:
-        data: the bytes.
-        nbytes: length of the whole archive.
-        what: name of the archive in errors.
-        file: name of the file in errors.
-        base: offset of the archive in that file.
+    Errors name it by `what` it is and the `file` that holds it, from its byte `base` on.
     """
 
     data: bytes
@@ -71,11 +60,7 @@ class Archive:
     base: int
 
     def pickle(self) -> PickleSource:
-        """Return the pickle, which is the first member.
-
-        Raises:
-            CorruptCheckpointError: these are not the first bytes of an archive.
-        """
+        """Return the pickle, which is the first member."""
         return PickleSource(self.data, self.what, self.file, self.base, self._first().start)
 
     def tensor(self, allowance: Allowance) -> tuple[SavedTensor, int]:
@@ -83,8 +68,6 @@ class Archive:
 
         Raises:
             ShortHeadError: more bytes are needed.
-            CorruptCheckpointError: the archive is malformed.
-            UnsupportedFormatError: it is compressed, of another byte order, or holds no tensor.
         """
         member = self._first()
         try:
@@ -100,8 +83,17 @@ class Archive:
             if member.name == wanted:
                 return tensor, member.start
             nbytes = self._small(member)
-            if member.name == "byteorder":
-                self._check_order(self.data[member.start : member.start + nbytes], member.start)
+            order = self.data[member.start : member.start + nbytes]
+            if member.name == "byteorder" and order != b"little":
+                at = self.base + member.start
+                raise UnsupportedFormatError(
+                    f"{self.file}, byte {at}: {self.what} was written on a machine of another byte "
+                    f"order ({order[:20]!r}); only little endian is read",
+                    file=self.file,
+                    offset=at,
+                    expected="little",
+                    found=order[:20],
+                )
         raise self._corrupt(f"it has no {wanted!r} among its first {_MAX_MEMBERS} members", 0)
 
     def _first(self) -> Member:
@@ -159,17 +151,6 @@ class Archive:
                 raise ShortHeadError
             raise self._corrupt(f"its member {member.name[:80]!r} does not end", member.start)
         return end - member.start
-
-    def _check_order(self, order: bytes, at: int) -> None:
-        if order != b"little":
-            raise UnsupportedFormatError(
-                f"{self.file}, byte {self.base + at}: {self.what} was written on a machine of "
-                f"another byte order ({order[:20]!r}); only little endian is read",
-                file=self.file,
-                offset=self.base + at,
-                expected="little",
-                found=order[:20],
-            )
 
     def _bytes(self, at: int, nbytes: int) -> bytes:
         if at + nbytes > self.nbytes:

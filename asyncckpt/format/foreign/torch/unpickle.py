@@ -14,6 +14,7 @@ supplies; everything else is refused. Source: `pickletools` of CPython 3.13.
 
 from __future__ import annotations
 
+import pickletools
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -72,14 +73,9 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PickleSource:
-    """Bytes with a pickle in them, and how errors name it.
+    """Bytes with a pickle in them, which begins at `start`; bytes behind its end are ignored.
 
-    Attributes:
-        data: the bytes.
-        what: what the pickle is.
-        file: the file that holds it.
-        base: offset of `data` in that file.
-        start: where the pickle begins in `data`; bytes behind its end are ignored.
+    Errors name it by `what` it is and the `file` that holds the bytes, from its byte `base` on.
     """
 
     data: bytes
@@ -174,12 +170,7 @@ class Unpickler:
         self._memo: list[Any] = []
 
     def run(self) -> Any:
-        """Decode the whole pickle and return its value.
-
-        Raises:
-            CorruptCheckpointError: the pickle is truncated or malformed.
-            UnsupportedFormatError: it uses something that is not read here.
-        """
+        """Decode the whole pickle and return its value."""
         while not self.step(1 << 20):
             pass
         return self.value
@@ -233,9 +224,10 @@ class Unpickler:
         return int.from_bytes(self._bytes(width), "little")
 
     def _raw(self, width: int) -> bytes:
-        """Return an argument that follows its own length, which takes `width` bytes."""
+        """Push and return an argument that follows its own length, which takes `width` bytes."""
         raw = self._bytes(self._number(width))
         self._allowance.take(TEXT_NBYTES + len(raw))
+        self._stack.append(raw)
         return raw
 
     def _line(self) -> str:
@@ -293,10 +285,7 @@ class Unpickler:
         raw = self._raw(width)
         if not raw.isascii():
             self._allowance.take(4 * len(raw))
-        self._stack.append(raw.decode("utf-8", "surrogatepass"))
-
-    def _binary(self, width: int) -> None:
-        self._stack.append(self._raw(width))
+        self._stack[-1] = raw.decode("utf-8", "surrogatepass")
 
     def _mark(self, _: int) -> None:
         self._marks.append(len(self._stack))
@@ -304,11 +293,8 @@ class Unpickler:
     def _tuple(self, count: int) -> None:
         self._stack.append(tuple(self._pop(count)))
 
-    def _list(self, _: int) -> None:
-        self._stack.append([])
-
-    def _dict(self, _: int) -> None:
-        self._stack.append({})
+    def _empty(self, kind: type) -> None:
+        self._stack.append(kind())
 
     def _append(self, count: int) -> None:
         items = self._pop(count)
@@ -417,17 +403,17 @@ READ: Final[dict[int, _Row]] = {
     0x8C: (Unpickler._text, 1, _SLOT_NBYTES),  # SHORT_BINUNICODE
     0x58: (Unpickler._text, 4, _SLOT_NBYTES),  # X  BINUNICODE
     0x8D: (Unpickler._text, 8, _SLOT_NBYTES),  # BINUNICODE8
-    0x43: (Unpickler._binary, 1, _SLOT_NBYTES),  # C  SHORT_BINBYTES
-    0x42: (Unpickler._binary, 4, _SLOT_NBYTES),  # B  BINBYTES
-    0x8E: (Unpickler._binary, 8, _SLOT_NBYTES),  # BINBYTES8
+    0x43: (Unpickler._raw, 1, _SLOT_NBYTES),  # C  SHORT_BINBYTES
+    0x42: (Unpickler._raw, 4, _SLOT_NBYTES),  # B  BINBYTES
+    0x8E: (Unpickler._raw, 8, _SLOT_NBYTES),  # BINBYTES8
     0x85: (Unpickler._tuple, 1, _SLOT_NBYTES + TUPLE_NBYTES),  # TUPLE1
     0x86: (Unpickler._tuple, 2, _SLOT_NBYTES + TUPLE_NBYTES),  # TUPLE2
     0x87: (Unpickler._tuple, 3, _SLOT_NBYTES + TUPLE_NBYTES),  # TUPLE3
     0x74: (Unpickler._tuple, 0, _SLOT_NBYTES + TUPLE_NBYTES),  # t  TUPLE
-    0x5D: (Unpickler._list, 0, _SLOT_NBYTES + LIST_NBYTES),  # ]  EMPTY_LIST
+    0x5D: (Unpickler._empty, list, _SLOT_NBYTES + LIST_NBYTES),  # ]  EMPTY_LIST
     0x61: (Unpickler._append, 1, 0),  # a  APPEND
     0x65: (Unpickler._append, 0, 0),  # e  APPENDS
-    0x7D: (Unpickler._dict, 0, _SLOT_NBYTES + DICT_NBYTES),  # }  EMPTY_DICT
+    0x7D: (Unpickler._empty, dict, _SLOT_NBYTES + DICT_NBYTES),  # }  EMPTY_DICT
     0x73: (Unpickler._set, 2, 0),  # s  SETITEM
     0x75: (Unpickler._set, 0, 0),  # u  SETITEMS
     0x71: (Unpickler._put, 1, _MEMO_NBYTES),  # q  BINPUT
@@ -445,26 +431,10 @@ READ: Final[dict[int, _Row]] = {
 """Per opcode that is read: its method, the argument of that, and the memory that it pays for."""
 
 REFUSED: Final[dict[int, str]] = {
-    0x8F: "a set",
-    0x90: "a set",
-    0x91: "a frozenset",
-    0x92: "an instance made with keywords",
-    0x96: "a bytearray",
-    0x97: "a buffer beside the pickle",
-    0x98: "a buffer beside the pickle",
-    0x82: "a code of the extension registry",
-    0x83: "a code of the extension registry",
-    0x84: "a code of the extension registry",
-    0x69: "an instance of an old-style class",
-    0x6F: "an instance of an old-style class",
-    0x50: "a persistent id in text",
-    0x54: "a string of Python 2",
-    0x55: "a string of Python 2",
-    0x30: "the opcode POP",
-    0x31: "the opcode POP_MARK",
-    0x32: "the opcode DUP",
-    **dict.fromkeys(b"ILFSVdlgp", "an opcode of protocol 0"),
+    ord(opcode.code): f"the opcode {opcode.name}"
+    for opcode in pickletools.opcodes
+    if ord(opcode.code) not in READ
 }
-"""What the opcodes of pickle that are not read stand for."""
+"""What the opcodes of pickle that are not read are called."""
 
 _TABLE: Final = tuple(READ.get(code, (Unpickler._refuse, code, 0)) for code in range(256))
