@@ -196,7 +196,7 @@ def _commit_record() -> Target:
         opened = resolve(files, record, cast(Any, None))
         structure = opened.structure()
         paths = structure.paths()
-        return unflatten(structure, paths), opened.leaf_arrays(), record.row_ranges()
+        return unflatten(structure, paths), opened.leaf_pieces()
 
     document = json.loads(encode_record(_record()))
     del document["crc32c"]
