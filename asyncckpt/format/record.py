@@ -263,8 +263,8 @@ def decode_record(data: bytes, *, location: str) -> CommitRecord:
             raise corrupt(_WHAT, f"its version is {repr(version)[:40]}", file=location)
         if version > RECORD_VERSION:
             raise UnsupportedFormatError(
-                f"{location}: the commit record has version {version}, this release reads versions up "
-                f"to {RECORD_VERSION}; restore with a newer release",
+                f"{location}: the commit record has version {version}, this release reads versions "
+                f"up to {RECORD_VERSION}; restore with a newer release",
                 location=location,
                 expected=RECORD_VERSION,
                 found=version,

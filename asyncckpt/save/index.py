@@ -10,8 +10,8 @@ import numpy.typing as npt
 from asyncckpt.format.chunks import ChunkIndex, encode_chunk_index
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.ocdbt.btree import ValueColumns, encode_tree
-from asyncckpt.format.ocdbt.keys import KeyColumns, prepare_keys, sort_keys
-from asyncckpt.format.ocdbt.manifest import Config, Manifest, Version, encode_manifest
+from asyncckpt.format.ocdbt.keys import KeyColumns, prepare_keys
+from asyncckpt.format.ocdbt.manifest import encode_manifest
 from asyncckpt.format.zarr3 import CRC_NBYTES, chunk_keys, encode_metadata, metadata_key
 from asyncckpt.options import INLINE_NBYTES, KIB, NODE_NBYTES
 from asyncckpt.planning.save import SavePlan
@@ -61,7 +61,7 @@ def make_catalog(plan: SavePlan) -> Catalog:
     rows[heads] = -1
     inline = np.full(len(keys), -1, np.int64)
     inline[heads] = np.array(template_of, np.int64)[plan.arrays.part]
-    order = sort_keys(keys)
+    order = np.array(sorted(range(len(keys)), key=keys.__getitem__), np.intp)
     row = rows[order]
     index = inline[order]
     # Inline rows, tied ones included, carry their value with every key.
@@ -164,21 +164,11 @@ def encode_index(
         ChunkIndex(chunks.file, chunks.offset, chunks.nbytes, chunks.crc)
     )
     manifest = encode_manifest(
-        Manifest(
-            uuid=save_id,
-            config=Config(max_inline_value_bytes=INLINE_NBYTES, max_decoded_node_bytes=NODE_NBYTES),
-            versions=(
-                Version(
-                    generation=1,
-                    root=tree.root,
-                    root_height=tree.root_height,
-                    num_keys=tree.num_keys,
-                    tree_nbytes=tree.tree_nbytes,
-                    indirect_value_nbytes=tree.indirect_value_nbytes,
-                    commit_time_ns=now_ns,
-                ),
-            ),
-        )
+        save_id,
+        tree,
+        commit_time_ns=now_ns,
+        max_inline_value_bytes=INLINE_NBYTES,
+        max_decoded_node_bytes=NODE_NBYTES,
     )
     crc = 0
     for block in tree.blocks:
