@@ -12,14 +12,10 @@ from asyncckpt.format.crc import crc32c
 from asyncckpt.format.ocdbt.btree import ValueColumns, encode_tree
 from asyncckpt.format.ocdbt.keys import KeyColumns, prepare_keys
 from asyncckpt.format.ocdbt.manifest import encode_manifest
-from asyncckpt.format.zarr3 import CRC_NBYTES, chunk_keys, encode_metadata, metadata_key
-from asyncckpt.options import INLINE_NBYTES, KIB, NODE_NBYTES
+from asyncckpt.format.zarr3 import chunk_keys, encode_metadata, metadata_key
+from asyncckpt.options import INLINE_NBYTES, NODE_NBYTES
 from asyncckpt.planning.save import SavePlan
 from asyncckpt.save.serialize import Extents
-
-INDEX_IN_RECORD_NBYTES = 24 * KIB
-"""Largest chunk index that the record repeats, which saves a restore one round trip: 1,000 chunks,
-16 GiB. Reading the record stays one request (1 MiB)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,24 +84,14 @@ class Index:
     Attributes:
         blocks: contents of the index file: B+tree nodes, then the chunk index.
         manifest: contents of the manifest.
-        chunks_offset: where the chunk index begins in the file.
-        chunks_crc: CRC-32C of the chunk index without its own trailing one.
         nbytes: length of the file.
         crc: its CRC-32C.
     """
 
     blocks: list[bytes]
     manifest: bytes
-    chunks_offset: int
-    chunks_crc: int
     nbytes: int
     crc: int
-
-    @property
-    def record_data(self) -> bytes | None:
-        """The chunk index, for the record to repeat, if it is small; else None."""
-        chunk_index = self.blocks[-1]
-        return chunk_index if len(chunk_index) <= INDEX_IN_RECORD_NBYTES else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,16 +156,8 @@ def encode_index(
         max_inline_value_bytes=INLINE_NBYTES,
         max_decoded_node_bytes=NODE_NBYTES,
     )
+    blocks = [*tree.blocks, chunk_index]
     crc = 0
-    for block in tree.blocks:
+    for block in blocks:
         crc = crc32c(block, crc)
-    offset = sum(map(len, tree.blocks))
-    return Index(
-        blocks=[*tree.blocks, chunk_index],
-        manifest=manifest,
-        chunks_offset=offset,
-        # Over a sum and what it sums, every CRC is one constant, which would bind nothing.
-        chunks_crc=crc32c(memoryview(chunk_index)[:-CRC_NBYTES]),
-        nbytes=offset + len(chunk_index),
-        crc=crc32c(chunk_index, crc),
-    )
+    return Index(blocks, manifest, sum(map(len, blocks)), crc)
