@@ -214,12 +214,6 @@ class Workers(Executor):
                 self._queue.put(None)
 
     def _serve(self) -> None:
-        self._work()
-        with self._lock:
-            if not self._closed:
-                self._threads.remove(threading.current_thread())
-
-    def _work(self) -> None:
         while (item := self._queue.get()) is not None:
             future, call = item
             del item
@@ -235,6 +229,9 @@ class Workers(Executor):
                 del result
             # Neither the arguments nor the result may outlive the call in this frame.
             del future, call
+        with self._lock:
+            if not self._closed:
+                self._threads.remove(threading.current_thread())
 
 
 def thread_error(name: str, error: Exception) -> ResourceError:
