@@ -43,15 +43,16 @@ class ThreadAbandonedError(SaveError):
     future: Future[Any]
 
 
+_Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
 class Workers(Executor):
     """A fixed number of daemon threads that serve one first-in, first-out queue."""
 
     def __init__(self, count: int, name: str, *, abandon_s: float = ABANDON_S) -> None:
         self._name = name
         self._abandon_s = abandon_s
-        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._started = 0
@@ -79,7 +80,7 @@ class Workers(Executor):
                 raise RuntimeError(f"{self._name}: worker threads are closed")
             if len(self._threads) < self._count:
                 self._start_thread()
-        self._queue.put((future, lambda: fn(*args, **kwargs)))
+        self._queue.put((future, fn, args, kwargs))
         return future
 
     async def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -100,7 +101,7 @@ class Workers(Executor):
             if not future.cancel():
                 if not await finished(waiter, timeout_s=self._abandon_s):
                     since = "it was cancelled"
-                    raise self._abandoned_error(future, waiter, called(fn), since) from None
+                    raise self._abandoned_error(future, waiter, fn, since) from None
                 seen(waiter)
             raise
         return waiter.result()
@@ -114,7 +115,7 @@ class Workers(Executor):
             ThreadAbandonedError: the call did not end within `abandon_s`. It goes on if it can.
         """
         future = self.submit(call)
-        await self._outlast(asyncio.wrap_future(future), future, called(call), limited=True)
+        await self._outlast(asyncio.wrap_future(future), future, call, limited=True)
 
     async def complete(self, coroutine: Coroutine[Any, Any, T], name: str) -> T:
         """Return the coroutine's result; for one whose own awaits lose their threads.
@@ -134,7 +135,12 @@ class Workers(Executor):
         return task.result()
 
     async def _outlast(
-        self, waiter: asyncio.Future[Any], future: Future[Any], name: str, *, limited: bool
+        self,
+        waiter: asyncio.Future[Any],
+        future: Future[Any],
+        what: str | Callable[..., Any],
+        *,
+        limited: bool,
     ) -> None:
         """Wait for the end; once cancelled, or from the start if `limited`, for `abandon_s`."""
         cancelled = False
@@ -145,19 +151,23 @@ class Workers(Executor):
             await finished(waiter, timeout_s=self._abandon_s)
         if not waiter.done():
             since = "it was cancelled" if cancelled else "clean-up began"
-            raise self._abandoned_error(future, waiter, name, since)
+            raise self._abandoned_error(future, waiter, what, since)
         if cancelled:
             seen(waiter)
             raise asyncio.CancelledError
         waiter.result()
 
     def _abandoned_error(
-        self, future: Future[Any], waiter: asyncio.Future[Any], name: str, since: str
+        self,
+        future: Future[Any],
+        waiter: asyncio.Future[Any],
+        what: str | Callable[..., Any],
+        since: str,
     ) -> ThreadAbandonedError:
         self.abandon(future)
         waiter.add_done_callback(seen)
         error = ThreadAbandonedError(
-            f"{self._name}: a thread was stuck in {name} for {self._abandon_s:.0f} s after "
+            f"{self._name}: a thread was stuck in {called(what)} for {self._abandon_s:.0f} s after "
             f"{since}; it was abandoned and its buffers are not used again. The file system does "
             "not answer: check the mount. A later sweep removes the leftovers"
         )
@@ -215,20 +225,20 @@ class Workers(Executor):
 
     def _serve(self) -> None:
         while (item := self._queue.get()) is not None:
-            future, call = item
+            future, function, arguments, keywords = item
             del item
             if not future.set_running_or_notify_cancel():
-                del future, call
+                del future, function, arguments, keywords
                 continue
             try:
-                result = call()
+                result = function(*arguments, **keywords)
             except BaseException as error:
                 future.set_exception(error)
             else:
                 future.set_result(result)
                 del result
             # Neither the arguments nor the result may outlive the call in this frame.
-            del future, call
+            del future, function, arguments, keywords
         with self._lock:
             if not self._closed:
                 self._threads.remove(threading.current_thread())
@@ -244,8 +254,10 @@ def thread_error(name: str, error: Exception) -> ResourceError:
     )
 
 
-def called(function: Callable[..., Any]) -> str:
+def called(function: str | Callable[..., Any]) -> str:
     """Return what a call is, without the values that a partial holds: they may be credentials."""
+    if isinstance(function, str):
+        return function
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__qualname__", type(function).__name__))

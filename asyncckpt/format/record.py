@@ -14,6 +14,7 @@ that the beginning of a record tells what should exist, and may hold the chunk i
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import math
 import re
@@ -134,6 +135,10 @@ _MEMBERS: dict[str, Any] = {
 _MEMBERS_1 = {k: form for k, form in _MEMBERS.items() if k != "fixed"} | {"chunk_index": _INDEX}
 
 
+_facts_of = attrgetter("path", "nbytes", "crc32c")
+"""What fixed names and entries of files have in common."""
+
+
 def encode_record(record: CommitRecord) -> bytes:
     """Return the bytes of the record; equal records give equal bytes.
 
@@ -147,9 +152,9 @@ def encode_record(record: CommitRecord) -> bytes:
             raise UsageError(f"{name} {reason}; use dicts, lists, strings and numbers")
     kinds = sorted(set(record.leaves.kind))
     code_of = dict(zip(kinds, range(len(kinds)), strict=True))
+    metrics = record.metrics
     own, index = len(record.files) - len(record.fixed), record.chunk_index
-    facts = attrgetter("path", "nbytes", "crc32c")
-    if list(map(facts, record.fixed)) != list(map(facts, record.files[own:])):
+    if list(map(_facts_of, record.fixed)) != list(map(_facts_of, record.files[own:])):
         raise ValueError("the fixed names are not the last of the files")
     document = {
         "format": _FORMAT,
@@ -173,7 +178,7 @@ def encode_record(record: CommitRecord) -> bytes:
         "created_ns": record.created_ns,
         "library": record.library,
         "metadata": dict(record.metadata),
-        "metrics": {name: _metric_json(name, value) for name, value in record.metrics.items()},
+        "metrics": dict(zip(metrics, map(_metric_json, metrics, metrics.values()), strict=True)),
         "database": record.database,
         "tree": record.tree,
         "leaves": {
@@ -341,16 +346,20 @@ def _decode(document: dict[str, Any], location: str) -> CommitRecord:
 
     version = document["version"]
     check_form(document, _MEMBERS if version > 1 else _MEMBERS_1, "", fault)
-    for name in ("metadata", "tree"):
-        reason = depth_fault(document[name])
+    for member in ("metadata", "tree"):
+        reason = depth_fault(document[member])
         if reason is not None:
-            raise fault(name, reason)
+            raise fault(member, reason)
     arrays, index = document["arrays"], document["chunk_index"]
     tied = _by_index(arrays["tied"], len(arrays["name"]), "arrays.tied", fault)
     fixed = tuple(map(_fixed, document.get("fixed", ())))
     files = [
         FileEntry(row["path"], row["nbytes"], int(row["crc32c"], 16)) for row in document["files"]
     ]
+    files += itertools.starmap(FileEntry, map(_facts_of, fixed))
+    metrics: dict[str, float] = {}
+    for metric, value in document["metrics"].items():
+        metrics[metric] = _metric(metric, value, fault)
     encoded = index.get("data")
     record = CommitRecord(
         save_id=document["save_id"],
@@ -363,9 +372,9 @@ def _decode(document: dict[str, Any], location: str) -> CommitRecord:
         library=document["library"],
         tree=document["tree"],
         leaves=_leaves(document["leaves"], len(arrays["name"]), fault),
-        specs=tuple([_spec(row, fault) for row in document["specs"]]),
+        specs=tuple(map(_spec, document["specs"], itertools.repeat(fault))),
         arrays=ArrayTable(arrays["name"], arrays["spec"], tied),
-        files=(*files, *[FileEntry(name.path, name.nbytes, name.crc32c) for name in fixed]),
+        files=tuple(files),
         chunk_index=IndexExtent(
             index["file"],
             index["offset"],
@@ -375,7 +384,7 @@ def _decode(document: dict[str, Any], location: str) -> CommitRecord:
         ),
         manifest=_from_base64(document["manifest"], "manifest", fault),
         metadata=document["metadata"],
-        metrics={k: _metric(k, value, fault) for k, value in document["metrics"].items()},
+        metrics=metrics,
         database=document["database"],
         fixed=fixed,
         version=version,
@@ -496,7 +505,7 @@ def _check_files(record: CommitRecord, fault: Fault) -> None:
         raise fault("writer", f"is {record.writer} of {record.writers} writers")
     if "/" in record.database or path_fault(record.database):
         raise fault("database", f"is {record.database[:80]!r}, not one safe path part")
-    paths = [entry.path for entry in record.files]
+    paths: list[str] = list(map(attrgetter("path"), record.files))
     if len(set(paths)) != len(paths):
         raise fault("files", "names a path twice")
     for name in record.fixed:
@@ -556,7 +565,7 @@ def _check_arrays(record: CommitRecord, fault: Fault) -> None:
         if arrays.spec[array] != arrays.spec[source]:
             raise fault(f"arrays.tied[{array}]", f"and array {source} differ in their spec")
     pieces, kinds = record.leaves.pieces, record.leaves.kind
-    owned = [piece.array for parts in pieces.values() for piece in parts]
+    owned = [piece.array for parts in pieces.values() for piece in parts] if pieces else []
     if len(set(owned)) != len(owned):
         raise fault("leaves.pieces", "names an array twice")
     for leaf, parts in pieces.items():

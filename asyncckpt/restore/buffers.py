@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -100,19 +100,13 @@ def allocate(
             has_boxes |= box is not None
             destinations.append(Destination(leaf.path, array, box, values, flat_target(values)))
             owners.append(number)
-    requests = _requests(destinations, has_boxes)
-    return Buffers(parts, nbytes, destinations, requests, owners, sharers, waiting, idle)
-
-
-def _requests(
-    destinations: Sequence[Destination], has_boxes: bool
-) -> Sequence[Request] | WholeArrays:
+    requests: Sequence[Request] | WholeArrays
     if has_boxes:
-        return [Request(d.array, d.box, d.flat is not None) for d in destinations]
-    return WholeArrays(
-        np.array([d.array for d in destinations], np.int64),
-        np.array([d.flat is not None for d in destinations], np.bool_),
-    )
+        requests = [Request(d.array, d.box, d.flat is not None) for d in destinations]
+    else:
+        arrays = np.array(list(map(attrgetter("array"), destinations)), np.int64)
+        requests = WholeArrays(arrays, np.array([d.flat is not None for d in destinations], bool))
+    return Buffers(parts, nbytes, destinations, requests, owners, sharers, waiting, idle)
 
 
 def _memory(
@@ -142,7 +136,7 @@ def _memory(
         parts.append(held)
         if not held:
             own.append((number, nbytes))
-    arena = Arena(sum([nbytes for _, nbytes in own]))
+    arena = Arena(sum(map(itemgetter(1), own)))
     made: dict[Hashable, Sequence[Memory]] = {}
     for number, nbytes in own:
         leaf = leaves[number]

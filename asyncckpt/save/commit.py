@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import time
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 import numpy as np
 
@@ -126,7 +126,7 @@ class Commit:
         manifest = f"{DATABASE}/{MANIFEST}"
         small = [(manifest, index.manifest), *self._orbax]
         # Names that the store writes after the record have a source; others are there before it.
-        sources = [self._attempt.source(name) for name, _ in small]
+        sources = list(map(self._attempt.source, map(itemgetter(0), small)))
 
         def record_of() -> bytes:
             fixed: list[FixedName] = []

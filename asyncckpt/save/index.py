@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +70,7 @@ def make_catalog(plan: SavePlan) -> Catalog:
     key_of_row = np.zeros(len(plan.row_payload), np.int64)
     key_of_row[row[chunk]] = np.flatnonzero(chunk)
     return Catalog(
-        columns=prepare_keys([keys[i] for i in order.tolist()]),
+        columns=prepare_keys(list(map(keys.__getitem__, order.tolist()))),
         row=row,
         inline=index,
         templates=tuple(templates),
@@ -132,13 +133,15 @@ def encode_index(
     offsets, lengths = np.zeros_like(file), np.zeros_like(file)
     offsets[in_file] = chunks.offset[row[in_file]]
     lengths[in_file] = chunks.nbytes[row[in_file]]
-    columns = ValueColumns([values[i] for i in catalog.inline.tolist()], file, offsets, lengths)
+    columns = ValueColumns(
+        list(map(values.__getitem__, catalog.inline.tolist())), file, offsets, lengths
+    )
     # From here on the nodes hold the values, and nothing else does.
     values.clear()
     tree = encode_tree(
         catalog.columns,
         columns,
-        data_files=[name for name, _, _ in payload.files],
+        data_files=list(map(itemgetter(0), payload.files)),
         node_file=path,
         node_offset=0,
         max_decoded_node_nbytes=NODE_NBYTES,
