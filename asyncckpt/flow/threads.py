@@ -47,7 +47,7 @@ _Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class Workers(Executor):
-    """A fixed number of daemon threads that serve one first-in, first-out queue."""
+    """A fixed number of daemon threads, `count`, that serve one first-in, first-out queue."""
 
     def __init__(self, count: int, name: str, *, abandon_s: float = ABANDON_S) -> None:
         self._name = name
@@ -56,17 +56,12 @@ class Workers(Executor):
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._started = 0
-        self._count = count
+        self.count = count
         self._abandoned = 0
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"Workers({self._name!r}, {self._count} threads)"
-
-    @property
-    def count(self) -> int:
-        """Number of threads that serve the queue."""
-        return self._count
+        return f"Workers({self._name!r}, {self.count} threads)"
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queue the call; the future resolves with its result.
@@ -78,7 +73,7 @@ class Workers(Executor):
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"{self._name}: worker threads are closed")
-            if len(self._threads) < self._count:
+            if len(self._threads) < self.count:
                 self._start_thread()
         self._queue.put((future, fn, args, kwargs))
         return future
@@ -180,7 +175,7 @@ class Workers(Executor):
             # Which thread is stuck does not matter: one more takes its place in the queue.
             with self._lock:
                 if not self._closed:
-                    self._count += 1
+                    self.count += 1
                     self._abandoned += 1
                     with contextlib.suppress(ResourceError):
                         self._start_thread()
@@ -219,7 +214,7 @@ class Workers(Executor):
         # The abandoned call has ended: one thread is too many, whichever it is.
         with self._lock:
             if not self._closed:
-                self._count -= 1
+                self.count -= 1
                 self._abandoned -= 1
                 self._queue.put(None)
 

@@ -19,6 +19,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
+from operator import itemgetter
 from typing import Literal
 
 from asyncckpt.format.scalars import JsonValue
@@ -76,7 +77,7 @@ class OrbaxLeaf:
     @property
     def orbax_name(self) -> str:
         """Name under which Orbax looks for the leaf."""
-        return ".".join([key for key, _ in self.path])
+        return ".".join(map(itemgetter(0), self.path))
 
 
 def conflicts(leaves: Sequence[OrbaxLeaf]) -> list[int]:

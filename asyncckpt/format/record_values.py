@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -236,7 +237,7 @@ class CommitRecord:
                 expected=rows,
                 found=len(index),
             )
-        index.validate([entry.nbytes for entry in self.files], file=file)
+        index.validate(list(map(attrgetter("nbytes"), self.files)), file=file)
         if not rows:
             return
         ends, raw, plain = np.cumsum(counts), np.repeat(raw, counts), np.repeat(plain, counts)

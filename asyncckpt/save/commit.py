@@ -122,7 +122,7 @@ class Commit:
         files: list[FileEntry] = []
         for name, nbytes, crc in (*payload.files, (path, index.nbytes, index.crc)):
             files.append(FileEntry(f"{DATABASE}/{name}", nbytes, crc))
-        entry = files[-1]
+        index_file = len(payload.files)
         manifest = f"{DATABASE}/{MANIFEST}"
         small = [(manifest, index.manifest), *self._orbax]
         # Names that the store writes after the record have a source; others are there before it.
@@ -135,10 +135,10 @@ class Commit:
                 if source is not None:
                     # The manifest is in the record itself.
                     fixed.append(FixedName.of(name, data, None if name == manifest else source))
-            return self._record(index, files, files.index(entry), fixed, now_ns)
+            return self._record(index, files, index_file, fixed, now_ns)
 
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._put_blocks(entry.path, index))
+            group.create_task(self._put_blocks(files[index_file].path, index))
             group.create_task(self._attempt.put(manifest, index.manifest, in_record=True))
             record = await run(record_of)
         stored_nbytes = sum(map(attrgetter("nbytes"), files))

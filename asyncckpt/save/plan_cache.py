@@ -223,7 +223,8 @@ def make_layout(
         )
     except UsageError as error:
         raise _with_path(error, names, snapshot.paths) from None
-    _check_packed(plan, snapshot, budget_nbytes)
+    if plan.compressed:
+        _check_packed(plan, snapshot, budget_nbytes)
     arrays = plan.arrays
     specs: dict[StoredSpec, int] = {}
     spec_of: list[int] = []
