@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,9 @@ from asyncckpt.spec import DTYPES, ArraySpec
 
 NUMPY_DTYPES = frozenset(n for n, dtype in DTYPES.items() if dtype.type.__module__ == "numpy")
 """Names of the dtypes that are NumPy's own; bfloat16, float8 and int4 come from ml_dtypes."""
+
+OVERLAP_WORK = 10_000
+"""Candidates that NumPy may try to settle whether two strided arrays share memory."""
 
 _CASTS = {
     "int1": "int8",
@@ -119,3 +122,12 @@ def may_overlap_itself(shape: Sequence[int], strides: Sequence[int], itemsize: i
             return True
         reach += (n - 1) * step
     return False
+
+
+def may_share_memory(one: Any, other: Any) -> bool:
+    """Return whether two arrays share a byte; in doubt, after `OVERLAP_WORK` tries, True."""
+    try:
+        # A bound on exact work, which NumPy documents and its stubs know as two constants only.
+        return bool(np.shares_memory(one, other, max_work=cast(Any, OVERLAP_WORK)))
+    except np.exceptions.TooHardError:
+        return True

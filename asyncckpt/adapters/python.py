@@ -10,12 +10,13 @@ import enum
 import math
 from typing import Any, Final, Literal
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
 from asyncckpt.options import INLINE_NBYTES
-from asyncckpt.spec import DTYPES
+from asyncckpt.spec import DTYPES, numeric_class
 
 ScalarKind = Literal["int", "float", "bool", "complex", "str", "bytes"]
 Scalar = int | float | bool | complex | str | bytes
@@ -98,7 +99,7 @@ def array_from_scalar(path: str, value: object, dtype: str) -> npt.NDArray[Any]:
     """
     target = DTYPES[dtype]
     kind = _KINDS.get(type(value), "str")
-    if _numeric_class(target) != kind:
+    if numeric_class(dtype) != kind:
         raise DtypeMismatchError(
             f"{path}: the checkpoint holds the {kind} {value!r:.40}, the target wants {dtype}; "
             f"pass a target of type {kind}",
@@ -107,8 +108,8 @@ def array_from_scalar(path: str, value: object, dtype: str) -> npt.NDArray[Any]:
             found=kind,
         )
     if isinstance(value, int) and kind == "int":
-        low, high = _int_range(dtype)
-        fits = low <= value <= high
+        bounds = ml_dtypes.iinfo(target)  # type: ignore[no-untyped-call]
+        fits = int(bounds.min) <= value <= int(bounds.max)
     else:
         fits = kind == "bool" or not _overflows(value, target)
     if not fits:
@@ -128,7 +129,7 @@ def scalar_from_array(path: str, values: npt.NDArray[Any], kind: ScalarKind) -> 
     Raises:
         DtypeMismatchError: the array is not of rank 0 or of another numeric class.
     """
-    found = _numeric_class(values.dtype)
+    found = numeric_class(values.dtype.name)
     if values.shape != () or found != kind:
         raise DtypeMismatchError(
             f"{path}: the checkpoint holds a {values.dtype} array of shape {values.shape}, the "
@@ -142,19 +143,6 @@ def scalar_from_array(path: str, values: npt.NDArray[Any], kind: ScalarKind) -> 
     if kind == "int":
         return int(values)
     return float(values) if kind == "float" else complex(values)
-
-
-def _numeric_class(dtype: np.dtype[Any]) -> ScalarKind:
-    if dtype.kind == "b":
-        return "bool"
-    if dtype.kind in "iu" or dtype == DTYPES["int4"]:
-        return "int"
-    return "complex" if dtype.kind == "c" else "float"
-
-
-def _int_range(dtype: str) -> tuple[int, int]:
-    bits = int(dtype.lstrip("uint"))
-    return (0, 2**bits - 1) if dtype[0] == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
 
 def _overflows(value: Any, dtype: np.dtype[Any]) -> bool:

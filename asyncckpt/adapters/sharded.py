@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.adapters.arrays import byte_span, check_values, may_overlap_itself
+from asyncckpt.adapters.arrays import (
+    byte_span,
+    check_values,
+    may_overlap_itself,
+    may_share_memory,
+)
 from asyncckpt.adapters.sharded_array import (
     ShardedArray,
     division_of,
@@ -25,9 +30,6 @@ from asyncckpt.ports import Source, Target
 from asyncckpt.spec import ArraySpec, Box
 
 Memory = npt.NDArray[Any]
-
-OVERLAP_WORK = 10_000
-"""Candidates that NumPy may try to settle whether two strided shards share memory."""
 
 
 class ShardedAdapter:
@@ -168,7 +170,9 @@ def _check_memory(path: str, array: ShardedArray) -> None:
         near = [other for other in near if other.stop > span.start]
         for other in near:
             replicas = boxes[span.number] == boxes[other.number]
-            if not (replicas and _is(span.part, other.part)) and _share(span.part, other.part):
+            if not (replicas and _is(span.part, other.part)) and may_share_memory(
+                span.part, other.part
+            ):
                 one, two = sorted((span.number, other.number))
                 raise UnsupportedLeafError(
                     f"{path}: shards {one} and {two} share memory, so they cannot be filled; give "
@@ -185,11 +189,3 @@ def _is(one: Memory, other: Memory) -> bool:
         one.__array_interface__["data"] == other.__array_interface__["data"]
         and one.strides == other.strides
     )
-
-
-def _share(one: Memory, other: Memory) -> bool:
-    try:
-        # A bound on exact work, which NumPy documents and its stubs know as two constants only.
-        return bool(np.shares_memory(one, other, max_work=cast(Any, OVERLAP_WORK)))
-    except np.exceptions.TooHardError:
-        return True

@@ -33,6 +33,7 @@ from asyncckpt.format.record import (
     JsonValue,
     LeafTable,
     Piece,
+    StoredSpec,
     decode_record,
 )
 from asyncckpt.format.zarr3 import CRC_NBYTES
@@ -225,7 +226,7 @@ class OpenCheckpoint:
         )
 
     def leaf_pieces(self) -> list[tuple[Piece, ...]]:
-        """Return the arrays of every leaf, none for scalars; as `CommitRecord.leaf_arrays`."""
+        """Return the arrays of every leaf, none for scalars."""
         return [self.pieces(leaf, array) for leaf, array in enumerate(self.leaf_arrays())]
 
     def leaf_spec(self, pieces: Sequence[Piece]) -> ArraySpec:
@@ -351,7 +352,9 @@ def resolve(files: CheckpointFiles, record: CommitRecord, compute: Workers) -> O
     )
 
 
-def number_rows(storages: Sequence[Storage], arrays: ArrayTable) -> tuple[tuple[int, ...], int]:
+def number_rows(
+    storages: Sequence[Storage | StoredSpec], arrays: ArrayTable
+) -> tuple[tuple[int, ...], int]:
     """Return the first chunk row of every array, and the number of rows."""
     counts = [storage.grid.chunk_count for storage in storages]
     first_rows: list[int] = []

@@ -83,7 +83,9 @@ class ByteBudget:
         """Take `count` slots if that passes over no waiter that could be served; return whether."""
         if not self._fits(count, limit, account):
             return False
-        if any(not self._must_wait(w.count) for w in self._waiters if not w.granted.done()):
+        if self._waiters and any(
+            not self._must_wait(w.count) for w in self._waiters if not w.granted.done()
+        ):
             return False
         self._take(count, account, extra)
         return True

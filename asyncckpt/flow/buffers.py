@@ -56,7 +56,8 @@ class AnonymousMemory:
 
     def allocate(self, nbytes: int) -> Bytes:
         """Return a zeroed, page-aligned buffer with every page touched. Blocking."""
-        buffer = map_anonymous(nbytes, forked=False)
+        mapping, start = map_pages(nbytes, forked=False)
+        buffer = np.frombuffer(mapping, np.uint8)[start : start + nbytes]
         buffer.fill(0)  # numpy releases the interpreter lock here; mmap's populate would not
         return buffer
 
@@ -64,17 +65,12 @@ class AnonymousMemory:
         """Do nothing: the memory is unmapped with its last view."""
 
 
-def map_anonymous(nbytes: int, *, forked: bool = True) -> Bytes:
-    """Map private memory of this size at a huge page's boundary, its pages not touched yet.
-
-    It is unmapped with its last view. With `forked` False, forked children do not have it.
-    """
-    mapping, start = map_pages(nbytes, forked=forked)
-    return np.frombuffer(mapping, np.uint8)[start : start + nbytes]
-
-
 def map_pages(nbytes: int, *, forked: bool = True) -> tuple[mmap.mmap, int]:
-    """Return a private mapping, and the offset in it from which `nbytes` may be used."""
+    """Return a private mapping, and the huge page's boundary from which `nbytes` may be used.
+
+    Its pages are not touched yet; it is unmapped with its last view. With `forked` False, forked
+    children do not have it.
+    """
     mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_NBYTES, flags=_PRIVATE_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE",) if forked else ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
@@ -159,6 +155,9 @@ class SlotPool:
             bodies.
         pipeline_slots: see `PIPELINE_SLOTS`.
         siblings: pools of the same budget, this one included: one list, shared by all of them.
+
+    Attributes:
+        capacity: number of slots in the whole budget.
     """
 
     def __init__(
@@ -175,6 +174,7 @@ class SlotPool:
         self.budget = budget
         self.slot_nbytes = slot_nbytes
         self.units = min(units, budget.capacity)
+        self.capacity = budget.capacity // self.units
         self._pipeline_slots = pipeline_slots
         self._workers = workers
         self._memory = memory
@@ -196,11 +196,6 @@ class SlotPool:
     def allocated_nbytes(self) -> int:
         """Bytes of host memory that the pool holds."""
         return self._allocated * self.slot_nbytes
-
-    @property
-    def capacity(self) -> int:
-        """Number of slots in the whole budget."""
-        return self.budget.capacity // self.units
 
     @property
     def discarded(self) -> int:
@@ -232,9 +227,11 @@ class SlotPool:
                 if self._free:
                     slots.append(self._free.pop())
                 elif self._allocated < self.capacity:
-                    await self._add(1)
+                    await self._add()
                 else:
-                    await self._arrival()
+                    arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                    self._arrivals.append(arrival)
+                    await arrival
         except BaseException:
             self._free.extend(slots)
             self.budget.release(count * self.units, account=self._account)
@@ -253,20 +250,23 @@ class SlotPool:
 
     def make_way(self) -> None:
         """Free idle slots of all pools as far as they and all units in use exceed the budget."""
+        if self._over() <= 0:
+            return
         for pool in [*(p for p in self._siblings if p is not self), self]:
             over = self._over()
             if over > 0:
-                pool.shrink(min(-(-over // pool.slot_nbytes), pool._idle))
+                pool.shrink(min(-(-over // pool.slot_nbytes), pool._idle()))
 
-    @property
     def _idle(self) -> int:
-        """Number of slots, also those being allocated, that no request was granted."""
+        """Return the number of slots, also those being allocated, that no request was granted."""
         return max(0, self._allocated - self._account.in_use // self.units)
 
     def _over(self) -> int:
         """Return the bytes by which all units in use and all idle slots exceed the budget."""
-        idle = sum(pool._idle * pool.slot_nbytes for pool in self._siblings)
-        return idle + (self.budget.in_use - self.budget.capacity) * SLOT_NBYTES
+        over = (self.budget.in_use - self.budget.capacity) * SLOT_NBYTES
+        for pool in self._siblings:
+            over += pool._idle() * pool.slot_nbytes
+        return over
 
     def keep(self, count: int) -> None:
         """Declare `count` more slots in use as kept (`ByteBudget.keep`); fewer, if negative."""
@@ -354,7 +354,7 @@ class SlotPool:
         self._allocated += 1
         self.make_way()
         try:
-            (buffer,) = await self._workers.run(self._allocate, 1)
+            buffer = await self._workers.run(self._allocate)
         except BaseException:
             self._allocated -= 1
             self.cancel_replacement()
@@ -392,31 +392,29 @@ class SlotPool:
 
     async def _grow_to(self, count: int) -> None:
         while self._allocated < count:
-            self._make_room(self.slot_nbytes)
+            self._make_room()
             if self._over() + self.slot_nbytes > 0:
                 return  # units in use leave no room for idle slots
-            await self._add(1)
+            await self._add()
             self.make_way()  # for units that others were granted meanwhile
 
-    def _make_room(self, nbytes: int) -> None:
+    def _make_room(self) -> None:
         """Free idle slots of other pools if the whole memory of the budget is allocated."""
-        limit = self.budget.capacity * SLOT_NBYTES
         for pool in self._siblings:
-            held = sum((p._allocated + p._discarded) * p.slot_nbytes for p in self._siblings)
-            over = held + nbytes - limit
+            over = self.slot_nbytes - self.budget.capacity * SLOT_NBYTES
+            for other in self._siblings:
+                over += (other._allocated + other._discarded) * other.slot_nbytes
             if over > 0 and pool is not self:
                 pool.shrink(-(-over // pool.slot_nbytes))
 
-    async def _add(self, count: int) -> None:
-        self._make_room(count * self.slot_nbytes)
-        self._allocated += count
+    async def _add(self) -> None:
+        self._make_room()
+        self._allocated += 1
         try:
-            buffers = await self._workers.run(self._allocate, count)
+            self._free.append(Slot(self, await self._workers.run(self._allocate)))
         except BaseException:
-            self._allocated -= count
+            self._allocated -= 1
             raise
-        else:
-            self._free.extend(Slot(self, buffer) for buffer in buffers)
         finally:
             # Waiters for a slot that this task allocates look again, also after a failure: then
             # they may allocate it themselves.
@@ -425,14 +423,9 @@ class SlotPool:
                     waiter.set_result(None)
             self._arrivals.clear()
 
-    async def _arrival(self) -> None:
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._arrivals.append(waiter)
-        await waiter
-
-    def _allocate(self, count: int) -> list[Bytes]:
-        with allocating(count * self.slot_nbytes):
-            return [self._memory.allocate(self.slot_nbytes) for _ in range(count)]
+    def _allocate(self) -> Bytes:
+        with allocating(self.slot_nbytes):
+            return self._memory.allocate(self.slot_nbytes)
 
     def _quarantine(self, slot: Slot, user: Future[Any]) -> None:
         # Its units of the budget stay taken: memory that a thread may still write to is in use.

@@ -224,7 +224,7 @@ class Engine:
             ClosedError: the engine was closed, or this is a forked child.
             EngineDiedError: the engine's thread has ended.
         """
-        self.check()
+        self.check()  # before the lock, which a forked child may find locked for ever
         job: Job[T] = Job(self)
         with self._lock:
             if self._closed:
@@ -296,7 +296,8 @@ class Engine:
         ended = self.begin_close()
         if not self.abandoned:
             ended.result()
-            self._join()
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join()  # its last act resolved `_ended`
 
     async def aclose(self) -> None:
         """End all threads. Idempotent.
@@ -316,10 +317,6 @@ class Engine:
             while self._thread is not None and self._thread.is_alive():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.sleep(0)
-
-    def _join(self) -> None:
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()  # its last act resolved `_ended`
 
     def _start_locked(self) -> None:
         """Start the thread, unless it runs.
@@ -360,7 +357,16 @@ class Engine:
             with self._lock:
                 self._died = not self._closed
             try:
-                self._cancel_all(loop)
+                tasks = asyncio.all_tasks(loop)
+                for task in tasks:
+                    task.cancel()
+                if tasks:
+                    # Each ends within this time, or waits for a thread that was abandoned already.
+                    limit_s = CLEANUP_S + 2 * ABANDON_S
+                    loop.run_until_complete(asyncio.wait(tasks, timeout=limit_s))
+                for task in tasks:
+                    if task.done():
+                        seen(task)
                 self.io.shutdown()
                 self.compute.shutdown()
                 loop.run_until_complete(loop.shutdown_asyncgens())
@@ -371,19 +377,6 @@ class Engine:
                     if not job.future.done():
                         job.future.set_exception(self.end_error())
                 self._ended.set_result(None)
-
-    @staticmethod
-    def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            # Each ends within this time, or waits for a thread that was abandoned already.
-            limit_s = CLEANUP_S + 2 * ABANDON_S
-            loop.run_until_complete(asyncio.wait(tasks, timeout=limit_s))
-        for task in tasks:
-            if task.done():
-                seen(task)
 
     def drain(self) -> None:
         """Wait for saves in flight, up to `drain_deadline_s`; for the end of the process.

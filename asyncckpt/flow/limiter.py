@@ -89,7 +89,7 @@ class Limiter:
 
     def try_acquire(self) -> Permit | None:
         """Return a permit, if one is free and no caller waits for it."""
-        if self.in_flight >= self.limit or any(not waiter.done() for waiter in self._waiters):
+        if self.in_flight >= self.limit or (self._waiters and self.waiting):
             return None
         return self._take()
 

@@ -43,29 +43,25 @@ class ThreadAbandonedError(SaveError):
     future: Future[Any]
 
 
+_Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
 class Workers(Executor):
-    """A fixed number of daemon threads that serve one first-in, first-out queue."""
+    """A fixed number of daemon threads, `count`, that serve one first-in, first-out queue."""
 
     def __init__(self, count: int, name: str, *, abandon_s: float = ABANDON_S) -> None:
         self._name = name
         self._abandon_s = abandon_s
-        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._started = 0
-        self._count = count
+        self.count = count
         self._abandoned = 0
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"Workers({self._name!r}, {self._count} threads)"
-
-    @property
-    def count(self) -> int:
-        """Number of threads that serve the queue."""
-        return self._count
+        return f"Workers({self._name!r}, {self.count} threads)"
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queue the call; the future resolves with its result.
@@ -77,9 +73,9 @@ class Workers(Executor):
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"{self._name}: worker threads are closed")
-            if len(self._threads) < self._count:
+            if len(self._threads) < self.count:
                 self._start_thread()
-        self._queue.put((future, lambda: fn(*args, **kwargs)))
+        self._queue.put((future, fn, args, kwargs))
         return future
 
     async def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -100,7 +96,7 @@ class Workers(Executor):
             if not future.cancel():
                 if not await finished(waiter, timeout_s=self._abandon_s):
                     since = "it was cancelled"
-                    raise self._abandoned_error(future, waiter, called(fn), since) from None
+                    raise self._abandoned_error(future, waiter, fn, since) from None
                 seen(waiter)
             raise
         return waiter.result()
@@ -114,7 +110,7 @@ class Workers(Executor):
             ThreadAbandonedError: the call did not end within `abandon_s`. It goes on if it can.
         """
         future = self.submit(call)
-        await self._outlast(asyncio.wrap_future(future), future, called(call), limited=True)
+        await self._outlast(asyncio.wrap_future(future), future, call, limited=True)
 
     async def complete(self, coroutine: Coroutine[Any, Any, T], name: str) -> T:
         """Return the coroutine's result; for one whose own awaits lose their threads.
@@ -134,7 +130,12 @@ class Workers(Executor):
         return task.result()
 
     async def _outlast(
-        self, waiter: asyncio.Future[Any], future: Future[Any], name: str, *, limited: bool
+        self,
+        waiter: asyncio.Future[Any],
+        future: Future[Any],
+        what: str | Callable[..., Any],
+        *,
+        limited: bool,
     ) -> None:
         """Wait for the end; once cancelled, or from the start if `limited`, for `abandon_s`."""
         cancelled = False
@@ -145,19 +146,23 @@ class Workers(Executor):
             await finished(waiter, timeout_s=self._abandon_s)
         if not waiter.done():
             since = "it was cancelled" if cancelled else "clean-up began"
-            raise self._abandoned_error(future, waiter, name, since)
+            raise self._abandoned_error(future, waiter, what, since)
         if cancelled:
             seen(waiter)
             raise asyncio.CancelledError
         waiter.result()
 
     def _abandoned_error(
-        self, future: Future[Any], waiter: asyncio.Future[Any], name: str, since: str
+        self,
+        future: Future[Any],
+        waiter: asyncio.Future[Any],
+        what: str | Callable[..., Any],
+        since: str,
     ) -> ThreadAbandonedError:
         self.abandon(future)
         waiter.add_done_callback(seen)
         error = ThreadAbandonedError(
-            f"{self._name}: a thread was stuck in {name} for {self._abandon_s:.0f} s after "
+            f"{self._name}: a thread was stuck in {called(what)} for {self._abandon_s:.0f} s after "
             f"{since}; it was abandoned and its buffers are not used again. The file system does "
             "not answer: check the mount. A later sweep removes the leftovers"
         )
@@ -170,7 +175,7 @@ class Workers(Executor):
             # Which thread is stuck does not matter: one more takes its place in the queue.
             with self._lock:
                 if not self._closed:
-                    self._count += 1
+                    self.count += 1
                     self._abandoned += 1
                     with contextlib.suppress(ResourceError):
                         self._start_thread()
@@ -209,32 +214,29 @@ class Workers(Executor):
         # The abandoned call has ended: one thread is too many, whichever it is.
         with self._lock:
             if not self._closed:
-                self._count -= 1
+                self.count -= 1
                 self._abandoned -= 1
                 self._queue.put(None)
 
     def _serve(self) -> None:
-        self._work()
-        with self._lock:
-            if not self._closed:
-                self._threads.remove(threading.current_thread())
-
-    def _work(self) -> None:
         while (item := self._queue.get()) is not None:
-            future, call = item
+            future, function, arguments, keywords = item
             del item
             if not future.set_running_or_notify_cancel():
-                del future, call
+                del future, function, arguments, keywords
                 continue
             try:
-                result = call()
+                result = function(*arguments, **keywords)
             except BaseException as error:
                 future.set_exception(error)
             else:
                 future.set_result(result)
                 del result
             # Neither the arguments nor the result may outlive the call in this frame.
-            del future, call
+            del future, function, arguments, keywords
+        with self._lock:
+            if not self._closed:
+                self._threads.remove(threading.current_thread())
 
 
 def thread_error(name: str, error: Exception) -> ResourceError:
@@ -247,8 +249,10 @@ def thread_error(name: str, error: Exception) -> ResourceError:
     )
 
 
-def called(function: Callable[..., Any]) -> str:
+def called(function: str | Callable[..., Any]) -> str:
     """Return what a call is, without the values that a partial holds: they may be credentials."""
+    if isinstance(function, str):
+        return function
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__qualname__", type(function).__name__))

@@ -91,15 +91,15 @@ def index_nbytes(rows: int) -> int:
 
 def encode_chunk_index(index: ChunkIndex) -> bytes:
     """Encode the index."""
+    body = _HEAD.pack(MAGIC, VERSION, len(index))
     columns: tuple[npt.NDArray[Any], ...] = (
         index.file,
         index.offset,
         index.nbytes,
         index.crc32c,
     )
-    body = _HEAD.pack(MAGIC, VERSION, len(index)) + b"".join(
-        column.astype(kind).tobytes() for column, kind in zip(columns, _COLUMNS, strict=True)
-    )
+    for column, kind in zip(columns, _COLUMNS, strict=True):
+        body += column.astype(kind).tobytes()
     return body + crc32c(body).to_bytes(CRC_NBYTES, "little")
 
 
@@ -135,13 +135,13 @@ def decode_chunk_index(data: bytes, *, file: str) -> ChunkIndex:
         )
     if len(data) != index_nbytes(rows):
         raise fault(f"{rows} rows take {index_nbytes(rows)} bytes, there are {len(data)}", 8)
-    columns = []
+    columns: list[npt.NDArray[np.int64]] = []
     offset = _HEAD.size
     for kind in _COLUMNS:
-        columns.append(np.frombuffer(data, kind, rows, offset))
-        offset += columns[-1].nbytes
-    for column in columns[1:3]:
+        column = np.frombuffer(data, kind, rows, offset)
+        offset += column.nbytes
         if rows and int(column.max()) >= 1 << 62:
             raise fault("an offset or length passes 2^62")
-    file_index, starts, sizes = (column.astype(np.int64) for column in columns[:3])
-    return ChunkIndex(file_index, starts, sizes, columns[3].astype(np.uint32))
+        columns.append(column.astype(np.int64))
+    file_index, starts, sizes, crcs = columns
+    return ChunkIndex(file_index, starts, sizes, crcs.astype(np.uint32))

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import base64
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
+from operator import itemgetter
 from typing import Literal
 
 from asyncckpt.format.scalars import JsonValue
@@ -77,7 +77,7 @@ class OrbaxLeaf:
     @property
     def orbax_name(self) -> str:
         """Name under which Orbax looks for the leaf."""
-        return ".".join([key for key, _ in self.path])
+        return ".".join(map(itemgetter(0), self.path))
 
 
 def conflicts(leaves: Sequence[OrbaxLeaf]) -> list[int]:
@@ -86,62 +86,16 @@ def conflicts(leaves: Sequence[OrbaxLeaf]) -> list[int]:
     These are arrays stored under another name than Orbax computes, leaves with one name in Orbax,
     strings with one place in `_strings.json`, and a lone leaf, which has no name in Orbax.
     """
-    names = Counter(leaf.orbax_name for leaf in leaves if leaf.kind not in _EMPTY)
-    strings = _place_strings(leaves)[1]
-    return [
-        row
-        for row, leaf in enumerate(leaves)
-        if not leaf.path
-        or row in strings
-        or (leaf.kind not in _EMPTY and names[leaf.orbax_name] > 1)
-        or (leaf.array_name is not None and leaf.array_name != leaf.orbax_name)
-    ]
-
-
-def encode_metadata(
-    leaves: Iterable[OrbaxLeaf], *, custom_metadata: JsonValue | Mapping[str, JsonValue] = None
-) -> bytes:
-    """Encode `_METADATA`."""
-    tails = {kind: _value_metadata(kind) for kind in _VALUE_TYPES}
-    entries = []
-    for leaf in leaves:
-        # The repr of a tuple of strings: ('a', 'b'), and ('a',) for one.
-        name = repr(tuple([key for key, _ in leaf.path]))
-        keys = ",".join(
-            [
-                f'{{"key":{encode_basestring_ascii(key)},'
-                f'"key_type":{_KEY_TYPE_SEQUENCE if in_sequence else _KEY_TYPE_DICT}}}'
-                for key, in_sequence in leaf.path
-            ]
-        )
-        tail = tails[leaf.kind]
-        if leaf.kind == "jax":
-            tail = tail[:-1] + f',"write_shape":{list(leaf.shape)}}}'
-        entries.append(
-            f'{encode_basestring_ascii(name)}:{{"key_metadata":[{keys}],"value_metadata":{tail}}}'
-        )
-    rest = json.dumps(
-        {
-            "use_ocdbt": True,
-            "use_zarr3": True,
-            "store_array_data_equal_to_fill_value": True,
-            "custom_metadata": custom_metadata,
-        }
-    )
-    return f'{{"tree_metadata":{{{",".join(entries)}}},{rest[1:]}'.encode()
-
-
-def _value_metadata(kind: Kind) -> str:
-    return json.dumps(
-        {"value_type": _VALUE_TYPES[kind], "skip_deserialize": kind in _EMPTY},
-        separators=(",", ":"),
-    )
-
-
-def encode_strings(leaves: Iterable[OrbaxLeaf]) -> bytes | None:
-    """Encode `_strings.json`; return None if there are no strings."""
-    document, _ = _place_strings(leaves)
-    return json.dumps(document).encode() if document else None
+    _, strings = _place_strings(leaves)
+    bad = set(strings)
+    first: dict[str, int] = {}
+    for row, leaf in enumerate(leaves):
+        name = leaf.orbax_name
+        if leaf.kind not in _EMPTY and first.setdefault(name, row) != row:
+            bad.update((first[name], row))
+        if not leaf.path or leaf.array_name not in (None, name):
+            bad.add(row)
+    return sorted(bad)
 
 
 def _place_strings(leaves: Iterable[OrbaxLeaf]) -> tuple[dict[str, JsonValue], set[int]]:
@@ -173,45 +127,54 @@ def _unescape(part: str) -> str:
     return part.replace("~1", "/").replace("~0", "~")
 
 
-def encode_sharding(leaves: Iterable[OrbaxLeaf]) -> bytes | None:
-    """Encode `_sharding`; return None if no leaf names a device."""
-    document = {
-        base64.urlsafe_b64encode(leaf.orbax_name.encode()).decode(): json.dumps(
-            {"sharding_type": "SingleDeviceSharding", "device_str": leaf.device}
-        )
-        for leaf in leaves
-        if leaf.kind == "jax" and leaf.device is not None
-    }
-    return json.dumps(document).encode() if document else None
-
-
-def encode_array_metadatas(leaves: Iterable[OrbaxLeaf]) -> bytes | None:
-    """Encode `array_metadatas/process_0`; return None if there are no typed PRNG keys."""
-    arrays = [leaf for leaf in leaves if leaf.kind == "jax" and leaf.key_impl is not None]
-    if not arrays:
-        return None
-    entries = [
-        {
-            "array_metadata": {
-                "param_name": leaf.orbax_name,
-                "write_shape": leaf.shape,
-                "chunk_shape": leaf.chunk_shape,
-                "ext_metadata": {"random_key_impl": leaf.key_impl},
-            }
-        }
-        for leaf in arrays
-    ]
-    return json.dumps({"array_metadatas": entries}).encode()
-
-
 def encode_files(
     leaves: Sequence[OrbaxLeaf], *, custom_metadata: JsonValue | Mapping[str, JsonValue] = None
 ) -> dict[str, bytes]:
     """Encode all files that Orbax needs beside the database, by path in its directory."""
-    files = {
-        METADATA_FILE: encode_metadata(leaves, custom_metadata=custom_metadata),
-        STRINGS_FILE: encode_strings(leaves),
-        SHARDING_FILE: encode_sharding(leaves),
-        ARRAY_METADATA_FILE: encode_array_metadatas(leaves),
+    entries: list[str] = []
+    sharding: dict[str, str] = {}
+    arrays: list[JsonValue] = []
+    for leaf in leaves:
+        names: list[str] = []
+        keys: list[str] = []
+        for key, in_sequence in leaf.path:
+            names.append(key)
+            kind = _KEY_TYPE_SEQUENCE if in_sequence else _KEY_TYPE_DICT
+            keys.append(f'{{"key":{encode_basestring_ascii(key)},"key_type":{kind}}}')
+        skip = "true" if leaf.kind in _EMPTY else "false"
+        value = f'"value_type":"{_VALUE_TYPES[leaf.kind]}","skip_deserialize":{skip}'
+        if leaf.kind == "jax":
+            value += f',"write_shape":{list(leaf.shape)}'
+            if leaf.device is not None:
+                device = {"sharding_type": "SingleDeviceSharding", "device_str": leaf.device}
+                at = base64.urlsafe_b64encode(leaf.orbax_name.encode()).decode()
+                sharding[at] = json.dumps(device)
+            if leaf.key_impl is not None:
+                facts: JsonValue = {
+                    "param_name": leaf.orbax_name,
+                    "write_shape": list(leaf.shape),
+                    "chunk_shape": list(leaf.chunk_shape),
+                    "ext_metadata": {"random_key_impl": leaf.key_impl},
+                }
+                arrays.append({"array_metadata": facts})
+        # The repr of a tuple of strings: ('a', 'b'), and ('a',) for one.
+        entries.append(
+            f'{encode_basestring_ascii(repr(tuple(names)))}:{{"key_metadata":'
+            f'[{",".join(keys)}],"value_metadata":{{{value}}}}}'
+        )
+    rest = {
+        "use_ocdbt": True,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": custom_metadata,
     }
-    return {path: data for path, data in files.items() if data is not None}
+    tree = ",".join(entries)
+    files = {METADATA_FILE: f'{{"tree_metadata":{{{tree}}},{json.dumps(rest)[1:]}'.encode()}
+    strings, _ = _place_strings(leaves)
+    if strings:
+        files[STRINGS_FILE] = json.dumps(strings).encode()
+    if sharding:
+        files[SHARDING_FILE] = json.dumps(sharding).encode()
+    if arrays:
+        files[ARRAY_METADATA_FILE] = json.dumps({"array_metadatas": arrays}).encode()
+    return files

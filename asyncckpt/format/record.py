@@ -14,18 +14,22 @@ that the beginning of a record tells what should exist, and may hold the chunk i
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import math
 import re
 import sys
-from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, NoReturn
 
+import numpy as np
+
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UsageError
+from asyncckpt.format.chunks import index_nbytes
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.damage import corrupt
-from asyncckpt.format.fields import Fields, depth_fault
-from asyncckpt.format.record_checks import check_consistency
+from asyncckpt.format.damage import corrupt, path_fault
+from asyncckpt.format.fields import Fault, check_form, depth_fault
+from asyncckpt.format.ocdbt.keys import MAX_KEY_NBYTES
 from asyncckpt.format.record_values import (
     RECORD_VERSION,
     ArrayTable,
@@ -39,7 +43,8 @@ from asyncckpt.format.record_values import (
     StoredSpec,
 )
 from asyncckpt.format.scalars import SCALAR_KINDS, JsonValue, decode_scalar, encode_scalar
-from asyncckpt.options import MAX_RECORD_NBYTES, STEP_MAX
+from asyncckpt.format.zarr3 import CRC_NBYTES
+from asyncckpt.options import MAX_PIECES, MAX_RECORD_NBYTES, STEP_MAX
 from asyncckpt.spec import DTYPES, ArraySpec
 
 __all__ = [
@@ -82,46 +87,56 @@ _TAIL = re.compile(rb'"[0-9a-f]{8}"\}\n')
 MAX_RANK = 32
 _MAX_COUNT = 1 << 32
 
-_SAVE_ID = re.compile(r"[0-9a-f]{8,64}")
-_DIGEST = re.compile(r"[0-9a-f]{0,128}")
-_LIBRARY = re.compile(r"[\x20-\x7e]{1,200}")
 _KIND = re.compile(r"[a-z][a-z0-9_.]{0,63}")
-_ANY = re.compile(r"[\s\S]*")
+_ARRAY_INDEX = re.compile(r"0|[1-9][0-9]{0,17}")
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+# Keys append "/zarr.json" or "/c/i/j…" of at most 32 numbers to an array's name.
+_MAX_NAME_NBYTES = MAX_KEY_NBYTES - 32 * 20 - 8
 
 _HEAD = re.compile(
     rb'\{"format":"asyncckpt","version":([0-9]{1,9}),"save_id":"([0-9a-f]{8,64})"(,"fixed":)?'
 )
 """The beginning of every record."""
 
-_FIXED = ("path", "nbytes", "crc32c", "md5", "object")
-_INDEX = ("file", "offset", "nbytes", "crc32c")
-_MD5 = re.compile(r"[0-9a-f]{32}")
+_MAX = (1 << 63) - 1
+_ANY = re.compile(r"[\s\S]*")
+_CRC = re.compile(r"[0-9a-f]{8}")
+_FILE = {"path": _ANY, "nbytes": _MAX, "crc32c": _CRC}
+_FIXED = [{**_FILE, "md5": re.compile(r"[0-9a-f]{32}"), "object": (_ANY,)}]
+_INDEX = {"file": _MAX, "offset": _MAX, "nbytes": _MAX, "crc32c": _CRC}
 
-_MEMBERS = (
-    "format",
-    "version",
-    "save_id",
-    "fixed",
-    "step",
-    "epoch",
-    "writer",
-    "writers",
-    "plan_digest",
-    "created_ns",
-    "library",
-    "metadata",
-    "metrics",
-    "database",
-    "tree",
-    "leaves",
-    "specs",
-    "arrays",
-    "files",
-    "chunk_index",
-    "manifest",
-    "crc32c",
-)
+_MEMBERS: dict[str, Any] = {
+    "format": _ANY,
+    "version": _MAX,
+    "save_id": re.compile(r"[0-9a-f]{8,64}"),
+    "fixed": _FIXED,
+    "step": (STEP_MAX,),
+    "epoch": _MAX,
+    "writer": _MAX_COUNT,
+    "writers": _MAX_COUNT,
+    "plan_digest": re.compile(r"[0-9a-f]{0,128}"),
+    "created_ns": _MAX,
+    "library": re.compile(r"[\x20-\x7e]{1,200}"),
+    "metadata": dict,
+    "metrics": dict,
+    "database": _ANY,
+    "tree": object,
+    "leaves": {"kinds": [str], "kind": [int], "values": list, "extra": dict, "pieces": dict},
+    "specs": [{"shape": [int], "dtype": _ANY, "chunk_shape": [int], "zstd": object}],
+    "arrays": {"name": [str], "spec": [int], "tied": dict},
+    "files": [_FILE],
+    "chunk_index": {**_INDEX, "data": (_ANY,)},
+    "manifest": _ANY,
+    "crc32c": _ANY,
+}
+"""Members of version 2 and their forms."""
+
+_MEMBERS_1 = {k: form for k, form in _MEMBERS.items() if k != "fixed"} | {"chunk_index": _INDEX}
+
+
+_facts_of = attrgetter("path", "nbytes", "crc32c")
+"""What fixed names and entries of files have in common."""
 
 
 def encode_record(record: CommitRecord) -> bytes:
@@ -136,10 +151,10 @@ def encode_record(record: CommitRecord) -> bytes:
         if reason is not None:
             raise UsageError(f"{name} {reason}; use dicts, lists, strings and numbers")
     kinds = sorted(set(record.leaves.kind))
-    codes = {kind: code for code, kind in enumerate(kinds)}
-    own = len(record.files) - len(record.fixed)
-    named = [(name.path, name.nbytes, name.crc32c) for name in record.fixed]
-    if named != [(entry.path, entry.nbytes, entry.crc32c) for entry in record.files[own:]]:
+    code_of = dict(zip(kinds, range(len(kinds)), strict=True))
+    metrics = record.metrics
+    own, index = len(record.files) - len(record.fixed), record.chunk_index
+    if list(map(_facts_of, record.fixed)) != list(map(_facts_of, record.files[own:])):
         raise ValueError("the fixed names are not the last of the files")
     document = {
         "format": _FORMAT,
@@ -163,22 +178,15 @@ def encode_record(record: CommitRecord) -> bytes:
         "created_ns": record.created_ns,
         "library": record.library,
         "metadata": dict(record.metadata),
-        "metrics": {name: _metric_json(name, value) for name, value in record.metrics.items()},
+        "metrics": dict(zip(metrics, map(_metric_json, metrics, metrics.values()), strict=True)),
         "database": record.database,
         "tree": record.tree,
         "leaves": {
             "kinds": kinds,
-            "kind": [codes[kind] for kind in record.leaves.kind],
-            "values": [
-                value
-                for kind, value in zip(record.leaves.kind, record.leaves.value, strict=True)
-                if kind in SCALAR_KINDS
-            ],
-            "extra": {str(leaf): dict(extra) for leaf, extra in record.leaves.extra.items()},
-            "pieces": {
-                str(leaf): [[piece.offset, piece.array] for piece in pieces]
-                for leaf, pieces in record.leaves.pieces.items()
-            },
+            "kind": list(map(code_of.__getitem__, record.leaves.kind)),
+            "values": [value for value in record.leaves.value if value is not None],
+            "extra": dict(record.leaves.extra),
+            "pieces": dict(record.leaves.pieces),
         },
         "specs": [
             {
@@ -192,20 +200,18 @@ def encode_record(record: CommitRecord) -> bytes:
         "arrays": {
             "name": record.arrays.name,
             "spec": record.arrays.spec,
-            "tied": {str(array): source for array, source in record.arrays.tied.items()},
+            "tied": dict(record.arrays.tied),
         },
         "files": [
             {"path": entry.path, "nbytes": entry.nbytes, "crc32c": f"{entry.crc32c:08x}"}
             for entry in record.files[:own]
         ],
         "chunk_index": {
-            "file": record.chunk_index.file,
-            "offset": record.chunk_index.offset,
-            "nbytes": record.chunk_index.nbytes,
-            "crc32c": f"{record.chunk_index.crc32c:08x}",
-            "data": None
-            if record.chunk_index.data is None
-            else base64.b64encode(record.chunk_index.data).decode(),
+            "file": index.file,
+            "offset": index.offset,
+            "nbytes": index.nbytes,
+            "crc32c": f"{index.crc32c:08x}",
+            "data": None if index.data is None else base64.b64encode(index.data).decode(),
         },
         "manifest": base64.b64encode(record.manifest).decode(),
     }
@@ -217,7 +223,7 @@ def encode_record(record: CommitRecord) -> bytes:
     except (ValueError, TypeError, RecursionError) as error:
         raise UsageError(f"metadata cannot be written as JSON ({error})") from None
     try:
-        _decode_document({**json.loads(text), "crc32c": ""}, RECORD_NAME)
+        _decode({**json.loads(text), "crc32c": ""}, RECORD_NAME)
     except CorruptCheckpointError as error:
         raise ValueError(f"the record contradicts itself: {error}") from error
     return data
@@ -237,7 +243,38 @@ def decode_record(data: bytes, *, location: str) -> CommitRecord:
         UnsupportedFormatError: they are intact, of a newer version.
     """
     try:
-        return _decode_document(_parse(data, location), location)
+        if len(data) > MAX_RECORD_NBYTES:
+            raise corrupt(_WHAT, f"it has over {MAX_RECORD_NBYTES} bytes", file=location)
+        if not _TAIL.fullmatch(data[-RECORD_TAIL_NBYTES:]):
+            raise corrupt(_WHAT, "it does not end with its checksum", file=location)
+        stored = int(data[-RECORD_TAIL_NBYTES + 1 : -3], 16)
+        crc = crc32c(memoryview(data)[:-RECORD_TAIL_NBYTES])
+        if crc != stored:
+            raise corrupt(
+                _WHAT,
+                f"its CRC-32C is {crc:08x}, the stored one {stored:08x}",
+                file=location,
+                expected=f"{stored:08x}",
+                found=f"{crc:08x}",
+            )
+        try:
+            document = json.loads(data.decode(), parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise corrupt(_WHAT, f"it is not JSON ({error})", file=location) from None
+        if not isinstance(document, dict) or document.get("format") != _FORMAT:
+            raise corrupt(_WHAT, f"its format is not {_FORMAT!r}", file=location)
+        version = document.get("version")
+        if type(version) is not int or version < 1:
+            raise corrupt(_WHAT, f"its version is {repr(version)[:40]}", file=location)
+        if version > RECORD_VERSION:
+            raise UnsupportedFormatError(
+                f"{location}: the commit record has version {version}, this release reads versions "
+                f"up to {RECORD_VERSION}; restore with a newer release",
+                location=location,
+                expected=RECORD_VERSION,
+                found=version,
+            )
+        return _decode(document, location)
     except CorruptCheckpointError as error:
         error.location = location
         error.file = RECORD_NAME
@@ -278,7 +315,8 @@ def outline_of(data: bytes, *, head: bool = False) -> Outline | None:
         try:
             text = data[found.end() :].decode(errors="ignore")
             rows, _ = json.JSONDecoder().raw_decode(text)
-            return Outline(found[2].decode(), fixed=_decode_fixed({"fixed": rows}, ""))
+            check_form(rows, _FIXED, "fixed", _no_fault)
+            return Outline(found[2].decode(), fixed=tuple(map(_fixed, rows)))
         except (ValueError, RecursionError, CorruptCheckpointError):
             return None
     save_id = save_id_of(data)
@@ -296,200 +334,148 @@ def outline_of(data: bytes, *, head: bool = False) -> Outline | None:
     )
 
 
-def _parse(data: bytes, location: str) -> dict[str, Any]:
-    if len(data) > MAX_RECORD_NBYTES:
-        raise corrupt(_WHAT, f"it has over {MAX_RECORD_NBYTES} bytes", file=location)
-    if not _TAIL.fullmatch(data[-RECORD_TAIL_NBYTES:]):
-        raise corrupt(_WHAT, "it does not end with its checksum", file=location)
-    stored = int(data[-RECORD_TAIL_NBYTES + 1 : -3], 16)
-    crc = crc32c(memoryview(data)[:-RECORD_TAIL_NBYTES])
-    if crc != stored:
-        raise corrupt(
-            _WHAT,
-            f"its CRC-32C is {crc:08x}, the stored one {stored:08x}",
-            file=location,
-            expected=f"{stored:08x}",
-            found=f"{crc:08x}",
-        )
-    try:
-        document = json.loads(data.decode(), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise corrupt(_WHAT, f"it is not JSON ({error})", file=location) from None
-    if not isinstance(document, dict) or document.get("format") != _FORMAT:
-        raise corrupt(_WHAT, f"its format is not {_FORMAT!r}", file=location)
-    version = document.get("version")
-    if type(version) is not int or version < 1:
-        raise corrupt(_WHAT, f"its version is {repr(version)[:40]}", file=location)
-    if version > RECORD_VERSION:
-        raise UnsupportedFormatError(
-            f"{location}: the commit record has version {version}, this release reads versions up "
-            f"to {RECORD_VERSION}; restore with a newer release",
-            location=location,
-            expected=RECORD_VERSION,
-            found=version,
-        )
-    return document
-
-
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _decode_document(document: dict[str, Any], location: str) -> CommitRecord:
-    top = Fields(document, _WHAT, location)
+def _decode(document: dict[str, Any], location: str) -> CommitRecord:
+    """Return the record that a JSON document holds, once all of it has been checked."""
+
+    def fault(name: str, reason: str) -> CorruptCheckpointError:
+        return corrupt(_WHAT, f"{name} {reason}", file=location)
+
     version = document["version"]
-    top.only(_MEMBERS if version > 1 else [name for name in _MEMBERS if name != "fixed"])
-    fixed = _decode_fixed(document, location) if version > 1 else ()
-    files = tuple(
-        FileEntry(row.text("path", _ANY), row.integer("nbytes"), row.crc("crc32c"))
-        for row in top.each("files", ("path", "nbytes", "crc32c"))
-    )
-    specs = tuple(
-        _decode_spec(row) for row in top.each("specs", ("shape", "dtype", "chunk_shape", "zstd"))
-    )
-    table = top.inner("arrays", ("name", "spec", "tied"))
-    names = table.strings("name")
-    arrays = ArrayTable(
-        names,
-        table.integers("spec", below=len(specs)),
-        _decode_tied(table, len(names)),
-    )
-    index = top.inner("chunk_index", (*_INDEX, "data") if version > 1 else _INDEX)
-    metadata = top.json("metadata")
-    if not isinstance(metadata, dict):
-        raise top.fault("metadata", "is not an object")
+    check_form(document, _MEMBERS if version > 1 else _MEMBERS_1, "", fault)
+    for member in ("metadata", "tree"):
+        reason = depth_fault(document[member])
+        if reason is not None:
+            raise fault(member, reason)
+    arrays, index = document["arrays"], document["chunk_index"]
+    tied = _by_index(arrays["tied"], len(arrays["name"]), "arrays.tied", fault)
+    fixed = tuple(map(_fixed, document.get("fixed", ())))
+    files = [
+        FileEntry(row["path"], row["nbytes"], int(row["crc32c"], 16)) for row in document["files"]
+    ]
+    files += itertools.starmap(FileEntry, map(_facts_of, fixed))
+    metrics: dict[str, float] = {}
+    for metric, value in document["metrics"].items():
+        metrics[metric] = _metric(metric, value, fault)
+    encoded = index.get("data")
     record = CommitRecord(
-        save_id=top.text("save_id", _SAVE_ID),
-        step=None if document["step"] is None else top.integer("step", most=STEP_MAX),
-        epoch=top.integer("epoch"),
-        writer=top.integer("writer", most=_MAX_COUNT),
-        writers=top.integer("writers", most=_MAX_COUNT),
-        plan_digest=top.text("plan_digest", _DIGEST),
-        created_ns=top.integer("created_ns"),
-        library=top.text("library", _LIBRARY),
-        tree=top.json("tree"),
-        leaves=_decode_leaves(
-            top.inner("leaves", ("kinds", "kind", "values", "extra", "pieces")), len(names)
-        ),
-        specs=specs,
-        arrays=arrays,
-        files=files + tuple(FileEntry(name.path, name.nbytes, name.crc32c) for name in fixed),
+        save_id=document["save_id"],
+        step=document["step"],
+        epoch=document["epoch"],
+        writer=document["writer"],
+        writers=document["writers"],
+        plan_digest=document["plan_digest"],
+        created_ns=document["created_ns"],
+        library=document["library"],
+        tree=document["tree"],
+        leaves=_leaves(document["leaves"], len(arrays["name"]), fault),
+        specs=tuple(map(_spec, document["specs"], itertools.repeat(fault))),
+        arrays=ArrayTable(arrays["name"], arrays["spec"], tied),
+        files=tuple(files),
         chunk_index=IndexExtent(
-            index.integer("file"),
-            index.integer("offset"),
-            index.integer("nbytes"),
-            index.crc("crc32c"),
-            None if index.members.get("data") is None else _decode_base64(index, "data"),
+            index["file"],
+            index["offset"],
+            index["nbytes"],
+            int(index["crc32c"], 16),
+            None if encoded is None else _from_base64(encoded, "chunk_index.data", fault),
         ),
-        manifest=_decode_base64(top, "manifest"),
-        metadata=metadata,
-        metrics=_decode_metrics(top),
-        database=top.text("database", _ANY),
+        manifest=_from_base64(document["manifest"], "manifest", fault),
+        metadata=document["metadata"],
+        metrics=metrics,
+        database=document["database"],
         fixed=fixed,
         version=version,
     )
-    check_consistency(record, top)
+    _check_arrays(record, fault)
+    _check_files(record, fault)
     return record
 
 
-def _decode_fixed(document: dict[str, Any], location: str) -> tuple[FixedName, ...]:
-    return tuple(
-        FixedName(
-            row.text("path", _ANY),
-            row.integer("nbytes"),
-            row.crc("crc32c"),
-            row.text("md5", _MD5),
-            None if row.members["object"] is None else row.text("object", _ANY),
-        )
-        for row in Fields(document, _WHAT, location).each("fixed", _FIXED)
-    )
+def _no_fault(name: str, reason: str) -> CorruptCheckpointError:
+    return corrupt(_WHAT, f"{name} {reason}", file="")
 
 
-def _decode_spec(row: Fields) -> StoredSpec:
-    shape = row.integers("shape", below=1 << 63)
-    chunk_shape = row.integers("chunk_shape", below=1 << 63)
-    dtype = row.text("dtype", _ANY)
+def _fixed(row: dict[str, Any]) -> FixedName:
+    crc = int(row["crc32c"], 16)
+    return FixedName(row["path"], row["nbytes"], crc, row["md5"], row["object"])
+
+
+def _spec(row: dict[str, Any], fault: Fault) -> StoredSpec:
+    shape, chunk_shape, dtype, level = row["shape"], row["chunk_shape"], row["dtype"], row["zstd"]
+    if min([0, *shape, *chunk_shape]) < 0 or max([0, *shape, *chunk_shape]) > _MAX:
+        raise fault("specs", f"has a length that is not between 0 and {_MAX}")
     if dtype not in DTYPES:
-        raise row.fault("dtype", f"is {dtype[:40]!r}, which is unknown")
+        raise fault("specs", f"has the dtype {dtype[:40]!r}, which is unknown")
     if len(shape) > MAX_RANK or len(chunk_shape) != len(shape):
-        raise row.fault("chunk_shape", f"and shape do not have one rank of at most {MAX_RANK}")
+        raise fault("specs", f"has a shape and chunk_shape not of one rank of at most {MAX_RANK}")
     if 0 in chunk_shape:
-        raise row.fault("chunk_shape", "has a zero")
-    level = row.members["zstd"]
+        raise fault("specs", "has a chunk_shape that has a zero")
     if level is not None and (type(level) is not int or not -(1 << 17) <= level <= 22):
-        raise row.fault("zstd", f"is {repr(level)[:40]}, not a level or null")
+        raise fault("specs", f"has zstd {repr(level)[:40]}, not a level or null")
     stored = StoredSpec(ArraySpec(tuple(shape), dtype), tuple(chunk_shape), level)
     if max(stored.spec.nbytes, stored.chunk_nbytes, stored.grid.chunk_count) >= 1 << 62:
-        raise row.fault("shape", "is of an array beyond 2^62 bytes")
+        raise fault("specs", f"has the shape {shape} of an array beyond 2^62 bytes")
     return stored
 
 
-def _decode_tied(table: Fields, count: int) -> dict[int, int]:
-    tied = table.by_index("tied", below=count)
-    for array, source in tied.items():
-        if type(source) is not int or not 0 <= source < array or source in tied:
-            raise table.fault(
-                f"tied[{array}]", f"is {repr(source)[:40]}, not an earlier array with own chunks"
-            )
-    return tied
-
-
-def _decode_leaves(table: Fields, array_count: int) -> LeafTable:
-    kinds = table.strings("kinds")
+def _leaves(table: dict[str, Any], array_count: int, fault: Fault) -> LeafTable:
+    kinds, codes, values = table["kinds"], table["kind"], table["values"]
     for word in kinds:
         if not _KIND.fullmatch(word):
-            raise table.fault("kinds", f"has {word[:40]!r}, not of the form {_KIND.pattern}")
+            raise fault("leaves.kinds", f"has {word[:40]!r}, not of the form {_KIND.pattern}")
     if len(set(kinds)) != len(kinds):
-        raise table.fault("kinds", "names a kind twice")
-    kind = [kinds[code] for code in table.integers("kind", below=len(kinds))]
-    values = table.items("values")
+        raise fault("leaves.kinds", "names a kind twice")
+    if codes and not 0 <= min(codes) <= max(codes) < len(kinds):
+        raise fault("leaves.kind", f"has an entry that is not between 0 and {len(kinds) - 1}")
+    kind = list(map(kinds.__getitem__, codes))
     rows = [row for row, name in enumerate(kind) if name in SCALAR_KINDS]
     if len(rows) != len(values):
-        raise table.fault("values", f"has {len(values)} entries for {len(rows)} scalar leaves")
+        raise fault("leaves.values", f"has {len(values)} entries for {len(rows)} scalar leaves")
     column: list[JsonValue] = [None] * len(kind)
     for row, value in zip(rows, values, strict=True):
         try:
             decode_scalar(kind[row], value)
         except ValueError as error:
-            raise table.fault(f"values (leaf {row})", str(error)) from None
+            raise fault(f"leaves.values (leaf {row})", str(error)) from None
         column[row] = value
-    extra = table.by_index("extra", below=len(kind))
+    extra = _by_index(table["extra"], len(kind), "leaves.extra", fault)
     for leaf, facts in extra.items():
         reason = depth_fault(facts) if isinstance(facts, dict) else "is not an object"
         if reason is not None:
-            raise table.fault(f"extra[{leaf}]", reason)
-    pieces = {
-        leaf: tuple(_decode_piece(table, leaf, item, array_count) for item in items)
-        for leaf, items in table.by_index("pieces", below=len(kind)).items()
-        if _is_list(table, leaf, items)
-    }
+            raise fault(f"leaves.extra[{leaf}]", reason)
+    pieces = _by_index(table["pieces"], len(kind), "leaves.pieces", fault)
+    for leaf, items in pieces.items():
+        name = f"leaves.pieces[{leaf}]"
+        if not isinstance(items, list) or not items:
+            raise fault(name, "is not a list of pieces")
+        for item in items:
+            if not isinstance(item, list) or list(map(type, item)) != [list, int]:
+                raise fault(name, "has an entry that is not [offset, array]")
+            check_form(item[0], [1 << 62], name, fault)
+            if not 0 <= item[1] < array_count:
+                raise fault(name, "has an array that is not [offset, array] of the record")
+        pieces[leaf] = tuple([Piece(tuple(offset), array) for offset, array in items])
     return LeafTable(kind, column, extra, pieces)
 
 
-def _is_list(table: Fields, leaf: int, items: object) -> bool:
-    if not isinstance(items, list) or not items:
-        raise table.fault(f"pieces[{leaf}]", "is not a list of pieces")
-    return True
+def _by_index(table: dict[str, Any], below: int, name: str, fault: Fault) -> dict[int, Any]:
+    """Return an object whose keys are indices below `below`, in canonical decimal."""
+    result = {}
+    for key, value in table.items():
+        if not _ARRAY_INDEX.fullmatch(key) or int(key) >= below:
+            raise fault(name, f"has the key {key[:40]!r}, not an index below {below}")
+        result[int(key)] = value
+    return result
 
 
-def _decode_piece(table: Fields, leaf: int, item: object, array_count: int) -> Piece:
-    if isinstance(item, list) and len(item) == 2:
-        offset, array = item
-        if (
-            isinstance(offset, list)
-            and all(type(n) is int and 0 <= n < 1 << 62 for n in offset)
-            and type(array) is int
-            and 0 <= array < array_count
-        ):
-            return Piece(tuple(offset), array)
-    raise table.fault(f"pieces[{leaf}]", "has an entry that is not [offset, array]")
-
-
-def _decode_base64(fields: Fields, name: str) -> bytes:
+def _from_base64(text: str, name: str, fault: Fault) -> bytes:
     try:
-        return base64.b64decode(fields.text(name, _ANY), validate=True)
+        return base64.b64decode(text, validate=True)
     except ValueError:
-        raise fields.fault(name, "is not base64") from None
+        raise fault(name, "is not base64") from None
 
 
 def _metric_json(name: object, value: object) -> float | str:
@@ -502,13 +488,122 @@ def _metric_json(name: object, value: object) -> float | str:
     return number if math.isfinite(number) else repr(number)
 
 
-def _decode_metrics(fields: Fields) -> Mapping[str, float]:
-    metrics = {}
-    for name, value in fields.object("metrics").items():
-        if isinstance(value, str) and value in _NON_FINITE:
-            metrics[name] = _NON_FINITE[value]
-        elif type(value) in (int, float) and abs(value) <= sys.float_info.max:
-            metrics[name] = float(value)
-        else:
-            raise fields.fault(f"metrics[{name[:40]!r}]", f"is {repr(value)[:40]}, not a number")
-    return metrics
+def _metric(name: str, value: Any, fault: Fault) -> float:
+    if isinstance(value, str) and value in _NON_FINITE:
+        return _NON_FINITE[value]
+    if type(value) not in (int, float) or abs(value) > sys.float_info.max:
+        raise fault(f"metrics[{name[:40]!r}]", f"is {repr(value)[:40]}, not a number")
+    return float(value)
+
+
+# ------------------------------------------------------- what the parts say of each other
+
+
+def _check_files(record: CommitRecord, fault: Fault) -> None:
+    """Check that paths are safe, and the chunk index where and as large as it should be."""
+    if record.writer >= record.writers:
+        raise fault("writer", f"is {record.writer} of {record.writers} writers")
+    if "/" in record.database or path_fault(record.database):
+        raise fault("database", f"is {record.database[:80]!r}, not one safe path part")
+    paths: list[str] = list(map(attrgetter("path"), record.files))
+    if len(set(paths)) != len(paths):
+        raise fault("files", "names a path twice")
+    for name in record.fixed:
+        if name.object is not None:
+            paths.append(name.object)
+        elif name.path != record.manifest_path:
+            raise fault(f"fixed ({name.path[:200]!r})", "object is missing")
+    for path in paths:
+        reason = path_fault(path)
+        if reason is not None:
+            raise fault("files", f"name {path[:200]!r}, which {reason}")
+    arrays, extent = record.arrays, record.chunk_index
+    counts = np.array([stored.grid.chunk_count for stored in record.specs], np.int64)
+    own = np.ones(len(arrays.spec), bool)
+    own[list(arrays.tied)] = False
+    rows = sum(counts[np.array(arrays.spec, np.intp)[own]].tolist())
+    if extent.nbytes != index_nbytes(rows):
+        text = f"has {extent.nbytes} bytes, {rows} chunks take {index_nbytes(rows)}"
+        raise fault("chunk_index", text)
+    most = len(record.files) - len(record.fixed)
+    if extent.file >= most:
+        raise fault("chunk_index", f"names file {extent.file} of {most}")
+    if extent.offset + extent.nbytes > record.files[extent.file].nbytes:
+        raise fault("chunk_index", f"ends behind {record.files[extent.file].path}")
+    if extent.data is not None:
+        found = crc32c(memoryview(extent.data)[:-CRC_NBYTES])
+        if (len(extent.data), found) != (extent.nbytes, extent.crc32c):
+            raise fault("chunk_index.data", "is not the index that its CRC-32C says")
+
+
+def _check_arrays(record: CommitRecord, fault: Fault) -> None:
+    """Check that arrays have names and sources, and that the leaves own all of them."""
+    names, arrays = record.arrays.name, record.arrays
+    if len(arrays.spec) != len(names):
+        raise fault("arrays.spec", f"has {len(arrays.spec)} entries for {len(names)} names")
+    if arrays.spec and not 0 <= min(arrays.spec) <= max(arrays.spec) < len(record.specs):
+        raise fault(
+            "arrays.spec", f"has an entry that is not between 0 and {len(record.specs) - 1}"
+        )
+    if len(set(names)) != len(names):
+        raise fault("arrays.name", "names an array twice")
+    joined = "\0".join(names)
+    if names and joined.count("\0") != len(names) - 1:
+        raise fault("arrays.name", "has a name with a NUL character")
+    try:
+        joined.encode()
+    except UnicodeEncodeError:
+        raise fault("arrays.name", "has a name that is not valid Unicode") from None
+    for name in names:
+        if not name or (len(name) * 4 > _MAX_NAME_NBYTES and len(name.encode()) > _MAX_NAME_NBYTES):
+            raise fault("arrays.name", f"has an empty or too long name: {name[:80]!r}")
+    tied = arrays.tied
+    for array, source in tied.items():
+        if type(source) is not int or not 0 <= source < array or source in tied:
+            text = f"is {repr(source)[:40]}, not an earlier array with own chunks"
+            raise fault(f"arrays.tied[{array}]", text)
+        if arrays.spec[array] != arrays.spec[source]:
+            raise fault(f"arrays.tied[{array}]", f"and array {source} differ in their spec")
+    pieces, kinds = record.leaves.pieces, record.leaves.kind
+    owned = [piece.array for parts in pieces.values() for piece in parts] if pieces else []
+    if len(set(owned)) != len(owned):
+        raise fault("leaves.pieces", "names an array twice")
+    for leaf, parts in pieces.items():
+        scalar = kinds[leaf] in SCALAR_KINDS
+        reason = "is a scalar" if scalar else _pieces_fault(record, parts)
+        if reason is not None:
+            raise fault(f"leaves.pieces[{leaf}]", reason)
+    scalars = sum(map(SCALAR_KINDS.__contains__, kinds))
+    whole = len(kinds) - scalars - len(pieces)
+    # Behind the arrays of leaves there may be scalars once more, as arrays for other readers.
+    if not 0 <= len(names) - whole - len(owned) <= scalars:
+        raise fault(
+            "arrays.name",
+            f"has {len(names)} entries, the leaves own {whole + len(owned)} arrays "
+            f"and {scalars} scalars",
+        )
+
+
+def _pieces_fault(record: CommitRecord, pieces: tuple[Piece, ...]) -> str | None:
+    """Explain why the pieces do not tile a box; return None when they do."""
+    if len(pieces) > MAX_PIECES:
+        return f"has more than {MAX_PIECES} pieces"
+    specs = [record.specs[record.arrays.spec[piece.array]].spec for piece in pieces]
+    rank = len(specs[0].shape)
+    if any(spec.dtype != specs[0].dtype or len(spec.shape) != rank for spec in specs):
+        return "has pieces of different dtypes or ranks"
+    if any(len(piece.offset) != rank for piece in pieces):
+        return f"has an offset that is not of rank {rank}"
+    starts = np.array([piece.offset for piece in pieces], np.int64).reshape(len(pieces), rank)
+    shapes = np.array([spec.shape for spec in specs], np.int64).reshape(len(pieces), rank)
+    stops = starts + shapes
+    whole = stops.max(axis=0) if rank else np.empty(0, np.int64)
+    if sum(spec.size for spec in specs) != math.prod(whole.tolist()):
+        return "has pieces that leave gaps or overlap"
+    filled = np.flatnonzero((shapes > 0).all(axis=1))
+    for row in filled.tolist():
+        others = filled[filled > row]
+        apart = (starts[others] >= stops[row]) | (stops[others] <= starts[row])
+        if not apart.any(axis=1).all():
+            return "has pieces that overlap"
+    return None

@@ -6,15 +6,16 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from asyncckpt.format.chunks import ChunkIndex
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.damage import corrupt
 from asyncckpt.format.ocdbt.manifest import MANIFEST_NAME
-from asyncckpt.format.scalars import SCALAR_KINDS, JsonValue
+from asyncckpt.format.scalars import JsonValue
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.spec import ArraySpec, ChunkGrid
 
@@ -22,8 +23,6 @@ RECORD_VERSION = 2
 
 MAX_ZSTD_RATIO = 1 << 16
 """zstd expands 4 bytes to at most 128 KiB; a chunk that claims more is hostile."""
-
-I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,7 @@ class StoredSpec:
         return math.prod(self.chunk_shape) * self.spec.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One array of a leaf that is stored as several: it starts at `offset` of the leaf."""
 
     offset: tuple[int, ...]
@@ -218,43 +216,6 @@ class CommitRecord:
         """Path of the file whose bytes are `manifest`."""
         return f"{self.database}/{MANIFEST_NAME}"
 
-    def leaf_arrays(self) -> list[tuple[Piece, ...]]:
-        """Return the arrays of every leaf, none for scalars.
-
-        A leaf with `pieces` owns those arrays. Of the others, the k-th array leaf owns the k-th
-        array that no piece names, as one piece at offset zero. Arrays behind all of these are
-        scalars once more, for readers of the database that do not know the record.
-        """
-        pieces = self.leaves.pieces
-        taken = {piece.array for owned in pieces.values() for piece in owned}
-        free = iter([a for a in range(len(self.arrays.name)) if a not in taken])
-        origins = [(0,) * len(stored.spec.shape) for stored in self.specs]
-        spec = self.arrays.spec
-        owners: list[tuple[Piece, ...]] = []
-        for leaf, kind in enumerate(self.leaves.kind):
-            if kind in SCALAR_KINDS:
-                owners.append(())
-            elif leaf in pieces:
-                owners.append(pieces[leaf])
-            else:
-                array = next(free)
-                owners.append((Piece(origins[spec[array]], array),))
-        return owners
-
-    def row_ranges(self) -> tuple[I64, I64]:
-        """Return the first row in the chunk index and the chunk count of each array.
-
-        Tied arrays have those of their source.
-        """
-        per_spec = np.array([stored.grid.chunk_count for stored in self.specs], np.int64)
-        counts = per_spec[np.array(self.arrays.spec, np.intp)] if self.specs else per_spec
-        tied = np.array(sorted(self.arrays.tied), np.intp)
-        own = counts.copy()
-        own[tied] = 0
-        starts = np.cumsum(own) - own
-        starts[tied] = starts[[self.arrays.tied[array] for array in tied.tolist()]]
-        return starts, counts
-
     def validate_index(self, index: ChunkIndex) -> None:
         """Check that the rows, extents and lengths of a chunk index fit this record.
 
@@ -262,9 +223,11 @@ class CommitRecord:
             CorruptCheckpointError: names the first row that does not.
         """
         file = self.files[self.chunk_index.file].path
-        own = [a for a in range(len(self.arrays.name)) if a not in self.arrays.tied]
-        _, counts = self.row_ranges()
-        counts = counts[own]
+        own = np.ones(len(self.arrays.spec), bool)
+        own[list(self.arrays.tied)] = False
+        specs = np.array(self.arrays.spec, np.intp)[own]
+        facts = [(s.chunk_nbytes, s.grid.chunk_count, s.zstd_level is None) for s in self.specs]
+        raw, counts, plain = np.array(facts, np.int64).reshape(-1, 3)[specs].T
         rows = int(counts.sum())
         if len(index) != rows:
             raise corrupt(
@@ -274,18 +237,17 @@ class CommitRecord:
                 expected=rows,
                 found=len(index),
             )
-        index.validate([entry.nbytes for entry in self.files], file=file)
+        index.validate(list(map(attrgetter("nbytes"), self.files)), file=file)
         if not rows:
             return
-        specs = np.array(self.arrays.spec, np.intp)[own]
-        raw = np.array([stored.chunk_nbytes for stored in self.specs], np.int64)[specs]
-        plain = np.array([stored.zstd_level is None for stored in self.specs])[specs]
-        raw, plain = np.repeat(raw, counts), np.repeat(plain, counts)
+        ends, raw, plain = np.cumsum(counts), np.repeat(raw, counts), np.repeat(plain, counts)
         payload = index.nbytes - CRC_NBYTES
-        good = np.where(plain, payload == raw, raw <= payload.astype(np.float64) * MAX_ZSTD_RATIO)
+        good = np.where(
+            plain > 0, payload == raw, raw <= payload.astype(np.float64) * MAX_ZSTD_RATIO
+        )
         if not good.all():
             row = int(np.argmin(good))
-            array = own[int(np.searchsorted(np.cumsum(counts), row, "right"))]
+            array = int(np.flatnonzero(own)[np.searchsorted(ends, row, "right")])
             raise corrupt(
                 "the chunk index",
                 f"row {row}, a chunk of array {self.arrays.name[array]!r}, stores "

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -71,14 +70,12 @@ class ChunkKeys:
         if not counts:
             return [base + (b"c" if self.prefix else b"0")]
         separator = self.separator.encode()
-        axes = [[b"%s%d" % (separator, i) for i in range(count)] for count in counts]
-        if self.prefix:
-            base += b"c"
-        else:
-            axes[0] = [b"%d" % i for i in range(counts[0])]
-        if len(axes) == 1:
-            return [base + tail for tail in axes[0]]
-        return [base + b"".join(tails) for tails in itertools.product(*axes)]
+        keys = [base + b"c"] if self.prefix else [base]
+        for axis, count in enumerate(counts):
+            between = separator if axis or self.prefix else b""
+            tails = [b"%s%d" % (between, number) for number in range(count)]
+            keys = [key + tail for key in keys for tail in tails]
+        return keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,11 @@ def encode_metadata(
     if zstd_level is not None:
         codecs.append({"name": "zstd", "configuration": {"level": zstd_level, "checksum": False}})
     codecs.append({"name": "crc32c"})
+    fill: object = False if spec.dtype == "bool" else 0
+    if spec.dtype.startswith("complex"):
+        fill = [0.0, 0.0]
+    elif "float" in spec.dtype:
+        fill = 0.0
     document = {
         "zarr_format": 3,
         "node_type": "array",
@@ -59,19 +64,11 @@ def encode_metadata(
         "data_type": spec.dtype,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "fill_value": _fill_value_json(spec.dtype),
+        "fill_value": fill,
         "codecs": codecs,
         "attributes": {},
     }
     return json.dumps(document, separators=(",", ":")).encode()
-
-
-def _fill_value_json(dtype: str) -> object:
-    if dtype == "bool":
-        return False
-    if dtype.startswith("complex"):
-        return [0.0, 0.0]
-    return 0 if dtype.startswith(("int", "uint")) else 0.0
 
 
 # ------------------------------------------------------------------------------------------ keys

@@ -186,7 +186,7 @@ def choose_grid(
         raise UsageError(
             f"chunk_nbytes={chunk_nbytes}: pass a positive number of bytes", found=chunk_nbytes
         )
-    filled = tuple(max(1, n) for n in spec.shape)
+    filled = tuple([n or 1 for n in spec.shape]) if 0 in spec.shape else spec.shape
     strict = spec.nbytes > PADDED_NBYTES
     if len(boxes) > 1 and spec.nbytes <= WHOLE_NBYTES:
         return ((origin, ChunkGrid(spec.shape, filled)),)

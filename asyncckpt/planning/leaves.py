@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
@@ -79,7 +81,6 @@ class Arrays:
         tied_leaves: the same per leaf.
         layouts: the distinct layouts of leaves.
         kind: index into `layouts` per leaf.
-        nbytes: bytes of all leaves, tied ones counted once.
     """
 
     names: tuple[str, ...]
@@ -91,7 +92,6 @@ class Arrays:
     tied_leaves: Mapping[int, int]
     layouts: Sequence[Key]
     kind: Column
-    nbytes: int
 
     def of(self, array: int) -> Part:
         """Return shape, grid and offset of an array."""
@@ -109,79 +109,61 @@ def plan_arrays(leaves: Sequence[LeafLayout], *, regular: bool) -> Arrays:
         UsageError: as `plan_save`.
         ValueError: `tied_to` is inconsistent.
     """
-    tied_leaves = _ties(leaves)
-    owners = leaves
-    if tied_leaves:
-        owners = [leaves[tied_leaves.get(i, i)] for i in range(len(leaves))]
+    tied_leaves: dict[int, int] = {}
     layouts: dict[Key, int] = {}
-    kinds = [
-        layouts.setdefault(
-            (
-                (spec := leaf.spec).shape,
-                spec.dtype,
-                leaf.chunk_nbytes,
-                leaf.chunk_shape,
-                leaf.zstd_level,
-                leaf.shards,
-            ),
-            len(layouts),
-        )
-        for leaf in owners
-    ]
-    kind = np.array(kinds, np.int64)
-    # One computation per layout, however many leaves have it.
-    firsts = dict(zip(reversed(kinds), reversed(range(len(leaves))), strict=True))
-    models = [owners[firsts[i]] for i in range(len(layouts))]
-    parts_of = [_parts(model, regular) for model in models]
-
-    count_of = np.array([len(parts) for parts in parts_of], np.int64)
+    parts_of: list[list[Part]] = []  # one computation per layout, however many leaves have it
+    kinds = [0] * len(leaves)
+    names = list(map(attrgetter("name"), leaves))
+    for number, leaf in enumerate(leaves):
+        if leaf.tied_to is not None:
+            _check_tie(leaves, number, leaf.tied_to)
+            tied_leaves[number] = tied_leaves.get(leaf.tied_to, leaf.tied_to)
+            kinds[number] = kinds[tied_leaves[number]]
+            continue
+        spec, sizes = leaf.spec, (leaf.chunk_nbytes, leaf.chunk_shape, leaf.zstd_level)
+        key: Key = (spec.shape, spec.dtype, *sizes, leaf.shards)
+        kind = layouts.get(key)
+        if kind is None:
+            kind = layouts[key] = len(parts_of)
+            parts_of.append(_parts(leaf, regular))
+        kinds[number] = kind
+    kind_of = np.array(kinds, np.int64)
+    count_of = np.array(list(map(len, parts_of)), np.int64)
     base_of = np.cumsum(count_of) - count_of
-    counts = count_of[kind]
+    counts = count_of[kind_of]
     first = np.cumsum(counts) - counts
-    leaf = np.repeat(np.arange(len(leaves)), counts)
-    names = [leaf.name for leaf in leaves]
-    pieces = {i: range(first[i], first[i] + counts[i]) for i in np.flatnonzero(counts > 1).tolist()}
-    if pieces:
-        names = [names[i] for i in leaf.tolist()]
-        for arrays in pieces.values():
-            for number, array in enumerate(arrays):
+    owner = np.repeat(np.arange(len(leaves)), counts)
+    pieces: dict[int, range] = {}
+    if len(owner) > len(leaves):
+        names = [names[i] for i in owner.tolist()]
+        for i in np.flatnonzero(counts > 1).tolist():
+            pieces[i] = range(first[i], first[i] + counts[i])
+            for number, array in enumerate(pieces[i]):
                 names[array] += f"{PIECE_MARK}{number}"
     _check_names(names)
-    untied = np.ones(len(leaves), bool)
-    untied[list(tied_leaves)] = False
-    uses = np.bincount(kind[untied], minlength=len(models)).tolist()
+    tied: dict[int, int] = {}
+    for i, other in tied_leaves.items():
+        for number in range(counts[i]):
+            tied[int(first[i]) + number] = int(first[other]) + number
     return Arrays(
         names=tuple(names),
-        parts=[part for parts in parts_of for part in parts],
-        part=base_of[kind][leaf] + np.arange(len(leaf)) - first[leaf],
-        leaf=leaf,
+        parts=list(itertools.chain.from_iterable(parts_of)),
+        part=base_of[kind_of][owner] + np.arange(len(owner)) - first[owner],
+        leaf=owner,
         pieces=pieces,
-        tied={
-            int(first[i]) + number: int(first[other]) + number
-            for i, other in tied_leaves.items()
-            for number in range(counts[i])
-        },
+        tied=tied,
         tied_leaves=tied_leaves,
         layouts=list(layouts),
-        kind=kind,
-        nbytes=sum(model.spec.nbytes * n for model, n in zip(models, uses, strict=True)),
+        kind=kind_of,
     )
 
 
-def _ties(leaves: Sequence[LeafLayout]) -> dict[int, int]:
-    """Return, per tied leaf, the leaf that owns the bytes."""
-    tied: dict[int, int] = {}
-    shared = [leaf.tied_to for leaf in leaves]
-    for i, other in [(i, other) for i, other in enumerate(shared) if other is not None]:
-        if not 0 <= other < i:
-            raise ValueError(f"leaf {i} is tied to {other}, which is no earlier leaf")
-        if leaves[i].spec != leaves[other].spec:
-            raise ValueError(
-                f"{leaves[i].name} is {leaves[i].spec} and tied to {leaves[other].name}, "
-                f"which is {leaves[other].spec}"
-            )
-        tied[i] = tied.get(other, other)
-    return tied
+def _check_tie(leaves: Sequence[LeafLayout], number: int, other: int) -> None:
+    if not 0 <= other < number:
+        raise ValueError(f"leaf {number} is tied to {other}, which is no earlier leaf")
+    one, two = leaves[number], leaves[other]
+    if one.spec != two.spec:
+        raise ValueError(f"{one.name} is {one.spec} and tied to {two.name}, which is {two.spec}")
 
 
 def _check_names(names: Sequence[str]) -> None:
@@ -222,8 +204,8 @@ def _parts(leaf: LeafLayout, regular: bool) -> list[Part]:
             expected=error.expected,
             found=error.found,
         ) from None
-    dtype = leaf.spec.dtype
-    return [
-        Part(ArraySpec(grid.shape, dtype), grid, offset, leaf.zstd_level, leaf.shards)
-        for offset, grid in arrays
-    ]
+    parts: list[Part] = []
+    for offset, grid in arrays:
+        spec = ArraySpec(grid.shape, leaf.spec.dtype)
+        parts.append(Part(spec, grid, offset, leaf.zstd_level, leaf.shards))
+    return parts

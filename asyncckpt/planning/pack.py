@@ -120,20 +120,13 @@ def cut_windows(
     number = np.arange(len(window_file))
     window_offset = (number - first_window[window_file]) * slot_nbytes
     window_nbytes = np.minimum(slot_nbytes, lengths[window_file] - window_offset)
-    edges = np.searchsorted(
-        first_window[row_file[row]] + slot, np.arange(len(window_file) + 1)
-    ).tolist()
-    return tuple(
-        Window(file, at, nbytes, Table(Piece, columns, i, j))
-        for file, at, nbytes, i, j in zip(
-            window_file.tolist(),
-            window_offset.tolist(),
-            window_nbytes.tolist(),
-            edges,
-            edges[1:],
-            strict=False,
-        )
-    )
+    at_window = np.arange(len(window_file) + 1)
+    edges = np.searchsorted(first_window[row_file[row]] + slot, at_window).tolist()
+    windows: list[Window] = []
+    places = (window_file.tolist(), window_offset.tolist(), window_nbytes.tolist())
+    for file, at, nbytes, i, j in zip(*places, edges[:-1], edges[1:], strict=True):
+        windows.append(Window(file, at, nbytes, Table(Piece, columns, i, j)))
+    return tuple(windows)
 
 
 TABLE_CELLS_PER_SHARD = 64

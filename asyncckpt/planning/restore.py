@@ -22,23 +22,6 @@ from asyncckpt.planning.table import Column, Table
 from asyncckpt.spec import Box, ChunkGrid
 
 
-@dataclass(frozen=True, slots=True)
-class StoredArray:
-    """One array of a checkpoint.
-
-    Attributes:
-        grid: its chunk grid.
-        itemsize: bytes per element.
-        compressed: whether chunks must be decompressed.
-        first_row: row of its first chunk; the others follow in C order.
-    """
-
-    grid: ChunkGrid
-    itemsize: int
-    compressed: bool
-    first_row: int
-
-
 class Request(NamedTuple):
     """One wanted box of one stored array.
 
@@ -67,22 +50,6 @@ class StoredArrays:
     kinds: Sequence[tuple[ChunkGrid, int, bool]]
     kind: Column
     first_row: Column
-
-    @classmethod
-    def of(cls, arrays: Sequence[StoredArray]) -> StoredArrays:
-        """Make the columns of some arrays."""
-        kinds: dict[tuple[tuple[int, ...], tuple[int, ...], int, bool], int] = {}
-        kind = [
-            kinds.setdefault(
-                ((grid := a.grid).shape, grid.chunk_shape, a.itemsize, a.compressed), len(kinds)
-            )
-            for a in arrays
-        ]
-        return cls(
-            [(ChunkGrid(shape, chunks), size, packed) for shape, chunks, size, packed in kinds],
-            np.array(kind, np.int64),
-            np.array([a.first_row for a in arrays], np.int64),
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,7 +109,7 @@ class RestorePlan:
 
 
 def plan_restore(
-    arrays: Sequence[StoredArray] | StoredArrays,
+    arrays: StoredArrays,
     requests: Sequence[Request] | WholeArrays,
     *,
     row_file: npt.ArrayLike,
@@ -207,18 +174,12 @@ def plan_restore(
     begins = offset[groups]
     sizes = np.maximum.reduceat(offset + length, groups) - begins if len(groups) else begins
     edges = part_edges[np.append(groups, len(wanted))].tolist()
+    batches: list[ReadBatch] = []
+    columns = (file[groups].tolist(), begins.tolist(), sizes.tolist(), edges[:-1], edges[1:])
+    for f, o, n, i, j in zip(*columns, strict=True):
+        batches.append(ReadBatch(f, o, n, Table(Part, parts, i, j)))
     return RestorePlan(
-        batches=tuple(
-            ReadBatch(f, o, n, Table(Part, parts, i, j))
-            for f, o, n, i, j in zip(
-                file[groups].tolist(),
-                begins.tolist(),
-                sizes.tolist(),
-                edges,
-                edges[1:],
-                strict=False,
-            )
-        ),
+        batches=tuple(batches),
         inline=Table(Part, parts, 0, int(part_edges[0])),
         read_nbytes=int(sizes.sum()),
         row_count=len(leads),
@@ -267,64 +228,44 @@ def intersection(
 
 
 def _parts(
-    arrays: Sequence[StoredArray] | StoredArrays, requests: Sequence[Request] | WholeArrays
+    stored: StoredArrays, requests: Sequence[Request] | WholeArrays
 ) -> tuple[Column, Column, Column, Column]:
     """Return the columns row, request, direct and nbytes: every chunk of every request."""
-    stored = arrays if isinstance(arrays, StoredArrays) else StoredArrays.of(arrays)
     count = len(stored.first_row)
-    wanted = requests if isinstance(requests, WholeArrays) else _columns(requests)
-    array = wanted.array
+    if isinstance(requests, WholeArrays):
+        array = requests.array
+    else:
+        array = np.array([request.array for request in requests], np.int64)
     if len(array) and not 0 <= array.min() <= array.max() < count:
         raise ValueError(f"requests name arrays {array.min()} to {array.max()} of {count}")
-    kinds = stored.kinds
-    if isinstance(wanted, WholeArrays):
-        coded, want_of = np.unique(stored.kind[array] * 2 + wanted.contiguous, return_inverse=True)
-        wants: list[tuple[int, Box | None, bool]] = [
-            (code >> 1, None, bool(code & 1)) for code in coded.tolist()
-        ]
-    else:
-        numbers: dict[tuple[int, Box | None, bool], int] = {}
-        want_of = np.array(
-            [
-                numbers.setdefault((kind, box, contiguous), len(numbers))
-                for kind, box, contiguous in zip(
-                    stored.kind[array].tolist(), wanted.boxes, wanted.contiguous, strict=True
-                )
-            ],
-            np.int64,
-        )
-        wants = list(numbers)
     # One computation per kind of array and wanted box, however many leaves share both.
+    wants: dict[tuple[int, Box | None, bool], int] = {}
+    if isinstance(requests, WholeArrays):
+        coded, want_of = np.unique(
+            stored.kind[array] * 2 + requests.contiguous, return_inverse=True
+        )
+        for code in coded.tolist():
+            wants[code >> 1, None, bool(code & 1)] = len(wants)
+    else:
+        want_of = np.zeros(len(array), np.int64)
+        for number, (kind, (_, box, contiguous)) in enumerate(
+            zip(stored.kind[array].tolist(), requests, strict=True)
+        ):
+            want_of[number] = wants.setdefault((kind, box, contiguous), len(wants))
     found: list[tuple[Column, Column, Column]] = []
+    sizes: list[int] = []
     for kind, box, contiguous in wants:
-        grid, itemsize, compressed = kinds[kind]
+        grid, itemsize, compressed = stored.kinds[kind]
         found.append(_overlap(grid, itemsize, box, contiguous and not compressed))
-    counts_of = np.array([len(rows) for rows, _, _ in found], np.int64)
+        sizes.append(len(found[-1][0]))
+    counts_of = np.array(sizes, np.int64)
     base_of = np.cumsum(counts_of) - counts_of
     counts = counts_of[want_of]
     request = np.repeat(np.arange(len(requests)), counts)
     at = np.arange(len(request)) - (np.cumsum(counts) - counts)[request]
     at += base_of[want_of][request]
-    none = np.zeros(0, np.int64)
-    rows, direct, nbytes = (
-        np.concatenate([none, *(columns[i] for columns in found)])[at] for i in range(3)
-    )
+    rows, direct, nbytes = np.hstack([np.zeros((3, 0), np.int64), *found])[:, at]
     return stored.first_row[array][request] + rows, request, direct, nbytes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Boxes:
-    array: Column
-    boxes: list[Box | None]
-    contiguous: list[bool]
-
-
-def _columns(requests: Sequence[Request]) -> _Boxes:
-    return _Boxes(
-        np.array([array for array, _, _ in requests], np.int64),
-        [box for _, box, _ in requests],
-        [contiguous for _, _, contiguous in requests],
-    )
 
 
 def _overlap(

@@ -9,12 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
 from asyncckpt.planning.digest import plan_digest
 from asyncckpt.planning.leaves import Arrays, LeafLayout, plan_arrays
-from asyncckpt.planning.pack import TRAILER_NBYTES, Piece, Window, chunk_sources, cut_windows, pack
+from asyncckpt.planning.pack import (
+    TRAILER_NBYTES,
+    ChunkSources,
+    Piece,
+    Window,
+    chunk_sources,
+    cut_windows,
+    pack,
+)
 from asyncckpt.planning.table import Column
 from asyncckpt.planning.waves import even_data_files
 
@@ -103,9 +112,11 @@ def plan_save(
     arrays = plan_arrays(leaves, regular=regular)
     part, parts, tied = arrays.part, arrays.parts, arrays.tied
     sources_of = chunk_sources(parts)
-    payload_of = np.array([p.grid.chunk_size * p.spec.itemsize for p in parts], np.int64)
-    count_of = np.array([p.grid.chunk_count for p in parts], np.int64)
-    zstd_of = np.array([p.zstd_level is not None for p in parts], bool)
+    facts: list[tuple[int, int, bool]] = []
+    for p in parts:
+        payload_nbytes = p.grid.chunk_size * p.spec.itemsize
+        facts.append((payload_nbytes, p.grid.chunk_count, p.zstd_level is not None))
+    payload_of, count_of, zstd_of = np.array(facts, np.int64).reshape(-1, 3).T
     base_of = np.cumsum(count_of) - count_of
     owner = np.ones(len(part), bool)
     owner[list(tied)] = False
@@ -117,12 +128,10 @@ def plan_save(
     row_run = base_of[row_part] + np.arange(len(row_array)) - first_row[row_array]
     row_payload = payload_of[row_part]
     first_row[list(tied)] = first_row[list(tied.values())]
-    none = np.zeros(0, np.int64)
-    row_source, row_shard, row_data = (
-        np.concatenate([none, *(sources[i] for sources in sources_of)])[row_run] for i in range(3)
-    )
+    none = ChunkSources(*np.zeros((3, 0), np.int64))
+    row_source, row_shard, row_data = np.hstack([none, *sources_of])[:, row_run]
 
-    compressed = zstd_of[part] & (counts > 0)
+    compressed = (zstd_of[part] > 0) & (counts > 0)
     inline = (counts == 1) & ~compressed & (payload_of[part] + TRAILER_NBYTES <= inline_nbytes)
     planned = np.flatnonzero(~(inline | compressed)[row_array])
     payloads = row_payload[planned]
@@ -158,7 +167,7 @@ def plan_save(
         digest=plan_digest(
             PLANNER_VERSION,
             [*options, int(regular)],
-            [leaf.name for leaf in leaves],
+            list(map(attrgetter("name"), leaves)),
             arrays.kind,
             arrays.tied_leaves,
             arrays.layouts,

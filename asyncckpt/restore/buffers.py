@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import Any, NamedTuple, cast
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.adapters.arrays import host_place
+from asyncckpt.adapters.arrays import host_place, may_share_memory
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.arena import Arena
@@ -22,9 +22,6 @@ from asyncckpt.restore.match import NO_FACTS, LeafRestore
 from asyncckpt.spec import DTYPES, Box
 
 Memory = npt.NDArray[Any]
-
-OVERLAP_WORK = 10_000
-"""Candidates that NumPy may try to settle whether two strided targets share memory."""
 
 _TIED_FRAMEWORKS = frozenset(("numpy", "torch"))
 """Whose arrays stay tied: writing to one is seen in the other. JAX's arrays are immutable."""
@@ -100,19 +97,13 @@ def allocate(
             has_boxes |= box is not None
             destinations.append(Destination(leaf.path, array, box, values, flat_target(values)))
             owners.append(number)
-    requests = _requests(destinations, has_boxes)
-    return Buffers(parts, nbytes, destinations, requests, owners, sharers, waiting, idle)
-
-
-def _requests(
-    destinations: Sequence[Destination], has_boxes: bool
-) -> Sequence[Request] | WholeArrays:
+    requests: Sequence[Request] | WholeArrays
     if has_boxes:
-        return [Request(d.array, d.box, d.flat is not None) for d in destinations]
-    return WholeArrays(
-        np.array([d.array for d in destinations], np.int64),
-        np.array([d.flat is not None for d in destinations], np.bool_),
-    )
+        requests = [Request(d.array, d.box, d.flat is not None) for d in destinations]
+    else:
+        arrays = np.array(list(map(attrgetter("array"), destinations)), np.int64)
+        requests = WholeArrays(arrays, np.array([d.flat is not None for d in destinations], bool))
+    return Buffers(parts, nbytes, destinations, requests, owners, sharers, waiting, idle)
 
 
 def _memory(
@@ -142,7 +133,7 @@ def _memory(
         parts.append(held)
         if not held:
             own.append((number, nbytes))
-    arena = Arena(sum([nbytes for _, nbytes in own]))
+    arena = Arena(sum(map(itemgetter(1), own)))
     made: dict[Hashable, Sequence[Memory]] = {}
     for number, nbytes in own:
         leaf = leaves[number]
@@ -267,7 +258,7 @@ def _check_apart(one: _Span, other: _Span) -> None:
     tied = same and one.rows == other.rows
     if one.target is other.target or tied:
         return
-    if _share(one.memory, other.memory):
+    if may_share_memory(one.memory, other.memory):
         raise UsageError(
             f"{one.path} and {other.path}: these targets overlap in memory but are different "
             "arrays in the checkpoint; restore one of them elsewhere",
@@ -286,11 +277,3 @@ def _places(target: Target) -> list[tuple[tuple[int, int], Hashable | None, Any]
     if target.buffer is None:
         return []
     return [(*host_place(target.buffer, name), target.buffer)]
-
-
-def _share(a: Any, b: Any) -> bool:
-    try:
-        # A bound on exact work, which NumPy documents and its stubs know as two constants only.
-        return bool(np.shares_memory(a, b, max_work=cast(Any, OVERLAP_WORK)))
-    except np.exceptions.TooHardError:
-        return True

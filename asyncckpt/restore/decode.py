@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -102,7 +103,7 @@ class Decode:
         self._has_crcs = extents.crc32c is not None
         self._plan = plan
         self._destinations = destinations
-        self._any_encoded = any([storage.codec.decode is not None for storage in opened.storages])
+        self._any_encoded = any(map(attrgetter("codec.decode"), opened.storages))
 
     def codec(self, part: Part) -> Codec:
         """Return how the chunk of a part is stored."""

@@ -88,8 +88,13 @@ class Fetch:
         if len(self._plan.inline):
             await self._compute.run(self._decode.without_extent)
             self._count(self._plan.inline.column(1))
+        batches, gap_nbytes = self._plan.batches, self._capabilities.read_gap_nbytes
+        if self._capabilities.read_copies:
+            reads: Iterable[Read] = far(batches, self._begins, gap_nbytes, self._streams.ceiling)
+        else:
+            reads = near(batches, self._begins, gap_nbytes)
         async with asyncio.TaskGroup() as group:
-            for read in self._reads():
+            for read in reads:
                 self._streams.ceiling = self._concurrency()
                 stream = await self._streams.acquire()
                 try:
@@ -100,13 +105,6 @@ class Fetch:
                 task = group.create_task(self._read(read, slots, units, stream))
                 # A task that is cancelled before its first step never runs its `finally`.
                 task.add_done_callback(partial(self._free, stream, slots, units))
-
-    def _reads(self) -> Iterable[Read]:
-        """Return what is read, in the order of the calls."""
-        gap_nbytes = self._capabilities.read_gap_nbytes
-        if self._capabilities.read_copies:
-            return far(self._plan.batches, self._begins, gap_nbytes, self._streams.ceiling)
-        return near(self._plan.batches, self._begins, gap_nbytes)
 
     def _begins(self, batch: ReadBatch) -> bool:
         """Return whether a run of batches may begin with this one."""

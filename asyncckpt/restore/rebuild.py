@@ -18,7 +18,8 @@ from asyncckpt.tree import Flat, escape, match_glob, unflatten, unflatten_like, 
 
 def finish_tree(outcome: RestoreOutcome, flat: Flat | None, adapters: AdapterSet) -> Any:
     """Return the restored tree, in the containers of `like` or in plain ones."""
-    _warn(outcome.report)
+    if outcome.report.notes:
+        _warn(outcome.report)
     if flat is not None:
         leaves = [
             leaf if restored is ABSENT else restored
@@ -30,8 +31,6 @@ def finish_tree(outcome: RestoreOutcome, flat: Flat | None, adapters: AdapterSet
 
 
 def _warn(report: RestoreReport) -> None:
-    if not report.notes:
-        return
     # The warning names the line that called the facade: async, blocking or the command line.
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("asyncckpt."):
@@ -96,7 +95,8 @@ def finish_into(outcome: RestoreOutcome, flat: Flat, adapters: AdapterSet) -> Re
         missing=tuple(missing),
         unexpected=tuple(unexpected),
     )
-    _warn(report)
+    if report.notes:
+        _warn(report)
     return report
 
 

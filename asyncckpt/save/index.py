@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -10,16 +11,12 @@ import numpy.typing as npt
 from asyncckpt.format.chunks import ChunkIndex, encode_chunk_index
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.ocdbt.btree import ValueColumns, encode_tree
-from asyncckpt.format.ocdbt.keys import KeyColumns, prepare_keys, sort_keys
-from asyncckpt.format.ocdbt.manifest import Config, Manifest, Version, encode_manifest
-from asyncckpt.format.zarr3 import CRC_NBYTES, chunk_keys, encode_metadata, metadata_key
-from asyncckpt.options import INLINE_NBYTES, KIB, NODE_NBYTES
+from asyncckpt.format.ocdbt.keys import KeyColumns, prepare_keys
+from asyncckpt.format.ocdbt.manifest import encode_manifest
+from asyncckpt.format.zarr3 import chunk_keys, encode_metadata, metadata_key
+from asyncckpt.options import INLINE_NBYTES, NODE_NBYTES
 from asyncckpt.planning.save import SavePlan
 from asyncckpt.save.serialize import Extents
-
-INDEX_IN_RECORD_NBYTES = 24 * KIB
-"""Largest chunk index that the record repeats, which saves a restore one round trip: 1,000 chunks,
-16 GiB. Reading the record stays one request (1 MiB)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +58,7 @@ def make_catalog(plan: SavePlan) -> Catalog:
     rows[heads] = -1
     inline = np.full(len(keys), -1, np.int64)
     inline[heads] = np.array(template_of, np.int64)[plan.arrays.part]
-    order = sort_keys(keys)
+    order = np.array(sorted(range(len(keys)), key=keys.__getitem__), np.intp)
     row = rows[order]
     index = inline[order]
     # Inline rows, tied ones included, carry their value with every key.
@@ -73,7 +70,7 @@ def make_catalog(plan: SavePlan) -> Catalog:
     key_of_row = np.zeros(len(plan.row_payload), np.int64)
     key_of_row[row[chunk]] = np.flatnonzero(chunk)
     return Catalog(
-        columns=prepare_keys([keys[i] for i in order.tolist()]),
+        columns=prepare_keys(list(map(keys.__getitem__, order.tolist()))),
         row=row,
         inline=index,
         templates=tuple(templates),
@@ -88,24 +85,14 @@ class Index:
     Attributes:
         blocks: contents of the index file: B+tree nodes, then the chunk index.
         manifest: contents of the manifest.
-        chunks_offset: where the chunk index begins in the file.
-        chunks_crc: CRC-32C of the chunk index without its own trailing one.
         nbytes: length of the file.
         crc: its CRC-32C.
     """
 
     blocks: list[bytes]
     manifest: bytes
-    chunks_offset: int
-    chunks_crc: int
     nbytes: int
     crc: int
-
-    @property
-    def record_data(self) -> bytes | None:
-        """The chunk index, for the record to repeat, if it is small; else None."""
-        chunk_index = self.blocks[-1]
-        return chunk_index if len(chunk_index) <= INDEX_IN_RECORD_NBYTES else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,13 +133,15 @@ def encode_index(
     offsets, lengths = np.zeros_like(file), np.zeros_like(file)
     offsets[in_file] = chunks.offset[row[in_file]]
     lengths[in_file] = chunks.nbytes[row[in_file]]
-    columns = ValueColumns([values[i] for i in catalog.inline.tolist()], file, offsets, lengths)
+    columns = ValueColumns(
+        list(map(values.__getitem__, catalog.inline.tolist())), file, offsets, lengths
+    )
     # From here on the nodes hold the values, and nothing else does.
     values.clear()
     tree = encode_tree(
         catalog.columns,
         columns,
-        data_files=[name for name, _, _ in payload.files],
+        data_files=list(map(itemgetter(0), payload.files)),
         node_file=path,
         node_offset=0,
         max_decoded_node_nbytes=NODE_NBYTES,
@@ -164,32 +153,14 @@ def encode_index(
         ChunkIndex(chunks.file, chunks.offset, chunks.nbytes, chunks.crc)
     )
     manifest = encode_manifest(
-        Manifest(
-            uuid=save_id,
-            config=Config(max_inline_value_bytes=INLINE_NBYTES, max_decoded_node_bytes=NODE_NBYTES),
-            versions=(
-                Version(
-                    generation=1,
-                    root=tree.root,
-                    root_height=tree.root_height,
-                    num_keys=tree.num_keys,
-                    tree_nbytes=tree.tree_nbytes,
-                    indirect_value_nbytes=tree.indirect_value_nbytes,
-                    commit_time_ns=now_ns,
-                ),
-            ),
-        )
+        save_id,
+        tree,
+        commit_time_ns=now_ns,
+        max_inline_value_bytes=INLINE_NBYTES,
+        max_decoded_node_bytes=NODE_NBYTES,
     )
+    blocks = [*tree.blocks, chunk_index]
     crc = 0
-    for block in tree.blocks:
+    for block in blocks:
         crc = crc32c(block, crc)
-    offset = sum(map(len, tree.blocks))
-    return Index(
-        blocks=[*tree.blocks, chunk_index],
-        manifest=manifest,
-        chunks_offset=offset,
-        # Over a sum and what it sums, every CRC is one constant, which would bind nothing.
-        chunks_crc=crc32c(memoryview(chunk_index)[:-CRC_NBYTES]),
-        nbytes=offset + len(chunk_index),
-        crc=crc32c(chunk_index, crc),
-    )
+    return Index(blocks, manifest, sum(map(len, blocks)), crc)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 
 from asyncckpt.format.orbax import OrbaxLeaf, conflicts, encode_files
@@ -33,7 +34,8 @@ def orbax_files(
         )
     names = plan.arrays.names
     devices = key_devices(snapshot)
-    array_of = {leaf: number for number, leaf in enumerate([*snapshot.array_leaf, *mirrors])}
+    array_leaves = [*snapshot.array_leaf, *mirrors]
+    array_of = dict(zip(array_leaves, range(len(array_leaves)), strict=True))
     leaves: list[OrbaxLeaf] = []
     for path, child in _paths(snapshot.structure):
         if isinstance(child, str):
@@ -77,12 +79,12 @@ def orbax_files(
 
 def key_devices(snapshot: Snapshot) -> dict[int, str]:
     """Return by leaf a device that holds typed PRNG keys: Orbax restores such keys to it."""
-    array_of = {leaf: number for number, leaf in enumerate(snapshot.array_leaf)}
-    return {
-        leaf: min(map(str, snapshot.sources[array_of[leaf]].leaf.devices()))
-        for leaf, facts in snapshot.extra.items()
-        if "prng_impl" in facts
-    }
+    devices: dict[int, str] = {}
+    for leaf, facts in snapshot.extra.items():
+        if "prng_impl" in facts:
+            source = snapshot.sources[bisect.bisect_left(snapshot.array_leaf, leaf)]
+            devices[leaf] = min(map(str, source.leaf.devices()))
+    return devices
 
 
 def _paths(

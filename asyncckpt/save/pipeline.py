@@ -150,7 +150,9 @@ class Pipeline(ABC):
         """
         try:
             async with asyncio.TaskGroup() as group:
-                uploads = [group.create_task(self._upload()) for _ in range(self._streams)]
+                uploads: list[asyncio.Task[None]] = []
+                while len(uploads) < self._streams:
+                    uploads.append(group.create_task(self._upload()))
                 sealing = group.create_task(self._seal())
                 if self._sink is not None:
                     compressing = group.create_task(self._compress(self._sink))
@@ -169,11 +171,9 @@ class Pipeline(ABC):
         files = [*zip(self._plan.file_nbytes, self._checksums.file_crcs, strict=True)]
         if self._sink is not None:
             files += zip(self._sink.file_nbytes, self._sink.file_crcs, strict=True)
-        start = len(f"{DATABASE}/")
-        rows = [
-            (self._files.path(file)[start:], nbytes, crc)
-            for file, (nbytes, crc) in enumerate(files)
-        ]
+        rows: list[tuple[str, int, int]] = []
+        for file, (nbytes, crc) in enumerate(files):
+            rows.append((self._files.path(file).removeprefix(f"{DATABASE}/"), nbytes, crc))
         return Payload(self._extents, inline, rows)
 
     # -- stage

@@ -156,7 +156,7 @@ def layout_key(
         snapshot.extra,
         snapshot.structure,
         scalars,
-        key_devices(snapshot) if snapshot.extra else {},
+        key_devices(snapshot),
         PROCESS_COUNT,
         (
             options.chunk_nbytes,
@@ -203,12 +203,13 @@ def make_layout(
         …: `leaf_options` raised it; a note names the path.
     """
     names = array_names(snapshot.structure.parts())
-    mirrors = tuple(leaf for leaf, value in snapshot.scalars.items() if scalar_as_array_fits(value))
     leaves = _leaf_layouts(snapshot, names, options, budget_nbytes, sizes)
-    leaves += [
-        LeafLayout(names[leaf], _MIRROR_SPECS[snapshot.kinds[leaf]], options.chunk_nbytes)
-        for leaf in mirrors
-    ]
+    mirrors: list[int] = []
+    for leaf, value in snapshot.scalars.items():
+        if scalar_as_array_fits(value):
+            mirrors.append(leaf)
+            spec = _MIRROR_SPECS[snapshot.kinds[leaf]]
+            leaves.append(LeafLayout(names[leaf], spec, options.chunk_nbytes))
     try:
         plan = plan_save(
             leaves,
@@ -222,26 +223,26 @@ def make_layout(
         )
     except UsageError as error:
         raise _with_path(error, names, snapshot.paths) from None
-    _check_packed(plan, snapshot, budget_nbytes)
+    if plan.compressed:
+        _check_packed(plan, snapshot, budget_nbytes)
     arrays = plan.arrays
     specs: dict[StoredSpec, int] = {}
-    spec_of = [
-        specs.setdefault(StoredSpec(part.spec, part.grid.chunk_shape, part.zstd_level), len(specs))
-        for part in arrays.parts
-    ]
+    spec_of: list[int] = []
+    for part in arrays.parts:
+        stored = StoredSpec(part.spec, part.grid.chunk_shape, part.zstd_level)
+        spec_of.append(specs.setdefault(stored, len(specs)))
+    pieces: dict[int, tuple[Piece, ...]] = {}
+    for number, own in arrays.pieces.items():
+        parts = [Piece(arrays.of(array).offset, array) for array in own]
+        pieces[snapshot.array_leaf[number]] = tuple(parts)
     orbax, notes = orbax_files(snapshot, plan, mirrors)
     return Layout(
         plan=plan,
         catalog=make_catalog(plan),
         specs=tuple(specs),
-        spec_of=[spec_of[part] for part in arrays.part.tolist()],
-        pieces={
-            snapshot.array_leaf[number]: tuple(
-                Piece(arrays.of(array).offset, array) for array in own
-            )
-            for number, own in arrays.pieces.items()
-        },
-        mirrors=mirrors,
+        spec_of=list(map(spec_of.__getitem__, arrays.part.tolist())),
+        pieces=pieces,
+        mirrors=tuple(mirrors),
         orbax=orbax,
         notes=notes,
     )

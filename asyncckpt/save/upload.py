@@ -59,6 +59,7 @@ class FileWindow:
 @dataclass(slots=True, eq=False)
 class _Open:
     left: int  # windows that are not written yet
+    path: str
     file: DataFile | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -91,7 +92,8 @@ class DataFiles(ABC):
     def path(self, file: int) -> str:
         """Return where the file is, which is final once it is sealed."""
         opened = self._files.get(file)
-        return self._path(file) if opened is None or opened.file is None else opened.file.path
+        # No other attempt can make the same.
+        return f"{DATABASE}/d/{self._save_id}-{file}" if opened is None else opened.path
 
     async def write(self, window: FileWindow) -> None:
         """Write a window; with the last one of its file, seal the file.
@@ -102,14 +104,15 @@ class DataFiles(ABC):
         """
         opened = self._files.get(window.file)
         if opened is None:
-            opened = _Open(-(-window.file_nbytes // self.window_nbytes))
+            count = -(-window.file_nbytes // self.window_nbytes)
+            opened = _Open(count, self.path(window.file))
             self._files[window.file] = opened
         try:
             # The first of several writers creates the file; the others wait for it.
             async with opened.lock:
                 if opened.file is None:
                     opened.file = await self.attempt.create(
-                        self._path(window.file),
+                        opened.path,
                         nbytes=window.file_nbytes,
                         window_nbytes=self._request_nbytes,
                     )
@@ -122,13 +125,11 @@ class DataFiles(ABC):
         opened.left -= 1
         if opened.left == 0:
             await opened.file.seal(window.file_nbytes)
-            if opened.file.path != self._path(window.file):
+            if opened.file.path != opened.path:
+                opened.path = opened.file.path
                 self.renames += 1
                 if self.renamed is not None:
                     self.renamed()
-
-    def _path(self, file: int) -> str:
-        return f"{DATABASE}/d/{self._save_id}-{file}"  # no other attempt can make the same
 
     _reusable_after_error: bool
     _request_nbytes: int | None = None  # windows that are requests of exactly this size

@@ -25,7 +25,7 @@ from asyncckpt.tree.flatten import Flat, flatten
 from asyncckpt.tree.names import Key, array_names, escape, match_glob, unescape, where
 from asyncckpt.tree.structure import MAX_DEPTH, Kind, Node, Structure
 from asyncckpt.tree.types import NodeRegistry
-from asyncckpt.tree.unflatten import state_dicts_like, unflatten, unflatten_like
+from asyncckpt.tree.unflatten import unflatten, unflatten_like
 
 __all__ = [
     "MAX_DEPTH",
@@ -39,7 +39,6 @@ __all__ = [
     "escape",
     "flatten",
     "match_glob",
-    "state_dicts_like",
     "unescape",
     "unflatten",
     "unflatten_like",

@@ -211,8 +211,7 @@ def _parts(keys: Sequence[Any], node: Any, path: str) -> list[str]:
             "bits; use a str",
             path=path,
         )
-    text = "".join([key for key in keys if type(key) is str])
-    if not text.isascii():
+    if not "".join(map(str, keys)).isascii():
         _refuse_surrogates(keys, node, path)
     return escape_keys(keys, kinds)
 

@@ -93,7 +93,9 @@ def array_names(parts: Sequence[tuple[Key, ...]]) -> list[str]:
     beyond 1,024 bytes are cut and end in a hash. A tree that is one leaf has the array ``root``.
     """
     names = [".".join(map(str, leaf)) for leaf in parts]
-    repeated = {name for name, count in Counter(names).items() if count > 1}
+    repeated: set[str] = set()
+    if len(set(names)) < len(names):
+        repeated = {name for name, count in Counter(names).items() if count > 1}
     for index, name in enumerate(names):
         if not name or name[0] == "." or name in repeated or _UNSAFE.search(name):
             name = names[index] = ".".join(map(_array_part, parts[index])) or "root"

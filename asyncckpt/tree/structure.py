@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast, get_args
 
@@ -57,15 +57,15 @@ class Structure:
 
     def parts(self) -> list[tuple[Key, ...]]:
         """Return keys and indices from the root to every leaf."""
-        return _walk(self, (), _plain_parts, lambda base, part: (*base, part))[0]
+        return _walk(self, escaped=False)[0]
 
     def paths(self) -> list[str]:
         """Return the path of every leaf."""
-        return _walk(self, "", _escaped_parts, _join)[0]
+        return _walk(self, escaped=True)[0]
 
     def node_paths(self) -> list[str]:
         """Return the path of every node; a stateful node and its state dict have the same."""
-        return _walk(self, "", _escaped_parts, _join)[1]
+        return _walk(self, escaped=True)[1]
 
     def subtrees(self, paths: Sequence[str]) -> dict[str, tuple[Structure, range]]:
         """Return the part of the tree at each path, and which leaves of the whole it holds.
@@ -73,7 +73,7 @@ class Structure:
         Paths at which there is neither a node nor a leaf have no entry. The whole tree is walked
         once, however many paths there are.
         """
-        leaf_paths, node_paths = _walk(self, "", _escaped_parts, _join)
+        leaf_paths, node_paths = _walk(self, escaped=True)
         leaves = {path: leaf for leaf, path in enumerate(leaf_paths)}
         # Of a stateful node and its state dict, which have one path, the first is meant.
         nodes = {path: len(node_paths) - 1 - n for n, path in enumerate(reversed(node_paths))}
@@ -133,7 +133,7 @@ class Structure:
             raise ValueError(f"tree structure: 'leaves' is {count!r:.40}, not a count")
         if not isinstance(items, list):
             raise ValueError("tree structure: 'nodes' is not a list")
-        structure = cls(tuple(_node(i, item) for i, item in enumerate(items)), count)
+        structure = cls(tuple(map(_node, range(len(items)), items)), count)
         _check_order(structure)
         return structure
 
@@ -194,12 +194,9 @@ def _check_order(structure: Structure) -> None:
         )
 
 
-def _walk(
-    structure: Structure,
-    root: Any,
-    parts_of: Callable[[Node], Iterable[Any]],
-    join: Callable[[Any, Any], Any],
-) -> tuple[list[Any], list[Any]]:
+def _walk(structure: Structure, *, escaped: bool) -> tuple[list[Any], list[Any]]:
+    """Return the place of every leaf and of every node: its path, or else its keys."""
+    root: Any = "" if escaped else ()
     at_leaf = [root] * structure.leaf_count
     at_node = [root] * len(structure.nodes)
     for index, node in enumerate(structure.nodes):
@@ -208,23 +205,15 @@ def _walk(
             (child,) = node.children
             (at_leaf if child >= 0 else at_node)[abs(child)] = base
             continue
-        for part, child in zip(parts_of(node), node.children, strict=True):
+        parts: Sequence[Any] = range(len(node.children))
+        if node.kind in KEYED:
+            parts = escape_keys(node.keys, set(map(type, node.keys))) if escaped else node.keys
+        for part, child in zip(parts, node.children, strict=True):
+            place: Any = (*base, part)
+            if escaped:
+                place = f"{base}/{part}" if base else str(part)
             if child >= 0:
-                at_leaf[child] = join(base, part)
+                at_leaf[child] = place
             else:
-                at_node[-child] = join(base, part)
+                at_node[-child] = place
     return at_leaf, at_node
-
-
-def _plain_parts(node: Node) -> Sequence[Key]:
-    return node.keys if node.kind in KEYED else range(len(node.children))
-
-
-def _escaped_parts(node: Node) -> list[str]:
-    if node.kind not in KEYED:
-        return list(map(str, range(len(node.children))))
-    return escape_keys(node.keys, set(map(type, node.keys)))
-
-
-def _join(base: str, part: str) -> str:
-    return f"{base}/{part}" if base else part

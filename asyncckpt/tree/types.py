@@ -41,7 +41,7 @@ class Types:
             return True
         if found <= self.kinds.keys():
             return False
-        for value in {type(value): value for value in values}.values():
+        for value in dict(zip(map(type, values), values, strict=True)).values():
             self.kind(value)
         return found <= self._leaf_types
 

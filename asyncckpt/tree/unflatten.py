@@ -54,26 +54,6 @@ def unflatten_like(flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeRegist
     return _rebuild(flat, leaves, nodes)[0] if flat.objects else leaves[0]
 
 
-def state_dicts_like(
-    flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeRegistry] = ()
-) -> list[tuple[str, Any, Any]]:
-    """Return path, object and new state dict of every entry of `flat.stateful`."""
-    _check_count(flat.structure, leaves)
-    if not flat.stateful:
-        return []
-    built = _rebuild(flat, leaves, nodes)
-    outer = iter(flat.stateful)
-    path, wanted = next(outer)
-    result = []
-    for index, (node, node_path) in enumerate(
-        zip(flat.structure.nodes, flat.structure.node_paths(), strict=True)
-    ):
-        if node.kind == "stateful" and node_path == path and flat.objects[index] is wanted:
-            result.append((path, wanted, built[index]))
-            path, wanted = next(outer, ("", None))
-    return result
-
-
 def _check_count(structure: Structure, leaves: Sequence[Any]) -> None:
     if len(leaves) != structure.leaf_count:
         raise ValueError(f"{len(leaves)} leaves for a tree of {structure.leaf_count}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from asyncckpt.checkpoint.metadata import number_rows
 from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.format.chunks import ChunkIndex
 from asyncckpt.format.crc import crc32c
@@ -55,7 +56,7 @@ def check_database(
         )
     }
     problems: list[str] = []
-    first_rows, _ = record.row_ranges()
+    first_rows, _ = number_rows(record.specs, record.arrays)
     expected = 0
     names = [file.path.removeprefix(prefix) for file in record.files]
     for array, name in enumerate(record.arrays.name):
@@ -66,7 +67,7 @@ def check_database(
         if entry is None or entry[0] != document:
             problems.append(f"array {name!r}: zarr.json is missing or differs from the record")
         for number, key in enumerate(chunk_keys(name, stored.grid.counts)):
-            row = int(first_rows[array]) + number
+            row = first_rows[array] + number
             expected += 1
             entry = found.get(key)
             if entry is None or not _same(entry, index, row, names):

@@ -13,7 +13,7 @@ from asyncckpt import errors
 from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.adapters.torch import PinnedMemory, TorchAdapter, numpy_view, tensor_view
 from asyncckpt.spec import DTYPES, ArraySpec, Box
-from asyncckpt.tree import flatten, state_dicts_like
+from asyncckpt.tree import flatten, unflatten_like
 
 adapter = TorchAdapter()
 MISSING = ("int4", "float8_e3m4", "float8_e4m3b11fnuz")
@@ -268,8 +268,7 @@ def test_dtypes_that_torch_lacks_are_named(name: str) -> None:
 def test_a_state_dict_keeps_its_versions() -> None:
     norm = torch.nn.BatchNorm1d(2)
     flat = flatten({"norm": norm})
-    ((path, found, state),) = state_dicts_like(flat, [leaf + 1 for leaf in flat.leaves])
-    assert (path, found) == ("norm", norm)
+    state = unflatten_like(flat, [leaf + 1 for leaf in flat.leaves])["norm"]
     assert state._metadata == norm.state_dict()._metadata
     norm.load_state_dict(state)
     assert norm.weight.tolist() == [2, 2]

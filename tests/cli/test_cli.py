@@ -15,7 +15,7 @@ import pytest
 from asyncckpt import __version__, blocking
 from asyncckpt.cli import INSTALL_LINE
 from asyncckpt.options import LeafOptions, SaveOptions
-from asyncckpt.save import index as save_index
+from asyncckpt.save import commit as save_commit
 from tests.cli.ran import Ran, Run
 
 REPOSITORY = Path(__file__).parents[2]
@@ -109,7 +109,7 @@ def test_ls_of_one_checkpoint_points_to_show(run: Run, final: Path) -> None:
 def test_ls_lists_the_others_when_one_cannot_be_read(
     run: Run, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_index, "INDEX_IN_RECORD_NBYTES", 0)
+    monkeypatch.setattr(save_commit, "INDEX_IN_RECORD_NBYTES", 0)
     with blocking.Checkpointer(root) as again:
         again.save(1, {"b": np.zeros(3)}, overwrite=True)
     index = next((root / "1" / "default" / "d").glob("*-index"))

@@ -23,15 +23,13 @@ from asyncckpt.format.crc import crc32c
 from asyncckpt.format.ocdbt import (
     EncodedTree,
     Location,
-    Manifest,
     ValueColumns,
-    Version,
     decode_manifest,
     decode_node,
-    encode_manifest,
     encode_tree,
     prepare_keys,
 )
+from asyncckpt.format.ocdbt.manifest import encode_manifest
 from asyncckpt.format.record import (
     ArrayTable,
     CommitRecord,
@@ -53,8 +51,8 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def manifest() -> bytes:
     root = Location("d/index-00ff", 4096, 777)
-    version = Version(1, root, 2, 5, 900, 123_456, 1_700_000_000_000_000_000)
-    return encode_manifest(Manifest(bytes(range(16)), versions=(version,)))
+    tree = EncodedTree([], root, 2, 5, 900, 123_456, np.empty(0, np.int64))
+    return encode_manifest(bytes(range(16)), tree, commit_time_ns=1_700_000_000_000_000_000)
 
 
 def tree() -> EncodedTree:

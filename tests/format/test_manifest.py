@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import struct
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.format.ocdbt import Config, Location, Manifest, Version, VersionNode
+from asyncckpt.format.ocdbt import Config, EncodedTree, Location, Manifest, Version, VersionNode
 from asyncckpt.format.ocdbt.manifest import (
     decode_manifest,
-    encode_manifest,
     generation_of,
     numbered_name,
 )
+from asyncckpt.format.ocdbt.manifest import encode_manifest as manifest_of
 from asyncckpt.format.ocdbt.wire import MANIFEST_MAGIC, frame
+from tests.format.manifests import encode_manifest
 
 u62 = st.integers(0, 2**62 - 1)
 names = st.sampled_from(["d/a", "d/ab", "d/index", "x"])
@@ -57,6 +59,18 @@ SMALL = Manifest(
 @given(manifests())
 def test_manifests_round_trip(manifest: Manifest) -> None:
     assert decode_manifest(encode_manifest(manifest), file="m") == manifest
+
+
+@pytest.mark.parametrize("root", [SMALL.versions[0].root, None])
+def test_our_manifests_have_one_version_and_no_more(root: Location | None) -> None:
+    facts = (2, 5, 900, 12_345) if root else (0, 0, 0, 0)
+    version = Version(1, root, *facts, 1_700_000_000_000_000_000)
+    ours = manifest_of(
+        SMALL.uuid,
+        EncodedTree([], root, *facts, np.empty(0, np.int64)),
+        commit_time_ns=version.commit_time_ns,
+    )
+    assert ours == encode_manifest(dataclasses.replace(SMALL, versions=(version,)))
 
 
 def test_latest_is_the_last_version() -> None:

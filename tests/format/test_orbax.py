@@ -12,11 +12,7 @@ from hypothesis import strategies as st
 from asyncckpt.format.orbax import (
     OrbaxLeaf,
     conflicts,
-    encode_array_metadatas,
     encode_files,
-    encode_metadata,
-    encode_sharding,
-    encode_strings,
 )
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
@@ -28,7 +24,7 @@ def test_metadata_names_every_path_as_a_tuple_of_strings(
     all_paths: list[tuple[tuple[str, bool], ...]],
 ) -> None:
     leaves = [OrbaxLeaf(path, "array", "x") for path in all_paths]
-    document = json.loads(encode_metadata(leaves, custom_metadata={"a": [1]}))
+    document = json.loads(encode_files(leaves, custom_metadata={"a": [1]})["_METADATA"])
     assert document["custom_metadata"] == {"a": [1]}
     assert document["use_ocdbt"] and document["use_zarr3"]
     for path in all_paths:
@@ -46,14 +42,12 @@ def test_files_that_nothing_needs_are_not_made() -> None:
     assert list(encode_files([leaf("w", "array", array_name="w"), leaf("n", "None")])) == [
         "_METADATA"
     ]
-    assert encode_strings([]) is None
-    assert encode_sharding([leaf("w", "jax", array_name="w")]) is None
-    assert encode_array_metadatas([leaf("w", "jax", array_name="w")]) is None
+    assert list(encode_files([leaf("w", "jax", array_name="w")])) == ["_METADATA"]
 
 
 @pytest.mark.parametrize("kind", ["None", "Dict", "List", "Tuple", "NamedTuple"])
 def test_empty_containers_are_not_deserialized(kind: str) -> None:
-    document = json.loads(encode_metadata([leaf("x", kind)]))
+    document = json.loads(encode_files([leaf("x", kind)])["_METADATA"])
     value = document["tree_metadata"]["('x',)"]["value_metadata"]
     assert value == {"value_type": kind, "skip_deserialize": True}
 
@@ -66,7 +60,7 @@ def test_strings_stand_where_a_json_pointer_of_their_name_leads() -> None:
         leaf("e~1f", "string", text="4"),
         leaf("g~0", "string", text="5"),
     ]
-    assert json.loads(encode_strings(leaves) or b"") == {
+    assert json.loads(encode_files(leaves)["_strings.json"]) == {
         "a": "1",
         "b": {"c": "2", "d": "3"},
         "e/f": "4",
@@ -84,6 +78,6 @@ def test_a_hundred_thousand_leaves_take_a_fraction_of_a_second() -> None:
     ]
     begin = time.process_time()
     assert conflicts(leaves) == []
-    data = encode_metadata(leaves)
+    data = encode_files(leaves)["_METADATA"]
     assert time.process_time() - begin < 2.0  # measured 0.4 s
     assert len(json.loads(data)["tree_metadata"]) == 100_000

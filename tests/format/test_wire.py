@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.ocdbt.datafiles import (
-    data_file_nbytes,
     decode_data_files,
     encode_data_files,
 )
@@ -137,7 +136,9 @@ paths = st.lists(
 def test_data_file_tables_round_trip(names: list[str]) -> None:
     data = encode_data_files(names)
     assert [file.path for file in decode_data_files(reader(data))] == names
-    assert len(data) <= len(encode_varint(len(names))) + sum(map(data_file_nbytes, names))
+    assert len(data) <= len(encode_varint(len(names))) + sum(
+        n + 2 * len(encode_varint(n)) + 1 for n in (len(name.encode()) for name in names)
+    )
     based = decode_data_files(reader(data), base_path="p/")
     assert [file.path for file in based] == ["p/" + name for name in names]
 

@@ -323,10 +323,11 @@ def _orbax() -> Target:
         "commit_timestamp_nsecs": 1_700_000_000_000_000_001,
         "custom_metadata": {"tokens": 10**9},
     }
+    files = orbax.encode_files(leaves, custom_metadata={"a": [1]})
     documents = (
-        orbax.encode_metadata(leaves, custom_metadata={"a": [1]}),
-        orbax.encode_strings(leaves),
-        orbax.encode_array_metadatas(leaves),
+        files[orbax.METADATA_FILE],
+        files[orbax.STRINGS_FILE],
+        files[orbax.ARRAY_METADATA_FILE],
         json.dumps(step).encode(),
     )
     seeds = tuple(bytes([kind]) + data for kind, data in enumerate(documents) if data)

@@ -31,7 +31,6 @@ from asyncckpt.format.ocdbt import (
     decode_manifest,
     decode_node,
     decode_tree,
-    encode_manifest,
     encode_tree,
     prepare_keys,
 )
@@ -50,6 +49,7 @@ from asyncckpt.format.record import (
 )
 from asyncckpt.spec import ArraySpec
 from asyncckpt.tree import flatten, unflatten
+from tests.format.manifests import encode_manifest
 from tests.fuzz import hostile
 from tests.fuzz.engine import Target
 from tests.fuzz.foreign import targets as foreign_targets
@@ -196,7 +196,7 @@ def _commit_record() -> Target:
         opened = resolve(files, record, cast(Any, None))
         structure = opened.structure()
         paths = structure.paths()
-        return unflatten(structure, paths), opened.leaf_arrays(), record.row_ranges()
+        return unflatten(structure, paths), opened.leaf_pieces()
 
     document = json.loads(encode_record(_record()))
     del document["crc32c"]

@@ -26,12 +26,12 @@ from asyncckpt.format.ocdbt import (
     Manifest,
     ValueColumns,
     Version,
-    encode_manifest,
     encode_tree,
     prepare_keys,
 )
 from asyncckpt.format.orbax import OrbaxLeaf
 from asyncckpt.spec import DTYPE_NAMES, ArraySpec
+from tests.format.manifests import encode_manifest
 
 KEY = jax.random.key(7)
 KEYS = jax.random.split(jax.random.key(8), 3)

@@ -26,7 +26,6 @@ from asyncckpt.format.ocdbt import (
     decode_manifest,
     decode_node,
     decode_tree,
-    encode_manifest,
     encode_tree,
     prepare_keys,
 )
@@ -34,6 +33,7 @@ from asyncckpt.format.ocdbt.manifest import numbered_name
 from asyncckpt.format.zarr import Chain
 from asyncckpt.format.zarr3 import chunk_keys, decode_metadata, encode_metadata, metadata_key
 from asyncckpt.spec import DTYPES, ArraySpec, ChunkGrid
+from tests.format.manifests import encode_manifest
 
 DATA = "d/data"
 NODES = "d/nodes"

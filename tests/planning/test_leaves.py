@@ -91,7 +91,6 @@ def test_chunks_tile_a_sharded_leaf_exactly_once_within_the_limits(leaf: LeafLay
     assert len(plan.row_array) <= 4 * (leaf.spec.nbytes / leaf.chunk_nbytes + len(shards))
     if leaf.spec.nbytes > MIB:
         assert plan.row_payload.sum() <= 1.02 * leaf.spec.nbytes
-    assert plan.arrays.nbytes == leaf.spec.nbytes
 
 
 @given(sharded_leaves())
@@ -246,7 +245,6 @@ def test_leaves_in_pieces_stand_among_others_in_leaf_order() -> None:
         (0, 0),
     ]
     assert [arrays.of(i).spec.shape[0] for i in range(6)] == [10_000, *([3001, 1999] * 2), 10_000]
-    assert arrays.nbytes == 3 * WHOLE.spec.nbytes
     assert plan.compressed == (5,)
 
 
@@ -263,7 +261,6 @@ def test_tied_leaves_share_all_pieces() -> None:
         assert arrays.of(array) is arrays.of(owner)
         assert array not in plan.row_array
     assert arrays.names[5:9] == tuple(f"head%~{i}" for i in range(4))
-    assert arrays.nbytes == 2 * WHOLE.spec.nbytes
 
 
 def test_the_name_of_a_piece_is_that_of_no_leaf() -> None:

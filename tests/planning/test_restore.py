@@ -3,7 +3,9 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,17 +13,41 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncckpt.options import KIB, MIB
+from asyncckpt.planning import restore as planning
 from asyncckpt.planning.restore import (
     Part,
     Request,
     RestorePlan,
-    StoredArray,
+    StoredArrays,
     cells_overlapping,
     intersection,
-    plan_restore,
 )
 from asyncckpt.planning.save import LeafLayout, plan_save
 from asyncckpt.spec import ArraySpec, Box, ChunkGrid
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """One array of a checkpoint; `first_row` is the row of its first chunk."""
+
+    grid: ChunkGrid
+    itemsize: int
+    compressed: bool
+    first_row: int
+
+
+def columns_of(arrays: Sequence[StoredArray]) -> StoredArrays:
+    kinds: dict[tuple[ChunkGrid, int, bool], int] = {}
+    kind = [kinds.setdefault((a.grid, a.itemsize, a.compressed), len(kinds)) for a in arrays]
+    first_row = [a.first_row for a in arrays]
+    return StoredArrays(list(kinds), np.array(kind, int), np.array(first_row, int))
+
+
+def plan_restore(
+    arrays: Sequence[StoredArray], requests: Sequence[Request], **facts: Any
+) -> RestorePlan:
+    return planning.plan_restore(columns_of(arrays), requests, **facts)
+
 
 SIZES = {"slot_nbytes": 8 * MIB, "gap_nbytes": 64 * KIB, "aligned_chunk_nbytes": MIB}
 
@@ -451,8 +477,9 @@ def test_the_cost_is_linear_in_the_leaves() -> None:
         arrays = [StoredArray(ChunkGrid((7 + i % 5,), (10,)), 4, False, 2 * i) for i in range(n)]
         requests = [Request(i, None, True) for i in range(n)]
         columns = (np.zeros(2 * n, int), np.arange(2 * n) * 64, np.full(2 * n, 44))
-        return lambda: plan_restore(
-            arrays,
+        stored = columns_of(arrays)
+        return lambda: planning.plan_restore(
+            stored,
             requests,
             row_file=columns[0],
             row_offset=columns[1],

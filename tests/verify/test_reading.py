@@ -14,7 +14,7 @@ import pytest
 
 import asyncckpt
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StoreError
-from asyncckpt.save import index as save_index
+from asyncckpt.save import commit as save_commit
 from asyncckpt.testing.faults import Fault
 from tests.script import Script
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("no_blocking")
 @pytest.fixture(autouse=True)
 def index_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every read goes on to a second file, also that of metadata alone."""
-    monkeypatch.setattr(save_index, "INDEX_IN_RECORD_NBYTES", 0)
+    monkeypatch.setattr(save_commit, "INDEX_IN_RECORD_NBYTES", 0)
 
 
 Read = Callable[[asyncckpt.Checkpointer, int | None], Awaitable[Any]]

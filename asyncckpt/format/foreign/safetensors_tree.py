@@ -23,9 +23,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncckpt.errors import UnsupportedFormatError, UsageError
+from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UsageError
 from asyncckpt.format.damage import corrupt
-from asyncckpt.format.fields import Fields, parse_json
+from asyncckpt.format.fields import check_form, parse_json
 from asyncckpt.format.foreign.safetensors import MAX_HEADER_NBYTES
 from asyncckpt.format.record import LeafTable
 from asyncckpt.format.scalars import SCALAR_KINDS, JsonValue, decode_scalar, encode_scalar
@@ -44,6 +44,13 @@ SPARE_LEAVES = 100_000
 
 _VERSION = 1
 _WHAT = "the tree in the safetensors metadata"
+_MEMBERS = {
+    "version": (1 << 63) - 1,
+    "nodes": list,
+    "leaves": list,
+    "metadata": dict,
+    "metrics": dict,
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,18 +138,22 @@ def decode_tree(
             expected=_VERSION,
             found=document["version"],
         )
-    fields = Fields({"metadata": {}, "metrics": {}, **document}, _WHAT, file)
-    fields.only(("version", "nodes", "leaves", "metadata", "metrics"))
-    return _decode(fields, 2 * tensor_count + SPARE_LEAVES), others
+    document = {"metadata": {}, "metrics": {}, **document}
+    return _decode(document, 2 * tensor_count + SPARE_LEAVES, file), others
 
 
-def _decode(fields: Fields, most: int) -> SavedTree:
+def _decode(document: dict[str, Any], most: int, file: str) -> SavedTree:
     """Return the tree, of at most `most` containers and leaves each."""
-    if fields.integer("version") != _VERSION:
-        raise fields.fault("version", f"is not {_VERSION}")
-    nodes, rows = fields.items("nodes"), fields.items("leaves")
+
+    def fault(name: str, reason: str) -> CorruptCheckpointError:
+        return corrupt(_WHAT, f"{name} {reason}", file=file)
+
+    check_form(document, _MEMBERS, "", fault)
+    if document["version"] != _VERSION:
+        raise fault("version", f"is not {_VERSION}")
+    nodes, rows = document["nodes"], document["leaves"]
     if len(nodes) > most or len(rows) > most:
-        raise fields.fault("leaves", f"or nodes has more than {most} items")
+        raise fault("leaves", f"or nodes has more than {most} items")
     kinds: list[str] = []
     values: list[JsonValue] = []
     extras: dict[int, Mapping[str, JsonValue]] = {}
@@ -156,11 +167,11 @@ def _decode(fields: Fields, most: int) -> SavedTree:
             tensors.append(tensor)
             if extra:
                 extras[row] = extra
-        metrics = {name: _metric(bits) for name, bits in fields.object("metrics").items()}
+        metrics = {name: _metric(bits) for name, bits in document["metrics"].items()}
     except ValueError as error:
-        raise corrupt(_WHAT, str(error), file=fields.file) from None
+        raise corrupt(_WHAT, str(error), file=file) from None
     leaves = LeafTable(kinds, values, extras, {})
-    return SavedTree(structure, leaves, tensors, fields.object("metadata"), metrics)
+    return SavedTree(structure, leaves, tensors, document["metadata"], metrics)
 
 
 def _leaf(

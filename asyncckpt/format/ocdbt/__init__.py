@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from asyncckpt.format.ocdbt.btree import EncodedTree, ValueColumns, encode_tree
 from asyncckpt.format.ocdbt.datafiles import DataFile, Location
-from asyncckpt.format.ocdbt.keys import KeyColumns, prepare_keys, sort_keys
+from asyncckpt.format.ocdbt.keys import KeyColumns, prepare_keys
 from asyncckpt.format.ocdbt.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_NBYTES,
@@ -18,7 +18,6 @@ from asyncckpt.format.ocdbt.manifest import (
     Version,
     VersionNode,
     decode_manifest,
-    encode_manifest,
     generation_of,
     numbered_name,
 )
@@ -51,10 +50,8 @@ __all__ = [
     "decode_manifest",
     "decode_node",
     "decode_tree",
-    "encode_manifest",
     "encode_tree",
     "generation_of",
     "numbered_name",
     "prepare_keys",
-    "sort_keys",
 ]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.format.ocdbt.datafiles import Location, data_file_nbytes, encode_data_files
+from asyncckpt.format.ocdbt.datafiles import Location, encode_data_files
 from asyncckpt.format.ocdbt.keys import KeyColumns
 from asyncckpt.format.ocdbt.wire import (
     FRAME_HEADER,
@@ -103,16 +103,14 @@ def encode_tree(
     """Encode the nodes of the tree that maps the keys to the values.
 
     Node bodies are at most `max_decoded_node_nbytes` long, except a leaf of one entry and an
-    interior node of two, which cannot be split.
-
-    Raises:
-        ValueError: the columns do not fit together.
+    interior node of two, which cannot be split. A value is either inline (file -1) or in a data
+    file; every column has one row per key.
     """
     count = len(columns.keys)
-    indirect = _check(count, values, len(data_files))
+    indirect = values.file >= 0
     if not count:
         return EncodedTree([], None, 0, 0, 0, 0, np.empty(0, np.int64))
-    inline_nbytes = np.array([0 if value is None else len(value) for value in values.inline])
+    inline_nbytes = np.array([len(value or b"") for value in values.inline])
     nbytes = np.where(indirect, values.nbytes, inline_nbytes)
     groups = _split_leaves(columns, values, indirect, nbytes, data_files, max_decoded_node_nbytes)
     blocks: list[bytes] = []
@@ -131,7 +129,7 @@ def encode_tree(
         blocks.append(frame(NODE_MAGIC, body))
         offset += len(blocks[-1])
     starts = np.array(groups[:-1], np.int64)
-    block_nbytes = np.array([len(block) for block in blocks], np.int64)
+    block_nbytes = np.array(list(map(len, blocks)), np.int64)
     level = _Children(
         key=starts,
         prefix=prefixes,
@@ -160,23 +158,6 @@ def encode_tree(
     )
 
 
-def _check(count: int, values: ValueColumns, file_count: int) -> Mask:
-    if {len(values.inline), len(values.file), len(values.offset), len(values.nbytes)} != {count}:
-        raise ValueError(f"every value column needs {count} rows, one per key")
-    indirect = values.file >= 0
-    if count:
-        if int(values.file.max()) >= file_count or int(values.file.min()) < -1:
-            raise ValueError(f"a value names a file that is not among the {file_count} data files")
-        if int(np.where(indirect, values.offset, 0).min()) < 0 or (
-            int(np.where(indirect, values.nbytes, 0).min()) < 0
-        ):
-            raise ValueError("offsets and lengths of values are not negative")
-        absent = np.array([value is None for value in values.inline])
-        if not np.array_equal(absent, indirect):
-            raise ValueError("a value is either inline (file -1) or in a data file")
-    return indirect
-
-
 def _split_leaves(
     columns: KeyColumns,
     values: ValueColumns,
@@ -192,7 +173,10 @@ def _split_leaves(
     cost += np.where(indirect, place, nbytes)
     # A node lists the files it uses. A file is charged wherever the entries change to it, but never
     # more than all files together.
-    file_cost = np.array([data_file_nbytes(path) for path in data_files] or [0], np.int64)
+    path_nbytes = np.array([0, *map(len, map(str.encode, data_files))], np.int64)[
+        -len(data_files) :
+    ]
+    file_cost = path_nbytes + 2 * varint_sizes(path_nbytes) + 1
     rows = np.flatnonzero(indirect)
     files = values.file[rows]
     change = np.ones(rows.size, np.bool_)
@@ -264,7 +248,7 @@ def _encode_leaf(
     head = b"".join(
         (
             b"\0",
-            encode_data_files([data_files[i] for i in used.tolist()]),
+            encode_data_files(list(map(data_files.__getitem__, used.tolist()))),
             encode_varint(stop - start),
             encode_varints(columns.shared[start + 1 : stop] - prefix),
             encode_varints(lengths),
@@ -276,7 +260,7 @@ def _encode_leaf(
             encode_varints(values.offset[rows][in_file]),
         )
     )
-    inline = b"".join([value for value in values.inline[start:stop] if value is not None])
+    inline = b"".join(filter(None, values.inline[start:stop]))
     return head + inline, len(head)
 
 

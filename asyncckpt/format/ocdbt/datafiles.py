@@ -6,7 +6,7 @@ of a node that was reached through a file inherit that file's transitive and bas
 
 from __future__ import annotations
 
-import itertools
+import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,31 +56,23 @@ class Location:
 
 def encode_data_files(paths: Sequence[str]) -> bytes:
     """Encode the table of these paths, in this order, without base paths."""
-    raw = [path.encode() for path in paths]
-    shared = [_shared(*pair) for pair in itertools.pairwise(raw)]
-    suffixes = [path[n:] for path, n in zip(raw, [0, *shared], strict=False)]
+    shared: list[int] = []
+    suffixes: list[bytes] = []
+    previous = b""
+    for path in paths:
+        raw = path.encode()
+        shared.append(len(os.path.commonprefix((previous, raw))))  # noqa: RUF071 - bytes of keys
+        suffixes.append(raw[shared[-1] :])
+        previous = raw
     return b"".join(
         (
-            encode_varint(len(raw)),
-            encode_varints(np.array(shared, np.int64)),
-            encode_varints(np.array([len(s) for s in suffixes], np.int64)),
-            bytes(len(raw)),
+            encode_varint(len(paths)),
+            encode_varints(np.array(shared[1:], np.int64)),
+            encode_varints(np.array(list(map(len, suffixes)), np.int64)),
+            bytes(len(paths)),
             *suffixes,
         )
     )
-
-
-def _shared(first: bytes, second: bytes) -> int:
-    for place, (a, b) in enumerate(zip(first, second, strict=False)):
-        if a != b:
-            return place
-    return min(len(first), len(second))
-
-
-def data_file_nbytes(path: str) -> int:
-    """Return an upper bound of the bytes that one path adds to a table."""
-    nbytes = len(path.encode())
-    return nbytes + 2 * len(encode_varint(nbytes)) + 1
 
 
 def decode_data_files(

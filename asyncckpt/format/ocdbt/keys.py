@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from asyncckpt.format.ocdbt.wire import I64
 
@@ -33,11 +32,6 @@ class KeyColumns:
     shared: I64
     suffixes: bytes
     suffix_ends: I64
-
-
-def sort_keys(keys: Sequence[bytes]) -> npt.NDArray[np.intp]:
-    """Return the permutation that sorts the keys bytewise."""
-    return np.array(sorted(range(len(keys)), key=keys.__getitem__), np.intp)
 
 
 def prepare_keys(keys: Sequence[bytes]) -> KeyColumns:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from asyncckpt.errors import UnsupportedFormatError
+from asyncckpt.format.ocdbt.btree import EncodedTree
 from asyncckpt.format.ocdbt.datafiles import (
     MISSING,
     DataFile,
@@ -124,54 +125,36 @@ def generation_of(name: str) -> int | None:
     return int(found[1], 16) if found is not None else None
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
-    """Encode `manifest.ocdbt`, uncompressed and without base paths."""
-    if len(manifest.uuid) != 16:
-        raise ValueError("the uuid of a database has 16 bytes")
-    config = manifest.config
-    head = [
-        manifest.uuid,
-        bytes([manifest.numbered]),
-        encode_varint(config.max_inline_value_bytes),
-        encode_varint(config.max_decoded_node_bytes),
-        bytes([config.version_tree_arity_log2]),
-        b"\0" if config.zstd_level is None else b"\1" + struct.pack("<i", config.zstd_level),
-    ]
-    if manifest.numbered:
-        return frame(MANIFEST_MAGIC, b"".join(head))
-    paths: dict[str, int] = {}
-
-    def place(location: Location | None) -> tuple[bytes, bytes, bytes]:
-        path, offset, nbytes = (
-            ("", MISSING, MISSING)
-            if location is None
-            else (location.file, location.offset, location.nbytes)
+def encode_manifest(
+    uuid: bytes,
+    tree: EncodedTree,
+    *,
+    commit_time_ns: int,
+    max_inline_value_bytes: int = MAX_INLINE_VALUE_NBYTES,
+    max_decoded_node_bytes: int = MAX_DECODED_NODE_NBYTES,
+) -> bytes:
+    """Encode `manifest.ocdbt` of a database whose only version is this tree."""
+    root = tree.root or Location("", MISSING, MISSING)
+    body = b"".join(
+        (
+            uuid,
+            b"\0",  # kind: single
+            encode_varint(max_inline_value_bytes),
+            encode_varint(max_decoded_node_bytes),
+            bytes((VERSION_TREE_ARITY_LOG2, 0)),  # not compressed
+            encode_data_files([root.file]),
+            b"\1\1",  # one version, generation 1
+            bytes((tree.root_height, 0)),  # in the first data file
+            encode_varint(root.offset),
+            encode_varint(root.nbytes),
+            encode_varint(tree.num_keys),
+            encode_varint(tree.tree_nbytes),
+            encode_varint(tree.indirect_value_nbytes),
+            commit_time_ns.to_bytes(8, "little"),
+            b"\0",  # no nodes of older versions
         )
-        index = paths.setdefault(path, len(paths))
-        return encode_varint(index), encode_varint(offset), encode_varint(nbytes)
-
-    versions, nodes = manifest.versions, manifest.version_nodes
-    roots = [place(version.root) for version in versions]
-    places = [place(node.location) for node in nodes]
-    out = [
-        *head,
-        encode_data_files(list(paths)),
-        encode_varint(len(versions)),
-        *(encode_varint(v.generation) for v in versions),
-        bytes(v.root_height for v in versions),
-        *(column[i] for i in range(3) for column in roots),
-        *(encode_varint(v.num_keys) for v in versions),
-        *(encode_varint(v.tree_nbytes) for v in versions),
-        *(encode_varint(v.indirect_value_nbytes) for v in versions),
-        *(v.commit_time_ns.to_bytes(8, "little") for v in versions),
-        encode_varint(len(nodes)),
-        *(encode_varint(n.generation) for n in nodes),
-        *(column[i] for i in range(3) for column in places),
-        *(encode_varint(n.num_generations) for n in nodes),
-        *(n.commit_time_ns.to_bytes(8, "little") for n in nodes),
-        bytes(n.height for n in nodes),
-    ]
-    return frame(MANIFEST_MAGIC, b"".join(out))
+    )
+    return frame(MANIFEST_MAGIC, body)
 
 
 def decode_manifest(data: bytes, *, file: str) -> Manifest:

@@ -16,12 +16,12 @@ from asyncckpt.format.ocdbt import (
     Manifest,
     ValueColumns,
     Version,
-    encode_manifest,
     encode_tree,
     prepare_keys,
 )
 from asyncckpt.format.ocdbt.datafiles import encode_data_files
 from asyncckpt.format.ocdbt.wire import NODE_MAGIC, encode_varint, frame
+from tests.format.manifests import encode_manifest
 
 UUID = bytes(range(16))
 VALUES = np.arange(1, 5, dtype="<f4").tobytes()

@@ -16,7 +16,7 @@ from typing import Any
 
 import zstandard
 
-from asyncckpt.format.ocdbt import Config, Location, Manifest, Version, encode_manifest
+from asyncckpt.format.ocdbt import Config, Location, Manifest, Version
 from asyncckpt.format.ocdbt.wire import MANIFEST_MAGIC, NODE_MAGIC
 from tests.checkpoint.foreign.databases import (
     CRC,
@@ -43,6 +43,7 @@ from tests.checkpoint.foreign.databases import (
     zarr3,
     zstd,
 )
+from tests.format.manifests import encode_manifest
 
 CORPUS = Path(__file__).parent / "corpus"
 

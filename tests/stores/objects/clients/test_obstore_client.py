@@ -21,7 +21,7 @@ import pytest
 from obstore.store import AzureStore, GCSStore, HTTPStore, LocalStore, MemoryStore, S3Store
 
 from asyncckpt.flow.budget import ByteBudget
-from asyncckpt.flow.buffers import AnonymousMemory, SlotPool, map_anonymous
+from asyncckpt.flow.buffers import AnonymousMemory, SlotPool, map_pages
 from asyncckpt.flow.threads import Workers
 from asyncckpt.options import MIB
 from asyncckpt.stores.objects.clients.client import RequestError
@@ -35,6 +35,11 @@ from tests.watch import nothing_left_behind
 
 BODY_NBYTES = 48 * MIB
 """Far more than the buffers of a connection hold on both sides."""
+
+
+def pages(nbytes: int) -> np.ndarray:
+    mapping, start = map_pages(nbytes)
+    return np.frombuffer(mapping, np.uint8)[start : start + nbytes]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +90,7 @@ async def until(condition: Any) -> None:
 async def test_a_body_is_sent_from_where_it_lies(slow: Simulator) -> None:
     client = client_of(slow)
     await client.put("small", b"x")
-    body = map_anonymous(BODY_NBYTES)
+    body = pages(BODY_NBYTES)
     body.fill(7)
     before = status_nbytes("VmRSS")
     sending = asyncio.ensure_future(client.put("large", body))
@@ -123,7 +128,7 @@ async def test_an_answer_is_held_once(sim: Simulator) -> None:
 
 async def test_a_cancelled_body_is_held_until_it_is_not_sent_any_more(slow: Simulator) -> None:
     client = client_of(slow)
-    memory = map_anonymous(BODY_NBYTES)
+    memory = pages(BODY_NBYTES)
     memory.fill(7)
     body = memory[:]
     collected = threading.Event()
