@@ -178,12 +178,11 @@ def _obstore(
         environ = os.environ  # noqa: TID251
         found = store_options(url, options, environ, alone=required or not has_fsspec)
     except NotSimple as reason:
-        if has_fsspec and not required:
-            return None
-        if not has_fsspec and not required:
-            raise _not_installed(
-                url, f"; obstore alone might not do the same with {reason}"
-            ) from None
+        if not required:
+            if has_fsspec:
+                return None
+            hint = f"; obstore alone might not do the same with {reason}"
+            raise _not_installed(url, hint) from None
         raise UsageError(
             f"{url}: obstore serves s3:// and gs:// with simple options, and might not do what "
             f'fsspec does with {reason}; leave "client" out, or pass a store of obstore '
