@@ -29,7 +29,7 @@ from asyncckpt.stores.objects.clients.fsspec_client import (
     FsspecClient,
     MemoryClient,
 )
-from asyncckpt.stores.objects.clients.fsspec_session import FilesystemSession, is_async, made_again
+from asyncckpt.stores.objects.clients.fsspec_session import FilesystemSession, is_async
 from asyncckpt.stores.objects.clients.obstore_client import (
     ObstoreClient,
     bucket_of,
@@ -254,7 +254,8 @@ def _borrowed(url: Url, filesystem: Any, workers: Workers) -> ObjectClient:
         return _client(url, kind, lambda: filesystem, options, workers, ours=False)
 
     def make() -> Any:
-        again = made_again(filesystem)
+        same = {**filesystem.storage_options, "asynchronous": True, "skip_instance_cache": True}
+        again = kind(*filesystem.storage_args, **same)
         return fsspec_apis.connected(again) if _library(kind) == "s3fs" else again
 
     return _client(url, kind, make, options, workers)
