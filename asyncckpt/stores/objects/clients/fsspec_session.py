@@ -128,12 +128,6 @@ def _mark_retrieved(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-def made_again(filesystem: Any) -> Any:
-    """Return a filesystem like this one, for the loop that uses it first."""
-    options = {**filesystem.storage_options, "asynchronous": True, "skip_instance_cache": True}
-    return type(filesystem)(*filesystem.storage_args, **options)
-
-
 def is_async(filesystem: Any) -> bool:
     """Return whether the filesystem's methods have async twins that work.
 

@@ -29,7 +29,7 @@ from asyncckpt.stores.objects.clients.fsspec_client import (
     FsspecClient,
     MemoryClient,
 )
-from asyncckpt.stores.objects.clients.fsspec_session import FilesystemSession, is_async, made_again
+from asyncckpt.stores.objects.clients.fsspec_session import FilesystemSession, is_async
 from asyncckpt.stores.objects.clients.obstore_client import (
     ObstoreClient,
     bucket_of,
@@ -178,12 +178,11 @@ def _obstore(
         environ = os.environ  # noqa: TID251
         found = store_options(url, options, environ, alone=required or not has_fsspec)
     except NotSimple as reason:
-        if has_fsspec and not required:
-            return None
-        if not has_fsspec and not required:
-            raise _not_installed(
-                url, f"; obstore alone might not do the same with {reason}"
-            ) from None
+        if not required:
+            if has_fsspec:
+                return None
+            hint = f"; obstore alone might not do the same with {reason}"
+            raise _not_installed(url, hint) from None
         raise UsageError(
             f"{url}: obstore serves s3:// and gs:// with simple options, and might not do what "
             f'fsspec does with {reason}; leave "client" out, or pass a store of obstore '
@@ -255,7 +254,8 @@ def _borrowed(url: Url, filesystem: Any, workers: Workers) -> ObjectClient:
         return _client(url, kind, lambda: filesystem, options, workers, ours=False)
 
     def make() -> Any:
-        again = made_again(filesystem)
+        same = {**filesystem.storage_options, "asynchronous": True, "skip_instance_cache": True}
+        again = kind(*filesystem.storage_args, **same)
         return fsspec_apis.connected(again) if _library(kind) == "s3fs" else again
 
     return _client(url, kind, make, options, workers)

@@ -36,13 +36,9 @@ class Url(NamedTuple):
     parts: tuple[str, ...]
 
     def __str__(self) -> str:
-        if not self.host and self.scheme in _WITHOUT_HOST:
-            return f"{self.scheme}://{'/'.join(self.parts)}"
-        return f"{self.scheme}://{'/'.join((self.host, *self.parts))}"
+        head = () if self.scheme == "memory" else (self.host,)
+        return f"{self.scheme}://{'/'.join((*head, *self.parts))}"
 
-
-_WITHOUT_HOST = frozenset(("memory",))
-"""Schemes whose URLs begin with the path."""
 
 _BUCKETS = frozenset(("s3", "gs"))
 """Schemes whose hosts are buckets, which have neither user nor port."""
@@ -153,9 +149,9 @@ def _credentials(scheme: str, rest: str) -> bool:
 
 
 def _divided(scheme: str, rest: str) -> tuple[str, tuple[str, ...]]:
-    if scheme in _WITHOUT_HOST:
-        return "", tuple(filter(None, rest.split("/")))
-    if scheme in _BUCKETS:
+    if scheme == "memory":  # begins with the path
+        host, path = "", rest
+    elif scheme in _BUCKETS:
         host, path = split_bucket(rest)
     else:
         host, _, path = rest.partition("/")

@@ -74,11 +74,6 @@ class Requests(Sender):
         """Capabilities of the client."""
         return self.client.traits
 
-    @property
-    def url(self) -> str:
-        """URL of the client's root."""
-        return self.client.url
-
     def location(self, key: str) -> str:
         """Return the URL of an object, for errors."""
         return f"{self.url}/{key}" if key else self.url
@@ -145,11 +140,7 @@ class Requests(Sender):
     ) -> None:
         """Put the body at the key, whatever was there before, or only if it had this version.
 
-        Args:
-            key: key of the object.
-            body: what to store.
-            version: as `ObjectClient.replace`; another one raises `exists` or `missing`.
-            again: called before every try but the first; False raises `exists`.
+        With `again`, as in `create`, False raises `exists`.
         """
         if version is None:
             put, retried = partial(self.client.put, key, body), REPEATED

@@ -57,6 +57,7 @@ class Sender:
 
     Attributes:
         limiter: window of requests in flight, which the server's refusals cut.
+        url: URL of the client's root.
         policy: deadlines, tries, streams and hedges.
         controllers: concurrency controller of each direction.
         answers: requests that were answered so far, in whatever way.
@@ -69,7 +70,7 @@ class Sender:
             "get": ConcurrencyController(policy),
         }
         self.answers = 0
-        self._url = url
+        self.url = url
         self.policy = policy
         self._rng = rng
 
@@ -155,7 +156,7 @@ class Sender:
                 spent_s += wait_s
                 logger.info(
                     "%s: %s; try %d of %d follows in %.2f s",
-                    self._url, error, len(failed) + 1, self.policy.retry.tries, wait_s,
+                    self.url, error, len(failed) + 1, self.policy.retry.tries, wait_s,
                 )  # fmt: skip
             await asyncio.sleep(wait_s)
 
