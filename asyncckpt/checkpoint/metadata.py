@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -208,14 +209,15 @@ class OpenCheckpoint:
         The k-th array leaf without pieces has the k-th array that no piece names.
         """
         pieces = self.leaves.pieces
-        taken = {piece.array for owned in pieces.values() for piece in owned}
-        free = (array for array in itertools.count() if array not in taken)
-        return [
-            -1
-            if kind in SCALAR_KINDS
-            else (pieces[leaf][0].array if leaf in pieces else next(free))
-            for leaf, kind in enumerate(self.leaves.kind)
-        ]
+        taken = set(map(attrgetter("array"), itertools.chain.from_iterable(pieces.values())))
+        free = itertools.filterfalse(taken.__contains__, itertools.count())
+        arrays: list[int] = []
+        for leaf, kind in enumerate(self.leaves.kind):
+            if kind in SCALAR_KINDS:
+                arrays.append(-1)
+            else:
+                arrays.append(pieces[leaf][0].array if leaf in pieces else next(free))
+        return arrays
 
     def pieces(self, leaf: int, array: int) -> tuple[Piece, ...]:
         """Return the arrays of a leaf whose (first) array is `array`: nearly always that one."""
@@ -316,15 +318,12 @@ async def open_checkpoint(files: CheckpointFiles, compute: Workers) -> OpenCheck
         UnsupportedFormatError: it is of a newer version.
     """
     data = await files.read(RECORD, max_nbytes=MAX_RECORD_NBYTES)
-
-    def decode() -> OpenCheckpoint:
-        return resolve(files, decode_record(data, location=files.location), compute)
-
-    return await compute.run(decode)
+    return await compute.run(resolve, files, data, compute)
 
 
-def resolve(files: CheckpointFiles, record: CommitRecord, compute: Workers) -> OpenCheckpoint:
-    """Join the record's tables."""
+def resolve(files: CheckpointFiles, data: bytes, compute: Workers) -> OpenCheckpoint:
+    """Decode a record and join its tables; `compute` will decode the index."""
+    record = decode_record(data, location=files.location)
 
     async def read_extents(_: Sequence[int] | None) -> Extents:
         index = await read_index(files, record, compute)

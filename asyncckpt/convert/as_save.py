@@ -98,7 +98,9 @@ async def write_checkpoint(target: Target, origin: Origin, taken: Snapshot) -> F
     """
     reader = origin.reader
     # Inline values are staged first.
-    reader.in_order(sorted(taken.array_leaf, key=lambda leaf: not _is_inline(reader, leaf)))
+    largest = INLINE_NBYTES - TRAILER_NBYTES
+    sizes = {leaf: s.spec.nbytes for leaf, s in zip(taken.array_leaf, taken.sources, strict=True)}
+    reader.in_order(sorted(taken.array_leaf, key=lambda leaf: sizes[leaf] > largest))
     options = dataclasses.replace(
         target.options, leaf_options=_leaf_options(target, reader, taken), deadline_s=None
     )
@@ -154,9 +156,8 @@ def _leaf_options(
     most = sizes_for(target.runtime, target.store, taken.nbytes, target.options).chunk_limit_nbytes
     largest = target.largest_nbytes if most is None else min(target.largest_nbytes, most)
     shapes: dict[str, tuple[int, ...]] = {}
-    for leaf in taken.array_leaf:
-        spec = reader.spec(leaf)
-        assert spec is not None
+    for leaf, source in zip(taken.array_leaf, taken.sources, strict=True):
+        spec = source.spec
         if is_banded(reader, leaf, spec):
             shape = chunk_shape_for(
                 spec.shape,
@@ -181,8 +182,3 @@ def _leaf_options(
         return dataclasses.replace(chosen, chunk_shape=shapes[path])
 
     return leaf_options
-
-
-def _is_inline(reader: LeafReader, leaf: int) -> bool:
-    spec = reader.spec(leaf)
-    return spec is not None and spec.nbytes + TRAILER_NBYTES <= INLINE_NBYTES

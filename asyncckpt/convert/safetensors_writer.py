@@ -39,7 +39,6 @@ from asyncckpt.ports import (
     ExportingStore,
     ScatteredFile,
     Sizes,
-    Source,
 )
 from asyncckpt.reports import Progress
 from asyncckpt.save.plan_cache import options_of_leaf, stored_spec
@@ -113,8 +112,12 @@ def _plan(target: Target, origin: Origin, taken: Snapshot) -> FilesPlan:
         # Stores without positional writes get files in order, however often chunks are read.
         scattered = target.store.capabilities.positional_writes
         banded.append(scattered and is_banded(origin.reader, leaf, source.spec))
-        first = taken.tied.get(number)
-        specs.append(_stored(target, taken.paths[leaf], source) if first is None else specs[first])
+        if number in taken.tied:
+            specs.append(specs[taken.tied[number]])
+            continue
+        path = taken.paths[leaf]
+        own = options_of_leaf(target.options, path, source.spec)
+        specs.append(source.spec if own is None else stored_spec(path, source, own))
     return plan_files(
         taken,
         specs,
@@ -124,12 +127,6 @@ def _plan(target: Target, origin: Origin, taken: Snapshot) -> FilesPlan:
         tiled=banded,
         name=target.name,
     )
-
-
-def _stored(target: Target, path: str, source: Source) -> ArraySpec:
-    """Return the array's spec in the dtype that the user's options ask for."""
-    own = options_of_leaf(target.options, path, source.spec)
-    return source.spec if own is None else stored_spec(path, source, own)
 
 
 class FilesWriter:

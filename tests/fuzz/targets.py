@@ -43,7 +43,6 @@ from asyncckpt.format.record import (
     LeafTable,
     Piece,
     StoredSpec,
-    decode_record,
     encode_record,
     encode_scalar,
 )
@@ -192,8 +191,9 @@ def _commit_record() -> Target:
     files: Any = SimpleNamespace(location="run/12")
 
     def decode(data: bytes) -> object:
-        record = decode_record(recorded(data), location="run/12")
-        opened = resolve(files, record, cast(Any, None))
+        opened = resolve(files, recorded(data), cast(Any, None))
+        record = opened.record
+        assert record is not None
         structure = opened.structure()
         paths = structure.paths()
         return unflatten(structure, paths), opened.leaf_pieces()

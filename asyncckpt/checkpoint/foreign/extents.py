@@ -16,7 +16,6 @@ import numpy as np
 from asyncckpt.checkpoint.foreign.listing import Listing, Range, damaged, refuse_link
 from asyncckpt.checkpoint.foreign.tables import KeyTable
 from asyncckpt.checkpoint.metadata import Extents, Storage, StoredFile, number_rows
-from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.damage import path_fault
 from asyncckpt.format.record import ArrayTable
 from asyncckpt.format.zarr import ZarrArray
@@ -109,20 +108,18 @@ class ExtentReader:
                 if table.is_directory and path_fault(path) is None:
                     await refuse_link(self._files, path)
                 if found.complete:
-                    raise self._missing(found, key.decode())
+                    raise damaged(
+                        self._files,
+                        found.document,
+                        f"chunk {key.decode()!r} of array {found.name!r} is missing, and this "
+                        "checkpoint says that all are stored; use another checkpoint, or leave "
+                        "this array out with include=",
+                        expected="a chunk",
+                        found="nothing",
+                    )
             elif not isinstance(place, bytes):
                 await self._listing.check(*place)
         return places
-
-    def _missing(self, found: FoundArray, chunk: str) -> CorruptCheckpointError:
-        return damaged(
-            self._files,
-            found.document,
-            f"chunk {chunk!r} of array {found.name!r} is missing, and this checkpoint says that "
-            "all are stored; use another checkpoint, or leave this array out with include=",
-            expected="a chunk",
-            found="nothing",
-        )
 
     def _check_sizes(self, extents: Extents) -> None:
         """Raise if a chunk has another size than its array needs, or cannot hold so much."""
@@ -137,7 +134,8 @@ class ExtentReader:
         kinds = self._storages
         packed = np.array([s.codec.decode is not None for s in kinds])[spec]
         payload = np.array([s.chunk_nbytes for s in kinds], np.int64)[spec]
-        ratio = np.array([_ratio(s) for s in kinds], np.float64)[spec]
+        ratios = [MAX_RATIO_BZ2 if "bz2" in s.codec.name else MAX_RATIO for s in kinds]
+        ratio = np.array(ratios, np.float64)[spec]
         most = np.array([4 * s.spec.nbytes + PADDING_NBYTES for s in kinds], np.float64)[spec]
         trailer = np.array([s.codec.trailer_nbytes for s in kinds], np.int64)[spec]
         good = np.where(
@@ -177,7 +175,3 @@ class ExtentReader:
                 expected=stored,
                 found=claimed,
             )
-
-
-def _ratio(storage: Storage) -> int:
-    return MAX_RATIO_BZ2 if "bz2" in storage.codec.name else MAX_RATIO
