@@ -46,8 +46,9 @@ class AdapterSet:
             return self._resolved[kind]
         except KeyError:
             found: ArrayAdapter | ScalarKind | None = scalar_kind(kind)
-            if found is None:
-                found = next((a for a in self.adapters if a.owns(kind)), None)
+            for adapter in self.adapters:
+                if found is None and adapter.owns(kind):
+                    found = adapter
             self._resolved[kind] = found
             return found
 

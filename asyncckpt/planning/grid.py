@@ -177,7 +177,7 @@ def choose_grid(
             finest grid that follows the shards has too many chunks.
         ValueError: the shards do not tile the leaf.
     """
-    boxes = distinct_boxes(spec, shards)
+    boxes = [] if shards is None else distinct_boxes(spec, shards)
     origin = (0,) * len(spec.shape)
     if chunk_shape is not None:
         _check_chunk_shape(spec, chunk_shape, boxes, shards)
@@ -291,10 +291,8 @@ def _check_chunk_shape(
             )
 
 
-def distinct_boxes(spec: ArraySpec, shards: tuple[Shard, ...] | None) -> list[Box]:
+def distinct_boxes(spec: ArraySpec, shards: tuple[Shard, ...]) -> list[Box]:
     """Return the boxes that hold elements, each once, in order of their offsets."""
-    if shards is None:
-        return []
     boxes = sorted({s.box for s in shards if s.box.size}, key=lambda b: (b.offset, b.shape))
     fault = tiling_fault(Box.whole(spec.shape), boxes)
     if fault is not None:

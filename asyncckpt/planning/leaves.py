@@ -140,7 +140,8 @@ def plan_arrays(leaves: Sequence[LeafLayout], *, regular: bool) -> Arrays:
             pieces[i] = range(first[i], first[i] + counts[i])
             for number, array in enumerate(pieces[i]):
                 names[array] += f"{PIECE_MARK}{number}"
-    _check_names(names)
+    if len(set(names)) < len(names):
+        _refuse_repeated(names)
     tied: dict[int, int] = {}
     for i, other in tied_leaves.items():
         for number in range(counts[i]):
@@ -166,9 +167,7 @@ def _check_tie(leaves: Sequence[LeafLayout], number: int, other: int) -> None:
         raise ValueError(f"{one.name} is {one.spec} and tied to {two.name}, which is {two.spec}")
 
 
-def _check_names(names: Sequence[str]) -> None:
-    if len(set(names)) == len(names):
-        return
+def _refuse_repeated(names: Sequence[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:

@@ -75,7 +75,7 @@ def allocate(
     sharers: dict[int, list[int]] = {}
     waiting, idle, has_boxes = [1] * len(leaves), [], False
     for number, leaf in enumerate(leaves):
-        boxes = None if leaf.want is None or leaf.want.target is None else leaf.want.target.boxes
+        boxes = None if leaf.target is None else leaf.target.boxes
         if boxes is None and not leaf.pieces and leaf.array not in tied_arrays:
             values, flat = parts[number][0], flats[number]
             flat = flat_target(values) if flat is None else flat
@@ -119,9 +119,8 @@ def _memory(
     own: list[tuple[int, int]] = []
     total_nbytes = 0
     for number, leaf in enumerate(leaves):
-        spec, want = leaf.spec, leaf.want
+        spec, target = leaf.spec, leaf.target
         assert spec is not None
-        target = None if want is None else want.target
         held: Sequence[Memory] = ()
         if in_place and target is not None and target.spec.dtype == spec.dtype:
             held = target.buffers if target.buffer is None else (target.buffer,)
@@ -138,7 +137,7 @@ def _memory(
     for number, nbytes in own:
         leaf = leaves[number]
         assert leaf.spec is not None
-        boxes = None if leaf.want is None or leaf.want.target is None else leaf.want.target.boxes
+        boxes = None if leaf.target is None else leaf.target.boxes
         dtype = DTYPES[leaf.spec.dtype]
         if boxes is not None:
             shapes = [box.shape for box in boxes]
@@ -169,8 +168,7 @@ def tied_key(opened: OpenCheckpoint, leaf: LeafRestore, framework: str) -> Hasha
         return None
     if framework != "jax" and opened.leaves.kind[leaf.saved] not in _TIED_FRAMEWORKS:
         return None
-    arrays = [piece.array for piece in leaf.pieces] or [leaf.array]
-    return tuple([tied.get(array, array) for array in arrays])
+    return tuple([tied.get(array, array) for array in leaf.arrays()])
 
 
 def _overlaps(
@@ -221,11 +219,7 @@ def check_overlaps(leaves: Sequence[LeafRestore], first_rows: Sequence[int]) -> 
     Raises:
         UsageError: names both leaves.
     """
-    targets = [
-        (leaf, leaf.want.target)
-        for leaf in leaves
-        if leaf.want is not None and leaf.want.target is not None
-    ]
+    targets = [(leaf, leaf.target) for leaf in leaves if leaf.target is not None]
     owners = [t.buffer for _, t in targets if t.span is None and t.buffer is not None]
     if len(set(map(id, owners))) == len(owners) and not any(
         t.span or t.buffers for _, t in targets
@@ -239,9 +233,10 @@ def check_overlaps(leaves: Sequence[LeafRestore], first_rows: Sequence[int]) -> 
         return
     spans: list[_Span] = []
     for leaf, target, (extent, identity, memory) in places:
-        arrays = [piece.array for piece in leaf.pieces] or [leaf.array]
         # A scalar of the record is tied to nothing.
-        rows = (-1 - leaf.saved,) if leaf.spec is None else tuple([first_rows[a] for a in arrays])
+        rows: tuple[int, ...] = (-1 - leaf.saved,)
+        if leaf.spec is not None:
+            rows = tuple([first_rows[array] for array in leaf.arrays()])
         spans.append(_Span(*extent, rows, identity, memory, target, leaf.path))
     spans.sort(key=itemgetter(0, 1))
     # A sweep from low to high addresses: each span is compared with those that reach into it.

@@ -20,7 +20,7 @@ from asyncckpt.errors import (
     UsageError,
 )
 from asyncckpt.format.record import Piece, decode_scalar
-from asyncckpt.ports import ArrayAdapter
+from asyncckpt.ports import ArrayAdapter, Target
 from asyncckpt.restore.mismatch import (
     NOT_REPLACEABLE,
     OTHER_STATE,
@@ -49,6 +49,7 @@ class LeafRestore(NamedTuple):
         scalar: value of a scalar of the record; a rank-0 array of the target's dtype where it goes
             into an array.
         want: the leaf of the target, or None.
+        target: what its adapter says of it, if that is an array.
     """
 
     number: int
@@ -59,6 +60,11 @@ class LeafRestore(NamedTuple):
     spec: ArraySpec | None = None
     scalar: Any = None
     want: Wanted | None = None
+    target: Target | None = None
+
+    def arrays(self) -> list[int]:
+        """Return the arrays that hold it."""
+        return [piece.array for piece in self.pieces] or [self.array]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -288,7 +294,7 @@ class _Matcher:
 
     def _leaf(self, number: int, want: Wanted, saved: int) -> LeafRestore:
         opened, target = self._opened, want.target
-        _, path, _, array, pieces, spec, value, _ = saved_leaf(
+        _, path, _, array, pieces, spec, value, *_ = saved_leaf(
             opened, want.path, saved, self._arrays[saved]
         )
         if want.fixed and (spec is not None or not _equal(value, want.leaf)):
@@ -307,7 +313,7 @@ class _Matcher:
             facts = opened.leaves.extra.get(saved, NO_FACTS), target.extra or NO_FACTS
             cast = self._request.cast
             check_array(self._mismatches, path, spec, target.spec, facts, cast=cast)
-        return LeafRestore(number, path, saved, array, pieces, spec, value, want)
+        return LeafRestore(number, path, saved, array, pieces, spec, value, want, target)
 
     def _scalar(self, want: Wanted, value: Any) -> Any:
         """Return a scalar of the record, as a rank-0 array where the target is an array."""

@@ -89,7 +89,7 @@ class RestorePipeline:
         compute = runtime.engine.compute
         wanted = None
         if opened.record is None:
-            wanted = [a for leaf in self._arrays for a in _arrays_of(leaf)]
+            wanted = [a for leaf in self._arrays for a in leaf.arrays()]
         extents = await extents_of(opened, wanted)
         buffers, plan = await compute.run(self._prepare, extents)
         self._started = True
@@ -190,11 +190,11 @@ class RestorePipeline:
         opened, runtime = self._opened, self._runtime
         self.notes.extend(opened.notes)
         budget = runtime.budget.capacity * runtime.pool.slot_nbytes
-        own = [a for leaf in arrays if not _has_target(leaf) for a in _arrays_of(leaf)]
+        own = [a for leaf in arrays if leaf.target is None for a in leaf.arrays()]
         refuse_implied(opened, extents, own)
         large = 0
         for leaf in arrays:
-            storages = [opened.storage(array) for array in _arrays_of(leaf)]
+            storages = [opened.storage(array) for array in leaf.arrays()]
             if not all(storage.codec.verifies for storage in storages):
                 self.unverified.append(leaf.path)
             large = max([large, *(s.chunk_nbytes for s in storages if s.codec.decode is not None)])
@@ -254,11 +254,3 @@ class RestorePipeline:
             leaf = self._leaves[number]
             if self._placement.writes(leaf) == writing:
                 self.results[number] = self._placement.place(leaf, ())
-
-
-def _arrays_of(leaf: LeafRestore) -> list[int]:
-    return [piece.array for piece in leaf.pieces] or [leaf.array]
-
-
-def _has_target(leaf: LeafRestore) -> bool:
-    return leaf.want is not None and leaf.want.target is not None

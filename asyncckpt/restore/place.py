@@ -35,9 +35,9 @@ class Placement:
 
     def writes(self, leaf: LeafRestore) -> bool:
         """Return whether placing the leaf writes to memory of the caller."""
-        if not self._into or leaf.want is None or leaf.want.target is None:
+        if not self._into or leaf.target is None:
             return False
-        return is_filled(leaf.want.target) and leaf.want.target.boxes != ()
+        return is_filled(leaf.target) and leaf.target.boxes != ()
 
     def converted(self, leaf: LeafRestore, parts: Sequence[Memory]) -> Sequence[Memory]:
         """Return the values in the dtype of the leaf's target, if it has one.
@@ -45,7 +45,7 @@ class Placement:
         Raises:
             DtypeMismatchError: a value does not fit; names the path and one such value.
         """
-        target = None if leaf.want is None else leaf.want.target
+        target = leaf.target
         if target is None or leaf.spec is None or target.spec.dtype == leaf.spec.dtype:
             return parts
         return [
@@ -63,8 +63,7 @@ class Placement:
             parts: one array, or one for each box of the target; the value of a scalar of the
                 record is taken from `leaf`.
         """
-        want = leaf.want
-        target = None if want is None else want.target
+        want, target = leaf.want, leaf.target
         if want is None or target is None:
             return self._without_target(leaf, parts)
         adapter, boxes = want.adapter, target.boxes

@@ -285,7 +285,9 @@ def _leaf_layouts(
             # Whatever is asked for this path, the bytes are stored once.
             leaves.append(dataclasses.replace(leaves[first], name=name, tied_to=first))
             continue
-        own = options_of_leaf(options, snapshot.paths[leaf], source.spec)
+        own = None
+        if options.leaf_options is not None:
+            own = options_of_leaf(options, snapshot.paths[leaf], source.spec)
         if own is None:
             leaves.append(
                 LeafLayout(name, source.spec, chunk_nbytes, zstd_level=level, shards=source.shards)

@@ -51,7 +51,7 @@ class InFlight:
         with self._lock:
             saves = list(self._saves)
         for pending in saves:
-            if not pending.done() or pending._awaited():
+            if not pending.done() or pending._listeners:
                 continue
             with self._lock:
                 taken = self._saves.pop(pending, False)

@@ -171,10 +171,6 @@ class PendingSave:
         finally:
             self._listeners.discard(listener)
 
-    def _awaited(self) -> bool:
-        """Return whether a call waits that has not seen the end yet."""
-        return bool(self._listeners)
-
     def _unseen_error(self) -> BaseException | None:
         """Return the failure that no call has seen; it counts as seen from now on."""
         if self._seen or not self.done():

@@ -28,6 +28,7 @@ class Root:
         name: name of the one-shot checkpoint, empty for a run.
         store: holds the checkpoints; set once `open` has returned.
         to_sweep: saves may have left something, and no sweep has come before them.
+        swept: a sweep has been made.
 
     Raises:
         UsageError: the location or its options are wrong.
@@ -47,7 +48,7 @@ class Root:
         self.name = ""
         self.to_sweep = False
         self._runtime = runtime
-        self._swept = False
+        self.swept = False
         self._opening = asyncio.Lock()
         self._open_store: Callable[[], Store] | None = None
         given = {"direct_io": direct_io, "storage_options": storage_options}
@@ -78,13 +79,9 @@ class Root:
                     self._open_store = None
         return await function()
 
-    def save_begun(self) -> None:
-        """Note that a save may leave something to sweep, unless a sweep came before it."""
-        self.to_sweep = not self._swept
-
     async def sweep(self) -> None:
         """Remove leftovers of dead attempts; a failure to do so is logged."""
-        self._swept, self.to_sweep = True, False
+        self.swept, self.to_sweep = True, False
         try:
             swept = await self.store.sweep()
         except AsyncCheckpointError as error:

@@ -179,7 +179,7 @@ class Session:
         job.future.add_done_callback(let_go)
         pending = kind(job, staged, state, location=location, step=step)
         self.saves.add(pending)
-        self.root.save_begun()
+        self.root.to_sweep = not self.root.swept
         return pending
 
     def _check_options(self, options: SaveOptions) -> None:

@@ -12,19 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.format.ocdbt import (
-    EncodedTree,
-    LeafNode,
-    Location,
-    TreeDecoder,
-    TreeLimits,
-    ValueColumns,
-    Version,
-    decode_node,
-    decode_tree,
-    encode_tree,
-    prepare_keys,
-)
+from asyncckpt.format.ocdbt.btree import EncodedTree, ValueColumns, encode_tree
+from asyncckpt.format.ocdbt.datafiles import Location
+from asyncckpt.format.ocdbt.keys import prepare_keys
+from asyncckpt.format.ocdbt.manifest import Version
+from asyncckpt.format.ocdbt.nodes import LeafNode, decode_node
+from asyncckpt.format.ocdbt.walk import TreeDecoder, TreeLimits, decode_tree
 from asyncckpt.format.ocdbt.wire import NODE_MAGIC, encode_varint, frame
 
 FILES = ("d/a", "d/b", "data/c")

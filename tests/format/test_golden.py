@@ -20,16 +20,11 @@ from asyncckpt.format.chunks import (
     encode_chunk_index,
 )
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.ocdbt import (
-    EncodedTree,
-    Location,
-    ValueColumns,
-    decode_manifest,
-    decode_node,
-    encode_tree,
-    prepare_keys,
-)
-from asyncckpt.format.ocdbt.manifest import encode_manifest
+from asyncckpt.format.ocdbt.btree import EncodedTree, ValueColumns, encode_tree
+from asyncckpt.format.ocdbt.datafiles import Location
+from asyncckpt.format.ocdbt.keys import prepare_keys
+from asyncckpt.format.ocdbt.manifest import decode_manifest, encode_manifest
+from asyncckpt.format.ocdbt.nodes import decode_node
 from asyncckpt.format.record import (
     ArrayTable,
     CommitRecord,

@@ -11,8 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.format.ocdbt import Config, EncodedTree, Location, Manifest, Version, VersionNode
+from asyncckpt.format.ocdbt.btree import EncodedTree
+from asyncckpt.format.ocdbt.datafiles import Location
 from asyncckpt.format.ocdbt.manifest import (
+    Config,
+    Manifest,
+    Version,
+    VersionNode,
     decode_manifest,
     generation_of,
     numbered_name,

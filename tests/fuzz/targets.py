@@ -21,19 +21,12 @@ from asyncckpt.format.chunks import (
     encode_chunk_index,
     index_nbytes,
 )
-from asyncckpt.format.ocdbt import (
-    Location,
-    Manifest,
-    TreeLimits,
-    ValueColumns,
-    Version,
-    VersionNode,
-    decode_manifest,
-    decode_node,
-    decode_tree,
-    encode_tree,
-    prepare_keys,
-)
+from asyncckpt.format.ocdbt.btree import ValueColumns, encode_tree
+from asyncckpt.format.ocdbt.datafiles import Location
+from asyncckpt.format.ocdbt.keys import prepare_keys
+from asyncckpt.format.ocdbt.manifest import Manifest, Version, VersionNode, decode_manifest
+from asyncckpt.format.ocdbt.nodes import decode_node
+from asyncckpt.format.ocdbt.walk import TreeLimits, decode_tree
 from asyncckpt.format.ocdbt.wire import MANIFEST_MAGIC, NODE_MAGIC
 from asyncckpt.format.record import (
     ArrayTable,

@@ -11,7 +11,7 @@ import pytest
 
 from asyncckpt import blocking
 from asyncckpt.errors import CorruptCheckpointError, UsageError
-from asyncckpt.format.ocdbt import decode_manifest
+from asyncckpt.format.ocdbt.manifest import decode_manifest
 from asyncckpt.format.record import decode_record
 from tests.fuzz.engine import Target, fuzz
 from tests.fuzz.surround import recorded

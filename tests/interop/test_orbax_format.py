@@ -21,14 +21,9 @@ from orbax.checkpoint.experimental import v1 as ocp_v1
 
 from asyncckpt.format import orbax, zarr3
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.ocdbt import (
-    Config,
-    Manifest,
-    ValueColumns,
-    Version,
-    encode_tree,
-    prepare_keys,
-)
+from asyncckpt.format.ocdbt.btree import ValueColumns, encode_tree
+from asyncckpt.format.ocdbt.keys import prepare_keys
+from asyncckpt.format.ocdbt.manifest import Config, Manifest, Version
 from asyncckpt.format.orbax import OrbaxLeaf
 from asyncckpt.spec import DTYPE_NAMES, ArraySpec
 from tests.format.manifests import encode_manifest

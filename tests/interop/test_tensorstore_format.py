@@ -16,20 +16,18 @@ import tensorstore as ts
 import zstandard
 
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.ocdbt import (
+from asyncckpt.format.ocdbt.btree import ValueColumns, encode_tree
+from asyncckpt.format.ocdbt.datafiles import Location
+from asyncckpt.format.ocdbt.keys import prepare_keys
+from asyncckpt.format.ocdbt.manifest import (
     Config,
-    Location,
     Manifest,
-    TreeColumns,
-    ValueColumns,
     Version,
     decode_manifest,
-    decode_node,
-    decode_tree,
-    encode_tree,
-    prepare_keys,
+    numbered_name,
 )
-from asyncckpt.format.ocdbt.manifest import numbered_name
+from asyncckpt.format.ocdbt.nodes import decode_node
+from asyncckpt.format.ocdbt.walk import TreeColumns, decode_tree
 from asyncckpt.format.zarr import Chain
 from asyncckpt.format.zarr3 import chunk_keys, decode_metadata, encode_metadata, metadata_key
 from asyncckpt.spec import DTYPES, ArraySpec, ChunkGrid

@@ -157,7 +157,7 @@ async def test_a_failure_that_a_thread_waits_for_is_raised_by_nobody_else(
     pending = BlockingPendingSave(Job(ENGINE), Future(), SaveState(), location="here", step=1)
     saves.add(pending)
     waiting = in_thread(lambda: wait(pending))
-    while not pending._awaited():
+    while not pending._listeners:
         await asyncio.sleep(0.001)
     looked: list[BaseException | None] = []
     pending._job.future.add_done_callback(lambda _: looked.append(saves.unseen_error()))

@@ -11,15 +11,10 @@ import numpy as np
 import zstandard
 
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.ocdbt import (
-    Location,
-    Manifest,
-    ValueColumns,
-    Version,
-    encode_tree,
-    prepare_keys,
-)
-from asyncckpt.format.ocdbt.datafiles import encode_data_files
+from asyncckpt.format.ocdbt.btree import ValueColumns, encode_tree
+from asyncckpt.format.ocdbt.datafiles import Location, encode_data_files
+from asyncckpt.format.ocdbt.keys import prepare_keys
+from asyncckpt.format.ocdbt.manifest import Manifest, Version
 from asyncckpt.format.ocdbt.wire import NODE_MAGIC, encode_varint, frame
 from tests.format.manifests import encode_manifest
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import zstandard
 
-from asyncckpt.format.ocdbt import Config, Location, Manifest, Version
+from asyncckpt.format.ocdbt.datafiles import Location
+from asyncckpt.format.ocdbt.manifest import Config, Manifest, Version
 from asyncckpt.format.ocdbt.wire import MANIFEST_MAGIC, NODE_MAGIC
 from tests.checkpoint.foreign.databases import (
     CRC,
