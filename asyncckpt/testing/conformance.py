@@ -25,9 +25,4 @@ from asyncckpt.testing.store_laws.writing import Writing
 
 
 class StoreConformance(Visibility, Naming, Writing, Reading, Cancelling):
-    """All laws of stores. Subclass it as `Test…` and define `opened`.
-
-    Attributes:
-        lists_attempts: `names` may list a name under which an attempt has written something.
-        window_nbytes: a window size that the store accepts for a data file.
-    """
+    """All laws of stores. Subclass it as `Test…` and define `opened`; see `StoreLaws`."""

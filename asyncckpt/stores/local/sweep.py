@@ -62,11 +62,11 @@ def sweep(layout: Layout, this_machine: Callable[[], Machine]) -> list[str]:
     Raises:
         StoreError: removing failed.
     """
-    if not _leftovers(layout):
-        return []
     removed: list[str] = []
     claims: list[tuple[str, int]] = []
     with reported("sweeping", layout.control):
+        if not _leftovers(layout):
+            return []
         try:
             with root_lock(layout, wait_s=0.0) as alone:
                 machine = this_machine()
@@ -143,15 +143,16 @@ def collect(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:
     Raises:
         StoreError: removing failed, or another process replaces or deletes here.
     """
-    if not _leftovers(layout):
-        return []
     found: list[str] = []
-    with reported("collecting leftovers in", layout.control), root_lock(layout):
-        for path in _leftovers(layout):
-            if time.time() - _written_s(path) < older_than_s:
-                continue
-            if _discard(layout, path, dry_run=dry_run):
-                found.append(os.path.relpath(path, layout.control))
+    with reported("collecting leftovers in", layout.control):
+        if not _leftovers(layout):
+            return []
+        with root_lock(layout):
+            for path in _leftovers(layout):
+                if time.time() - _written_s(path) < older_than_s:
+                    continue
+                if _discard(layout, path, dry_run=dry_run):
+                    found.append(os.path.relpath(path, layout.control))
     return found
 
 
@@ -215,19 +216,21 @@ def tidy(layout: Layout) -> None:
 
 
 def _leftovers(layout: Layout) -> list[str]:
-    """Return the paths of attempts, of trash and of replaced checkpoints, alive or not.
-
-    Where only an owner file is left, it is the path that the file belongs to.
-    """
-    found: dict[str, None] = {}
+    """Return the paths of attempts, of trash and of replaced checkpoints, alive or not."""
+    paths: list[str] = []
     for name in _listing(layout.control):
         path = os.path.join(layout.control, name)
         if _EPOCH.fullmatch(name):
-            for attempt in _listing(path):
-                found[os.path.join(path, attempt).removesuffix(OWNER_SUFFIX)] = None
+            paths += [os.path.join(path, attempt) for attempt in _listing(path)]
         elif name.startswith(("trash-", "old-")):
-            found[path.removesuffix(OWNER_SUFFIX)] = None
-    return list(found)
+            paths.append(path)
+    found = []
+    for path in paths:
+        owned = path.removesuffix(OWNER_SUFFIX)
+        # An owner file counts where its directory is gone.
+        if owned == path or not os.path.lexists(owned):
+            found.append(owned)
+    return found
 
 
 def _listing(path: str) -> list[str]:

@@ -62,8 +62,7 @@ class ObjectExport:
         One whose path is the export's name becomes that object itself, as the only one.
 
         Raises:
-            UsageError: the path leaves the directory or is too long, or the client cannot send
-                such a file.
+            UsageError: the path is refused, or the client cannot send such a file.
         """
         self._sending.check()
         check_file(path, self.location)

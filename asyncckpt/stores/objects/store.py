@@ -199,9 +199,7 @@ class ObjectStore:
     async def begin_export(
         self, name: str, save_id: str, *, overwrite: bool = False, private: bool = False
     ) -> ObjectExport:
-        """Open an attempt as `begin` does, for files of another format without a commit record.
-
-        A file whose path is `name` becomes the object of that name, as the only one.
+        """Open an attempt for plain files. As `ExportingStore.begin_export`.
 
         Raises:
             UsageError: the name is not one path part, or too long.
@@ -252,17 +250,11 @@ class ObjectStore:
     # ------------------------------------------------------------------------------------ remove
 
     async def delete(self, name: str) -> None:
-        """Delete a checkpoint: what other programs look for, then its record, then its bytes.
+        """Delete a checkpoint, in the order of stores/objects/remove.py. As `Store.delete`.
 
-        Foreign objects below its prefix stay, and so do those of other attempts. If it fails
-        before the record was deleted, the next `Checkpointer` repairs the checkpoint; after that,
-        `collect` removes the data.
+        Foreign objects below its prefix stay, and so do those of other attempts.
 
         Cancellation: finishes, then raises.
-
-        Raises:
-            CheckpointNotFoundError: there was none.
-            StoreError: the error says whether the checkpoint is still there.
         """
         check_name(name)
 
@@ -285,9 +277,6 @@ class ObjectStore:
 
         Looks at the newest steps and at names that this process has used. An attempt in progress
         cannot be told from a dead one: see `collect`.
-
-        Raises:
-            StoreError: the bucket cannot be listed.
         """
         steps = sorted((n for n in await self.names() if STEP_NAME.fullmatch(n)), key=int)
         async with asyncio.TaskGroup() as group:
