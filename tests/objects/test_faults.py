@@ -75,7 +75,7 @@ async def test_any_fault_that_lasts_leaves_a_whole_step_or_none_and_nothing_else
         (controls.no_read_back, "obstore", "lost", "ended with"),
         (controls.fixed_names_first, "obstore", "503", "was written before the record"),
         (controls.first_contents_stay, "obstore", "lost", "is of another index than the record's"),
-        (controls.errors_are_forgotten, "obstore", "412", "step 1 is listed, and"),
+        (controls.errors_are_forgotten, "obstore", "403", "step 1 is listed, and"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )

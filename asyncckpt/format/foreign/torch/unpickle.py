@@ -14,7 +14,6 @@ supplies; everything else is refused. Source: `pickletools` of CPython 3.13.
 
 from __future__ import annotations
 
-import pickletools
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -431,10 +430,20 @@ READ: Final[dict[int, _Row]] = {
 """Per opcode that is read: its method, the argument of that, and the memory that it pays for."""
 
 REFUSED: Final[dict[int, str]] = {
-    ord(opcode.code): f"the opcode {opcode.name}"
-    for opcode in pickletools.opcodes
-    if ord(opcode.code) not in READ
+    **dict.fromkeys(b"ILFSVdlgp", "an opcode of protocol 0"),
+    **dict.fromkeys((0x8F, 0x90), "a set"),
+    0x91: "a frozenset",
+    0x92: "an instance made with keywords",
+    0x96: "a bytearray",
+    **dict.fromkeys((0x97, 0x98), "a buffer beside the pickle"),
+    **dict.fromkeys((0x82, 0x83, 0x84), "a code of the extension registry"),
+    **dict.fromkeys((0x69, 0x6F), "an instance of an old-style class"),
+    0x50: "a persistent id in text",
+    **dict.fromkeys((0x54, 0x55), "a string of Python 2"),
+    0x30: "the opcode POP",
+    0x31: "the opcode POP_MARK",
+    0x32: "the opcode DUP",
 }
-"""What the opcodes of pickle that are not read are called."""
+"""What the opcodes of pickle that are not read write."""
 
 _TABLE: Final = tuple(READ.get(code, (Unpickler._refuse, code, 0)) for code in range(256))

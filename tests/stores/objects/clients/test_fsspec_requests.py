@@ -112,9 +112,6 @@ async def test_one_call_is_one_request(given: Given, scheme: str, no_blocking: l
         assert given.kinds() == ["get_object"]
         await client.get("a", 3_000_000, 3_000_001)
         assert given.kinds() == ["get_object"]
-        assert await client.size("b") == 0
-        # gcsfs looks for an object and a directory at once, and again where the object is empty.
-        assert 1 <= len(given.kinds()) <= (1 if scheme == "s3" else 3)
         await client.list("", recursive=True, limit=1000)
         await client.list("", recursive=False, limit=1000)
         assert given.kinds() == ["list_objects", "list_objects"]
@@ -122,6 +119,10 @@ async def test_one_call_is_one_request(given: Given, scheme: str, no_blocking: l
         assert given.kinds() == ["delete_object"]
         await client.delete([f"{i}" for i in range(50)])
         assert given.kinds() == ["delete_object"] * 50
+        # Last, since not every request of gcsfs has ended when it returns: it looks for an object
+        # and a directory at once, and again where the object is empty.
+        assert await client.size("b") == 0
+        assert 1 <= len(given.kinds()) <= (1 if scheme == "s3" else 3)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
