@@ -292,7 +292,7 @@ class Checkpointer(OpenRun):
         return await self._session.call(lambda: self._session.delete_after(number)).wait()
 
     async def wait(self) -> None:
-        """Wait until no save is in flight.
+        """Wait until no save is in flight, and no bytes of deleted steps are being removed.
 
         Cancellation: stops the waiting; the saves go on.
 

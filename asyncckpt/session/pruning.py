@@ -56,6 +56,9 @@ class Pruner:
         root: where the steps are.
         steps: finds them.
         pinned: names that are being read now, which stay, kept up to date by `Reads`.
+
+    Attributes:
+        removing: the last removal of bytes in the background, None before the first.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class Pruner:
         self._uses_metrics = uses_metrics(policy)
         self._seen: dict[int, Seen] = {}
         self._own: set[int] = set()  # steps that this run has saved
-        self._removing: Job[None] | None = None
+        self.removing: Job[None] | None = None
         self._late_notes: list[str] = []  # of removals, for the next report
         self._logged: set[str] = set()
 
@@ -109,9 +112,8 @@ class Pruner:
 
     async def settle(self) -> None:
         """Wait until no bytes are being removed in the background."""
-        if self._removing is not None:
-            await ended(self._removing.future)
-            self._removing = None
+        if self.removing is not None:
+            await ended(self.removing.future)
 
     async def _unlist(self, steps: list[int], deleted: list[int], notes: list[str]) -> None:
         store = self._root.store
@@ -133,7 +135,7 @@ class Pruner:
                     notes.append(f"step {step} could not be deleted: {error}")
         finally:
             if removals:
-                self._removing = self._runtime.engine.submit(lambda: self._remove(removals))
+                self.removing = self._runtime.engine.submit(lambda: self._remove(removals))
 
     async def _remove(self, removals: Sequence[tuple[int, Removal]]) -> None:
         for step, remove in removals:

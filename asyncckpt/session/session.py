@@ -254,7 +254,7 @@ class Session:
         await uninterrupted(self.aclose())
 
     async def idle(self) -> None:
-        """Wait until no save is in flight; how they ended is not looked at.
+        """Wait until no save is in flight and nothing is being removed; errors are not looked at.
 
         Cancellation: stops the waiting only.
         """
@@ -262,6 +262,8 @@ class Session:
             return
         for pending in self.saves.pending():
             await ended(pending._job.future)
+        if self._pruner is not None and self._pruner.removing is not None:
+            await ended(self._pruner.removing.future)
 
     async def aclose(self) -> None:
         """Release store, staging memory and threads. Idempotent, also at the same time.

@@ -48,6 +48,20 @@ async def test_at_most_one_removal_is_behind(tmp_path: Path) -> None:
         assert (await saving).deleted_steps == (2,)
 
 
+async def test_wait_waits_for_bytes_that_are_being_removed(tmp_path: Path) -> None:
+    async with asyncckpt.Checkpointer(tmp_path, keep=KeepLast(1)) as ckpt:
+        await ckpt.save(1, tree(1))
+        removal = Script(ckpt).hold("remove")
+        await ckpt.save(2, tree(2))
+        await removal.reached()
+        waiting = asyncio.create_task(ckpt.wait())
+        done, _ = await asyncio.wait((waiting,), timeout=0.05)
+        assert not done
+        removal.go()
+        await waiting
+        assert [path.name for path in tmp_path.iterdir()] == ["2"]
+
+
 async def test_close_waits_for_bytes_that_are_being_removed(tmp_path: Path) -> None:
     ckpt = asyncckpt.Checkpointer(tmp_path, keep=KeepLast(1))
     await ckpt.save(1, tree(1))
