@@ -290,9 +290,9 @@ async def test_cancelling_leaves_nothing(
     )
     await gate.reached.wait()
     task.cancel()
-    gate.release()
     with pytest.raises(asyncio.CancelledError):
         await task
+    gate.release()  # only now: the cancellation must not come after the last part
     assert here.objects(sim) == {} and sim.uploads == []
 
 

@@ -190,8 +190,9 @@ async def test_a_long_record_that_is_replaced_between_its_reads_is_read_again() 
 
 async def test_a_reader_of_a_long_record_that_is_replaced_sees_the_new_one(sim: Simulator) -> None:
     policy = replace(UNRACED, first_read_nbytes=16)
+    async with opened("obstore", sim) as other:
+        await save(other, "1", "old", 1)  # and is closed, so that nothing of it reads any more
     async with opened("obstore", sim, policy=policy) as store, opened("obstore", sim) as other:
-        await save(other, "1", "old", 1)
         gate = Gate()
         sim.faults.append(Fault(kind="get_object", key="*/1/checkpoint.json", number=2, gate=gate))
         reading = asyncio.create_task(expect(store, "1", 11))
