@@ -47,7 +47,8 @@ DROP_POLL_S = 0.02
 """Time between two checks for bodies that obstore has dropped after their requests ended."""
 
 DROP_WAIT_S = 1.0
-"""How long `close` waits for them: a cancelled request was seen to sign 512 MiB for 0.7 s."""
+"""How long `delete` and `close` wait for them: a cancelled request was seen to sign 512 MiB for
+0.7 s, and one that is sent in spite of its cancellation would bring back what is deleted."""
 
 LIST_CHUNK = 1000
 """Entries that a listing hands over at once: a page of S3."""
@@ -235,7 +236,11 @@ class ObstoreClient(ObjectClient):
         return await self._other.list(prefix, recursive=recursive, limit=limit)
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """See `ObjectClient`; by one request for 1,000 objects where the server has it."""
+        """See `ObjectClient`; by one request for 1,000 objects where the server has it.
+
+        Waits up to `DROP_WAIT_S` for bodies of cancelled requests to be dropped.
+        """
+        await self._dropped()
         if self._is_s3 and len(keys) > 1:
             paths = [self._path(key) for key in keys]
             try:
@@ -254,9 +259,7 @@ class ObstoreClient(ObjectClient):
 
         Waits up to `DROP_WAIT_S` for bodies of cancelled requests to be dropped.
         """
-        for _ in range(round(DROP_WAIT_S / DROP_POLL_S)):
-            if self._held:
-                await asyncio.sleep(DROP_POLL_S)
+        await self._dropped()
         if self._timer is not None:
             self._timer.cancel()
         self._held.clear()
@@ -335,6 +338,12 @@ class ObstoreClient(ObjectClient):
             if error.status != 416:
                 raise
         return await self._ask(lambda store: self._api.head_async(store, path))
+
+    async def _dropped(self) -> None:
+        for _ in range(round(DROP_WAIT_S / DROP_POLL_S)):
+            if not self._held:
+                return
+            await asyncio.sleep(DROP_POLL_S)
 
     def _look(self) -> None:
         """Forget bodies that obstore has dropped, and look again later for the others.
