@@ -21,10 +21,13 @@ import numpy.typing as npt
 from asyncckpt.errors import DtypeMismatchError
 from asyncckpt.format.record import RECORD_NAME as RECORD_NAME
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES
-from asyncckpt.spec import ArraySpec, Box, Shard
+from asyncckpt.spec import ArraySpec, Box, Partition, Shard
 
 Bytes = npt.NDArray[np.uint8]
 """A contiguous one-dimensional buffer of bytes."""
+
+MAX_MESSAGE_NBYTES = 64 << 10
+"""Largest value of a coordinator's key."""
 
 Removal = Callable[[], Coroutine[Any, Any, None]]
 """Removes the bytes of a checkpoint that is listed no more; to be called once."""
@@ -147,6 +150,25 @@ class AttemptFiles(Protocol):
         """
         ...
 
+    async def pass_on(self, path: str, data: bytes | memoryview) -> None:
+        """Write a file for the other processes of the attempt, which is no part of the checkpoint.
+
+        It need not be durable, and is gone when the checkpoint is published or the attempt aborted.
+
+        Args:
+            path: one path part that no other process of the attempt uses.
+            data: the content.
+        """
+        ...
+
+    async def taken(self, path: str, *, max_nbytes: int) -> bytes | None:
+        """Return what any process of the attempt has passed on at `path`, None if nothing (yet).
+
+        Raises:
+            CorruptCheckpointError: it is larger than `max_nbytes`.
+        """
+        ...
+
     async def abort(self) -> None:
         """Remove everything of the attempt; ignore files that are gone already."""
         ...
@@ -174,6 +196,28 @@ class Attempt(AttemptFiles, Protocol):
                 `overwrite`; nothing of the other checkpoint was touched.
             SaveError: with `visible` and `durable` saying what holds. Where that is unknown, what
                 was written is kept.
+        """
+        ...
+
+
+class JoinedAttempt(AttemptFiles, Protocol):
+    """A share in an attempt that another process has begun. It ends with `leave` or `abort`."""
+
+    async def settle(self) -> None:
+        """Make the names of all own files durable; every one of them was sealed or put."""
+        ...
+
+    async def leave(self) -> None:
+        """End the share, after the attempt's outcome is known to this process.
+
+        Where it was published, nothing of it is touched. Where it was not, own files are removed.
+        """
+        ...
+
+    async def abort(self) -> None:
+        """Remove everything that this process has written; ignore files that are gone already.
+
+        The last process of the attempt that is alive removes what is left of it.
         """
         ...
 
@@ -330,6 +374,7 @@ class Store(Protocol):
         epoch: int = 0,
         overwrite: bool = False,
         private: bool = False,
+        shared: bool = False,
     ) -> Attempt:
         """Open an attempt to publish `name`, where no other attempt writes.
 
@@ -340,6 +385,35 @@ class Store(Protocol):
             epoch: the claim under which it writes.
             overwrite: replace a checkpoint of this name atomically at `publish`.
             private: create files 0600 and directories 0700 instead of following the umask.
+            shared: let other processes `join` it.
+        """
+        ...
+
+    async def join(
+        self,
+        name: str,
+        save_id: str,
+        *,
+        process: int,
+        timeout_s: float,
+        epoch: int = 0,
+        private: bool = False,
+    ) -> JoinedAttempt:
+        """Take part in an attempt that another process has begun, or is about to begin.
+
+        Nothing is written before its mark was seen through the store, so that processes that do
+        not share the root find out.
+
+        Args:
+            name: as `begin`.
+            save_id: as `begin`.
+            process: number of this process, above zero; no two of an attempt are equal.
+            timeout_s: how long to look for the attempt.
+            epoch: as `begin`.
+            private: as `begin`.
+
+        Raises:
+            CheckpointNotFoundError: there was no such attempt for `timeout_s`.
         """
         ...
 
@@ -427,6 +501,9 @@ class Source:
         views: per shard its values in host memory, as `view`, or None where they must be fetched;
             empty without `shards`.
         stream: whatever the adapter captured in the caller's thread to read the leaf later.
+        partition: how all processes divide the array, where several take part in it: `shards` are
+            then those of this process alone, with all their holders, and there may be none.
+        partial: this process knows only its own `shards`; what the others hold, they say.
     """
 
     spec: ArraySpec
@@ -438,6 +515,8 @@ class Source:
     shards: tuple[Shard, ...] | None = None
     views: tuple[npt.NDArray[Any] | None, ...] = ()
     stream: Any = None
+    partition: Partition | None = None
+    partial: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -585,15 +664,52 @@ class HostMemory(Protocol):
 
 
 class Coordinator(Protocol):
-    """The processes that save and restore together. Messages are small (64 KiB at most)."""
+    """The processes that save and restore together, and a place for their messages.
 
+    Keys are parts joined by ``/``, of letters, digits, ``.``, ``_`` and ``-``. Values have 1 byte
+    to `MAX_MESSAGE_NBYTES`. All methods may be called concurrently, on the engine's loop only.
+    None of them uses a collective or a connection of the trainer.
+
+    Cancellation: every method returns at once. A call that its service does not answer goes on in
+    a thread of its own, which is abandoned; what it would have changed may change later.
+
+    Raises:
+        StoreError: the service cannot be reached, or refused the call.
+
+    Attributes:
+        name: what it is called in messages: ``jax``, ``torch``, ``directory``, ``single``.
+        process_index: number of this process.
+        process_count: number of processes.
+    """
+
+    name: str
     process_index: int
     process_count: int
 
-    async def put(self, key: str, value: bytes, *, once: bool = False) -> bytes:
-        """Set `key` and return its value; with `once`, the value that was set first."""
+    async def put(self, key: str, value: bytes) -> None:
+        """Set `key`, whatever it was."""
         ...
 
-    async def get(self, key: str, *, deadline_s: float) -> bytes:
-        """Return the value of `key`, waiting for it in slices short enough to be cancelled."""
+    async def put_once(self, key: str, value: bytes) -> bytes:
+        """Set `key` if it was not set; return the value that was set first."""
+        ...
+
+    async def look(self, key: str) -> bytes | None:
+        """Return the value of `key`, None if it is not set; without waiting for it."""
+        ...
+
+    async def wait(self, key: str, *, timeout_s: float) -> bytes | None:
+        """Return the value of `key` once it is set, None if it is not after `timeout_s`."""
+        ...
+
+    async def list(self, prefix: str) -> Mapping[str, bytes]:
+        """Return all values whose keys begin with ``prefix/``, by the rest of their keys."""
+        ...
+
+    async def delete(self, prefix: str) -> None:
+        """Delete the key `prefix` and all that begin with ``prefix/``; there may be none."""
+        ...
+
+    async def close(self) -> None:
+        """End connections and threads. Idempotent; the service and its keys live on."""
         ...

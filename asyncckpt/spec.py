@@ -169,6 +169,23 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
+class Partition:
+    """How several processes divide an array: into cells, each held by one or more of them.
+
+    It is equal in all processes, and is made from mesh arithmetic without a list of shards.
+
+    Attributes:
+        cuts: per axis the length of every cell but the last (the axis' length where it is not
+            cut), or, where cells are uneven, the positions of the cuts between them.
+        holders: which process holds which cell, as a canonical text that is equal in all
+            processes: the mesh, its processes, and which axes it divides.
+    """
+
+    cuts: tuple[int | tuple[int, ...], ...]
+    holders: str
+
+
+@dataclass(frozen=True, slots=True)
 class Extent:
     """A byte range of one file of a checkpoint."""
 
