@@ -77,6 +77,7 @@ class LayoutCache:
 
     def __init__(self) -> None:
         self._entries: list[tuple[Sequence[object], Layout]] = []
+        self._agreements: list[tuple[Sequence[object], Any]] = []
         self.hits = 0
         self.misses = 0
 
@@ -89,6 +90,20 @@ class LayoutCache:
                 return layout
         self.misses += 1
         return None
+
+    def forget(self) -> None:
+        """Drop all layouts."""
+        self._entries.clear()
+        self._agreements.clear()
+
+    def agreement(self, key: Sequence[object]) -> Any:
+        """Return what processes agreed on for an equal schema, or None."""
+        return next((agreed for known, agreed in self._agreements if known == key), None)
+
+    def agree(self, key: Sequence[object], agreed: Any) -> None:
+        """Keep what processes agreed on, until other schemas have pushed it out."""
+        self._agreements.insert(0, (key, agreed))
+        del self._agreements[CACHED_LAYOUTS:]
 
     def keep(self, key: Sequence[object], layout: Layout) -> None:
         """Keep the layout until others have pushed it out."""
@@ -104,13 +119,16 @@ async def layout_of(
     runtime: Runtime,
     store: Store,
     cache: LayoutCache,
+    budget_nbytes: int | None = None,
+    process: int = 0,
+    process_count: int = 1,
 ) -> Layout:
     """Return the layout of a snapshot, as made for an earlier one of the same schema.
 
     Raises:
         UsageError: as `make_layout`.
     """
-    budget = runtime.budget_nbytes
+    budget = runtime.budget_nbytes if budget_nbytes is None else budget_nbytes
     if not store.capabilities.positional_writes:
         budget //= 2  # the other half holds the files that compressed chunks are packed into
     key = layout_key(snapshot, options, budget, sizes)

@@ -109,7 +109,9 @@ class Save:
         self._state = state
         self._staged = staged
         self._clean_up_notes: list[str] = []
-        self._save_id = uuid.uuid4().hex
+        self._attempt: Attempt | None = None
+        self._timeout: asyncio.Timeout | None = None
+        self._save_id = self._stem = uuid.uuid4().hex
         self._location = f"{store.url.rstrip('/')}/{request.name}"
 
     async def run(
@@ -134,7 +136,8 @@ class Save:
         deadline_s, state = self._request.options.deadline_s, self._state
         try:
             try:
-                async with asyncio.timeout(deadline_s), turn:
+                self._timeout = asyncio.timeout(deadline_s)
+                async with self._timeout, turn:
                     report = await self._run()
                     logger.info("%s", report)
                     # The checkpoint is committed, whatever becomes of older ones.
@@ -171,33 +174,21 @@ class Save:
             await self._refuse_existing()
         sizes = sizes_for(self._runtime, store, request.snapshot.nbytes, request.options)
         hits = self._layouts.hits
-        layout = await layout_of(
-            request.snapshot,
-            request.options,
-            sizes,
-            runtime=self._runtime,
-            store=store,
-            cache=self._layouts,
-        )
-        plan, cached = layout.plan, self._layouts.hits > hits
-        state.total_nbytes = sum(plan.file_nbytes)
-        if plan.compressed:
-            packed = np.isin(plan.row_array, plan.compressed)
-            state.total_nbytes += int(plan.row_payload[packed].sum())
         budget = self._runtime.budget
-        budget.peak = budget.in_use
-        attempt = await store.begin(
-            request.name,
-            self._save_id,
-            overwrite=request.overwrite,
-            private=request.options.private,
-        )
         try:
+            layout = await self._plan(sizes)
+            plan, cached = layout.plan, self._layouts.hits > hits
+            state.total_nbytes = sum(plan.file_nbytes)
+            if plan.compressed:
+                packed = np.isin(plan.row_array, plan.compressed)
+                state.total_nbytes += int(plan.row_payload[packed].sum())
+            budget.peak = budget.in_use
+            attempt = self._attempt = await self._begin()
             pipeline, staging, made = await self._write(attempt, layout, sizes)
             state.stage = "commit"
-            await attempt.publish(made.record)
-        except BaseException:
-            await self._abort(attempt)
+            made = await self._conclude(attempt, made)
+        except BaseException as error:
+            await self._give_up(error)
             raise
         state.done_nbytes = state.total_nbytes
         return SaveReport(
@@ -220,6 +211,39 @@ class Save:
             orbax=layout.orbax is not None,
             notes=(*layout.notes, *sizes.notes, *progress_notes(request.progress)),
         )
+
+    # -- what a save of several processes does otherwise
+
+    async def _plan(self, sizes: Sizes) -> Layout:
+        return await layout_of(
+            self._request.snapshot,
+            self._request.options,
+            sizes,
+            runtime=self._runtime,
+            store=self._store,
+            cache=self._layouts,
+        )
+
+    async def _begin(self) -> Attempt:
+        return await self._store.begin(
+            self._request.name,
+            self._save_id,
+            overwrite=self._request.overwrite,
+            private=self._request.options.private,
+        )
+
+    def _committing(self, attempt: Attempt, layout: Layout) -> Commit:
+        compute = self._runtime.engine.compute
+        return Commit(attempt, layout, self._request, save_id=self._save_id, compute=compute)
+
+    async def _conclude(self, attempt: Attempt, made: Committable) -> Committable:
+        await attempt.publish(made.record)
+        return made
+
+    async def _give_up(self, error: BaseException) -> None:
+        """Leave nothing of the save, which ends with this error."""
+        if self._attempt is not None:
+            await self._abort(self._attempt)
 
     async def _refuse_existing(self) -> None:
         if await exists(self._store, self._request.name):
@@ -248,7 +272,7 @@ class Save:
             compute,
             grow=request.stall_first,
         )
-        commit = Commit(attempt, layout, request, save_id=self._save_id, compute=compute)
+        commit = self._committing(attempt, layout)
         copied = asyncio.Event()
         kind = LocalPipeline if store.capabilities.positional_writes else ObjectPipeline
         pipeline = kind(
@@ -257,7 +281,7 @@ class Save:
                 staging=staging,
                 commit=commit,
                 attempt=attempt,
-                save_id=self._save_id,
+                stem=self._stem,
                 sizes=sizes,
                 window_pool=window_pool,
                 compute=compute,

@@ -16,6 +16,7 @@ donate or free every leaf.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ from asyncckpt.checkpoint.payload import ArrayReader, gather
 from asyncckpt.errors import AsyncCheckpointError, StagingError
 from asyncckpt.flow.arena import Arena
 from asyncckpt.flow.buffers import Slot, SlotPool, spans
+from asyncckpt.flow.shield import together
 from asyncckpt.flow.threads import ThreadAbandonedError, Workers
+from asyncckpt.format.crc import crc32c
 from asyncckpt.options import MIB, PAGE_NBYTES
 from asyncckpt.planning.save import SavePlan, Window
 from asyncckpt.ports import ArrayAdapter, Bytes, Source
@@ -231,6 +234,30 @@ class Staging:
         if rows:
             yield rows, starts, sizes
 
+    async def checksums(self, rows: Sequence[int]) -> list[int]:
+        """Return the CRC-32C of the payloads of these rows, which need not be written here.
+
+        Cancellation, errors: as `windows`.
+        """
+        count = min(self._compute.count, len(rows))
+        slots = await self._pool.take(count, grow=self._grow) if count else []
+        self.held.update(slots)
+        shares = [rows[i * len(rows) // count : (i + 1) * len(rows) // count] for i in range(count)]
+        calls = [
+            self.use([slot], self._checksum, slot, share)
+            for slot, share in zip(slots, shares, strict=True)
+        ]
+        crcs = await together(calls)
+        self.give(slots)
+        return list(itertools.chain.from_iterable(crcs))
+
+    async def parts(self) -> list[bytes]:
+        """Copy the boxes of small leaves that no process holds whole, in the order of `plan.parts`.
+
+        Cancellation, errors: as `windows`.
+        """
+        return await self._compute.run(self._copy_parts) if self._plan.parts else []
+
     async def hold_immutable(self) -> bool:
         """Hold immutable leaves and copy all others; return False if those are too many.
 
@@ -384,6 +411,19 @@ class Staging:
                 self._copy(array, row, start, start + len(out), out)
                 start += len(out)
 
+    def _checksum(self, slot: Slot, rows: Sequence[int]) -> list[int]:
+        crcs: list[int] = []
+        size = slot.buffer.size
+        for row in rows:
+            array, nbytes = int(self._plan.row_array[row]), int(self._plan.row_payload[row])
+            crc = 0
+            for start in range(0, nbytes, size):
+                out = slot.buffer[: min(size, nbytes - start)]
+                self._copy(array, row, start, start + out.size, out)
+                crc = crc32c(memoryview(out), crc)
+            crcs.append(crc)
+        return crcs
+
     def _copy(self, array: int, row: int, start: int, stop: int, out: Bytes) -> None:
         plan = self._plan
         try:
@@ -432,6 +472,17 @@ class Staging:
                 values.append(payload.tobytes())
             except Exception as error:
                 raise self._failed(self._leaf_of[array], error) from error
+        return values
+
+    def _copy_parts(self) -> list[bytes]:
+        values: list[bytes] = []
+        for array, box in self._plan.parts:
+            out = np.empty(box.shape, DTYPES[self._plan.arrays.of(array).spec.dtype])
+            try:
+                self._reader(array).read(box, out)
+            except Exception as error:
+                raise self._failed(self._leaf_of[array], error) from error
+            values.append(out.tobytes())
         return values
 
     def _reader(self, array: int) -> ArrayReader:

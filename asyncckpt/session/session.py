@@ -31,13 +31,16 @@ from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.options import RestoreOptions, SaveOptions
 from asyncckpt.reports import Progress, SaveReport
 from asyncckpt.restore.request import Mode, RestoreRequest, restore_request
+from asyncckpt.restore.restore import RestoreOutcome
 from asyncckpt.retention import Retention
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.plan_cache import LayoutCache, sizes_for
 from asyncckpt.save.save import Save, SaveState
+from asyncckpt.save.shared import SharedSave
 from asyncckpt.save.snapshot import SaveRequest, take_snapshot
 from asyncckpt.session.in_flight import InFlight, skipped
 from asyncckpt.session.pending import PendingSave
+from asyncckpt.session.processes import Processes
 from asyncckpt.session.pruning import Pruner
 from asyncckpt.session.reads import Reads
 from asyncckpt.session.root import Root
@@ -46,7 +49,13 @@ from asyncckpt.tree import Flat
 
 T = TypeVar("T")
 
-SESSION_OPTIONS = ("host_memory_nbytes", "direct_io", "exit_deadline_s")
+SESSION_OPTIONS = (
+    "host_memory_nbytes",
+    "direct_io",
+    "exit_deadline_s",
+    "silence_s",
+    "arrival_s",
+)
 """Of `SaveOptions`, those that belong to a session and not to one of its saves."""
 
 _DEFAULTS = SaveOptions()
@@ -58,6 +67,7 @@ class Session:
     Attributes:
         runtime: engine, budget, staging memory.
         root: the store.
+        processes: who saves and restores together.
         steps: finds and deletes steps.
         reads: restores, inspects, verifies.
         saves: saves in flight.
@@ -89,8 +99,18 @@ class Session:
             direct_io=self.save_options.direct_io,
             storage_options=storage_options,
         )
+        waits: SaveOptions | RestoreOptions = self.save_options
+        if one_shot and save_options is None:
+            waits = self.restore_options
+        self.processes = Processes(
+            self.runtime,
+            self.root.url if not self.root.name else f"{self.root.url}/{self.root.name}",
+            coordinator,
+            arrival_s=waits.arrival_s,
+            silence_s=waits.silence_s,
+        )
         self.steps = Steps(self.root)
-        self.reads = Reads(self.runtime, self.root, self.steps)
+        self.reads = Reads(self.runtime, self.root, self.steps, self.processes)
         self.saves = InFlight()
         self._pruner = None
         if keep is not None:
@@ -120,6 +140,25 @@ class Session:
         """
         return self.runtime.engine.submit(partial(self.root.opened, function))
 
+    def call_once(self, name: str, function: Callable[[], Coroutine[Any, Any, T]]) -> Job[T]:
+        """Run the coroutine on process 0, and return its result, a JSON value, on all processes.
+
+        `name` is what the caller has called, with its arguments: the same on all processes.
+
+        Errors: as `call`; those of the coroutine are raised on all processes.
+        """
+        if self.processes.alone:
+            return self.call(function)
+        number = self.processes.count("call")
+        return self.call(lambda: self.processes.once(name, number, function))
+
+    def restore(self, step: int | None, request: RestoreRequest) -> Job[RestoreOutcome]:
+        """Restore what was asked for; all processes take part."""
+        if self.processes.alone:
+            return self.call(lambda: self.reads.restore(step, request))
+        number = self.processes.count("call")
+        return self.call(lambda: self.reads.restore_together(step, request, number))
+
     def start_save(
         self,
         kind: type[PendingSave],
@@ -140,29 +179,32 @@ class Session:
             UsageError: arguments or leaves are wrong; nothing was begun.
             …: the unseen failure of an earlier save.
         """
-        if options is None:
-            options = self.save_options
-        else:
-            self._check_options(options)
-        engine = self.runtime.engine
-        engine.check()
-        self.saves.raise_unseen(options)
+        processes, engine = self.processes, self.runtime.engine
+        number = None if processes.alone else processes.count("save")
         location = f"{self.root.url}/{name}"
-        if stall_first and not self.saves.admits(options, location):
-            return skipped(kind, engine, location, step)
+        try:
+            options = self._checked(options)
+            engine.check()
+            self.saves.raise_unseen(options)
+            if number is None and stall_first and not self.saves.admits(options, location):
+                return skipped(kind, engine, location, step)
+            request = SaveRequest(
+                name=name,
+                step=step,
+                snapshot=take_snapshot(tree),
+                metadata=checked_metadata(metadata),
+                metrics=checked_metrics(metrics),
+                overwrite=overwrite,
+                options=options,
+                progress=guarded(progress),
+                stall_first=stall_first,
+            )
+        except Exception as error:
+            if number is not None and engine.usable:
+                # The others would wait for this process.
+                self.call(partial(processes.refuse, "save", number, error))
+            raise
         state = SaveState()
-        request = SaveRequest(
-            name=name,
-            step=step,
-            snapshot=take_snapshot(tree),
-            metadata=checked_metadata(metadata),
-            metrics=checked_metrics(metrics),
-            overwrite=overwrite,
-            options=options,
-            progress=guarded(progress),
-            stall_first=stall_first,
-        )
-        retain = None if self._pruner is None else self._pruner.retain
         staged: Future[None] = Future()
         staged.set_running_or_notify_cancel()  # a cancelled wait for it must not resolve it
 
@@ -170,20 +212,18 @@ class Session:
             if not staged.done():
                 staged.set_result(None)
 
-        def save() -> Coroutine[Any, Any, SaveReport]:
-            running = Save(self.runtime, self.root.store, self._layouts, request, state, let_go)
-            return running.run(self._turn, retain)
-
-        job = self.call(save)
+        job = self.call(partial(self._save, request, state, let_go, number))
         # Whatever ends the job also ends the wait for staging.
         job.future.add_done_callback(let_go)
         pending = kind(job, staged, state, location=location, step=step)
         self.saves.add(pending)
-        self.root.to_sweep = not self.root.swept
+        self.root.to_sweep = not self.root.swept and processes.leads
         return pending
 
-    def _check_options(self, options: SaveOptions) -> None:
+    def _checked(self, options: SaveOptions | None) -> SaveOptions:
         """Refuse what a single save cannot choose, because all saves of the session share it."""
+        if options is None:
+            return self.save_options
         typed("options", options, SaveOptions)
         for name in SESSION_OPTIONS:
             value, shared = getattr(options, name), getattr(self.save_options, name)
@@ -195,6 +235,7 @@ class Session:
                     expected=shared,
                     found=value,
                 )
+        return options
 
     def restore_request(
         self,
@@ -224,6 +265,21 @@ class Session:
 
     # -- on the engine
 
+    async def _save(
+        self,
+        request: SaveRequest,
+        state: SaveState,
+        staged: Callable[[], None],
+        number: int | None,
+    ) -> SaveReport:
+        given = (self.runtime, self.root.store, self._layouts, request, state, staged)
+        if number is None:
+            save = Save(*given)
+        else:
+            save = SharedSave(*given, await self.processes.round("save", number))
+        prunes = self._pruner is not None and self.processes.leads
+        return await save.run(self._turn, self._pruner.retain if prunes else None)
+
     async def prepare(self, tree_nbytes: int) -> int:
         """Allocate and touch staging memory for a state of this size; return its bytes."""
         async with self._turn:  # a save holds windows of the size that was right when it began
@@ -243,7 +299,10 @@ class Session:
             if self._pruner is not None:
                 await self._pruner.settle()
         finally:
-            await self.root.release()
+            try:
+                await self.processes.release()
+            finally:
+                await self.root.release()
 
     # -- the end
 
