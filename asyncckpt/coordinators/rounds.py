@@ -23,13 +23,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-from asyncckpt.coordinators.beats import Beats
 from asyncckpt.coordinators.handshake import Group
 from asyncckpt.coordinators.messages import decode_error, encode_error
 
+from asyncckpt.coordinators.pulse import Pulse
 from asyncckpt.errors import (
     AsyncCheckpointError,
     SaveError,
@@ -47,7 +47,7 @@ LOOK_MIN_S = 0.001
 LOOK_MAX_S = 0.1
 """Process 0 looks for messages this often, the longer it waits the more rarely."""
 
-POST_S = 0.5
+POST_S = 0.3
 """How long an error may take to be posted; where it cannot be, this process' silence tells."""
 
 SLICE_S = 1.0
@@ -59,11 +59,12 @@ class Round:
 
     Args:
         group: the processes.
-        beats: signs of life of all of them.
+        pulse: signs of life of all of them.
         kind: which sequence of rounds this one belongs to, such as ``save``.
         number: its number there, equal in all processes.
         name: what was called, where the kind does not say it: must be equal, too.
         arrival_s: how long processes may come after the first.
+        silence_s: how long a process may give no sign of life.
 
     Attributes:
         group: the processes.
@@ -75,28 +76,29 @@ class Round:
     def __init__(
         self,
         group: Group,
-        beats: Beats,
+        pulse: Pulse,
         kind: str,
         number: int,
         *,
         name: str = "",
         arrival_s: float,
+        silence_s: float,
     ) -> None:
         self.group = group
         self._coordinator = group.coordinator
-        self._beats = beats
+        self._pulse = pulse
         self._kind = kind
         self._name = name
         self.number = number
         self._prefix = group.key(kind, str(number))
         self._arrival_s = arrival_s
+        self._silence_s = silence_s
         self._begun = time.monotonic()
         self._found: Mapping[str, bytes] = {}
         self._changed = asyncio.Event()
         self._ended = asyncio.Event()
         self.result: bytes | None = None
         self.leads = group.process_index == 0
-        beats.reached(kind, number)
 
     def __repr__(self) -> str:
         return f"Round({self._prefix!r}, process {self.group.process_index})"
@@ -113,7 +115,7 @@ class Round:
         Returns:
             Whether the round fails; False where it was decided to commit.
         """
-        failure = _FAILED + encode_error(error, self.group, stage)
+        failure = _FAILED + self._encoded(error, stage)
         decision = await self._coordinator.put_once(f"{self._prefix}/decision", failure)
         if decision == COMMIT and not self.leads:
             return False
@@ -126,12 +128,11 @@ class Round:
 
     def begun(self) -> None:
         """Note that this process has begun what the others join."""
-        self._beats.reached(f"{self._kind}-begun", self.number)
+        self._pulse.reached(f"{self._kind}-begun", self.number)
 
-    async def has_begun(self) -> bool:
+    def has_begun(self) -> bool:
         """Return whether process 0 has begun what the others join."""
-        await self._beats.listen()
-        return self._beats.last(0, f"{self._kind}-begun") >= self.number
+        return self._pulse.last(0, f"{self._kind}-begun") >= self.number
 
     async def watch(self) -> None:
         """Return when the round has ended well; for the time of the round, in a task of its own.
@@ -149,18 +150,29 @@ class Round:
         Raises:
             …: the error of the process that failed first.
         """
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                watching = tasks.create_task(self.watch())
-                if self._name and not self.leads:
-                    await self.post("name", self._name.encode())
-                result = await part()
-                watching.cancel()
-        except BaseException as raised:
-            error = leading_error(raised) if isinstance(raised, BaseExceptionGroup) else raised
-            await to_completion(briefly(self.abort(error)))
-            raise error from None
+        async with self.alive():
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    watching = tasks.create_task(self.watch())
+                    if self._name and not self.leads:
+                        await self.post("name", self._name.encode())
+                    result = await part()
+                    watching.cancel()
+            except BaseException as raised:
+                error = leading_error(raised) if isinstance(raised, BaseExceptionGroup) else raised
+                await to_completion(briefly(self.abort(error)))
+                raise error from None
         return result
+
+    @contextlib.asynccontextmanager
+    async def alive(self) -> AsyncIterator[None]:
+        """Give signs of life during the block."""
+        self._pulse.begin()
+        self._pulse.reached(self._kind, self.number)
+        try:
+            yield
+        finally:
+            await to_completion(briefly(self._pulse.end()))
 
     # -- process 0
 
@@ -258,6 +270,10 @@ class Round:
             "was committed. Save the same tree on all processes"
         )
 
+    def _encoded(self, error: BaseException, stage: str | None) -> bytes:
+        group = self.group
+        return encode_error(error, process=group.process_index, host=group.host, stage=stage)
+
     def _check_names(self) -> None:
         for key, name in self._found.items():
             if key.startswith("name/") and name.decode() != self._name:
@@ -275,11 +291,10 @@ class Round:
 
     async def _check_alive(self, processes: Any) -> None:
         """Abort the round if one of these processes has not come, or has fallen silent."""
-        await self._beats.listen()
-        silent = [p for p in processes if self._beats.silent(p)]
+        silent = [p for p in processes if self._pulse.silent(p)]
         late = []
         if time.monotonic() - self._begun > self._arrival_s:
-            late = [p for p in processes if self._beats.last(p, self._kind) < self.number]
+            late = [p for p in processes if self._pulse.last(p, self._kind) < self.number]
         if not silent and not late:
             return
         error = self._absent(silent, late)
@@ -294,7 +309,7 @@ class Round:
         if silent:
             names = ", ".join(map(self.group.named, silent[:10]))
             return SaveError(
-                f"{names} gave no sign of life for {self._beats.silence_s:g} s (silence_s) and "
+                f"{names} gave no sign of life for {self._silence_s:g} s (silence_s) and "
                 "may have died; nothing was committed. Restart the job",
                 expected=self.group.process_count,
                 found=self.group.process_count - len(silent),

@@ -35,7 +35,7 @@ from asyncckpt.errors import (
     SaveOutcomeUnknownError,
     UsageError,
 )
-from asyncckpt.flow.shield import to_completion
+from asyncckpt.flow.shield import leading_error, to_completion
 from asyncckpt.format.record import save_id_of
 from asyncckpt.ports import Attempt, DataFile, JoinedAttempt, Sizes, Store
 from asyncckpt.reports import SaveReport
@@ -58,7 +58,6 @@ they know of a directory for some seconds."""
 
 OUTCOME_S = 60.0
 """How long a record is looked for after process 0 fell silent between decision and outcome."""
-
 
 
 class Joining:
@@ -119,6 +118,24 @@ class SharedSave(Save):
         self._kept = False  # what was written may be part of a checkpoint
         self._contribution: Contribution | None = None
 
+    async def run(
+        self,
+        turn: asyncio.Lock,
+        retain: Callable[[SaveReport], Coroutine[Any, Any, SaveReport]] | None = None,
+    ) -> SaveReport:
+        """Take part in committing the checkpoint; as `Save.run`.
+
+        Raises:
+            …: the error of whichever process failed first, with its name.
+            SaveOutcomeUnknownError: process 0 fell silent after its decision to commit.
+        """
+        async with self._round.alive():
+            try:
+                return await super().run(turn, retain)
+            except BaseException as error:
+                await self._post(error)
+                raise
+
     async def _run(self) -> SaveReport:
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -126,9 +143,8 @@ class SharedSave(Save):
                 self._watching = tasks.create_task(self._watch())
                 report = await super()._run()
                 self._watching.cancel()
-        except BaseException as error:
+        except BaseException:
             self._layouts.forget()
-            await self._post(error)
             raise
         return report
 
@@ -205,12 +221,12 @@ class SharedSave(Save):
                     private=self._request.options.private,
                 )
             except CheckpointNotFoundError:
-                if begun_at is None and await self._round.has_begun():
+                if begun_at is None and self._round.has_begun():
                     begun_at = time.monotonic()
             if begun_at is not None and time.monotonic() - begun_at > UNSHARED_S:
                 raise UsageError(
                     f"{self._location}: {self._group.named(0)} has begun this save, and "
-                    f"{self._group.named()} cannot see it: this is no place that all processes "
+                    f"{self._group.named(self._group.process_index)} cannot see it: this is no place that all processes "
                     "share, as one host's disk and memory:// are not; pass a directory that every "
                     'host mounts or the URL of a bucket, or coordinator="single" with a root per '
                     "process",
@@ -292,6 +308,8 @@ class SharedSave(Save):
         return aborted is not False
 
     def _reason(self, error: BaseException) -> BaseException:
+        if isinstance(error, BaseExceptionGroup):
+            error = leading_error(error)
         if not isinstance(error, asyncio.CancelledError):
             return error
         if self._timeout is not None and self._timeout.expired():
@@ -300,7 +318,9 @@ class SharedSave(Save):
                 f"{self._request.options.deadline_s} s",
                 location=self._location,
             )
-        return SaveAbortedError(f"{self._location}: the save was cancelled", location=self._location)
+        return SaveAbortedError(
+            f"{self._location}: the save was cancelled", location=self._location
+        )
 
 
 async def _ended(task: asyncio.Task[Any]) -> None:

@@ -119,9 +119,7 @@ async def _propose(round_: Round, own: Agreement) -> Agreement:
 
 
 def _encoded(agreement: Agreement) -> bytes:
-    return json.dumps(
-        {name: getattr(agreement, name) for name in Agreement.__slots__}
-    ).encode()
+    return json.dumps({name: getattr(agreement, name) for name in Agreement.__slots__}).encode()
 
 
 def _limit(nbytes: int) -> int | None:

@@ -17,7 +17,8 @@ from typing import Any, TypeVar, cast
 from asyncckpt.coordinators.beats import Beats
 from asyncckpt.coordinators.choice import choose
 from asyncckpt.coordinators.handshake import Group, part, shake_hands
-from asyncckpt.coordinators.rounds import Round
+from asyncckpt.coordinators.pulse import Pulse
+from asyncckpt.coordinators.rounds import Round, briefly
 from asyncckpt.ports import Coordinator
 from asyncckpt.runtime import Runtime
 
@@ -56,7 +57,8 @@ class Processes:
         self._chosen: Coordinator | None = None
         self._counts: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._meeting = asyncio.Lock()
-        self._beats: Beats | None = None
+        self._group: Group | None = None
+        self._pulse: Pulse | None = None
 
     def __repr__(self) -> str:
         if self._chosen is None:
@@ -95,10 +97,6 @@ class Processes:
 
     # -- on the engine
 
-    async def group(self) -> Group:
-        """Return the processes, once they have shaken hands."""
-        return (await self._met()).group
-
     async def round(self, kind: str, number: int, name: str = "") -> Round:
         """Begin a round of this process; the first one shakes hands.
 
@@ -107,8 +105,16 @@ class Processes:
             number: its number among those of its kind.
             name: what was called, where the kind does not say it.
         """
-        beats = await self._met()
-        return Round(beats.group, beats, kind, number, name=name, arrival_s=self._arrival_s)
+        group, pulse = await self._met()
+        return Round(
+            group,
+            pulse,
+            kind,
+            number,
+            name=name,
+            arrival_s=self._arrival_s,
+            silence_s=self._silence_s,
+        )
 
     async def once(
         self, name: str, number: int, function: Callable[[], Coroutine[Any, Any, T]]
@@ -130,23 +136,21 @@ class Processes:
         """End a round with an error that came before it."""
         await (await self.round(kind, number)).abort(error)
 
-    async def _met(self) -> Beats:
+    async def _met(self) -> tuple[Group, Pulse]:
         async with self._meeting:
-            if self._beats is None:
-                coordinator = self.coordinator
+            if self._group is None or self._pulse is None:
                 with self._lock:
                     opened = next(_opened[self._root])
-                group = await shake_hands(
-                    coordinator, root=self._root, opened=opened, arrival_s=self._arrival_s
+                self._group = await shake_hands(
+                    self.coordinator, root=self._root, opened=opened, arrival_s=self._arrival_s
                 )
-                self._runtime.share_host(group.neighbours)
-                self._beats = Beats(group, silence_s=self._silence_s)
-            return self._beats
+                self._runtime.share_host(self._group.processes_on_host)
+                self._pulse = Pulse(Beats(self._group, self._silence_s))
+            return self._group, self._pulse
 
     async def release(self) -> None:
         """Say good-bye, and close what was opened here."""
-        if self._beats is not None:
-            await self._beats.close()
-            await part(self._beats.group)
+        if self._group is not None:
+            await briefly(part(self._group))
         if self._chosen is not None and self._chosen is not self._given:
             await self._chosen.close()

@@ -59,9 +59,7 @@ class Reads:
         pinned: names of checkpoints that are being read now, and by how many reads.
     """
 
-    def __init__(
-        self, runtime: Runtime, root: Root, steps: Steps, processes: Processes
-    ) -> None:
+    def __init__(self, runtime: Runtime, root: Root, steps: Steps, processes: Processes) -> None:
         self._runtime = runtime
         self._processes = processes
         self._root = root
