@@ -1,4 +1,4 @@
-"""What the processes of one attempt leave for each other in the store: the mark, passed-on files.
+"""The mark of an attempt that several processes share, and the names of files that they pass on.
 
 Process 0 writes the mark when the attempt can be joined. The other processes read it through the
 store before their first write, so that a root that is not shared is found out.

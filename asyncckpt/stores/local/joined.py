@@ -74,7 +74,9 @@ class LocalJoinedAttempt(AttemptTree):
 
         Cancellation: finishes, then raises.
         """
-        # Once published, the directory is elsewhere, and nothing of it is touched.
+        # A process 0 that was stopped may go on and publish: only the whole attempt is removed,
+        # once all of its processes are gone.
+        self._own.clear()
         await self.abort()
 
 

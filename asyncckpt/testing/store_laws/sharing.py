@@ -150,15 +150,30 @@ class Sharing(StoreLaws):
             await expect(other, "1", 2)
 
     async def test_a_process_leaves_what_was_not_published(self, tmp_path: Path) -> None:
-        """Then its own files go as after an abort."""
+        """Where dead processes are known, the last one to leave removes what they have written."""
         async with self.opened(tmp_path) as store, self.opened(tmp_path) as other:
             attempt = await store.begin("1", SAVE_ID, shared=True)
             share = await join(other)
             await write_own(share, 1)
             await attempt.abort()
             await share.leave()
-            assert await store.names() == []
+            await share.leave()
+            await self.expect_nothing(store, "1")
+            assert store.capabilities.proves_dead is (await store.names() == [])
             assert list(await store.sweep()) == []
+
+    async def test_what_a_process_has_left_can_be_published(self, tmp_path: Path) -> None:
+        """It could not wait for process 0 any longer, which then goes on."""
+        async with self.opened(tmp_path) as store, self.opened(tmp_path) as other:
+            attempt = await store.begin("1", SAVE_ID, shared=True)
+            share = await join(other)
+            path = await write_own(share, 1)
+            await share.settle()
+            await share.leave()
+            assert list(await other.sweep()) == []
+            await attempt.publish(record_of(SAVE_ID, data=path))
+            found = await content(other, "1", path, 2 * PAGE)
+            assert found == pattern(PAGE + 1, 1).tobytes()
 
     async def test_sweep_leaves_a_shared_attempt_alone(self, tmp_path: Path) -> None:
         """It is alive while any of its processes is."""

@@ -169,7 +169,7 @@ class Pairs:
 
 
 def published(root: Path) -> bool:
-    """Whether the checkpoint is listed after a sweep; it is whole then, and nothing else is left."""
+    """Whether the checkpoint is listed after a sweep; then it is whole. Nothing else is left."""
     found: list[bool] = []
 
     async def use(store: LocalStore) -> None:
