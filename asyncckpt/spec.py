@@ -179,10 +179,12 @@ class Partition:
             cut), or, where cells are uneven, the positions of the cuts between them.
         holders: which process holds which cell, as a canonical text that is equal in all
             processes: the mesh, its processes, and which axes it divides.
+        processes: the processes that hold cells, or would if there were enough of them.
     """
 
     cuts: tuple[int | tuple[int, ...], ...]
     holders: str
+    processes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
