@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 from asyncckpt.coordinators.beats import Beats
+
+from asyncckpt.flow.engine import Engine, Job, ended
 
 
 class Pulse:
     """Beats while at least one round is under way.
 
     Args:
+        engine: where they run.
         beats: posts them, and hears those of others.
     """
 
-    def __init__(self, beats: Beats) -> None:
+    def __init__(self, engine: Engine, beats: Beats) -> None:
+        self._engine = engine
         self._beats = beats
         self._rounds = 0
-        self._beating: asyncio.Task[None] | None = None
+        self._beating: Job[None] | None = None
         self._reached: dict[str, int] = {}
 
     def begin(self) -> None:
         """Begin a round; beats go on until as many have ended."""
         self._rounds += 1
         if self._beating is None:
-            self._beating = asyncio.create_task(self._beats.run())
+            self._beating = self._engine.submit(self._beats.run)
 
     async def end(self) -> None:
         """End a round; after the last one, post that this process rests."""
@@ -34,7 +37,7 @@ class Pulse:
             return
         beating, self._beating = self._beating, None
         beating.cancel()
-        await asyncio.wait((beating,))
+        await ended(beating.future)
         await self._beats.rest()
 
     def reached(self, what: str, number: int) -> None:

@@ -105,7 +105,5 @@ def entries_of(
 
 def scalar_checksums(snapshot: Snapshot) -> npt.NDArray[np.uint32]:
     """Return the CRC-32C of every scalar's type and value, in leaf order."""
-    crcs: list[int] = []
-    for leaf in snapshot.scalars:
-        crcs.append(crc32c(json.dumps([snapshot.kinds[leaf], snapshot.values[leaf]]).encode()))
-    return np.array(crcs, np.uint32)
+    values = [[snapshot.kinds[leaf], snapshot.values[leaf]] for leaf in snapshot.scalars]
+    return np.array([crc32c(json.dumps(value).encode()) for value in values], np.uint32)

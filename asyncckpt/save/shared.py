@@ -24,7 +24,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from asyncckpt.coordinators.rounds import Round, briefly
@@ -45,6 +45,7 @@ from asyncckpt.save.contribution import Contribution
 from asyncckpt.save.merge import MergingCommit
 from asyncckpt.save.plan_cache import Layout, LayoutCache
 from asyncckpt.save.save import Save, SaveState, record_of
+from asyncckpt.save.shared_plan import shared_layout
 from asyncckpt.save.snapshot import SaveRequest
 
 T = TypeVar("T")
@@ -226,10 +227,10 @@ class SharedSave(Save):
             if begun_at is not None and time.monotonic() - begun_at > UNSHARED_S:
                 raise UsageError(
                     f"{self._location}: {self._group.named(0)} has begun this save, and "
-                    f"{self._group.named(self._group.process_index)} cannot see it: this is no place that all processes "
-                    "share, as one host's disk and memory:// are not; pass a directory that every "
-                    'host mounts or the URL of a bucket, or coordinator="single" with a root per '
-                    "process",
+                    f"{self._group.named(self._group.process_index)} cannot see it: this is no "
+                    "place that all processes share, as one host's disk and memory:// are not; "
+                    "pass a directory that every host mounts or the URL of a bucket, or "
+                    'coordinator="single" with a root per process',
                     location=self._location,
                 )
 

@@ -145,7 +145,8 @@ class Processes:
                     self.coordinator, root=self._root, opened=opened, arrival_s=self._arrival_s
                 )
                 self._runtime.share_host(self._group.processes_on_host)
-                self._pulse = Pulse(Beats(self._group, self._silence_s))
+                beats = Beats(self._group, self._silence_s)
+                self._pulse = Pulse(self._runtime.engine, beats)
             return self._group, self._pulse
 
     async def release(self) -> None:
