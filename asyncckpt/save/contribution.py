@@ -77,10 +77,7 @@ def entries_of(
     plan, extents = layout.plan, payload.chunks
     written = np.flatnonzero((extents.file >= 0) & (plan.row_writer == process))
     first_chunk = plan.arrays.first_chunk
-    values = {
-        int(first_chunk[array]): value
-        for array, value in zip(plan.inline, payload.inline, strict=True)
-    }
+    values = {int(first_chunk[array]): value for array, value in payload.inline.items()}
     return Entries(
         save_id=save_id,
         process=process,
@@ -92,10 +89,7 @@ def entries_of(
         nbytes=extents.nbytes[written],
         crc=extents.crc[written],
         values=values,
-        parts=[
-            Part(array, box, part)
-            for (array, box), part in zip(plan.parts, payload.parts, strict=True)
-        ],
+        parts=[Part(held.array, held.box, values) for held, values in payload.parts],
         checked=plan.row_chunk[payload.checked],
         checked_crc=payload.checked_crc,
         scalar_crc=scalar_checksums(snapshot),

@@ -140,7 +140,7 @@ def merge(
         np.add.at(seen, one.chunk, 1)
         file[one.chunk] = one.file + len(files)
         offset[one.chunk], nbytes[one.chunk], crc[one.chunk] = one.offset, one.nbytes, one.crc
-        files += [tuple(entry) for entry in one.files]
+        files += one.files
         for chunk, value in one.values.items():
             small[chunk] = value
             seen[chunk] += 1
@@ -149,7 +149,9 @@ def merge(
     late: dict[int, bytes] = {}
     for array, boxes in parts.items():
         chunk = int(arrays.first_chunk[array])
-        seen[chunk] += 1
+        if seen[chunk]:
+            continue  # a process holds all of it
+        seen[chunk] = 1
         stored, _ = trailed(_joined(layout, array, boxes))
         (small if len(stored) <= INLINE_NBYTES else late)[chunk] = stored
     if (seen != 1).any():
@@ -158,7 +160,9 @@ def merge(
     for chunk, value in small.items():
         nbytes[chunk] = len(value)
         crc[chunk] = int.from_bytes(value[-CRC_NBYTES:], "little")
-    return Payload(Extents(file, offset, nbytes, crc), small, files), late
+    array_of = dict(zip(arrays.first_chunk[arrays.inline].tolist(), arrays.inline, strict=True))
+    inline = {int(array_of[chunk]): value for chunk, value in small.items()}
+    return Payload(Extents(file, offset, nbytes, crc), inline, files), late
 
 
 def _joined(layout: Layout, array: int, parts: Iterable[Part]) -> bytes:

@@ -30,7 +30,7 @@ import numpy as np
 from asyncckpt.flow.buffers import SlotPool
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.zarr3 import CRC_NBYTES
-from asyncckpt.planning.save import SavePlan
+from asyncckpt.planning.save import HeldBox, SavePlan
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import AttemptFiles, Sizes
 from asyncckpt.save.commit import DATABASE, Commit, Committable
@@ -124,7 +124,7 @@ class Pipeline(ABC):
         self._streams = streams
         self.busy_s: dict[str, float] = {}
         self._inline: list[bytes] = []
-        self._parts: list[bytes] = []
+        self._parts: list[tuple[HeldBox, bytes]] = []
         self._checked_crc: dict[int, int] = {}  # of those that are not written as they are
         self._extents = Extents(
             file=plan.row_file.copy(),
@@ -194,7 +194,7 @@ class Pipeline(ABC):
         start = time.perf_counter()
         staging = self._staging
         inline = await staging.inline() if self._plan.inline else []
-        self._parts = await staging.parts()
+        self._parts = await staging.parts(self._work.process)
         await self._check_replicas()
         held = self._work.reference and await staging.hold_immutable()
         if held:

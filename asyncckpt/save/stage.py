@@ -33,7 +33,7 @@ from asyncckpt.flow.shield import together
 from asyncckpt.flow.threads import ThreadAbandonedError, Workers
 from asyncckpt.format.crc import crc32c
 from asyncckpt.options import MIB, PAGE_NBYTES
-from asyncckpt.planning.save import SavePlan, Window
+from asyncckpt.planning.save import HeldBox, SavePlan, Window
 from asyncckpt.ports import ArrayAdapter, Bytes, Source
 from asyncckpt.spec import DTYPES, Box
 
@@ -251,12 +251,13 @@ class Staging:
         self.give(slots)
         return list(itertools.chain.from_iterable(crcs))
 
-    async def parts(self) -> list[bytes]:
-        """Copy the boxes of small leaves that no process holds whole, in the order of `plan.parts`.
+    async def parts(self, process: int) -> list[tuple[HeldBox, bytes]]:
+        """Copy the boxes that this process sends of small leaves that no process holds whole.
 
         Cancellation, errors: as `windows`.
         """
-        return await self._compute.run(self._copy_parts) if self._plan.parts else []
+        parts = [part for part in self._plan.parts if part.writer == process]
+        return await self._compute.run(self._copy_parts, parts) if parts else []
 
     async def hold_immutable(self) -> bool:
         """Hold immutable leaves and copy all others; return False if those are too many.
@@ -474,16 +475,16 @@ class Staging:
                 raise self._failed(self._leaf_of[array], error) from error
         return values
 
-    def _copy_parts(self) -> list[bytes]:
-        values: list[bytes] = []
-        for array, box in self._plan.parts:
-            out = np.empty(box.shape, DTYPES[self._plan.arrays.of(array).spec.dtype])
+    def _copy_parts(self, parts: Sequence[HeldBox]) -> list[tuple[HeldBox, bytes]]:
+        copies: list[tuple[HeldBox, bytes]] = []
+        for part in parts:
+            out = np.empty(part.box.shape, DTYPES[self._plan.arrays.of(part.array).spec.dtype])
             try:
-                self._reader(array).read(box, out)
+                self._reader(part.array).read(part.box, out)
             except Exception as error:
-                raise self._failed(self._leaf_of[array], error) from error
-            values.append(out.tobytes())
-        return values
+                raise self._failed(self._leaf_of[part.array], error) from error
+            copies.append((part, out.tobytes()))
+        return copies
 
     def _reader(self, array: int) -> ArrayReader:
         leaf = self._leaf_of[array]
