@@ -24,7 +24,7 @@ from asyncckpt.runtime import Runtime
 
 T = TypeVar("T")
 
-_opened: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+_opened: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
 """How often this process has opened each root together with others."""
 
 
@@ -139,10 +139,11 @@ class Processes:
     async def _met(self) -> tuple[Group, Pulse]:
         async with self._meeting:
             if self._group is None or self._pulse is None:
+                coordinator = self.coordinator
                 with self._lock:
-                    opened = next(_opened[self._root])
+                    opened = next(_opened[self._root, coordinator.process_index])
                 self._group = await shake_hands(
-                    self.coordinator, root=self._root, opened=opened, arrival_s=self._arrival_s
+                    coordinator, root=self._root, opened=opened, arrival_s=self._arrival_s
                 )
                 self._runtime.share_host(self._group.processes_on_host)
                 beats = Beats(self._group, self._silence_s)
