@@ -180,7 +180,8 @@ def check_coordinator(coordinator: object) -> None:
     if coordinator in ("auto", "single"):
         return
     missing = [m for m in COORDINATOR_METHODS if not callable(getattr(coordinator, m, None))]
-    if missing or not isinstance(getattr(coordinator, "name", None), str):
+    named = isinstance(getattr(coordinator, "name", None), str)
+    if missing or not named or isinstance(coordinator, type):
         lacking = (
             f"; it has no method {', '.join(missing)}"
             if 0 < len(missing) < len(COORDINATOR_METHODS)

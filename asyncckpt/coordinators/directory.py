@@ -7,9 +7,11 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from asyncckpt.coordinators.keys import pauses
 from asyncckpt.coordinators.service import ServiceCoordinator
 from asyncckpt.errors import StoreError, UsageError
 
@@ -59,7 +61,7 @@ class DirectoryService:
 
     def put_once(self, key: str, value: bytes) -> bytes:
         """Link a complete file to the name of the key, which one process can do."""
-        for _ in range(TRIES):
+        for _ in _tries():
             try:
                 self._make(key, value, os.link)
             except FileExistsError:
@@ -109,7 +111,7 @@ class DirectoryService:
     def delete(self, prefix: str) -> None:
         """Delete the file and the directory of the prefix, and directories that are then empty."""
         self._file(prefix).unlink(missing_ok=True)
-        for _ in range(TRIES):
+        for _ in _tries():
             try:
                 shutil.rmtree(self._path / prefix)
             except FileNotFoundError:
@@ -140,9 +142,11 @@ class DirectoryService:
     def _make(self, key: str, value: bytes, finish: Callable[[Path, Path], None]) -> None:
         file = self._file(key)
         aside = file.with_name(f"{file.name}{secrets.token_hex(8)}")
-        for _ in range(TRIES):
+        for _ in _tries():
             try:
-                file.parent.mkdir(parents=True, exist_ok=True)
+                # Raised also if it existed and was deleted before `mkdir` could see what it is.
+                with contextlib.suppress(FileExistsError):
+                    file.parent.mkdir(parents=True, exist_ok=True)
                 aside.write_bytes(value)
                 finish(aside, file)
             except FileNotFoundError:
@@ -151,6 +155,12 @@ class DirectoryService:
                 aside.unlink(missing_ok=True)
             return
         raise _changed_too_often(self._path, key)
+
+
+def _tries() -> Iterator[None]:
+    for _, pause in zip(range(TRIES), pauses(1), strict=False):
+        yield
+        time.sleep(pause)
 
 
 def _changed_too_often(path: Path, key: str) -> StoreError:

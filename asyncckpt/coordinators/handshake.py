@@ -41,9 +41,15 @@ PAGE = 256
 HOST_LENGTH = 64
 """Characters kept of the name of a host; Linux allows no more."""
 
+REFUSAL_S = 1.0
+"""How much longer than `arrival_s` a process waits for process 0 to say who has not come."""
+
 ANSWER_S = 10.0
-"""How much longer than `arrival_s` a process waits that has acknowledged: process 0 lives, and has
-begun to wait later."""
+"""How much longer a process waits that has acknowledged: process 0 lives, and came later."""
+
+ROLL_CALL_S = 1.0
+"""Shortly before its time is up, process 0 welcomes those that have come: the hellos of those that
+do not acknowledge are of an earlier life."""
 
 SETTLE_S = 0.5
 """When a hello has changed, its predecessor has this long to say that it is alive, too."""
@@ -115,7 +121,7 @@ class _Host:
             now = time.monotonic()
             if not waiting and now >= self._settled:
                 return await self._post("agreed")
-            if len(self._hellos) == meeting.count:
+            if len(self._hellos) == meeting.count or now >= meeting.end - ROLL_CALL_S:
                 await self._post("welcome")
             if now >= meeting.end:
                 raise await meeting.absent(waiting)
@@ -194,8 +200,8 @@ class _Guest:
         try:
             return await self._arrive()
         except BaseException:
-            # A hello that stays behind would be taken for a process that waits.
-            if not self._replaced:
+            # An acknowledgement that stays behind would be taken for a process that goes on.
+            if meeting.hello.run and not self._replaced:
                 with contextlib.suppress(AsyncCheckpointError, TimeoutError):
                     async with asyncio.timeout(LEAVE_S):
                         await meeting.coordinator.delete(meeting.key("hello", meeting.index))
@@ -216,7 +222,8 @@ class _Guest:
             elif welcome is not None:
                 await self._check_own()
             acknowledged = meeting.hello.run != ""
-            if time.monotonic() >= meeting.end + (ANSWER_S if acknowledged else 0):
+            grace_s = ANSWER_S if acknowledged else REFUSAL_S
+            if time.monotonic() >= meeting.end + grace_s:
                 raise await meeting.absent(() if acknowledged else (0,))
             await asyncio.sleep(pause)
         raise AssertionError("pauses never end")
