@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar
 
 from asyncckpt.adapters import AdapterSet
 from asyncckpt.arguments import (
+    check_alone,
     check_coordinator,
     check_keep,
     checked_globs,
@@ -88,6 +89,7 @@ class Session:
         self.restore_options = typed("restore_options", restore_options, RestoreOptions)
         check_keep(keep)
         check_coordinator(coordinator)
+        check_alone(coordinator)
         budget = self.save_options.host_memory_nbytes
         if budget is None and one_shot:
             budget = self.restore_options.host_memory_nbytes
