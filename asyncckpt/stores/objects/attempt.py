@@ -22,13 +22,13 @@ from asyncckpt.stores.objects.context import Context, owned
 from asyncckpt.stores.objects.layout import fixed_path, join
 from asyncckpt.stores.objects.probe import Conditions
 from asyncckpt.stores.objects.publish import AFTER_S, Publication
-from asyncckpt.stores.objects.writing import AttemptObjects
+from asyncckpt.stores.objects.share import ObjectShare
 from asyncckpt.stores.paths import check_file
 
 log = logging.getLogger("asyncckpt.stores")
 
 
-class ObjectAttempt(AttemptObjects):
+class ObjectAttempt(ObjectShare):
     """An attempt, made by `ObjectStore.begin`.
 
     Args:

@@ -30,7 +30,6 @@ from asyncckpt.stores.objects.export import ObjectExport
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.files import ObjectFiles
 from asyncckpt.stores.objects.gc import NAMES_MAX, remove_garbage
-from asyncckpt.stores.objects.joined import ObjectJoinedAttempt
 from asyncckpt.stores.objects.layout import CONTROL, check_key, check_save_id
 from asyncckpt.stores.objects.probe import Conditions, Probes
 from asyncckpt.stores.objects.remove import unlist
@@ -42,6 +41,7 @@ from asyncckpt.stores.objects.requests.sizes import (
     choose,
     fits_chunk_nbytes,
 )
+from asyncckpt.stores.objects.share import ObjectJoinedAttempt
 from asyncckpt.stores.paths import check_name
 
 COLLECT_MIN_S = 7 * 24 * 3600.0
