@@ -211,10 +211,10 @@ def scratch(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("victim", "role", "publishes", "fewest"),
     [
-        ("lead_once", follow, True, 40),
-        ("follow_once", lead, True, 20),
-        ("lead_and_abort", follow, False, 30),
-        ("follow_and_abort", lead, False, 18),
+        ("lead_once", follow, True, 30),
+        ("follow_once", lead, True, 15),
+        ("lead_and_abort", follow, False, 25),
+        ("follow_and_abort", lead, False, 15),
     ],
 )
 def test_a_kill_leaves_all_or_nothing_and_the_sweep_removes_the_rest(
