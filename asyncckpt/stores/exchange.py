@@ -21,7 +21,7 @@ MARK_NBYTES = 4096
 """Longest mark that is read."""
 
 # Hidden names are the mark's and those of files that are being written.
-_PASSED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_PASSED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 
 
 def mark_of(save_id: str, host: str) -> bytes:
@@ -56,7 +56,7 @@ def check_passed(path: str, location: str) -> str:
     """
     if not _PASSED.fullmatch(path):
         raise UsageError(
-            f"{path!r} cannot be passed on: pass 1 to 200 of the characters A-Z a-z 0-9 . _ -, "
+            f"{path!r} cannot be passed on: pass 1 to 64 of the characters A-Z a-z 0-9 . _ -, "
             "the first of them neither '.' nor '-'",
             location=location,
             found=path,

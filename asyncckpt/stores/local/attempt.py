@@ -28,9 +28,9 @@ from asyncckpt.stores.local.context import Context
 from asyncckpt.stores.local.export import FilesPublication
 from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.locks import leads_to, remove_owner, try_lock, unlock, write_owner
+from asyncckpt.stores.local.owners import EXCHANGE, make_owner_file, write_exchange
 from asyncckpt.stores.local.posix import Descriptor, make_directories, remove_tree
 from asyncckpt.stores.local.publish import Publication, check_place
-from asyncckpt.stores.local.shares import EXCHANGE, take_share, write_exchange
 from asyncckpt.stores.local.tree import AttemptTree
 from asyncckpt.stores.paths import RECORD_FILE
 
@@ -122,8 +122,8 @@ class LocalAttempt(AttemptTree):
     def _share_attempt(self, directory: int) -> None:
         """Let other processes join: make the own owner file among theirs, then the mark."""
         machine, mode = self._context.machine(), self._file_mode
-        self._share = take_share(self._path, 0, machine, self._name, self._save_id, mode)
-        if self._share is None:
+        self._owner_file = make_owner_file(self._path, 0, machine, self._name, self._save_id, mode)
+        if self._owner_file is None:
             raise StoreError(
                 f"{self._path}: another process has removed the owner file that was being made; "
                 "save again",
@@ -186,7 +186,7 @@ class LocalAttempt(AttemptTree):
 
     async def _publish(self, publication: Publication, record: bytes | None) -> None:
         self._check_sealed()
-        if self._share is not None:
+        if self._owner_file is not None:
             await self._guard.run(self._end_exchange)
         await self._flush(*self._directories)
         # The record is written last: before it, nothing here is a checkpoint.
@@ -238,7 +238,7 @@ class LocalAttempt(AttemptTree):
         # owner.
         if self._keep:
             remove_owner(self._path)
-        if self._share is not None:
+        if self._owner_file is not None:
             super()._remove_files()
         elif not self._keep:
             remove_tree(self._path, first=RECORD_FILE)

@@ -9,8 +9,8 @@ import os
 
 from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.locks import leads_to
+from asyncckpt.stores.local.owners import has_mark, make_owner_file
 from asyncckpt.stores.local.posix import Descriptor
-from asyncckpt.stores.local.shares import has_mark, take_share
 from asyncckpt.stores.local.tree import AttemptTree
 
 
@@ -44,21 +44,21 @@ class LocalJoinedAttempt(AttemptTree):
         """Make the own owner file; return whether the attempt was not being removed meanwhile."""
         context = self._context
         try:
-            share = take_share(
+            owner_file = make_owner_file(
                 path, process, context.machine(), self._name, self._save_id, self._file_mode
             )
         except FileNotFoundError:  # the epoch's directory was tidied up
             return False
-        if share is None:
+        if owner_file is None:
             return False
-        self._path, self._directory, self._share = path, directory, share
+        self._path, self._directory, self._owner_file = path, directory, owner_file
         with directory.use() as fd:
             if has_mark(fd, self._save_id) and leads_to(path, fd):
                 if self._guard.ended:  # this thread was abandoned, and has returned
                     self._remove()
                 return True
         self._remove()  # the process that removes the attempt may have left it to this one
-        self._path, self._directory, self._share = "", None, None
+        self._path, self._directory, self._owner_file = "", None, None
         return False
 
     async def settle(self) -> None:

@@ -147,10 +147,16 @@ def remove_owner(path: str) -> None:
         os.unlink(path + OWNER_SUFFIX)
 
 
-def try_lock(fd: int) -> bool | None:
-    """Return whether this descriptor holds the lock now; None where there are no locks."""
+def try_lock(fd: int, *, shared: bool = False) -> bool | None:
+    """Return whether this descriptor holds the lock now; None where there are no locks.
+
+    Args:
+        fd: of the file or directory.
+        shared: others may hold it so too: to look whether an owner has it, without being mistaken
+            for the owner by another one that looks.
+    """
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:

@@ -38,19 +38,19 @@ from asyncckpt.stores.local.locks import (
     try_lock,
     unlock,
 )
+from asyncckpt.stores.local.owners import (
+    is_abandoned,
+    is_locked,
+    owned_by_process,
+    owner_files,
+    remove_attempt,
+    remove_dead_owner_files,
+)
 from asyncckpt.stores.local.posix import (
     UnsupportedCallError,
     flush_directory,
     landed,
     rename_noreplace,
-)
-from asyncckpt.stores.local.shares import (
-    is_abandoned,
-    is_locked,
-    owned_by_share,
-    remove_attempt,
-    remove_dead_shares,
-    shares_of,
 )
 from asyncckpt.stores.paths import OWNER_SUFFIX, Layout, check_name
 
@@ -111,7 +111,7 @@ def _claim(
         # A torn owner file: one that is written before its directory is so under the root's lock.
         if ours or (owner is None and alone):
             remove_owner(path)
-        remove_dead_shares(path, machine, layout.root)
+        remove_dead_owner_files(path, machine, layout.root)
         return None
     except OSError:
         return None  # not a directory: not made by this library
@@ -168,7 +168,7 @@ def _discard(layout: Layout, path: str, *, dry_run: bool) -> bool:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
-        if any(map(is_locked, shares_of(path))):
+        if any(map(is_locked, owner_files(path))):
             return False
         if not dry_run:
             remove_attempt(path)  # owner files whose directory is gone
@@ -178,7 +178,7 @@ def _discard(layout: Layout, path: str, *, dry_run: bool) -> bool:
     try:
         if try_lock(fd) is False or not leads_to(path, fd):
             return False
-        if any(map(is_locked, shares_of(path))):
+        if any(map(is_locked, owner_files(path))):
             return False
         if os.path.basename(path).startswith("old-"):
             owner = read_owner(path)
@@ -196,7 +196,7 @@ def _discard(layout: Layout, path: str, *, dry_run: bool) -> bool:
 def _written_s(path: str) -> float:
     """Return when something in the leftover was last written, in seconds since 1970, or now."""
     newest = 0.0
-    for top in (path, path + OWNER_SUFFIX, *shares_of(path)):
+    for top in (path, path + OWNER_SUFFIX, *owner_files(path)):
         with contextlib.suppress(FileNotFoundError):
             newest = max(newest, os.lstat(top).st_mtime)
     for directory, _, names in os.walk(path):
@@ -233,7 +233,7 @@ def _leftovers(layout: Layout) -> list[str]:
             paths.append(path)
     found: dict[str, None] = {}
     for path in paths:
-        owned = owned_by_share(path) or path.removesuffix(OWNER_SUFFIX)
+        owned = owned_by_process(path) or path.removesuffix(OWNER_SUFFIX)
         # An owner file counts where its directory is gone.
         if owned == path or not os.path.lexists(owned):
             found[owned] = None

@@ -28,14 +28,14 @@ from asyncckpt.stores.local.context import Context
 from asyncckpt.stores.local.datafile import LocalDataFile
 from asyncckpt.stores.local.failures import Guard, reported
 from asyncckpt.stores.local.locks import leads_to, unlock
-from asyncckpt.stores.local.posix import Descriptor, flush_directory, flush_file
-from asyncckpt.stores.local.shares import (
+from asyncckpt.stores.local.owners import (
     EXCHANGE,
-    Share,
+    OwnerFile,
     read_exchange,
     remove_abandoned,
     write_exchange,
 )
+from asyncckpt.stores.local.posix import Descriptor, flush_directory, flush_file
 from asyncckpt.stores.paths import RECORD_FILE, check_file
 
 
@@ -55,7 +55,7 @@ class AttemptTree:
         self._guard = Guard(self.location, context.workers)
         self._path = ""
         self._directory: Descriptor | None = None
-        self._share: Share | None = None
+        self._owner_file: OwnerFile | None = None
         self._files: list[LocalDataFile] = []
         self._own: list[str] = []
         self._directories: set[str] = set()
@@ -168,7 +168,7 @@ class AttemptTree:
     def _check_exchange(self, path: str) -> None:
         self._guard.check()
         check_passed(path, self.location)
-        if self._share is None:
+        if self._owner_file is None:
             raise UsageError(
                 f"{self.location}: this attempt has one process; begin it with shared=True to "
                 "pass files on",
@@ -243,7 +243,7 @@ class AttemptTree:
 
     def _remove_files(self) -> None:
         """Remove own files and the own owner file, then all if no other process is alive."""
-        assert self._directory is not None and self._share is not None
+        assert self._directory is not None and self._owner_file is not None
         with self._directory.use() as directory:
             try:
                 if leads_to(self._path, directory):
@@ -252,15 +252,15 @@ class AttemptTree:
                         with contextlib.suppress(FileNotFoundError):
                             os.unlink(os.path.join(self._path, path))
             finally:
-                self._share.drop()
+                self._owner_file.drop()
                 unlock(directory)  # of process 0
             context = self._context
             remove_abandoned(self._path, directory, context.machine(), context.layout.root)
 
     def _release(self) -> None:
-        if self._share is not None:
+        if self._owner_file is not None:
             with contextlib.suppress(OSError):
-                self._share.drop()
+                self._owner_file.drop()
         if self._directory is not None:
             with contextlib.suppress(OSError), self._directory.use() as fd:
                 unlock(fd)

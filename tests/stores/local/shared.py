@@ -11,8 +11,8 @@ def die(attempt: Any) -> None:
     """The process of this share has ended: its descriptors are closed, and nothing is removed."""
     attempt._guard.ended = True
     attempt._directory.close()
-    os.close(attempt._share._fd)
-    attempt._share._fd = -1
+    os.close(attempt._owner_file._fd)
+    attempt._owner_file._fd = -1
 
 
 def files_of(directory: Path) -> list[str]:

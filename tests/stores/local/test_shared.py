@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import json
@@ -23,7 +24,7 @@ from asyncckpt.errors import (
 from asyncckpt.flow.threads import Workers
 from asyncckpt.ports import JoinedAttempt
 from asyncckpt.stores.local import attempt as attempts
-from asyncckpt.stores.local import joined, locks, publish, shares
+from asyncckpt.stores.local import joined, locks, owners, publish
 from asyncckpt.stores.local.locks import Machine, this_machine
 from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.testing.checkpoints import PAGE, pattern
@@ -70,7 +71,7 @@ def left(root: Path) -> list[str]:
 def age(root: Path) -> None:
     """Everything was written long ago."""
     for path in [*root.rglob("*"), *(root / ".asyncckpt").rglob("*")]:
-        os.utime(path, (1.0, 1.0))
+        os.utime(path, (1.0, 1.0), follow_symlinks=False)
 
 
 def failing(number: int) -> Callable[..., Any]:
@@ -200,15 +201,43 @@ async def test_the_last_living_process_removes_everything(
 ) -> None:
     """Also where process 0 and another one have died, and their files would be nobody's."""
     attempt = await store.begin("1", ID, shared=True)
-    owners = [await join(other, process) for process in (1, 2, 3)]
-    for process, share in enumerate([attempt, *owners]):
+    processes = [await join(other, process) for process in (1, 2, 3)]
+    for process, share in enumerate([attempt, *processes]):
         await write_file(share, f"default/d/{process}", pattern(PAGE))
     die(attempt)
-    die(owners[0])
-    await owners[1].abort()
+    die(processes[0])
+    await processes[1].abort()
     assert (tmp_path / ATTEMPT / "default/d/0").exists()
     assert not (tmp_path / ATTEMPT / "default/d/2").exists()
-    await owners[2].leave()
+    await processes[2].leave()
+    assert left(tmp_path) == []
+
+
+async def test_of_several_that_give_up_at_once_one_removes_what_is_left(
+    tmp_path: Path, store: LocalStore, other: LocalStore
+) -> None:
+    for number in range(20):
+        attempt = await store.begin("1", f"a{number}", shared=True)
+        processes = [
+            await other.join("1", f"a{number}", process=process, timeout_s=JOIN_S)
+            for process in range(1, 5)
+        ]
+        die(processes.pop(number % 4))
+        async with asyncio.TaskGroup() as group:
+            for share in (attempt, *processes):
+                group.create_task(share.abort())
+        assert left(tmp_path) == []
+
+
+async def test_a_process_that_looks_for_owners_is_not_taken_for_one(
+    tmp_path: Path, store: LocalStore, other: LocalStore
+) -> None:
+    """Two survivors look at the owner file of a dead process at the same time."""
+    attempt = await store.begin("1", ID, shared=True)
+    die(await join(other))
+    with open(tmp_path / f"{ATTEMPT}.owner-1") as looked_at:
+        fcntl.flock(looked_at, fcntl.LOCK_SH)
+        await attempt.abort()
     assert left(tmp_path) == []
 
 
@@ -311,7 +340,7 @@ async def test_a_process_that_joins_while_the_attempt_is_removed_notices_it(
     """It is the last one then, whichever of the two looks first."""
     attempt = await store.begin("1", ID, shared=True)
     marked, go_on = threading.Event(), threading.Event()
-    own = joined.take_share
+    own = joined.make_owner_file
 
     def held(*args: Any) -> Any:
         share = own(*args)
@@ -319,7 +348,7 @@ async def test_a_process_that_joins_while_the_attempt_is_removed_notices_it(
         assert go_on.wait(30)
         return share
 
-    monkeypatch.setattr(joined, "take_share", held)
+    monkeypatch.setattr(joined, "make_owner_file", held)
     joining = store._workers.submit(joined.LocalJoinedAttempt.look, share_of(other), 0, 1)
     await store._workers.run(marked.wait, 30)
     await attempt.abort()
@@ -337,13 +366,13 @@ async def test_an_owner_file_that_is_swept_while_it_is_made_is_made_again(
     store: LocalStore, other: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = await store.begin("1", ID, shared=True)
-    own, calls = shares.try_lock, []
+    own, calls = owners.try_lock, []
 
-    def held_once(fd: int) -> bool | None:
+    def held_once(fd: int, **options: bool) -> bool | None:
         calls.append(fd)
-        return False if len(calls) == 1 else own(fd)
+        return False if len(calls) == 1 else own(fd, **options)
 
-    monkeypatch.setattr(shares, "try_lock", held_once)
+    monkeypatch.setattr(owners, "try_lock", held_once)
     share = await join(other)
     assert len(calls) == 2
     await share.abort()
@@ -359,8 +388,8 @@ async def test_a_sweep_takes_an_attempt_only_when_all_its_processes_are_dead(
     store: LocalStore, other: LocalStore, tmp_path: Path, living: int
 ) -> None:
     attempt = await store.begin("1", ID, shared=True)
-    owners = [attempt, await join(other, 1), await join(other, 2)]
-    for process, share in enumerate(owners):
+    processes = [attempt, await join(other, 1), await join(other, 2)]
+    for process, share in enumerate(processes):
         await write_file(share, f"default/d/{process}", pattern(PAGE))
         if process != living:
             die(share)
@@ -369,7 +398,7 @@ async def test_a_sweep_takes_an_attempt_only_when_all_its_processes_are_dead(
     assert await store.sweep() == []
     assert await store.collect(1.0) == []
     assert left(tmp_path) == before
-    die(owners[living])
+    die(processes[living])
     assert await store.sweep() == ["epoch-0/1-a"]
     assert left(tmp_path) == []
 
@@ -457,6 +486,8 @@ async def test_an_owner_file_that_cannot_be_opened_counts_as_alive(
     await attempt.abort()
     assert "epoch-0/1-a.owner-5" in left(tmp_path)
     assert await store.sweep() == []
+    age(tmp_path)
+    assert await store.collect(1.0) == []
     (tmp_path / f"{ATTEMPT}.owner-5").unlink()
     assert await store.sweep() == ["epoch-0/1-a"]
 
@@ -479,14 +510,14 @@ async def test_what_is_passed_on_after_the_end_of_the_attempt_fails(
 async def test_a_failed_begin_of_a_shared_attempt_leaves_nothing(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("take_share", "write_exchange"):
+    for name in ("make_owner_file", "write_exchange"):
         with monkeypatch.context() as patch:
             patch.setattr(attempts, name, failing(errno.ENOSPC))
             with pytest.raises(StoreError, match="ENOSPC"):
                 await store.begin("1", ID, shared=True)
         assert left(tmp_path) == []
     with monkeypatch.context() as patch:
-        patch.setattr(attempts, "take_share", lambda *_: None)
+        patch.setattr(attempts, "make_owner_file", lambda *_: None)
         with pytest.raises(StoreError, match="removed the owner file") as caught:
             await store.begin("1", ID, shared=True)
         assert caught.value.retryable
@@ -499,7 +530,7 @@ async def test_a_failed_join_leaves_nothing(
     attempt = await store.begin("1", ID, shared=True)
     before = left(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(shares, "fill_owner", failing(errno.ENOSPC))
+        patch.setattr(owners, "fill_owner", failing(errno.ENOSPC))
         with pytest.raises(StoreError, match="joining a save failed"):
             await join(other)
     assert left(tmp_path) == before

@@ -18,6 +18,7 @@ import pytest
 
 from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.ports import Attempt, AttemptFiles, JoinedAttempt
+from asyncckpt.stores.local.owners import is_locked
 from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.testing.checkpoints import PAGE, content, pattern
 from tests.crash.faults import ForkServer
@@ -30,7 +31,7 @@ POLL_S = 0.002
 WAIT_S = 30.0
 HERE = "tests.stores.local.test_shared_kills"
 
-Role = Callable[[LocalStore, Callable[[], bool]], Awaitable[None]]
+Role = Callable[[LocalStore, Callable[[], bool], str], Awaitable[None]]
 
 
 def never() -> bool:
@@ -51,6 +52,16 @@ async def passed_on(attempt: AttemptFiles, path: str, over: Callable[[], bool]) 
     return True
 
 
+async def joined(store: LocalStore, over: Callable[[], bool]) -> JoinedAttempt | None:
+    """A share in the attempt, None if it is over before there is one."""
+    while not over():
+        try:
+            return await store.join("1", SAVE_ID, process=1, timeout_s=10 * POLL_S)
+        except CheckpointNotFoundError:
+            pass
+    return None
+
+
 async def lead(store: LocalStore, over: Callable[[], bool], end: str = "abort") -> None:
     """Process 0: publishes once process 1 is ready; ends its share when it is over before."""
     attempt = await store.begin("1", SAVE_ID, shared=True)
@@ -63,13 +74,9 @@ async def lead(store: LocalStore, over: Callable[[], bool], end: str = "abort") 
 
 async def follow(store: LocalStore, over: Callable[[], bool], end: str = "abort") -> None:
     """Process 1: leaves once the checkpoint is there; ends its share when it is over before."""
-    while True:
-        try:
-            share = await store.join("1", SAVE_ID, process=1, timeout_s=10 * POLL_S)
-            break
-        except CheckpointNotFoundError:
-            if over():
-                return
+    share = await joined(store, over)
+    if share is None:
+        return
     await write_own(share, 1)
     await share.pass_on("entries-1", b"entries")
     await share.settle()
@@ -98,28 +105,61 @@ def follow_once(root: str) -> None:
     with_store(root, lambda store: follow(store, never))
 
 
-def lead_and_abort(root: str) -> None:
-    """Process 0 gives up when process 1 is ready; that one does so at the same time."""
+def lead_and_abort(root: str, alone: bool = False) -> None:
+    """Process 0 gives up when process 1 is ready, or `alone`: once that one is dead."""
 
     async def use(store: LocalStore) -> None:
         attempt = await store.begin("1", SAVE_ID, shared=True)
         await write_own(attempt, 0)
-        await passed_on(attempt, "ready-1", never)
-        await attempt.pass_on("over-0", b"over")
+        await passed_on(attempt, "entries-1", never)
+        await until_dead(root, 1, alone)
         await attempt.abort()
 
     with_store(root, use)
 
 
-def follow_and_abort(root: str) -> None:
-    """Process 1 gives up when it has written something; process 0 does so at the same time."""
+def follow_and_abort(root: str, alone: bool = False) -> None:
+    """Process 1 gives up when it has written something, or `alone`: once process 0 is dead."""
 
     async def use(store: LocalStore) -> None:
         share = await store.join("1", SAVE_ID, process=1, timeout_s=WAIT_S)
         await write_own(share, 1)
+        await share.pass_on("entries-1", b"entries")
+        await until_dead(root, 0, alone)
         await share.abort()
 
     with_store(root, use)
+
+
+def lead_last(root: str) -> None:
+    lead_and_abort(root, alone=True)
+
+
+def follow_last(root: str) -> None:
+    follow_and_abort(root, alone=True)
+
+
+async def until_dead(root: str, process: int, alone: bool) -> None:
+    owner_file = f"{root}/.asyncckpt/epoch-0/1-{SAVE_ID}.owner-{process}"
+    while alone and is_locked(owner_file):
+        await asyncio.sleep(POLL_S)
+
+
+async def die_leading(store: LocalStore, over: Callable[[], bool], end: str) -> None:
+    """Process 0 dies once process 1 has written something, or is dead."""
+    attempt = await store.begin("1", SAVE_ID, shared=True)
+    await write_own(attempt, 0)
+    await passed_on(attempt, "entries-1", over)
+    die(attempt)
+
+
+async def die_following(store: LocalStore, over: Callable[[], bool], end: str) -> None:
+    """Process 1 dies once it has passed something on."""
+    share = await joined(store, over)
+    if share is not None:
+        await write_own(share, 1)
+        await share.pass_on("entries-1", b"entries")
+        die(share)
 
 
 class Survivor(threading.Thread):
@@ -207,14 +247,17 @@ def scratch(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(place)
 
 
-@pytest.mark.parametrize("end", ["abort", "die"])
 @pytest.mark.parametrize(
-    ("victim", "role", "publishes", "fewest"),
+    ("victim", "role", "end", "publishes", "fewest"),
     [
-        ("lead_once", follow, True, 40),
-        ("follow_once", lead, True, 20),
-        ("lead_and_abort", follow, False, 30),
-        ("follow_and_abort", lead, False, 18),
+        ("lead_once", follow, "abort", True, 30),
+        ("lead_once", follow, "die", True, 30),
+        ("follow_once", lead, "abort", True, 15),
+        ("follow_once", lead, "die", True, 15),
+        ("lead_and_abort", follow, "abort", False, 25),
+        ("follow_and_abort", lead, "abort", False, 15),
+        ("lead_last", die_following, "die", False, 25),
+        ("follow_last", die_leading, "die", False, 15),
     ],
 )
 def test_a_kill_leaves_all_or_nothing_and_the_sweep_removes_the_rest(
@@ -222,9 +265,9 @@ def test_a_kill_leaves_all_or_nothing_and_the_sweep_removes_the_rest(
     scratch: Path,
     victim: str,
     role: Role,
+    end: str,
     publishes: bool,
     fewest: int,
-    end: str,
 ) -> None:
     pairs = Pairs(scratch, role, end)
     visited, seen = 0, set()

@@ -9,7 +9,9 @@ write and removes when it does not any more.
 #   order of the two, one sees the other.
 #   (test_a_process_that_joins_while_the_attempt_is_removed_notices_it)
 # Rule 2: a process that gives up removes its own owner file before it looks for others. Of several,
-#   the last one therefore finds none, and removes what is left.
+#   the last one therefore finds none, and removes what is left. Looking takes shared locks, which
+#   two that look at the same time do not mistake for an owner's.
+#   (test_a_process_that_looks_for_owners_is_not_taken_for_one)
 # Rule 3: `<attempt>.owner` goes last: until then a sweep can prove that a directory is dead, at
 #   whatever moment its remover was killed. (tests/stores/local/test_shared_kills.py)
 # Rule 4: process 0 is the only one that publishes. Once it is dead, nothing in the attempt can
@@ -39,11 +41,11 @@ from asyncckpt.stores.paths import CONTROL, OWNER_SUFFIX, RECORD_FILE
 EXCHANGE = f"{CONTROL}-exchange"
 """Directory in an attempt for the mark and what its processes pass on."""
 
-_SHARE = re.compile(rf"(.+){re.escape(OWNER_SUFFIX)}-[0-9]{{1,9}}", re.DOTALL)
+_PROCESS = re.compile(rf"(.+){re.escape(OWNER_SUFFIX)}-[0-9]{{1,9}}", re.DOTALL)
 
 
-class Share:
-    """The locked owner file of this process. Made by `take_share`."""
+class OwnerFile:
+    """The locked owner file of this process. Made by `make_owner_file`."""
 
     def __init__(self, path: str, fd: int) -> None:
         self._path = path
@@ -63,9 +65,9 @@ class Share:
             os.close(fd)
 
 
-def take_share(
+def make_owner_file(
     attempt: str, process: int, machine: Machine, name: str, save_id: str, mode: int
-) -> Share | None:
+) -> OwnerFile | None:
     """Make and lock the owner file of a process; return None if it was swept meanwhile.
 
     Raises:
@@ -82,7 +84,7 @@ def take_share(
             location=path,
             found=process,
         ) from None
-    share = Share(path, fd)
+    owner_file = OwnerFile(path, fd)
     alive = False
     try:
         if try_lock(fd) is not False and leads_to(path, fd):
@@ -90,24 +92,24 @@ def take_share(
             alive = True
     finally:
         if not alive:
-            share.drop()
-    return share if alive else None
+            owner_file.drop()
+    return owner_file if alive else None
 
 
-def owned_by_share(path: str) -> str | None:
+def owned_by_process(path: str) -> str | None:
     """Return the attempt of which `path` is the owner file of one process, else None."""
-    match = _SHARE.fullmatch(path)
+    match = _PROCESS.fullmatch(path)
     return match[1] if match else None
 
 
-def shares_of(attempt: str) -> Iterator[str]:
+def owner_files(attempt: str) -> Iterator[str]:
     """Yield the paths of the owner files of the processes that share an attempt."""
     epoch, name = os.path.split(attempt)
     try:
         found = os.listdir(epoch)
     except FileNotFoundError:
         return
-    yield from (os.path.join(epoch, this) for this in found if owned_by_share(this) == name)
+    yield from (os.path.join(epoch, this) for this in found if owned_by_process(this) == name)
 
 
 def is_abandoned(attempt: str, directory: int, machine: Machine, root: str) -> bool:
@@ -121,11 +123,11 @@ def is_abandoned(attempt: str, directory: int, machine: Machine, root: str) -> b
         machine: where this process runs.
         root: of the store.
     """
-    if any(not _is_dead(share, machine, root) for share in shares_of(attempt)):
+    if any(not _is_dead(path, machine, root) for path in owner_files(attempt)):
         return False
     with contextlib.suppress(FileNotFoundError):
         os.unlink(f"{EXCHANGE}/{MARK}", dir_fd=directory)
-    return all(_is_dead(share, machine, root) for share in shares_of(attempt))
+    return all(_is_dead(path, machine, root) for path in owner_files(attempt))
 
 
 def remove_abandoned(attempt: str, directory: int, machine: Machine, root: str) -> None:
@@ -137,42 +139,44 @@ def remove_abandoned(attempt: str, directory: int, machine: Machine, root: str) 
 def remove_attempt(attempt: str) -> None:
     """Remove an attempt with all of its owner files. Others may be removing it too."""
     remove_tree(attempt, first=RECORD_FILE)
-    for share in shares_of(attempt):
+    for path in owner_files(attempt):
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(share)
+            os.unlink(path)
     remove_owner(attempt)
 
 
-def remove_dead_shares(attempt: str, machine: Machine, root: str) -> None:
+def remove_dead_owner_files(attempt: str, machine: Machine, root: str) -> None:
     """Remove the owner files of dead processes of an attempt whose directory is gone."""
-    for share in shares_of(attempt):
-        if _is_dead(share, machine, root):
+    for path in owner_files(attempt):
+        if _is_dead(path, machine, root):
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(share)
+                os.unlink(path)
 
 
-def is_locked(share: str) -> bool:
+def is_locked(path: str) -> bool:
     """Return whether a process holds the lock of an owner file, as far as locks reach."""
     try:
-        fd = os.open(share, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
+    except OSError:  # another user's
+        return True
     try:
-        return try_lock(fd) is False
+        return try_lock(fd, shared=True) is False
     finally:
         unlock(fd)
         os.close(fd)
 
 
-def _is_dead(share: str, machine: Machine, root: str) -> bool:
+def _is_dead(path: str, machine: Machine, root: str) -> bool:
     try:
-        fd = os.open(share, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return True
     except OSError:
         return False
     try:
-        locked = try_lock(fd)
+        locked = try_lock(fd, shared=True)
         owner = None if locked is False else parse_owner(fd)
         # Torn: killed while it was written, or being written; then its process looks again.
         return locked is True if owner is None else owner.is_dead(machine, locked, root)
