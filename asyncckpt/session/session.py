@@ -35,7 +35,7 @@ from asyncckpt.retention import Retention
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.plan_cache import LayoutCache, sizes_for
 from asyncckpt.save.save import Save, SaveState
-from asyncckpt.save.snapshot import SaveRequest, take_snapshot
+from asyncckpt.save.snapshot import SaveRequest, check_alone, take_snapshot
 from asyncckpt.session.in_flight import InFlight, skipped
 from asyncckpt.session.pending import PendingSave
 from asyncckpt.session.pruning import Pruner
@@ -151,10 +151,12 @@ class Session:
         if stall_first and not self.saves.admits(options, location):
             return skipped(kind, engine, location, step)
         state = SaveState()
+        snapshot = take_snapshot(tree)
+        check_alone(snapshot)
         request = SaveRequest(
             name=name,
             step=step,
-            snapshot=take_snapshot(tree),
+            snapshot=snapshot,
             metadata=checked_metadata(metadata),
             metrics=checked_metrics(metrics),
             overwrite=overwrite,
