@@ -11,9 +11,11 @@ import json
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from asyncckpt.planning.tiling import tiling_fault
+from asyncckpt.spec import Box
 from tests import children
 
 PROGRAM = "from tests.adapters.processes import serve; serve()"
@@ -45,6 +47,31 @@ def launch(module: str, count: int) -> Results:
     for index, (status, out, err) in enumerate(ends):
         assert status == 0, f"process {index} ended with status {status}\n{out}\n{err}"
     return Results([json.loads(out.splitlines()[-1]) for _, out, _ in ends])
+
+
+def check_whole(found: Sequence[Mapping[str, Any]]) -> None:
+    """The shards of all processes tile the array along its cuts, and name their holders.
+
+    Each has the `shape`, `partition` and `shards` of a source in one of the processes.
+    """
+    one = found[0]
+    assert all(answer["partition"] == one["partition"] for answer in found)
+    assert all(answer["shape"] == one["shape"] for answer in found)
+    held: dict[Box, list[int]] = {}
+    stated: dict[Box, list[int]] = {}
+    for process, answer in enumerate(found):
+        for offset, shape, holders in answer["shards"]:
+            box = Box(tuple(offset), tuple(shape))
+            held.setdefault(box, []).append(process)
+            assert stated.setdefault(box, holders) == holders
+    assert held == stated
+    assert tiling_fault(Box.whole(tuple(one["shape"])), list(held)) is None
+    cuts, _, processes = one["partition"]
+    assert {process for holders in held.values() for process in holders} <= set(processes)
+    for axis, (cut, length) in enumerate(zip(cuts, one["shape"], strict=True)):
+        if held:
+            starts = sorted({box.offset[axis] for box in held})
+            assert starts == ([0, *cut] if isinstance(cut, list) else [*range(0, length, cut)])
 
 
 def serve() -> None:

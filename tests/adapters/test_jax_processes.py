@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from asyncckpt.planning.tiling import tiling_fault
-from asyncckpt.spec import Box
 from tests.adapters.jax_cases import CASES, SPECS
-from tests.adapters.processes import Results, launch
+from tests.adapters.processes import Results, check_whole, launch
 
 SHARDED = [f"{name}, {dtype}" for name in SPECS for dtype in ("float32", "int4", "float64")]
 KEYS = [name for name in CASES if name.startswith("keys")]
@@ -18,27 +14,6 @@ KEYS = [name for name in CASES if name.startswith("keys")]
 @pytest.fixture(scope="module")
 def results() -> Results:
     return launch("tests.adapters.jax_cases", 2)
-
-
-def check_whole(found: list[dict[str, Any]]) -> None:
-    """The shards of all processes tile the array along its cuts, and name their holders."""
-    one = found[0]
-    assert all(answer["partition"] == one["partition"] for answer in found)
-    assert all(answer["shape"] == one["shape"] for answer in found)
-    held: dict[Box, list[int]] = {}
-    stated: dict[Box, list[int]] = {}
-    for process, answer in enumerate(found):
-        for offset, shape, holders in answer["shards"]:
-            box = Box(tuple(offset), tuple(shape))
-            held.setdefault(box, []).append(process)
-            assert stated.setdefault(box, holders) == holders
-    assert held == stated
-    assert tiling_fault(Box.whole(tuple(one["shape"])), list(held)) is None
-    cuts, _, processes = one["partition"]
-    assert processes == sorted({process for holders in held.values() for process in holders})
-    for axis, (cell, length) in enumerate(zip(cuts, one["shape"], strict=True)):
-        starts = sorted({box.offset[axis] for box in held})
-        assert starts == list(range(0, length, cell))
 
 
 @pytest.mark.parametrize("case", [*SHARDED, *KEYS, "computed"])
