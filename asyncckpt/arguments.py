@@ -207,22 +207,6 @@ def _is_count(number: object) -> TypeGuard[int]:
     return isinstance(number, int) and not isinstance(number, bool)
 
 
-def check_alone(coordinator: object) -> None:
-    """Check that this process saves alone, and is not one of a job of several."""
-    count = 1
-    if coordinator == "auto":
-        # Several processes that each write the whole state to one root would race.
-        size = os.environ.get("WORLD_SIZE", "1")  # noqa: TID251 - set by torchrun, not our knob
-        count = int(size) if size.isdigit() else 1
-    elif coordinator != "single":
-        count = getattr(coordinator, "process_count", 1)
-    if count > 1:
-        raise UsageError(
-            f"WORLD_SIZE={count}: this release saves from one process; call it on rank 0 only, "
-            'with coordinator="single"'
-        )
-
-
 def checked_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return a copy of the metadata that has been through JSON."""
     if metadata is None:

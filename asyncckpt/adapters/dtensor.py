@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,8 +14,9 @@ from typing import Any
 
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from asyncckpt.adapters import placements as arithmetic
@@ -52,11 +54,13 @@ class DTensorTarget(Target):
 
     Attributes:
         division: which boxes the process holds.
+        shape: shape of its local tensor.
         device: where a new local tensor goes.
         memory: the local tensor to fill; None for a new one.
     """
 
     division: Division | None = None
+    shape: tuple[int, ...] = ()
     device: torch.device | None = None
     memory: torch.Tensor | None = None
 
@@ -117,6 +121,7 @@ class DTensorAdapter:
             path=path,
             fill=local.fill,
             division=division,
+            shape=tuple(tensor.shape),
             device=_device(leaf.device_mesh) if tensor.is_meta else tensor.device,
         )
         if in_place:
@@ -139,7 +144,7 @@ class DTensorAdapter:
             spec = array_spec(shard.box.shape, target.spec.dtype)
             check_values(target.path, spec, values.shape, values.dtype)
         if target.memory is None:
-            return _made(like, target.division, target.device, parts)
+            return _made(target, parts)
         if target.fill:
             _fill(target.memory, target.division, parts)
         else:
@@ -171,55 +176,66 @@ def _open(path: str, leaf: DTensor) -> tuple[Division, torch.Tensor]:
         UnsupportedLeafError: placements that cannot be stored, or that contradict the local tensor;
             names the path.
     """
-    fault = _fault(tuple(leaf.placements))
+    fault = _fault(tuple(map(type, leaf.placements)))
     if fault is not None:
-        raise UnsupportedLeafError(f"{path}: {fault}", path=path, found=str(leaf.placements))
+        text = _text(leaf.placements)
+        raise UnsupportedLeafError(f"{path}: this DTensor ({text}) {fault}", path=path, found=text)
     division = _division(leaf)
     with torch.no_grad():
         tensor: Any = leaf.to_local()
     if type(tensor).__name__ == "AsyncCollectiveTensor":
         tensor = tensor.wait()
-    found = tuple(tensor.shape)
-    if division.shape is not None and found != division.shape:
+    found, expected = tuple(tensor.shape), division.shape
+    # `fully_shard` makes (0, 0) of an empty (1, 0): without elements, every shape is the same.
+    empty = expected is not None and 0 == tensor.numel() == math.prod(expected)
+    if expected not in (None, found) and not empty:
         mesh = leaf.device_mesh
         raise UnsupportedLeafError(
             f"{path}: the local tensor of this DTensor has shape {found}; its placements, "
             f"{_text(leaf.placements)} on a mesh of shape {tuple(mesh.shape)}, give coordinate "
-            f"{tuple(mesh.get_coordinate() or ())} the shape {division.shape} of a tensor of shape "
+            f"{_coordinate(mesh)} the shape {expected} of a tensor of shape "
             f"{tuple(leaf.shape)}; make a DTensor of placements that say how it is divided, for "
             "example with distribute_tensor and Shard alone",
             path=path,
-            expected=division.shape,
+            expected=expected,
             found=found,
         )
     return division, tensor
 
 
 @lru_cache(maxsize=1024)
-def _fault(placements: Placements) -> str | None:
-    """Return why tensors with these placements cannot be stored, None if they can."""
-    for placement in placements:
-        if placement.is_partial():
+def _fault(kinds: tuple[type[Placement], ...]) -> str | None:
+    """Return why tensors with placements of these types cannot be stored, None if they can."""
+    for kind in kinds:
+        if issubclass(kind, Partial):
             return (
-                f"the processes hold partial sums of this DTensor ({_text(placements)}); reduce it "
-                "first, for example with x.redistribute(placements=[Replicate()] * x.device_mesh"
-                ".ndim)"
+                "is a partial sum on each process; reduce it first, for example with "
+                "x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)"
             )
-        kind = type(placement)
         if kind not in (Shard, Replicate) and kind.__name__ != "_StridedShard":
             return (
-                f"this DTensor has a placement of type {kind.__module__}.{kind.__qualname__} "
-                f"({_text(placements)}), which cannot be stored; redistribute it to Shard and "
-                "Replicate"
+                f"has a placement of type {kind.__module__}.{kind.__qualname__}, which cannot be "
+                "stored; redistribute it to Shard and Replicate"
             )
     return None
 
 
 def _division(leaf: DTensor) -> Division:
     mesh = leaf.device_mesh
-    found = mesh.get_coordinate()
-    coordinate = None if found is None else tuple(found)
-    return _divide(mesh, coordinate, tuple(leaf.placements), tuple(leaf.shape))
+    return _divide(mesh, _coordinate(mesh), tuple(leaf.placements), tuple(leaf.shape))
+
+
+def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
+    """Return where this process is in the mesh, None if it is not there.
+
+    The mesh itself knows where the process was when it was made. PyTorch keeps meshes in caches,
+    and after torch.distributed was initialised again the process may have another rank.
+    """
+    if not dist.is_initialized():
+        found = mesh.get_coordinate()
+        return None if found is None else tuple(found)
+    places = _ranks(mesh).coordinates(dist.get_rank())
+    return places[0] if places else None
 
 
 @lru_cache(maxsize=4096)
@@ -229,8 +245,6 @@ def _divide(
     placements: Placements,
     shape: tuple[int, ...],
 ) -> Division:
-    # The coordinate is an argument: meshes of the same ranks are equal, and a process may have
-    # another rank when it initialises torch.distributed again.
     ranks = _ranks(mesh)
     layout = layout_of(placements, ranks.shape, len(shape))
     if coordinate is None:
@@ -272,19 +286,16 @@ def _identity(leaf: DTensor, tensor: torch.Tensor) -> tuple[object, ...]:
     return ("dtensor", layout, place, tensor.is_conj(), tensor.is_neg())
 
 
-def _made(
-    like: DTensor,
-    division: Division,
-    device: torch.device | None,
-    parts: Sequence[npt.NDArray[Any]],
-) -> Any:
-    """Return a tensor as `like` whose boxes have these values; adopts them where there is one."""
+def _made(target: DTensorTarget, parts: Sequence[npt.NDArray[Any]]) -> Any:
+    """Return a new tensor whose boxes have these values; adopts them where there is one box."""
+    assert target.division is not None
+    like: DTensor = target.leaf
     if len(parts) == 1:
         local = tensor_view(parts[0])
     else:
-        local = torch.empty(division.shape or (0,), dtype=like.dtype)
-        _fill(local, division, parts)
-    local = local.to(device)
+        local = torch.empty(target.shape, dtype=like.dtype)
+        _fill(local, target.division, parts)
+    local = local.to(target.device)
     mesh = like.device_mesh
     made: Any
     if local.device.type == mesh.device_type:

@@ -13,11 +13,13 @@ from typing import Any
 
 from asyncckpt.adapters import AdapterSet, adapters_for_loaded_frameworks
 from asyncckpt.adapters.python import bytes_as_array, unsupported
-from asyncckpt.errors import UnsupportedLeafError
+from asyncckpt.errors import UnsupportedLeafError, UsageError
 from asyncckpt.format.record import MAX_RANK, encode_scalar
 from asyncckpt.options import INLINE_NBYTES, SaveOptions
+from asyncckpt.planning.tiling import tiling_fault
 from asyncckpt.ports import ArrayAdapter, Source
 from asyncckpt.reports import Progress
+from asyncckpt.spec import Box
 from asyncckpt.tree import Structure, flatten, where
 
 SCALAR_TYPES = (int, float, bool, complex, str, bytes)
@@ -26,6 +28,9 @@ _SCALARS = frozenset(SCALAR_TYPES)
 
 NAMED_LEAVES = 20
 """Unsupported leaves that one error describes; of further ones it gives the number."""
+
+NAMED_PROCESSES = 8
+"""Processes that an error lists."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +49,7 @@ class Snapshot:
         tied: arrays that share all bytes with an earlier one, by array index.
         extra: facts kept beside the bytes, by leaf index.
         nbytes: bytes of all arrays; tied ones count once.
+        shared: arrays that this process may hold only in part, by array index.
     """
 
     structure: Structure
@@ -57,6 +63,7 @@ class Snapshot:
     tied: dict[int, int] = field(default_factory=dict)
     extra: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     nbytes: int = 0
+    shared: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,6 +135,8 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
             snapshot.tied[number] = first
         else:
             snapshot.nbytes += source.spec.nbytes
+        if source.partial or source.partition is not None:
+            snapshot.shared.append(number)
         if source.extra:
             snapshot.extra[leaf] = source.extra
         snapshot.sources.append(source)
@@ -138,6 +147,36 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
     if refused:
         raise _of_all(refused)
     return snapshot
+
+
+def check_alone(snapshot: Snapshot) -> None:
+    """Check that one process can save the tree without others.
+
+    Raises:
+        UnsupportedLeafError: an array is divided among processes; names the path.
+        UsageError: a `ShardedArray` leaves gaps; names the path and the first gap.
+    """
+    for number in snapshot.shared:
+        source, path = snapshot.sources[number], snapshot.paths[snapshot.array_leaf[number]]
+        if source.partition is not None:
+            raise UnsupportedLeafError(
+                f"{path}: this array is on devices of other processes too (processes "
+                f"{_few(source.partition.processes)}); all of them must save it together: "
+                'initialise jax.distributed or torch.distributed, and do not pass "single" as '
+                "coordinator",
+                path=path,
+                expected="devices of this process",
+                found=source.partition.processes,
+            )
+        held = [shard.box for shard in source.shards or ()]
+        gap = tiling_fault(Box.whole(source.spec.shape), held)
+        raise UsageError(
+            f"{path}: the shards of this ShardedArray, {source.spec}, do not tile it: {gap}; "
+            "to be saved, every element must be in a shard",
+            path=path,
+            expected=source.spec.shape,
+            found=gap,
+        )
 
 
 def tree_nbytes(tree: Any) -> int:
@@ -191,3 +230,8 @@ def _of_all(refused: list[UnsupportedLeafError]) -> UnsupportedLeafError:
         shown.append(f"and {len(refused) - NAMED_LEAVES} more")
     text = f"{len(refused)} leaves cannot be saved:\n  " + "\n  ".join(shown)
     return UnsupportedLeafError(text, path=first.path, expected=first.expected, found=first.found)
+
+
+def _few(processes: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, processes[:NAMED_PROCESSES]))
+    return shown if len(processes) <= NAMED_PROCESSES else f"{shown}, …"

@@ -17,7 +17,6 @@ from typing import Any, Self, TypeVar
 
 from asyncckpt.adapters import AdapterSet
 from asyncckpt.arguments import (
-    check_alone,
     check_coordinator,
     check_keep,
     checked_globs,
@@ -38,7 +37,7 @@ from asyncckpt.runtime import Runtime
 from asyncckpt.save.plan_cache import LayoutCache, sizes_for
 from asyncckpt.save.save import Save, SaveState
 from asyncckpt.save.shared import SharedSave
-from asyncckpt.save.snapshot import SaveRequest, take_snapshot
+from asyncckpt.save.snapshot import SaveRequest, check_alone, take_snapshot
 from asyncckpt.session.in_flight import InFlight, skipped
 from asyncckpt.session.pending import PendingSave
 from asyncckpt.session.processes import Processes
@@ -89,7 +88,6 @@ class Session:
         self.restore_options = typed("restore_options", restore_options, RestoreOptions)
         check_keep(keep)
         check_coordinator(coordinator)
-        check_alone(coordinator)
         budget = self.save_options.host_memory_nbytes
         if budget is None and one_shot:
             budget = self.restore_options.host_memory_nbytes
@@ -190,10 +188,13 @@ class Session:
             self.saves.raise_unseen(options)
             if number is None and stall_first and not self.saves.admits(options, location):
                 return skipped(kind, engine, location, step)
+            snapshot = take_snapshot(tree)
+            if number is None:
+                check_alone(snapshot)
             request = SaveRequest(
                 name=name,
                 step=step,
-                snapshot=take_snapshot(tree),
+                snapshot=snapshot,
                 metadata=checked_metadata(metadata),
                 metrics=checked_metrics(metrics),
                 overwrite=overwrite,
