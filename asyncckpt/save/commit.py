@@ -113,7 +113,6 @@ class Commit:
         index = await run(
             encode_index,
             self._layout.catalog,
-            self._layout.plan,
             payload,
             path=path,
             save_id=bytes.fromhex(self._save_id),

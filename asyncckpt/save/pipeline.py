@@ -166,7 +166,7 @@ class Pipeline(ABC):
         finally:
             self._staging.release()
 
-    def _payload(self, inline: list[bytes]) -> Payload:
+    def _payload(self, inline: Sequence[bytes]) -> Payload:
         """Return places and checksums as they are now."""
         files = [*zip(self._plan.file_nbytes, self._checksums.file_crcs, strict=True)]
         if self._sink is not None:
@@ -174,7 +174,8 @@ class Pipeline(ABC):
         rows: list[tuple[str, int, int]] = []
         for file, (nbytes, crc) in enumerate(files):
             rows.append((self._files.path(file).removeprefix(f"{DATABASE}/"), nbytes, crc))
-        return Payload(self._extents, inline, rows)
+        # The rows of a process that saves alone are numbered as the chunks.
+        return Payload(self._extents, dict(zip(self._plan.inline, inline, strict=True)), rows)
 
     # -- stage
 
@@ -334,8 +335,8 @@ class ObjectPipeline(Pipeline):
         self._packer: ChunkPacker | None = None
         self._packing = 0  # windows that compressed chunks make, at most
         if plan.compressed:
-            rows = np.isin(plan.row_array, plan.compressed)
-            self._packing = max(1, -(-int(plan.row_payload[rows].sum()) // pool.slot_nbytes))
+            nbytes = int(plan.row_payload[list(plan.compressed)].sum())
+            self._packing = max(1, -(-nbytes // pool.slot_nbytes))
             self._packer = ChunkPacker(
                 len(plan.file_nbytes),
                 sizes.data_file_nbytes,
@@ -376,7 +377,7 @@ class ObjectPipeline(Pipeline):
         while True:
             renames = files.renames
             # Encoding uses the values up, and may have to be done again.
-            made = await self._work.commit.put_index(self._payload(list(self._inline)))
+            made = await self._work.commit.put_index(self._payload(self._inline))
             while files.renames == renames:
                 if all([task.done() for task in uploads]):
                     return made

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
+
 from asyncckpt.adapters.python import scalar_as_array
 from asyncckpt.errors import UsageError
 from asyncckpt.format.record import Piece, StoredSpec
@@ -238,7 +240,7 @@ def make_layout(
     orbax, notes = orbax_files(snapshot, plan, mirrors)
     return Layout(
         plan=plan,
-        catalog=make_catalog(plan),
+        catalog=make_catalog(arrays),
         specs=tuple(specs),
         spec_of=list(map(spec_of.__getitem__, arrays.part.tolist())),
         pieces=pieces,
@@ -250,7 +252,7 @@ def make_layout(
 
 def _check_packed(plan: SavePlan, snapshot: Snapshot, budget_nbytes: int) -> None:
     """Refuse shards that can only be cut into compressed chunks beyond the budget."""
-    for array in plan.compressed:
+    for array in np.unique(plan.row_array[list(plan.compressed)]).tolist():
         part = plan.arrays.of(array)
         nbytes = part.grid.chunk_size * part.spec.itemsize
         if nbytes > budget_nbytes:

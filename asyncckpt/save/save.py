@@ -16,8 +16,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.arguments import progress_notes
 from asyncckpt.checkpoint.metadata import RECORD
@@ -182,8 +180,7 @@ class Save:
         plan, cached = layout.plan, self._layouts.hits > hits
         state.total_nbytes = sum(plan.file_nbytes)
         if plan.compressed:
-            packed = np.isin(plan.row_array, plan.compressed)
-            state.total_nbytes += int(plan.row_payload[packed].sum())
+            state.total_nbytes += int(plan.row_payload[list(plan.compressed)].sum())
         budget = self._runtime.budget
         budget.peak = budget.in_use
         attempt = await store.begin(

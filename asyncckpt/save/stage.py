@@ -215,19 +215,16 @@ class Staging:
         starts: list[int] = []
         sizes: list[int] = []
         end = 0
-        for array in plan.compressed:
-            first = int(plan.first_row[array])
-            count = plan.arrays.of(array).grid.chunk_count
-            payloads = plan.row_payload[first : first + count].tolist()
-            for row, nbytes in enumerate(payloads, first):
-                start = -(-end // GROUPED_ALIGNMENT) * GROUPED_ALIGNMENT
-                if rows and start + nbytes > most:
-                    yield rows, starts, sizes
-                    rows, starts, sizes, start = [], [], [], 0
-                rows.append(row)
-                starts.append(start)
-                sizes.append(nbytes)
-                end = start + nbytes
+        payloads = plan.row_payload[list(plan.compressed)].tolist()
+        for row, nbytes in zip(plan.compressed, payloads, strict=True):
+            start = -(-end // GROUPED_ALIGNMENT) * GROUPED_ALIGNMENT
+            if rows and start + nbytes > most:
+                yield rows, starts, sizes
+                rows, starts, sizes, start = [], [], [], 0
+            rows.append(row)
+            starts.append(start)
+            sizes.append(nbytes)
+            end = start + nbytes
         if rows:
             yield rows, starts, sizes
 
@@ -279,8 +276,7 @@ class Staging:
         plan = self._plan
         most = self._window_pool.units if plan.windows else 0
         if plan.compressed:
-            rows = plan.first_row[list(plan.compressed)]
-            largest = int(plan.row_payload[rows].max())
+            largest = int(plan.row_payload[list(plan.compressed)].max())
             most = max(most, -(-largest // self._pool.slot_nbytes))
         return most
 
@@ -407,7 +403,7 @@ class Staging:
         plan = self._plan
         part = plan.arrays.of(array)
         grid = part.grid
-        index = row - int(plan.first_row[array])
+        index = int(plan.row_chunk[row]) - int(plan.arrays.first_chunk[array])
         cell = tuple(int(i) for i in np.unravel_index(index, grid.counts)) if grid.shape else ()
         gather(reader.read, part.spec, grid, cell, start, stop, out, offset=part.offset)
 
