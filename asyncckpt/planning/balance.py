@@ -56,20 +56,20 @@ def assign_writers(
     # Stable: within a class the chunks keep their order, and runs are contiguous in it.
     order = np.argsort(kind, kind="stable")
     edges = np.searchsorted(kind[order], np.arange(len(classes) + 1)).tolist()
-    done: list[tuple[frozenset[int], dict[int, int]]] = []
+    done: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
     for processes in sorted(classes, key=lambda members: (-len(members), members)):
         rows = order[edges[classes[processes]] : edges[classes[processes] + 1]]
         if not processes:
             raise ValueError(f"chunk {rows[0]} has no holder")
-        members = frozenset(processes)
-        loads = np.zeros(len(processes), np.int64)
+        members = np.array(processes, np.int64)
+        loads = np.zeros(len(members), np.int64)
         for others, written in done:
-            if len(others) > len(members) and members <= others:
-                loads += [written[process] for process in processes]
+            at = np.searchsorted(others, members).clip(max=len(others) - 1)
+            if len(others) > len(members) and (others[at] == members).all():
+                loads += written[at]
         turns = _assign(nbytes[rows], loads)
-        writers[rows] = np.array(processes, np.int64)[turns]
-        shares = _sums(turns, nbytes[rows], len(processes))
-        done.append((members, dict(zip(processes, shares.tolist(), strict=True))))
+        writers[rows] = members[turns]
+        done.append((members, _sums(turns, nbytes[rows], len(members))))
     return writers
 
 
@@ -87,8 +87,9 @@ def _assign(nbytes: npt.NDArray[np.int64], loads: npt.NDArray[np.int64]) -> npt.
     sizes = np.argsort(-nbytes, kind="stable")
     large = sizes[: int(np.count_nonzero(nbytes * (LARGE_SHARE * count) >= nbytes.sum()))]
     large = large[:LARGE_MAX]
-    least = [(load, process) for process, load in enumerate(loads.tolist())]
-    heapq.heapify(least)
+    # No more of the processes get one. Sorted: this is a heap.
+    first = np.argsort(loads, kind="stable")[: len(large)]
+    least = list(zip(loads[first].tolist(), first.tolist(), strict=True))
     chosen: list[int] = []
     for size in nbytes[large].tolist():
         load, process = least[0]

@@ -236,22 +236,19 @@ class Staging:
         half of it, or leave too little for the largest of what is staged, nothing is done.
         """
         plan = self._plan
-        leaf_of, inline = self._leaf_of, set(plan.inline)
-        owned = {
-            leaf_of[array]
-            for array in range(len(leaf_of))
-            if array not in inline and array not in plan.arrays.tied
-        }
+        inline = set(plan.arrays.inline.tolist())
+        held = {*np.unique(plan.row_array).tolist(), *(part.array for part in plan.parts)}
+        owned = {self._leaf_of[array] for array in held - inline}
         mutable = []
         held_nbytes = 0
         for leaf, source in enumerate(self._sources):
             if leaf not in owned:
                 continue
             if source.framework in IMMUTABLE_FRAMEWORKS:
-                held_nbytes += source.spec.nbytes
+                held_nbytes += _held_nbytes(source)
             else:
                 mutable.append(leaf)
-        nbytes = sum(self._sources[leaf].spec.nbytes for leaf in mutable)
+        nbytes = sum(_held_nbytes(self._sources[leaf]) for leaf in mutable)
         units = -(-nbytes // self._pool.slot_nbytes)
         budget = self._pool.budget
         # Slots that compressed chunks are packed into are kept for as long.
@@ -466,6 +463,14 @@ async def _emit_oldest(
     if not task.cancelled() and task.exception() is None:
         for item in part:
             emit(item)
+
+
+def _held_nbytes(source: Source) -> int:
+    """Return the bytes of a leaf that this process can read, replicas counted once."""
+    if source.shards is None:
+        return source.spec.nbytes
+    boxes = {shard.box for shard in source.shards}
+    return sum(box.size for box in boxes) * source.spec.itemsize
 
 
 def _copied(
