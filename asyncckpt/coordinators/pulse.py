@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 from asyncckpt.coordinators.beats import Beats
-
 from asyncckpt.flow.engine import Engine, Job, ended
 
 

@@ -26,9 +26,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-from asyncckpt.coordinators.handshake import Group
+from asyncckpt.coordinators.group import Group
 from asyncckpt.coordinators.messages import decode_error, encode_error
-
 from asyncckpt.coordinators.pulse import Pulse
 from asyncckpt.errors import (
     AsyncCheckpointError,

@@ -1,11 +1,24 @@
 """Balanced assignment of chunks to the processes that write them."""
 
+# Rule 1: every holder of a chunk comes to the same result, although it knows its own chunks only.
+#   The chunks of one set of holders are assigned at a time, larger sets first: what a set can
+#   level out is what its members write for the sets that include it, and these they all know.
+# Rule 2: large chunks go one by one to the process with the least to write; small ones follow in
+#   contiguous runs that level out what the large ones have left uneven.
+
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+
+LARGE_SHARE = 64
+"""Chunks of at least 1/64 of an equal share are large: runs of smaller ones level out to 2 %."""
+
+LARGE_MAX = 1 << 14
+"""Chunks that are assigned one by one, at most: about 10 ms."""
 
 
 def assign_writers(
@@ -15,8 +28,7 @@ def assign_writers(
 ) -> npt.NDArray[np.int64]:
     """Return the process that writes each chunk, one of its holders.
 
-    The chunks of one holder class, in their order, are split into one contiguous run per holder,
-    so that the bytes of each holder differ from an equal share by less than one chunk of the class.
+    A process writes at most an equal share of the chunks of one class, and one chunk more.
 
     Args:
         row_nbytes: size of each chunk in bytes.
@@ -29,31 +41,89 @@ def assign_writers(
     """
     nbytes = np.asarray(row_nbytes, np.int64)
     named = np.asarray(row_class, np.int64)
-    classes: dict[tuple[int, ...], int] = {}
-    merged = np.array(
-        [classes.setdefault(tuple(sorted(set(h))), len(classes)) for h in holders], np.int64
-    )
     writers = np.empty(len(nbytes), np.int64)
     if not len(nbytes):
         return writers
     if named.min() < 0 or named.max() >= len(holders):
         raise ValueError(f"row_class must index the {len(holders)} holder classes")
-    kind = merged[named]
+    used, place = np.unique(named, return_inverse=True)
+    classes: dict[tuple[int, ...], int] = {}
+    merged = [
+        classes.setdefault(tuple(sorted(set(holders[number]))), len(classes))
+        for number in used.tolist()
+    ]
+    kind = np.array(merged, np.int64)[place]
     # Stable: within a class the chunks keep their order, and runs are contiguous in it.
     order = np.argsort(kind, kind="stable")
-    edges = np.searchsorted(kind[order], np.arange(len(classes) + 1))
-    for processes, first, stop in zip(classes, edges, edges[1:], strict=False):
-        rows = order[first:stop]
-        if not len(rows):
-            continue
+    edges = np.searchsorted(kind[order], np.arange(len(classes) + 1)).tolist()
+    done: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
+    for processes in sorted(classes, key=lambda members: (-len(members), members)):
+        rows = order[edges[classes[processes]] : edges[classes[processes] + 1]]
         if not processes:
             raise ValueError(f"chunk {rows[0]} has no holder")
-        # Twice the middle of each chunk in the prefix sum: a chunk goes where its middle falls.
-        ends = np.cumsum(nbytes[rows])
-        middles = 2 * ends - nbytes[rows]
-        total = int(ends[-1])
-        count = len(processes)
-        shares = [-(-2 * total * i // count) for i in range(1, count)]
-        turns = np.searchsorted(np.array(shares, np.int64), middles, side="right")
-        writers[rows] = np.array(processes, np.int64)[turns]
+        members = np.array(processes, np.int64)
+        loads = np.zeros(len(members), np.int64)
+        for others, written in done:
+            at = np.searchsorted(others, members).clip(max=len(others) - 1)
+            if len(others) > len(members) and (others[at] == members).all():
+                loads += written[at]
+        turns = _assign(nbytes[rows], loads)
+        writers[rows] = members[turns]
+        done.append((members, _sums(turns, nbytes[rows], len(members))))
     return writers
+
+
+def _assign(nbytes: npt.NDArray[np.int64], loads: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return which of several processes writes each chunk.
+
+    Args:
+        nbytes: sizes of the chunks.
+        loads: what each process writes already.
+    """
+    count = len(loads)
+    turns = np.zeros(len(nbytes), np.int64)
+    if count == 1:
+        return turns
+    sizes = np.argsort(-nbytes, kind="stable")
+    large = sizes[: int(np.count_nonzero(nbytes * (LARGE_SHARE * count) >= nbytes.sum()))]
+    large = large[:LARGE_MAX]
+    # No more of the processes get one. Sorted: this is a heap.
+    first = np.argsort(loads, kind="stable")[: len(large)]
+    least = list(zip(loads[first].tolist(), first.tolist(), strict=True))
+    chosen: list[int] = []
+    for size in nbytes[large].tolist():
+        load, process = least[0]
+        chosen.append(process)
+        heapq.heapreplace(least, (load + size, process))
+    turns[large] = chosen
+    small = np.ones(len(nbytes), bool)
+    small[large] = False
+    rest = np.flatnonzero(small)
+    if not len(rest):
+        return turns
+    loads = loads + _sums(turns[large], nbytes[large], count)
+    ends = np.cumsum(nbytes[rest])
+    # A chunk goes where its middle falls, in halves of bytes.
+    limits = np.cumsum(2 * _room(loads, int(ends[-1])))
+    found = np.searchsorted(limits, 2 * ends - nbytes[rest], side="right")
+    last = int(np.searchsorted(limits, limits[-1]))
+    turns[rest] = np.minimum(found, last)
+    return turns
+
+
+def _sums(
+    turns: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], count: int
+) -> npt.NDArray[np.int64]:
+    sums = np.zeros(count, np.int64)
+    np.add.at(sums, turns, nbytes)  # exact, unlike weights of bincount
+    return sums
+
+
+def _room(loads: npt.NDArray[np.int64], nbytes: int) -> npt.NDArray[np.int64]:
+    """Return how many of so many bytes each process gets for all to reach one level."""
+    order = np.sort(loads)
+    # With the k least loaded ones filled up, the level is at most that of the next.
+    levels = (nbytes + np.cumsum(order)) // np.arange(1, len(loads) + 1)
+    reached = np.flatnonzero(np.append(levels[:-1] <= order[1:], True))
+    room: npt.NDArray[np.int64] = np.maximum(levels[reached[0]] - loads, 0)
+    return room

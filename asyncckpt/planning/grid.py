@@ -11,6 +11,7 @@ zarr stores the cells on the far edge full size, and every chunk costs an index 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from asyncckpt.errors import UsageError
 from asyncckpt.options import KIB, MIB
 from asyncckpt.planning.table import Column
 from asyncckpt.planning.tiling import tiling_fault
-from asyncckpt.spec import ArraySpec, Box, ChunkGrid, Shard
+from asyncckpt.spec import ArraySpec, Box, ChunkGrid, Partition, Shard
 
 PADDED_NBYTES = 1 * MIB
 """Arrays up to this size may be padded at will; larger ones by 1/50 of their elements."""
@@ -153,9 +154,28 @@ WHOLE_NBYTES = 64 * KIB
 """Sharded leaves up to this size are one chunk: their shards travel in the entries."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Cuts:
+    """How the shards cut a leaf.
+
+    Attributes:
+        starts: per axis where the cells of their finest common grid begin; a range where the
+            cells are equal but for a shorter last one.
+        count: number of distinct shards.
+        boxes: the shards, made on demand: there may be very many.
+    """
+
+    starts: tuple[Sequence[int], ...]
+    count: int
+    boxes: Callable[[], Sequence[Box]]
+
+
+_UNCUT = _Cuts((), 1, list)
+
+
 def choose_grid(
     spec: ArraySpec,
-    shards: tuple[Shard, ...] | None,
+    division: tuple[Shard, ...] | Partition | None,
     *,
     chunk_nbytes: int,
     chunk_shape: tuple[int, ...] | None = None,
@@ -163,10 +183,14 @@ def choose_grid(
 ) -> tuple[tuple[tuple[int, ...], ChunkGrid], ...]:
     """Return the arrays that store one leaf, as (offset in the leaf, grid); usually just one.
 
+    A partition and the list of all its cells give the same arrays; the partition does so at the
+    cost of its cuts, however many cells these make.
+
     Args:
         spec: the leaf.
-        shards: all shards of the leaf, over all processes; equal and empty boxes are ignored,
-            the others tile it. None stands for one that covers the leaf.
+        division: all shards of the leaf, over all processes; equal and empty boxes are ignored,
+            the others tile it. Or the partition that they make, or None for one that covers the
+            leaf.
         chunk_nbytes: target size of a chunk in bytes.
         chunk_shape: exact chunk shape in elements; wins over `chunk_nbytes`.
         regular: one array, or an error.
@@ -175,12 +199,14 @@ def choose_grid(
         UsageError: `chunk_shape` has another rank, an entry that is not positive, or cuts chunks
             that no process holds whole; `chunk_nbytes` is not positive; or `regular`, and the
             finest grid that follows the shards has too many chunks.
-        ValueError: the shards do not tile the leaf.
+        ValueError: the shards do not tile the leaf, or the partition does not fit it.
     """
-    boxes = [] if shards is None else distinct_boxes(spec, shards)
+    cuts = _cuts_of(spec, division)
     origin = (0,) * len(spec.shape)
     if chunk_shape is not None:
-        _check_chunk_shape(spec, chunk_shape, boxes, shards)
+        _check_chunk_shape(spec, chunk_shape)
+        if cuts.count > 1 and spec.nbytes > WHOLE_NBYTES and not _held_whole(division):
+            _check_cuts(spec, chunk_shape, cuts)
         return ((origin, ChunkGrid(spec.shape, chunk_shape)),)
     if chunk_nbytes < 1:
         raise UsageError(
@@ -188,14 +214,14 @@ def choose_grid(
         )
     filled = tuple([n or 1 for n in spec.shape]) if 0 in spec.shape else spec.shape
     strict = spec.nbytes > PADDED_NBYTES
-    if len(boxes) > 1 and spec.nbytes <= WHOLE_NBYTES:
+    if cuts.count > 1 and spec.nbytes <= WHOLE_NBYTES:
         return ((origin, ChunkGrid(spec.shape, filled)),)
-    if len(boxes) <= 1:
+    if cuts.count <= 1:
         if math.prod(filled) * spec.itemsize <= chunk_nbytes:
             return ((origin, ChunkGrid(spec.shape, filled)),)
         limits = Limits(filled, spec.itemsize, chunk_nbytes, 1, strict)
         return ((origin, ChunkGrid(spec.shape, cut_freely(limits))),)
-    return follow_shards(spec, boxes, chunk_nbytes, strict, regular=regular)
+    return _follow_cuts(spec, cuts, chunk_nbytes, strict, regular=regular)
 
 
 def contiguous_runs(
@@ -256,12 +282,53 @@ def runs_within(
     return np.where(inside & in_box & in_chunk, offset, -1), nbytes
 
 
-def _check_chunk_shape(
-    spec: ArraySpec,
-    chunk_shape: tuple[int, ...],
-    boxes: Sequence[Box],
-    shards: tuple[Shard, ...] | None,
-) -> None:
+def cell_starts(shape: tuple[int, ...], partition: Partition) -> tuple[Sequence[int], ...]:
+    """Return per axis where the cells of a partition begin; a range where the cells are equal.
+
+    Raises:
+        ValueError: the partition does not fit the shape.
+    """
+    if len(partition.cuts) != len(shape):
+        raise ValueError(f"the cuts {partition.cuts} do not fit shape {shape}")
+    starts: list[Sequence[int]] = []
+    for n, cut in zip(shape, partition.cuts, strict=True):
+        if isinstance(cut, int):
+            if cut < 1 < n:
+                raise ValueError(f"cells of length {cut} in shape {shape}")
+            starts.append(range(0, n, max(1, cut)))
+            continue
+        if any(b <= a for a, b in itertools.pairwise((0, *cut, n))):
+            raise ValueError(f"the cuts {cut} are not positions between 0 and {n}, in order")
+        starts.append((0, *cut))
+    return tuple(starts)
+
+
+def _cuts_of(spec: ArraySpec, division: tuple[Shard, ...] | Partition | None) -> _Cuts:
+    if division is None:
+        return _UNCUT
+    if isinstance(division, Partition):
+        cells = cell_starts(spec.shape, division)
+        return _Cuts(cells, math.prod(map(len, cells)), lambda: _cells(spec.shape, cells))
+    boxes = distinct_boxes(spec, division)
+    starts = [
+        sorted({0, *(b.offset[i] for b in boxes), *(b.stop[i] for b in boxes)} - {n})
+        for i, n in enumerate(spec.shape)
+    ]
+    return _Cuts(tuple(starts), len(boxes), lambda: boxes)
+
+
+def _cells(shape: tuple[int, ...], starts: Sequence[Sequence[int]]) -> list[Box]:
+    axes = [
+        [(a, b - a) for a, b in itertools.pairwise((*at, n))]
+        for at, n in zip(starts, shape, strict=True)
+    ]
+    return [
+        Box(tuple([o for o, _ in cell]), tuple([n for _, n in cell]))
+        for cell in itertools.product(*axes)
+    ]
+
+
+def _check_chunk_shape(spec: ArraySpec, chunk_shape: tuple[int, ...]) -> None:
     if len(chunk_shape) != len(spec.shape):
         raise UsageError(
             f"chunk_shape={chunk_shape} has rank {len(chunk_shape)}, but {spec} has rank "
@@ -275,18 +342,24 @@ def _check_chunk_shape(
             expected="positive lengths",
             found=chunk_shape,
         )
-    if shards is None or len(boxes) < 2 or spec.nbytes <= WHOLE_NBYTES:
-        return
-    if set.intersection(*(set(s.holders) for s in shards if s.box.size)):
-        return
-    for axis, (n, c) in enumerate(zip(spec.shape, chunk_shape, strict=True)):
-        edges = {b.offset[axis] for b in boxes} | {b.stop[axis] for b in boxes} - {n}
-        if any(edge % c for edge in edges):
+
+
+def _held_whole(division: tuple[Shard, ...] | Partition | None) -> bool:
+    """Return whether a process is known to hold all shards."""
+    # Of a partition each process knows its own cells only, and all must come to one answer.
+    return isinstance(division, tuple) and bool(
+        set.intersection(*(set(s.holders) for s in division if s.box.size))
+    )
+
+
+def _check_cuts(spec: ArraySpec, chunk_shape: tuple[int, ...], cuts: _Cuts) -> None:
+    for axis, (starts, c) in enumerate(zip(cuts.starts, chunk_shape, strict=True)):
+        if any(start % c for start in starts[1 : 2 if isinstance(starts, range) else None]):
             raise UsageError(
                 f"chunk_shape={chunk_shape} for {spec}: along axis {axis} the shards end at "
-                f"{sorted(edges - {0})}, so chunks of {c} would be held in parts by two processes; "
+                f"{list(starts[1:])}, so chunks of {c} would be held in parts by two processes; "
                 "pass a length that divides these, or leave chunk_shape out",
-                expected=sorted(edges - {0}),
+                expected=list(starts[1:]),
                 found=c,
             )
 
@@ -300,39 +373,32 @@ def distinct_boxes(spec: ArraySpec, shards: tuple[Shard, ...]) -> list[Box]:
     return boxes
 
 
-def follow_shards(
-    spec: ArraySpec, boxes: Sequence[Box], target: int, strict: bool, *, regular: bool = False
+def _follow_cuts(
+    spec: ArraySpec, cuts: _Cuts, target: int, strict: bool, *, regular: bool = False
 ) -> tuple[tuple[tuple[int, ...], ChunkGrid], ...]:
-    """Choose grids without a chunk across the edge of a box: one if possible, else pieces.
+    """Choose grids without a chunk across the edge of a shard: one if possible, else pieces.
 
     Raises:
         UsageError: `regular`, and one grid does not keep the limits.
     """
-    cuts = [
-        sorted({0, n, *(b.offset[i] for b in boxes), *(b.stop[i] for b in boxes)})
-        for i, n in enumerate(spec.shape)
-    ]
-    whole = [
-        [(0, n, math.gcd(*edges[1:-1]) or n)] for n, edges in zip(spec.shape, cuts, strict=True)
-    ]
+    axes = list(zip(cuts.starts, spec.shape, strict=True))
+    whole = [[(0, n, _common_cell(starts, n))] for starts, n in axes]
     attempts = [whole]
-    if not regular and math.prod(len(edges) - 1 for edges in cuts) <= CHUNKS_PER_TARGET * len(
-        boxes
-    ):
-        attempts.append([_segments(edges, short=True) for edges in cuts])
-        attempts.append([_segments(edges, short=False) for edges in cuts])
-    total = Limits(spec.shape, spec.itemsize, target, len(boxes), strict)
-    for axes in attempts:
-        pieces = _cut_cells(total, axes)
+    if not regular and math.prod(map(len, cuts.starts)) <= CHUNKS_PER_TARGET * cuts.count:
+        attempts.append([_segments(starts, n, short=True) for starts, n in axes])
+        attempts.append([_segments(starts, n, short=False) for starts, n in axes])
+    total = Limits(spec.shape, spec.itemsize, target, cuts.count, strict)
+    for segments in attempts:
+        pieces = _cut_cells(total, segments)
         if pieces is not None:
             return pieces
     if regular:
         cells = math.prod(-(-n // cell) for ((_, n, cell),) in whole)
         raise UsageError(
-            f"the finest chunk grid that follows the {len(boxes)} shards of {spec} has {cells} "
+            f"the finest chunk grid that follows the {cuts.count} shards of {spec} has {cells} "
             f'chunks, and layout="regular" allows {CHUNKS_PER_TARGET} per shard and 2 % of '
             'padding; shard it evenly, or use layout="auto", which stores it in pieces',
-            expected=CHUNKS_PER_TARGET * len(boxes),
+            expected=CHUNKS_PER_TARGET * cuts.count,
             found=cells,
         )
     return tuple(
@@ -340,8 +406,15 @@ def follow_shards(
             box.offset,
             ChunkGrid(box.shape, cut_freely(Limits(box.shape, spec.itemsize, target, 1, strict))),
         )
-        for box in boxes
+        for box in cuts.boxes()
     )
+
+
+def _common_cell(starts: Sequence[int], n: int) -> int:
+    """Return the longest cell of a regular grid with an edge at every start."""
+    if isinstance(starts, range):
+        return min(starts.step, n)
+    return math.gcd(*starts[1:]) or n
 
 
 def _cut_cells(
@@ -382,11 +455,23 @@ def _dense_cell(shape: tuple[int, ...], cell: tuple[int, ...]) -> tuple[int, ...
     )
 
 
-def _segments(edges: Sequence[int], *, short: bool) -> list[tuple[int, int, int]]:
+def _segments(starts: Sequence[int], n: int, *, short: bool) -> list[tuple[int, int, int]]:
     """Return maximal runs (offset, length, cell) of equal intervals.
 
     With `short`, a shorter interval may end a run.
+
+    Args:
+        starts: where the intervals begin.
+        n: where the last one ends.
+        short: see above.
     """
+    if isinstance(starts, range):
+        cell = min(starts.step, n)
+        even = n - n % cell
+        return (
+            [(0, n, cell)] if short or even == n else [(0, even, cell), (even, n % cell, n % cell)]
+        )
+    edges = (*starts, n)
     segments = []
     i = 0
     while i + 1 < len(edges):

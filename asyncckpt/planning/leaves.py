@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
+import numpy.typing as npt
 
 from asyncckpt.errors import UsageError
 from asyncckpt.options import MAX_PIECES
 from asyncckpt.planning.grid import choose_grid
+from asyncckpt.planning.holders import Holders
+from asyncckpt.planning.pack import TRAILER_NBYTES
 from asyncckpt.planning.table import Column
-from asyncckpt.spec import ArraySpec, ChunkGrid, Shard
+from asyncckpt.spec import ArraySpec, ChunkGrid, Partition, Shard
 
 PIECE_MARK = "%~"
 """Between the name of a leaf and the number of its piece. Names have `%` only before two
@@ -32,7 +35,10 @@ class LeafLayout:
         zstd_level: compression level; None stores the chunks as they are.
         tied_to: index of an earlier leaf with the same spec whose bytes this one shares; that
             leaf's layout holds for both.
-        shards: all shards of the leaf; None for one that covers it.
+        shards: all shards of the leaf over all processes; None for one that covers it.
+        partition: how all processes divide the leaf: `shards` are then those that this process
+            holds, of which there may be none.
+        holders: the processes that hold a leaf without shards; None for all.
     """
 
     name: str
@@ -42,10 +48,8 @@ class LeafLayout:
     zstd_level: int | None = None
     tied_to: int | None = None
     shards: tuple[Shard, ...] | None = None
-
-
-Key = tuple[tuple[int, ...], str, int, tuple[int, ...] | None, int | None, tuple[Shard, ...] | None]
-"""Shape, dtype, target size of a chunk, chunk shape, zstd level and shards of a leaf."""
+    partition: Partition | None = None
+    holders: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +60,26 @@ class Part:
         spec: shape and dtype of the array.
         grid: its chunk grid.
         offset: where it begins in its leaf.
-        zstd_level: compression level, or None.
-        shards: all shards of the leaf; None for one that covers it.
+        layout: the first leaf of that layout.
     """
 
     spec: ArraySpec
     grid: ChunkGrid
     offset: tuple[int, ...]
-    zstd_level: int | None
-    shards: tuple[Shard, ...] | None
+    layout: LeafLayout
+
+    @property
+    def zstd_level(self) -> int | None:
+        """Compression level, or None."""
+        return self.layout.zstd_level
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrays:
     """The arrays of a save, in leaf order, the pieces of a leaf by their offsets.
+
+    They are equal in all processes that save together, but for the shards in `layouts`. Chunks are
+    numbered over all arrays in their order, each array's in C order.
 
     Attributes:
         names: name per array: that of its leaf, with a number behind it for pieces.
@@ -79,8 +89,15 @@ class Arrays:
         pieces: the arrays of each leaf that is stored as several.
         tied: per array that shares all bytes with an earlier one, that array.
         tied_leaves: the same per leaf.
-        layouts: the distinct layouts of leaves.
+        layouts: the first leaf of every distinct layout.
         kind: index into `layouts` per leaf.
+        first_chunk: number of the first chunk per array; a tied array has that of the one it
+            shares.
+        chunk_count: number of chunks in all.
+        inline: arrays whose only chunk stands in the B+tree; tied ones are left out.
+        part_chunks: chunks of each of `parts`.
+        part_payload: bytes of the payload of each of its chunks, before compression.
+        part_is_compressed: whether they are compressed.
     """
 
     names: tuple[str, ...]
@@ -90,49 +107,65 @@ class Arrays:
     pieces: Mapping[int, range]
     tied: Mapping[int, int]
     tied_leaves: Mapping[int, int]
-    layouts: Sequence[Key]
+    layouts: Sequence[LeafLayout]
     kind: Column
+    first_chunk: Column
+    chunk_count: int
+    inline: Column
+    part_chunks: Column
+    part_payload: Column
+    part_is_compressed: npt.NDArray[np.bool_]
 
     def of(self, array: int) -> Part:
         """Return shape, grid and offset of an array."""
         return self.parts[int(self.part[array])]
 
 
-def plan_arrays(leaves: Sequence[LeafLayout], *, regular: bool) -> Arrays:
+def plan_arrays(
+    leaves: Sequence[LeafLayout], *, regular: bool, inline_nbytes: int, holders: Holders
+) -> Arrays:
     """Return the arrays that store these leaves.
 
     Args:
         leaves: the array leaves in tree order.
         regular: every leaf is one array.
+        inline_nbytes: largest payload with trailer that stands in the B+tree.
+        holders: numbers the sets of processes.
 
     Raises:
         UsageError: as `plan_save`.
         ValueError: `tied_to` is inconsistent.
     """
     tied_leaves: dict[int, int] = {}
-    layouts: dict[Key, int] = {}
-    parts_of: list[list[Part]] = []  # one computation per layout, however many leaves have it
+    distinct = _Layouts(regular, holders)
+    known = distinct.numbers
     kinds = [0] * len(leaves)
-    names = list(map(attrgetter("name"), leaves))
     for number, leaf in enumerate(leaves):
         if leaf.tied_to is not None:
             _check_tie(leaves, number, leaf.tied_to)
             tied_leaves[number] = tied_leaves.get(leaf.tied_to, leaf.tied_to)
             kinds[number] = kinds[tied_leaves[number]]
             continue
-        spec, sizes = leaf.spec, (leaf.chunk_nbytes, leaf.chunk_shape, leaf.zstd_level)
-        key: Key = (spec.shape, spec.dtype, *sizes, leaf.shards)
-        kind = layouts.get(key)
-        if kind is None:
-            kind = layouts[key] = len(parts_of)
-            parts_of.append(_parts(leaf, regular))
-        kinds[number] = kind
+        spec = leaf.spec
+        whole = leaf.shards is None and leaf.partition is None and leaf.holders is None
+        division = None if whole else distinct.division(leaf)
+        key = (
+            spec.shape,
+            spec.dtype,
+            leaf.chunk_nbytes,
+            leaf.chunk_shape,
+            leaf.zstd_level,
+            division,
+        )
+        kind = known.get(key)
+        kinds[number] = distinct.add(key, leaf) if kind is None else kind
     kind_of = np.array(kinds, np.int64)
-    count_of = np.array(list(map(len, parts_of)), np.int64)
+    count_of = np.array(list(map(len, distinct.parts)), np.int64)
     base_of = np.cumsum(count_of) - count_of
     counts = count_of[kind_of]
     first = np.cumsum(counts) - counts
     owner = np.repeat(np.arange(len(leaves)), counts)
+    names = list(map(attrgetter("name"), leaves))
     pieces: dict[int, range] = {}
     if len(owner) > len(leaves):
         names = [names[i] for i in owner.tolist()]
@@ -146,17 +179,78 @@ def plan_arrays(leaves: Sequence[LeafLayout], *, regular: bool) -> Arrays:
     for i, other in tied_leaves.items():
         for number in range(counts[i]):
             tied[int(first[i]) + number] = int(first[other]) + number
+    parts = list(itertools.chain.from_iterable(distinct.parts))
+    part = base_of[kind_of][owner] + np.arange(len(owner)) - first[owner]
+    facts: list[tuple[int, int, bool]] = []
+    for p in parts:
+        payload_nbytes = p.grid.chunk_size * p.spec.itemsize
+        facts.append((p.grid.chunk_count, payload_nbytes, p.layout.zstd_level is not None))
+    chunks_of, payload_of, zstd_of = np.array(facts, np.int64).reshape(-1, 3).T
+    small_of = (zstd_of == 0) & (payload_of + TRAILER_NBYTES <= inline_nbytes)
+    chunks = chunks_of[part]
+    chunks[list(tied)] = 0
+    first_chunk = np.cumsum(chunks) - chunks
+    first_chunk[list(tied)] = first_chunk[list(tied.values())]
     return Arrays(
         names=tuple(names),
-        parts=list(itertools.chain.from_iterable(parts_of)),
-        part=base_of[kind_of][owner] + np.arange(len(owner)) - first[owner],
+        parts=parts,
+        part=part,
         leaf=owner,
         pieces=pieces,
         tied=tied,
         tied_leaves=tied_leaves,
-        layouts=list(layouts),
+        layouts=distinct.layouts,
         kind=kind_of,
+        first_chunk=first_chunk,
+        chunk_count=int(chunks.sum()),
+        inline=np.flatnonzero((chunks == 1) & small_of[part]),
+        part_chunks=chunks_of,
+        part_payload=payload_of,
+        part_is_compressed=zstd_of > 0,
     )
+
+
+class _Layouts:
+    """The distinct layouts of leaves: one computation each, however many leaves have it.
+
+    Attributes:
+        layouts: the first leaf of each.
+        parts: the arrays of each.
+        numbers: number of each by its key: shape, dtype, options and division.
+    """
+
+    def __init__(self, regular: bool, holders: Holders) -> None:
+        self.layouts: list[LeafLayout] = []
+        self.parts: list[list[Part]] = []
+        self.numbers: dict[Hashable, int] = {}
+        self._regular = regular
+        self._holders = holders
+        self._divisions: dict[Hashable, int] = {}
+        self._seen: dict[int, tuple[object, int]] = {}
+
+    def add(self, key: Hashable, leaf: LeafLayout) -> int:
+        """Return the number of a new layout."""
+        number = self.numbers[key] = len(self.layouts)
+        self.layouts.append(leaf)
+        self.parts.append(_parts(leaf, self._regular))
+        return number
+
+    def division(self, leaf: LeafLayout) -> Hashable:
+        """Return what tells apart how processes divide or hold the leaf."""
+        if leaf.shards is None and leaf.partition is None:
+            return self._holders.number(leaf.holders)
+        return self._shards(leaf.shards), leaf.partition
+
+    def _shards(self, shards: tuple[Shard, ...] | None) -> int:
+        """Return one number for equal lists of shards, looking only once into each list."""
+        seen = self._seen.get(id(shards))
+        if seen is not None:
+            return seen[1]
+        number_of = self._holders.number
+        key = tuple([(s.box.offset, s.box.shape, number_of(s.holders)) for s in shards or ()])
+        number = self._divisions.setdefault(key, len(self._divisions))
+        self._seen[id(shards)] = shards, number
+        return number
 
 
 def _check_tie(leaves: Sequence[LeafLayout], number: int, other: int) -> None:
@@ -182,7 +276,7 @@ def _parts(leaf: LeafLayout, regular: bool) -> list[Part]:
     try:
         arrays = choose_grid(
             leaf.spec,
-            leaf.shards,
+            leaf.shards if leaf.partition is None else leaf.partition,
             chunk_nbytes=leaf.chunk_nbytes,
             chunk_shape=leaf.chunk_shape,
             regular=regular,
@@ -206,5 +300,5 @@ def _parts(leaf: LeafLayout, regular: bool) -> list[Part]:
     parts: list[Part] = []
     for offset, grid in arrays:
         spec = ArraySpec(grid.shape, leaf.spec.dtype)
-        parts.append(Part(spec, grid, offset, leaf.zstd_level, leaf.shards))
+        parts.append(Part(spec, grid, offset, leaf))
     return parts

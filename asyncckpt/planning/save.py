@@ -10,24 +10,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from asyncckpt.planning.balance import assign_writers
 from asyncckpt.planning.digest import plan_digest
+from asyncckpt.planning.held import NOTHING, HeldBox, held_chunks
+from asyncckpt.planning.holders import Holders
 from asyncckpt.planning.leaves import Arrays, LeafLayout, plan_arrays
-from asyncckpt.planning.pack import (
-    TRAILER_NBYTES,
-    ChunkSources,
-    Piece,
-    Window,
-    chunk_sources,
-    cut_windows,
-    pack,
-)
+from asyncckpt.planning.pack import Piece, Window, cut_windows, pack
 from asyncckpt.planning.table import Column
 from asyncckpt.planning.waves import even_data_files
 
-__all__ = ["PLANNER_VERSION", "LeafLayout", "Piece", "SavePlan", "Window", "plan_save"]
+__all__ = [
+    "PLANNER_VERSION",
+    "HeldBox",
+    "LeafLayout",
+    "Piece",
+    "SavePlan",
+    "Window",
+    "plan_save",
+]
 
 PLANNER_VERSION = 2
 """Part of the digest: to be raised by every change that gives another plan for the same input."""
@@ -38,32 +43,44 @@ SMALL_ALIGNMENT_NBYTES = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavePlan:
-    """Every array and every chunk of a save, and its place.
+    """The arrays of a save, and the chunks of them that one process holds.
 
-    A row is a chunk; rows are in the order of arrays, then C order.
+    A row is a chunk that the process holds; rows are in the order of arrays, then C order. Those
+    that another holder writes are there to be compared with. One process alone holds all chunks,
+    and its rows are numbered as the chunks are.
 
     Attributes:
-        arrays: the arrays.
+        arrays: the arrays, equal in all processes.
         first_row: first row per array; a tied array has the rows of the one it shares.
-        row_array: array that owns the row; `row - first_row` counts the cells of its grid.
+        row_array: array that owns the row.
+        row_chunk: number of the chunk among those of all arrays and processes;
+            `row_chunk - arrays.first_chunk` counts the cells of the array's grid.
+        row_writer: process that writes the chunk.
+        row_shared: whether other processes hold the chunk too.
         row_payload: bytes of the stored payload, padding included, without trailer; for compressed
             rows the size before compression.
         row_source: byte offset of the chunk in the C-order memory of a shard if it is one run of
             bytes there and the beginning of its payload, else -1.
-        row_shard: that shard of the leaf; 0 for leaves without.
+        row_shard: that shard of the leaf, counting those of the process; 0 for leaves without.
         row_data: bytes of the chunk inside the array: the length of that run.
-        row_file: planned data file; -1 for inline and compressed rows.
+        row_file: planned data file; -1 for inline and compressed rows and those of other writers.
         row_offset: offset of the payload in it; -1 likewise.
-        inline: arrays whose only chunk stands in the B+tree.
-        compressed: arrays whose chunks are appended when their size is known, in this order.
+        inline: arrays whose only chunk stands in the B+tree, written by this process.
+        compressed: rows that are appended when their size is known, in this order.
+        parts: boxes of small sharded leaves whose only chunk no process holds whole; the writer
+            of each sends it, and process 0 makes the chunk, unless a row of another process has it.
         file_nbytes: lengths of the planned data files.
         windows: the planned files, cut into slots, by file and offset.
-        digest: SHA-256 (hex) of everything the plan depends on.
+        digest: SHA-256 (hex) of everything the plan depends on; of several processes, without the
+            sizes of files and windows.
     """
 
     arrays: Arrays
     first_row: Column
     row_array: Column
+    row_chunk: Column
+    row_writer: Column
+    row_shared: npt.NDArray[np.bool_]
     row_payload: Column
     row_source: Column
     row_shard: Column
@@ -72,6 +89,7 @@ class SavePlan:
     row_offset: Column
     inline: tuple[int, ...]
     compressed: tuple[int, ...]
+    parts: tuple[HeldBox, ...]
     file_nbytes: tuple[int, ...]
     windows: tuple[Window, ...]
     digest: str
@@ -87,11 +105,16 @@ def plan_save(
     inline_nbytes: int,
     regular: bool = False,
     even_streams: int | None = None,
+    process: int = 0,
+    process_count: int = 1,
 ) -> SavePlan:
-    """Plan a save; equal arguments give equal plans in every process.
+    """Plan what one process does for a save.
+
+    Equal arguments give equal plans. The processes of one save pass equal leaves, but for the
+    shards of leaves with a partition; their plans have equal arrays, and each chunk one writer.
 
     Args:
-        leaves: the array leaves in tree order.
+        leaves: the array leaves of all processes in tree order.
         data_file_nbytes: target size of a data file.
         slot_nbytes: size of a window; a multiple of `page_nbytes`, at least two.
         page_nbytes: alignment of large chunks; a multiple of 8.
@@ -99,42 +122,28 @@ def plan_save(
         inline_nbytes: largest payload with trailer that stands in the B+tree.
         regular: every leaf is one array.
         even_streams: data files may be smaller, so that so many uploads end at the same time.
+        process: the process that the plan is for.
+        process_count: number of processes that save together. One alone holds every shard.
 
     Raises:
         UsageError: two arrays have one name, a chunk shape does not fit its leaf, or the shards of
             a leaf would take too many pieces, or with `regular` too many chunks; names the leaf.
-        ValueError: sizes or `tied_to` are inconsistent.
+        ValueError: sizes, shards or `tied_to` are inconsistent.
     """
     if page_nbytes % SMALL_ALIGNMENT_NBYTES or page_nbytes < 1:
         raise ValueError(f"page_nbytes={page_nbytes} is not a positive multiple of 8")
     if slot_nbytes % page_nbytes or slot_nbytes < 2 * page_nbytes:
         raise ValueError(f"slot_nbytes={slot_nbytes} is not two pages of {page_nbytes} or more")
-    arrays = plan_arrays(leaves, regular=regular)
-    part, parts, tied = arrays.part, arrays.parts, arrays.tied
-    sources_of = chunk_sources(parts)
-    facts: list[tuple[int, int, bool]] = []
-    for p in parts:
-        payload_nbytes = p.grid.chunk_size * p.spec.itemsize
-        facts.append((payload_nbytes, p.grid.chunk_count, p.zstd_level is not None))
-    payload_of, count_of, zstd_of = np.array(facts, np.int64).reshape(-1, 3).T
-    base_of = np.cumsum(count_of) - count_of
-    owner = np.ones(len(part), bool)
-    owner[list(tied)] = False
-
-    counts = np.where(owner, count_of[part], 0)
-    first_row = np.cumsum(counts) - counts
-    row_array = np.repeat(np.arange(len(part)), counts)
-    row_part = part[row_array]
-    row_run = base_of[row_part] + np.arange(len(row_array)) - first_row[row_array]
-    row_payload = payload_of[row_part]
-    first_row[list(tied)] = first_row[list(tied.values())]
-    none = ChunkSources(*np.zeros((3, 0), np.int64))
-    row_source, row_shard, row_data = np.hstack([none, *sources_of])[:, row_run]
-
-    compressed = (zstd_of[part] > 0) & (counts > 0)
-    inline = (counts == 1) & ~compressed & (payload_of[part] + TRAILER_NBYTES <= inline_nbytes)
-    planned = np.flatnonzero(~(inline | compressed)[row_array])
-    payloads = row_payload[planned]
+    holders = Holders(process, process_count)
+    arrays = plan_arrays(leaves, regular=regular, inline_nbytes=inline_nbytes, holders=holders)
+    rows, boxes = _rows(arrays, holders)
+    mine = np.ones(len(rows.array), bool) if process_count == 1 else rows.writer == process
+    compressed = rows.is_compressed & mine
+    is_inline = np.zeros(len(arrays.part), bool)
+    is_inline[arrays.inline] = True
+    inline = is_inline[rows.array] & mine
+    planned = np.flatnonzero(mine & ~(inline | compressed))
+    payloads = rows.payload[planned]
     large = payloads >= aligned_chunk_nbytes
     sizes = payloads.tolist()
     alignments = np.where(large, page_nbytes, SMALL_ALIGNMENT_NBYTES).tolist()
@@ -143,33 +152,93 @@ def plan_save(
             sizes, alignments, data_file_nbytes, slot_nbytes, even_streams
         )
     offsets, file_nbytes, turns = pack(sizes, alignments, data_file_nbytes, slot_nbytes)
-    row_file = np.full(len(row_array), -1, np.int64)
+    row_file = np.full(len(rows.array), -1, np.int64)
     row_offset = row_file.copy()
     row_file[planned] = np.repeat(np.arange(len(file_nbytes)), np.diff([*turns, len(planned)]))
     row_offset[planned] = offsets
     options = [data_file_nbytes, slot_nbytes, page_nbytes, aligned_chunk_nbytes, inline_nbytes]
     return SavePlan(
         arrays=arrays,
-        first_row=first_row,
-        row_array=row_array,
-        row_payload=row_payload,
-        row_source=row_source,
-        row_shard=row_shard,
-        row_data=row_data,
+        first_row=rows.first,
+        row_array=rows.array,
+        row_chunk=rows.chunk,
+        row_writer=rows.writer,
+        row_shared=rows.shared,
+        row_payload=rows.payload,
+        row_source=rows.source,
+        row_shard=rows.shard,
+        row_data=rows.data,
         row_file=row_file,
         row_offset=row_offset,
-        inline=tuple(np.flatnonzero(inline).tolist()),
+        inline=tuple(rows.array[inline].tolist()),
         compressed=tuple(np.flatnonzero(compressed).tolist()),
+        parts=boxes,
         file_nbytes=tuple(file_nbytes),
         windows=cut_windows(
-            planned, row_array, row_file, row_offset, row_payload, file_nbytes, slot_nbytes
+            planned, rows.array, row_file, row_offset, rows.payload, file_nbytes, slot_nbytes
         ),
         digest=plan_digest(
             PLANNER_VERSION,
-            [*options, int(regular)],
+            [*(options if process_count == 1 else ()), int(regular)],
             list(map(attrgetter("name"), leaves)),
             arrays.kind,
             arrays.tied_leaves,
             arrays.layouts,
         ),
     )
+
+
+class _Rows(NamedTuple):
+    """The rows of a plan by column, and the first one per array."""
+
+    first: Column
+    array: Column
+    chunk: Column
+    writer: Column
+    shared: npt.NDArray[np.bool_]
+    payload: Column
+    source: Column
+    shard: Column
+    data: Column
+    is_compressed: npt.NDArray[np.bool_]
+
+
+def _rows(arrays: Arrays, holders: Holders) -> tuple[_Rows, tuple[HeldBox, ...]]:
+    """Return what a process holds of the arrays: its chunks, and boxes of small sharded leaves."""
+    part, tied = arrays.part, arrays.tied
+    held, boxes_of = held_chunks(arrays, holders)
+    count_of = np.array([len(chunks.cell) for chunks in held], np.int64)
+    base_of = np.cumsum(count_of) - count_of
+    counts = count_of[part]
+    counts[list(tied)] = 0
+    first = np.cumsum(counts) - counts
+    array = np.repeat(np.arange(len(part)), counts)
+    row_part = part[array]
+    at = base_of[row_part] + np.arange(len(array)) - first[array]
+    first[list(tied)] = first[list(tied.values())]
+    cell, source, shard, data, kind = np.hstack([NOTHING, *held])[:, at]
+    payload = arrays.part_payload[row_part]
+    writer = np.zeros(len(array), np.int64)
+    shared = np.zeros(len(array), bool)
+    if holders.process_count > 1:
+        shared = np.array([len(members) > 1 for members in holders.sets], bool)[kind]
+        writer = assign_writers(payload, kind, holders.sets)
+    boxes: list[HeldBox] = []
+    if boxes_of:
+        for number in np.flatnonzero(np.isin(part, list(boxes_of))).tolist():
+            if number not in tied:
+                boxes += [box._replace(array=number) for box in boxes_of[int(part[number])]]
+    chunk = arrays.first_chunk[array] + cell
+    rows = _Rows(
+        first,
+        array,
+        chunk,
+        writer,
+        shared,
+        payload,
+        source,
+        shard,
+        data,
+        arrays.part_is_compressed[row_part],
+    )
+    return rows, tuple(boxes)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
 
 import numpy as np
@@ -15,66 +16,74 @@ from asyncckpt.format.ocdbt.keys import KeyColumns, prepare_keys
 from asyncckpt.format.ocdbt.manifest import encode_manifest
 from asyncckpt.format.zarr3 import chunk_keys, encode_metadata, metadata_key
 from asyncckpt.options import INLINE_NBYTES, NODE_NBYTES
-from asyncckpt.planning.save import SavePlan
+from asyncckpt.planning.held import HeldBox
+from asyncckpt.planning.leaves import Arrays
 from asyncckpt.save.serialize import Extents
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Catalog:
-    """The sorted keys of a database and what each leads to; depends on the plan alone.
+    """The sorted keys of a database and what each leads to; depends on the arrays alone.
 
     Attributes:
         columns: the sorted keys, prepared for encoding.
-        row: chunk row per key, -1 for zarr metadata.
-        inline: index into the inline values per key (templates first, then `plan.inline`), or -1.
+        chunk: number of the chunk per key, -1 for zarr metadata.
+        inline: index into the inline values per key (templates first, then those of
+            `inline_arrays`), or -1.
         templates: distinct `zarr.json` documents.
-        inline_key: per inline array, the key at whose value its row points.
+        inline_arrays: the arrays whose only chunk stands in the B+tree.
+        inline_chunk: their chunks.
+        inline_key: per such array, the key at whose value its chunk points.
     """
 
     columns: KeyColumns
-    row: npt.NDArray[np.int64]
+    chunk: npt.NDArray[np.int64]
     inline: npt.NDArray[np.int64]
     templates: tuple[bytes, ...]
+    inline_arrays: list[int]
+    inline_chunk: npt.NDArray[np.int64]
     inline_key: npt.NDArray[np.int64]
 
 
-def make_catalog(plan: SavePlan) -> Catalog:
-    """Return the catalog of a plan."""
+def make_catalog(arrays: Arrays) -> Catalog:
+    """Return the catalog of these arrays, with the chunks of all processes."""
     templates: dict[bytes, int] = {}
     template_of: list[int] = []
     suffixes_of: list[list[bytes]] = []
-    for part in plan.arrays.parts:
+    for part in arrays.parts:
         data = encode_metadata(part.spec, part.grid.chunk_shape, part.zstd_level)
         template_of.append(templates.setdefault(data, len(templates)))
         suffixes_of.append([metadata_key(""), *chunk_keys("", part.grid.counts)])
     keys: list[bytes] = []
-    for name, number in zip(plan.arrays.names, plan.arrays.part.tolist(), strict=True):
+    for name, number in zip(arrays.names, arrays.part.tolist(), strict=True):
         stem = name.encode()
         keys += [stem + suffix for suffix in suffixes_of[number]]
     # The metadata of each array, then its chunks.
-    counts = np.array(list(map(len, suffixes_of)), np.int64)[plan.arrays.part]
+    counts = np.array(list(map(len, suffixes_of)), np.int64)[arrays.part]
     heads = np.cumsum(counts) - counts
-    rows = np.repeat(plan.first_row - heads - 1, counts) + np.arange(len(keys))
-    rows[heads] = -1
+    chunks = np.repeat(arrays.first_chunk - heads - 1, counts) + np.arange(len(keys))
+    chunks[heads] = -1
     inline = np.full(len(keys), -1, np.int64)
-    inline[heads] = np.array(template_of, np.int64)[plan.arrays.part]
+    inline[heads] = np.array(template_of, np.int64)[arrays.part]
     order = np.array(sorted(range(len(keys)), key=keys.__getitem__), np.intp)
-    row = rows[order]
+    chunk = chunks[order]
     index = inline[order]
-    # Inline rows, tied ones included, carry their value with every key.
-    value_of_row = np.full(len(plan.row_payload), -1, np.int64)
-    own = plan.first_row[list(plan.inline)] if plan.inline else np.zeros(0, np.int64)
-    value_of_row[own] = np.arange(len(own)) + len(templates)
-    chunk = row >= 0
-    index[chunk] = value_of_row[row[chunk]]
-    key_of_row = np.zeros(len(plan.row_payload), np.int64)
-    key_of_row[row[chunk]] = np.flatnonzero(chunk)
+    # Inline chunks, tied ones included, carry their value with every key.
+    value_of_chunk = np.full(arrays.chunk_count, -1, np.int64)
+    inline_chunk = arrays.first_chunk[arrays.inline]
+    value_of_chunk[inline_chunk] = np.arange(len(inline_chunk)) + len(templates)
+    is_chunk = chunk >= 0
+    index[is_chunk] = value_of_chunk[chunk[is_chunk]]
+    key_of_chunk = np.zeros(arrays.chunk_count, np.int64)
+    key_of_chunk[chunk[is_chunk]] = np.flatnonzero(is_chunk)
     return Catalog(
         columns=prepare_keys(list(map(keys.__getitem__, order.tolist()))),
-        row=row,
+        chunk=chunk,
         inline=index,
         templates=tuple(templates),
-        inline_key=key_of_row[own],
+        inline_arrays=arrays.inline.tolist(),
+        inline_chunk=inline_chunk,
+        inline_key=key_of_chunk[inline_chunk],
     )
 
 
@@ -100,39 +109,46 @@ class Payload:
     """What the data stages of a save hand to the commit.
 
     Attributes:
-        chunks: place and checksum of every row; inline rows have file -1.
-        inline: stored bytes of every inline array, in the order of `plan.inline`.
+        chunks: place and checksum of every row of the plan, which are the chunks where one process
+            saves alone; or of every chunk of all processes. Inline ones have file -1.
+        inline: stored bytes of every inline array, by array.
         files: (path relative to the database, bytes, CRC-32C) of every data file.
+        parts: boxes of small leaves that several processes hold in parts, and their values.
+        checked: rows that are compared with replicas of other processes.
+        checked_crc: CRC-32C of the payload of each of them.
     """
 
     chunks: Extents
-    inline: list[bytes]
+    inline: dict[int, bytes]
     files: list[tuple[str, int, int]]
+    parts: Sequence[tuple[HeldBox, bytes]] = ()
+    checked: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    checked_crc: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
 
 
 def encode_index(
-    catalog: Catalog, plan: SavePlan, payload: Payload, *, path: str, save_id: bytes, now_ns: int
+    catalog: Catalog, payload: Payload, *, path: str, save_id: bytes, now_ns: int
 ) -> Index:
     """Encode B+tree, chunk index and manifest of a save. Blocking.
 
     Args:
-        catalog: keys of the plan.
-        plan: the plan.
+        catalog: keys of the arrays.
         payload: places and checksums of all chunks; its inline values are used up.
         path: path of the index file relative to the database.
         save_id: 16 bytes, identity of the database.
         now_ns: commit time, nanoseconds since 1970.
     """
     chunks = payload.chunks
-    values: list[bytes | None] = [*catalog.templates, *payload.inline, None]
+    inline = map(payload.inline.__getitem__, catalog.inline_arrays)
+    values: list[bytes | None] = [*catalog.templates, *inline, None]
     payload.inline.clear()
-    row = catalog.row
     in_file = np.flatnonzero(catalog.inline < 0)
-    file = np.full(len(row), -1, np.int64)
-    file[in_file] = chunks.file[row[in_file]]
+    chunk = catalog.chunk[in_file]
+    file = np.full(len(catalog.chunk), -1, np.int64)
     offsets, lengths = np.zeros_like(file), np.zeros_like(file)
-    offsets[in_file] = chunks.offset[row[in_file]]
-    lengths[in_file] = chunks.nbytes[row[in_file]]
+    file[in_file] = chunks.file[chunk]
+    offsets[in_file] = chunks.offset[chunk]
+    lengths[in_file] = chunks.nbytes[chunk]
     columns = ValueColumns(
         list(map(values.__getitem__, catalog.inline.tolist())), file, offsets, lengths
     )
@@ -146,9 +162,8 @@ def encode_index(
         node_offset=0,
         max_decoded_node_nbytes=NODE_NBYTES,
     )
-    own = plan.first_row[list(plan.inline)] if plan.inline else np.zeros(0, np.int64)
-    chunks.file[own] = len(payload.files)
-    chunks.offset[own] = tree.inline_offset[catalog.inline_key]
+    chunks.file[catalog.inline_chunk] = len(payload.files)
+    chunks.offset[catalog.inline_chunk] = tree.inline_offset[catalog.inline_key]
     chunk_index = encode_chunk_index(
         ChunkIndex(chunks.file, chunks.offset, chunks.nbytes, chunks.crc)
     )

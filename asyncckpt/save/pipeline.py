@@ -174,7 +174,7 @@ class Pipeline(ABC):
         finally:
             self._staging.release()
 
-    def _payload(self, inline: list[bytes]) -> Payload:
+    def _payload(self, inline: Sequence[bytes]) -> Payload:
         """Return places and checksums as they are now."""
         files = [*zip(self._plan.file_nbytes, self._checksums.file_crcs, strict=True)]
         if self._sink is not None:
@@ -186,7 +186,14 @@ class Pipeline(ABC):
         crcs = self._extents.crc[checked]
         for number, row in enumerate(checked.tolist()):
             crcs[number] = self._checked_crc.get(row, crcs[number])
-        return Payload(self._extents, inline, rows, self._parts, checked, crcs)
+        return Payload(
+            self._extents,
+            dict(zip(self._plan.inline, inline, strict=True)),
+            rows,
+            self._parts,
+            checked,
+            crcs,
+        )
 
     # -- stage
 
@@ -232,7 +239,7 @@ class Pipeline(ABC):
         if not checked.size:
             return
         elsewhere = (plan.row_writer[checked] != self._work.process) | np.isin(
-            plan.row_array[checked], plan.compressed
+            checked, plan.compressed
         )
         rows = checked[elsewhere].tolist()
         self._checked_crc = dict(zip(rows, await self._staging.checksums(rows), strict=True))
@@ -359,8 +366,8 @@ class ObjectPipeline(Pipeline):
         self._packer: ChunkPacker | None = None
         self._packing = 0  # windows that compressed chunks make, at most
         if plan.compressed:
-            rows = np.isin(plan.row_array, plan.compressed)
-            self._packing = max(1, -(-int(plan.row_payload[rows].sum()) // pool.slot_nbytes))
+            nbytes = int(plan.row_payload[list(plan.compressed)].sum())
+            self._packing = max(1, -(-nbytes // pool.slot_nbytes))
             self._packer = ChunkPacker(
                 len(plan.file_nbytes),
                 sizes.data_file_nbytes,
@@ -401,7 +408,7 @@ class ObjectPipeline(Pipeline):
         while True:
             renames = files.renames
             # Encoding uses the values up, and may have to be done again.
-            made = await self._work.commit.put_index(self._payload(list(self._inline)))
+            made = await self._work.commit.put_index(self._payload(self._inline))
             while files.renames == renames:
                 if all([task.done() for task in uploads]):
                     return made

@@ -32,10 +32,12 @@ from asyncckpt.errors import (
 from asyncckpt.flow.shield import forget_frames, leading_error, to_completion
 from asyncckpt.format.record import is_record
 from asyncckpt.options import MAX_RECORD_NBYTES, SLOT_NBYTES
-from asyncckpt.ports import Attempt, CheckpointFiles, Sizes, Store
+from asyncckpt.planning.table import Column
+from asyncckpt.ports import AttemptFiles, CheckpointFiles, Sizes, Store
 from asyncckpt.reports import Progress, SaveReport
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.commit import Commit, Committable
+from asyncckpt.save.contribution import Contribution
 from asyncckpt.save.pipeline import LocalPipeline, ObjectPipeline, Pipeline, Work
 from asyncckpt.save.plan_cache import Layout, LayoutCache, layout_of, mirror_sources, sizes_for
 from asyncckpt.save.snapshot import SaveRequest
@@ -44,6 +46,8 @@ from asyncckpt.save.stage import Staging
 ABORT_S = 30.0
 """How long an aborted save waits for its clean-up. A store that has stopped answering would delay
 the error of a passed deadline by minutes; what is left is removed by `asyncckpt gc`."""
+
+NO_ROWS = np.zeros(0, np.int64)
 
 logger = logging.getLogger("asyncckpt")
 
@@ -109,7 +113,8 @@ class Save:
         self._state = state
         self._staged = staged
         self._clean_up_notes: list[str] = []
-        self._attempt: Attempt | None = None
+        self._process = 0
+        self._attempt: AttemptFiles | None = None
         self._timeout: asyncio.Timeout | None = None
         self._save_id = self._stem = uuid.uuid4().hex
         self._location = f"{store.url.rstrip('/')}/{request.name}"
@@ -180,8 +185,7 @@ class Save:
             plan, cached = layout.plan, self._layouts.hits > hits
             state.total_nbytes = sum(plan.file_nbytes)
             if plan.compressed:
-                packed = np.isin(plan.row_array, plan.compressed)
-                state.total_nbytes += int(plan.row_payload[packed].sum())
+                state.total_nbytes += int(plan.row_payload[list(plan.compressed)].sum())
             budget.peak = budget.in_use
             attempt = self._attempt = await self._begin()
             pipeline, staging, made = await self._write(attempt, layout, sizes)
@@ -215,6 +219,7 @@ class Save:
     # -- what a save of several processes does otherwise
 
     async def _plan(self, sizes: Sizes) -> Layout:
+        """Return the layout of the tree."""
         return await layout_of(
             self._request.snapshot,
             self._request.options,
@@ -224,7 +229,8 @@ class Save:
             cache=self._layouts,
         )
 
-    async def _begin(self) -> Attempt:
+    async def _begin(self) -> Any:
+        """Return the files of the attempt that this save writes to."""
         return await self._store.begin(
             self._request.name,
             self._save_id,
@@ -232,11 +238,17 @@ class Save:
             private=self._request.options.private,
         )
 
-    def _committing(self, attempt: Attempt, layout: Layout) -> Commit:
+    def _committing(self, attempt: Any, layout: Layout) -> Commit | Contribution:
+        """Return what writes the index, or what it is made of."""
         compute = self._runtime.engine.compute
         return Commit(attempt, layout, self._request, save_id=self._save_id, compute=compute)
 
-    async def _conclude(self, attempt: Attempt, made: Committable) -> Committable:
+    def _checked(self, layout: Layout) -> Column:
+        """Return the rows that are compared with the replicas of other processes."""
+        return NO_ROWS
+
+    async def _conclude(self, attempt: Any, made: Committable) -> Committable:
+        """Publish; return what the checkpoint is made of."""
         await attempt.publish(made.record)
         return made
 
@@ -254,7 +266,7 @@ class Save:
             )
 
     async def _write(
-        self, attempt: Attempt, layout: Layout, sizes: Sizes
+        self, attempt: AttemptFiles, layout: Layout, sizes: Sizes
     ) -> tuple[Pipeline, Staging, Committable]:
         """Make everything but the record durable."""
         request, runtime, store = self._request, self._runtime, self._store
@@ -280,6 +292,7 @@ class Save:
                 plan=layout.plan,
                 staging=staging,
                 commit=commit,
+                checked=self._checked(layout),
                 attempt=attempt,
                 stem=self._stem,
                 sizes=sizes,
@@ -289,6 +302,7 @@ class Save:
                 reference=request.options.snapshot == "reference",
                 staged=copied.set,
                 written=self._written,
+                process=self._process,
             )
         )
         self._state.stage = "stage"
@@ -307,7 +321,7 @@ class Save:
         self._state.stage = "upload"
         self._staged()
 
-    async def _abort(self, attempt: Attempt) -> None:
+    async def _abort(self, attempt: AttemptFiles) -> None:
         async def abort() -> None:
             async with asyncio.timeout(ABORT_S):
                 await attempt.abort()

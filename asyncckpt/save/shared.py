@@ -37,7 +37,9 @@ from asyncckpt.errors import (
 )
 from asyncckpt.flow.shield import leading_error, to_completion
 from asyncckpt.format.record import save_id_of
-from asyncckpt.ports import Attempt, DataFile, JoinedAttempt, Sizes, Store
+from asyncckpt.planning.replicas import checked_rows
+from asyncckpt.planning.table import Column
+from asyncckpt.ports import DataFile, JoinedAttempt, Sizes, Store
 from asyncckpt.reports import SaveReport
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.commit import Commit, Committable
@@ -112,8 +114,8 @@ class SharedSave(Save):
         self._group = round_.group
         identity = f"{self._group.run_id}\n{request.name}\n{round_.number}"
         self._save_id = hashlib.sha256(identity.encode()).hexdigest()[:32]
-        if self._group.process_index:
-            self._stem = f"{self._save_id}-{self._group.process_index}"
+        self._process = self._group.process_index
+        self._stem = f"{self._save_id}-{self._process}" if self._process else self._save_id
         self._ended_by_others = False
         self._posted = False
         self._kept = False  # what was written may be part of a checkpoint
@@ -191,7 +193,7 @@ class SharedSave(Save):
             cache=self._layouts,
         )
 
-    async def _begin(self) -> Attempt | Joining:
+    async def _begin(self) -> Any:
         request = self._request
         if not self._round.leads:
             return Joining(self._location, self._tasks.create_task(self._join()))
@@ -243,6 +245,7 @@ class SharedSave(Save):
                 self._request,
                 save_id=self._save_id,
                 compute=compute,
+                writers=self._group.process_count,
                 round_=self._round,
             )
         self._contribution = Contribution(
@@ -254,6 +257,9 @@ class SharedSave(Save):
             compute=compute,
         )
         return self._contribution
+
+    def _checked(self, layout: Layout) -> Column:
+        return checked_rows(layout.plan, self._round.number, whole=layout.fresh)
 
     async def _conclude(self, attempt: Any, made: Committable) -> Committable:
         if self._round.leads:

@@ -218,19 +218,16 @@ class Staging:
         starts: list[int] = []
         sizes: list[int] = []
         end = 0
-        for array in plan.compressed:
-            first = int(plan.first_row[array])
-            count = plan.arrays.of(array).grid.chunk_count
-            payloads = plan.row_payload[first : first + count].tolist()
-            for row, nbytes in enumerate(payloads, first):
-                start = -(-end // GROUPED_ALIGNMENT) * GROUPED_ALIGNMENT
-                if rows and start + nbytes > most:
-                    yield rows, starts, sizes
-                    rows, starts, sizes, start = [], [], [], 0
-                rows.append(row)
-                starts.append(start)
-                sizes.append(nbytes)
-                end = start + nbytes
+        payloads = plan.row_payload[list(plan.compressed)].tolist()
+        for row, nbytes in zip(plan.compressed, payloads, strict=True):
+            start = -(-end // GROUPED_ALIGNMENT) * GROUPED_ALIGNMENT
+            if rows and start + nbytes > most:
+                yield rows, starts, sizes
+                rows, starts, sizes, start = [], [], [], 0
+            rows.append(row)
+            starts.append(start)
+            sizes.append(nbytes)
+            end = start + nbytes
         if rows:
             yield rows, starts, sizes
 
@@ -267,22 +264,19 @@ class Staging:
         half of it, or leave too little for the largest of what is staged, nothing is done.
         """
         plan = self._plan
-        leaf_of, inline = self._leaf_of, set(plan.inline)
-        owned = {
-            leaf_of[array]
-            for array in range(len(leaf_of))
-            if array not in inline and array not in plan.arrays.tied
-        }
+        inline = set(plan.arrays.inline.tolist())
+        held = {*np.unique(plan.row_array).tolist(), *(part.array for part in plan.parts)}
+        owned = {self._leaf_of[array] for array in held - inline}
         mutable = []
         held_nbytes = 0
         for leaf, source in enumerate(self._sources):
             if leaf not in owned:
                 continue
             if source.framework in IMMUTABLE_FRAMEWORKS:
-                held_nbytes += source.spec.nbytes
+                held_nbytes += _held_nbytes(source)
             else:
                 mutable.append(leaf)
-        nbytes = sum(self._sources[leaf].spec.nbytes for leaf in mutable)
+        nbytes = sum(_held_nbytes(self._sources[leaf]) for leaf in mutable)
         units = -(-nbytes // self._pool.slot_nbytes)
         budget = self._pool.budget
         # Slots that compressed chunks are packed into are kept for as long.
@@ -307,8 +301,7 @@ class Staging:
         plan = self._plan
         most = self._window_pool.units if plan.windows else 0
         if plan.compressed:
-            rows = plan.first_row[list(plan.compressed)]
-            largest = int(plan.row_payload[rows].max())
+            largest = int(plan.row_payload[list(plan.compressed)].max())
             most = max(most, -(-largest // self._pool.slot_nbytes))
         return most
 
@@ -448,7 +441,7 @@ class Staging:
         plan = self._plan
         part = plan.arrays.of(array)
         grid = part.grid
-        index = row - int(plan.first_row[array])
+        index = int(plan.row_chunk[row]) - int(plan.arrays.first_chunk[array])
         cell = tuple(int(i) for i in np.unravel_index(index, grid.counts)) if grid.shape else ()
         gather(reader.read, part.spec, grid, cell, start, stop, out, offset=part.offset)
 
@@ -522,6 +515,14 @@ async def _emit_oldest(
     if not task.cancelled() and task.exception() is None:
         for item in part:
             emit(item)
+
+
+def _held_nbytes(source: Source) -> int:
+    """Return the bytes of a leaf that this process can read, replicas counted once."""
+    if source.shards is None:
+        return source.spec.nbytes
+    boxes = {shard.box for shard in source.shards}
+    return sum(box.size for box in boxes) * source.spec.itemsize
 
 
 def _copied(

@@ -16,7 +16,8 @@ from typing import Any, TypeVar, cast
 
 from asyncckpt.coordinators.beats import Beats
 from asyncckpt.coordinators.choice import choose
-from asyncckpt.coordinators.handshake import Group, part, shake_hands
+from asyncckpt.coordinators.group import Group, part
+from asyncckpt.coordinators.handshake import shake_hands
 from asyncckpt.coordinators.pulse import Pulse
 from asyncckpt.coordinators.rounds import Round, briefly
 from asyncckpt.ports import Coordinator

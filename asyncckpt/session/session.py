@@ -280,8 +280,10 @@ class Session:
             save = Save(*given)
         else:
             save = SharedSave(*given, await self.processes.round("save", number))
-        prunes = self._pruner is not None and self.processes.leads
-        return await save.run(self._turn, self._pruner.retain if prunes else None)
+        retain = None
+        if self._pruner is not None and self.processes.leads:
+            retain = self._pruner.retain
+        return await save.run(self._turn, retain)
 
     async def prepare(self, tree_nbytes: int) -> int:
         """Allocate and touch staging memory for a state of this size; return its bytes."""

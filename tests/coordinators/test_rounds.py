@@ -11,7 +11,7 @@ import pytest
 from asyncckpt.coordinators import beats as beats_module
 from asyncckpt.coordinators import rounds
 from asyncckpt.coordinators.beats import Beats
-from asyncckpt.coordinators.handshake import Group
+from asyncckpt.coordinators.group import Group
 from asyncckpt.coordinators.pulse import Pulse
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.coordinators.single import SingleCoordinator
@@ -110,9 +110,7 @@ def test_answers_come_before_the_outcome(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("failing", range(COUNT))
-def test_one_error_is_raised_by_all_with_the_process_and_host(
-    engine: Engine, failing: int
-) -> None:
+def test_one_error_is_raised_by_all_with_the_process_and_host(engine: Engine, failing: int) -> None:
     async def fail(round_: Round) -> Any:
         raise MismatchError("w: the values differ", path="w")
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from asyncckpt.errors import UsageError
 from asyncckpt.options import KIB, MIB
-from asyncckpt.planning import pack
-from asyncckpt.planning.leaves import LeafLayout, Part
-from asyncckpt.planning.pack import ChunkSources, chunk_sources
+from asyncckpt.planning.held import HeldChunks, HeldShards
+from asyncckpt.planning.holders import Holders
+from asyncckpt.planning.leaves import LeafLayout
 from asyncckpt.planning.save import SavePlan, plan_save
 from asyncckpt.spec import ArraySpec, Box, ChunkGrid, Shard
 from asyncckpt.tree import array_names
@@ -183,15 +183,12 @@ def test_a_shard_that_reaches_past_its_piece_is_a_source_all_the_same() -> None:
     assert found.start.tolist() == [-1]
 
 
-def source_of(grid: ChunkGrid, offset: tuple[int, ...], shards: tuple[Shard, ...]) -> ChunkSources:
-    part = Part(ArraySpec(grid.shape, "float32"), grid, offset, None, shards)
-    (found,) = chunk_sources([part])
-    return found
+def source_of(grid: ChunkGrid, offset: tuple[int, ...], shards: tuple[Shard, ...]) -> HeldChunks:
+    layout = LeafLayout("w", ArraySpec((20, 5), "float32"), 4 * KIB, shards=shards)
+    return HeldShards(layout, Holders()).chunks(grid, 4, offset)
 
 
-def test_sources_are_found_alike_without_a_table_of_all_cells(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_chunks_are_copied_from_the_shard_that_holds_them_whole() -> None:
     leaf = LeafLayout(
         "w",
         ArraySpec((96, 120), "complex128"),
@@ -203,12 +200,13 @@ def test_sources_are_found_alike_without_a_table_of_all_cells(
         )
         * 2,
     )
+    assert leaf.shards is not None
     plan = plan_save([leaf], **SIZES)
     assert len(plan.row_array) > 12 and (plan.row_source >= 0).any()
-    monkeypatch.setattr(pack, "TABLE_CELLS_PER_SHARD", 0)
-    other = plan_save([leaf], **SIZES)
-    assert other.row_source.tolist() == plan.row_source.tolist()
-    assert other.row_shard.tolist() == plan.row_shard.tolist()
+    for row, box in chunks_of(plan):
+        if plan.row_source[row] >= 0:
+            holder = next(n for n, shard in enumerate(leaf.shards) if shard.box.intersect(box))
+            assert plan.row_shard[row] == holder
 
 
 def test_small_sharded_leaves_are_one_chunk_gathered_from_their_shards() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from asyncckpt.errors import UsageError
 from asyncckpt.options import MIB
 from asyncckpt.planning.save import LeafLayout, Piece, SavePlan, plan_save
-from asyncckpt.spec import ArraySpec, Box, ChunkGrid, Shard
+from asyncckpt.spec import ArraySpec, Box, ChunkGrid, Partition, Shard
 
 DEFAULTS = {
     "data_file_nbytes": 1 << 30,
@@ -170,10 +170,11 @@ def test_every_chunk_has_exactly_one_kind_of_place(
         places = {bool(plan.row_file[r] >= 0) for r in rows}
         packed = leaves[i].zstd_level is not None and len(rows) > 0
         inline = not packed and len(rows) == 1 and stored + 4 <= sizes["inline_nbytes"]
-        assert (i in plan.compressed, i in plan.inline) == (packed, inline)
+        assert {r in plan.compressed for r in rows} == ({packed} if rows else set())
+        assert (i in plan.inline) is inline
         if rows:
             assert places == {not packed and not inline}
-    assert not {*plan.compressed, *plan.inline} - set(own)
+    assert not set(plan.inline) - set(own)
 
 
 @given(layouts())
@@ -395,6 +396,10 @@ CHANGES: dict[str, Callable[[], list[LeafLayout]]] = {
     "tied_to": changed(2, tied_to=0),
     "tied to another": changed(2, tied_to=1),
     "shards": changed(1, shards=HALVES),
+    "partition": changed(1, shards=HALVES, partition=Partition((2, 6), "0 | 0")),
+    "cuts of a partition": changed(1, shards=(), partition=Partition(((1,), 6), "0 | 0")),
+    "holders of a partition": changed(1, shards=(), partition=Partition((2, 6), "0 | 1")),
+    "holders of a whole leaf": changed(1, holders=(0,)),
     "holders": changed(1, shards=(HALVES[0], dataclasses.replace(HALVES[1], holders=(0, 1)))),
     "order": lambda: BASE[::-1],
     "fewer": lambda: BASE[:2],

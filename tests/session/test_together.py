@@ -81,7 +81,7 @@ class Job:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(20)
             assert not thread.is_alive(), "a process hangs"
         return results
 
@@ -104,7 +104,7 @@ def state(seed: int = 0) -> dict[str, Any]:
         "name": "run",
         "empty": np.zeros((0, 3)),
         "bytes": b"x" * 5000,
-        "scalar": np.float64(2.5),
+        "scalar": np.array(2.5),
     }
 
 

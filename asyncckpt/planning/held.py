@@ -1,0 +1,215 @@
+"""Chunks that a process holds: where their bytes are, and which other processes hold them."""
+
+# Rule 1: all holders of a chunk agree on who they are, although each knows its own shards only.
+#   A chunk inside a shard is held by the holders of that shard. One that several shards hold in
+#   parts is held by the processes that hold the whole leaf.
+# Rule 2: the chunks of small sharded leaves belong to the processes that hold all of the leaf;
+#   without any, its shards go to process 0, which makes the chunk.
+# Rule 3: the cost is that of the process's own shards and chunks.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncckpt.planning.grid import WHOLE_NBYTES, cell_starts, contiguous_runs, runs_within
+from asyncckpt.planning.holders import Holders
+from asyncckpt.planning.leaves import Arrays, LeafLayout, Part
+from asyncckpt.planning.overlap import BoxIndex
+from asyncckpt.planning.table import Column
+from asyncckpt.planning.tiling import box_text
+from asyncckpt.spec import Box, ChunkGrid, Partition, Shard
+
+
+class HeldChunks(NamedTuple):
+    """The chunks of one array that a process holds, in C order of the grid.
+
+    Attributes:
+        cell: number of the chunk in the array.
+        start: byte offset of the chunk in the C-order memory of its shard, if it is one run of
+            bytes there and the beginning of its payload, else -1.
+        shard: that shard, counting those that the process holds; 0 where there is no such run.
+        nbytes: bytes of the chunk inside the array.
+        holders: number of the set of processes that hold it.
+    """
+
+    cell: Column
+    start: Column
+    shard: Column
+    nbytes: Column
+    holders: Column
+
+
+NOTHING = HeldChunks(*np.zeros((5, 0), np.int64))
+
+
+class HeldBox(NamedTuple):
+    """A shard of a small leaf whose only chunk no process holds whole.
+
+    Attributes:
+        array: the array.
+        box: the part of it.
+        shard: number of the shard, counting those that the process holds.
+        writer: the process that sends it, the lowest that holds it.
+    """
+
+    array: int
+    box: Box
+    shard: int
+    writer: int
+
+
+def held_chunks(
+    arrays: Arrays, holders: Holders
+) -> tuple[list[HeldChunks], dict[int, list[HeldBox]]]:
+    """Return the chunks of each part that the process holds, and the boxes of parts without.
+
+    Boxes have array 0: a part may belong to several arrays.
+    """
+    found: list[HeldChunks] = []
+    boxes: dict[int, list[HeldBox]] = {}
+    layout: LeafLayout | None = None
+    for number, (part, count) in enumerate(
+        zip(arrays.parts, arrays.part_chunks.tolist(), strict=True)
+    ):
+        if part.layout.shards is None and part.layout.partition is None:
+            found.append(_whole(part, count, holders))
+            continue
+        if part.layout is not layout:  # pieces of one leaf are neighbours
+            layout = part.layout
+            held = HeldShards(layout, holders)
+        if held.in_parts:
+            found.append(NOTHING)
+            boxes[number] = held.boxes()
+        else:
+            found.append(held.chunks(part.grid, part.spec.itemsize, part.offset))
+    return found, boxes
+
+
+def _whole(part: Part, count: int, holders: Holders) -> HeldChunks:
+    kind = holders.number(part.layout.holders)
+    if not holders.includes_own(kind):
+        return NOTHING
+    cells, zeros = np.arange(count), np.zeros(count, np.int64)
+    whole = Box.whole(part.grid.shape)
+    start, nbytes = contiguous_runs(part.grid, part.spec.itemsize, cells, whole)
+    return HeldChunks(cells, start, zeros, nbytes, zeros + kind if kind else zeros)
+
+
+class HeldShards:
+    """The shards of one leaf that a process holds.
+
+    Attributes:
+        in_parts: the leaf is small, and the process holds only a part of it.
+    """
+
+    def __init__(self, layout: LeafLayout, holders: Holders) -> None:
+        shards: Sequence[Shard] = layout.shards or ()
+        kinds = np.zeros(len(shards), np.int64)
+        if holders.process_count > 1:
+            kinds[:] = [holders.number(shard.holders) for shard in shards]
+            own = [
+                number for number, kind in enumerate(kinds.tolist()) if holders.includes_own(kind)
+            ]
+            shards, kinds = [shards[number] for number in own], kinds[own]
+        boxes = [shard.box for shard in shards]
+        if layout.partition is not None:
+            _check_boxes(layout, layout.partition, boxes)
+        rank = len(layout.spec.shape)
+        self._boxes = boxes
+        self._kinds = kinds
+        self._sets = holders
+        self._index = BoxIndex(boxes)
+        self._starts = np.array([box.offset for box in boxes], np.int64).reshape(len(boxes), rank)
+        self._shapes = np.array([box.shape for box in boxes], np.int64).reshape(len(boxes), rank)
+        distinct = {box for box in boxes if box.size}
+        self._everything = holders.process_count == 1 or (
+            sum(box.size for box in distinct) == layout.spec.size
+        )
+        small = layout.spec.nbytes <= WHOLE_NBYTES
+        self.in_parts = small and not self._everything
+        if small and self._everything and len(shards):
+            self._kinds = np.full(len(shards), holders.common(kinds.tolist()))
+
+    def chunks(self, grid: ChunkGrid, itemsize: int, offset: tuple[int, ...]) -> HeldChunks:
+        """Return the held chunks of an array that begins at `offset` of the leaf."""
+        near = np.sort(self._index.meeting(Box(offset, grid.shape)))
+        # A shard may hold parts of several arrays, and in memory reach past this one.
+        starts, shapes = self._starts[near] - np.array(offset, np.int64), self._shapes[near]
+        inside, holder = _cells_inside(grid, starts, starts + shapes)
+        runs, _ = runs_within(
+            grid, itemsize, inside, list(starts[holder].T), list(shapes[holder].T)
+        )
+        cells, at = inside, np.arange(len(inside))
+        if self._everything:
+            cells, at = np.arange(grid.chunk_count), inside
+        start, shard = np.full(len(cells), -1, np.int64), np.zeros(len(cells), np.int64)
+        start[at] = runs
+        shard[at] = np.where(runs >= 0, near[holder], 0)
+        kinds = np.zeros(len(cells), np.int64)
+        if len(at) < len(cells) and len(self._kinds):
+            kinds[:] = self._sets.common(self._kinds.tolist())
+        kinds[at] = self._kinds[near[holder]]
+        _, nbytes = contiguous_runs(grid, itemsize, cells, Box.whole(grid.shape))
+        return HeldChunks(cells, start, shard, nbytes, kinds)
+
+    def boxes(self) -> list[HeldBox]:
+        """Return the distinct boxes."""
+        found: dict[Box, HeldBox] = {}
+        for number, (box, kind) in enumerate(zip(self._boxes, self._kinds.tolist(), strict=True)):
+            if box.size and box not in found:
+                found[box] = HeldBox(0, box, number, self._sets.sets[kind][0])
+        return list(found.values())
+
+
+def _cells_inside(
+    grid: ChunkGrid, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]
+) -> tuple[Column, Column]:
+    """Return the chunks that lie in a shard as a whole, sorted, and the first such shard of each.
+
+    Args:
+        grid: grid of an array.
+        starts: first index of each shard in the array, which may be negative.
+        stops: one past the last, which may be past the array.
+    """
+    if not grid.shape:
+        return np.zeros(min(1, len(starts)), np.int64), np.zeros(min(1, len(starts)), np.int64)
+    chunk, shape = np.array(grid.chunk_shape, np.int64), np.array(grid.shape, np.int64)
+    low = -(-np.maximum(starts, 0) // chunk)
+    high = np.where(stops >= shape, np.array(grid.counts, np.int64), stops // chunk)
+    spans = np.maximum(high - low, 0)
+    counts = spans.prod(axis=1)
+    which = np.repeat(np.arange(len(starts)), counts)
+    rest = np.arange(len(which)) - (np.cumsum(counts) - counts)[which]
+    cells = np.zeros(len(which), np.int64)
+    stride = 1
+    for axis in reversed(range(len(grid.shape))):
+        rest, place = np.divmod(rest, spans[which, axis])
+        cells += (low[which, axis] + place) * stride
+        stride *= grid.counts[axis]
+    # Stable: of equal shards the first comes first.
+    order = np.argsort(cells, kind="stable")
+    cells, which = cells[order], which[order]
+    fresh = np.ones(len(cells), bool)
+    fresh[1:] = cells[1:] != cells[:-1]
+    return cells[fresh], which[fresh]
+
+
+def _check_boxes(layout: LeafLayout, partition: Partition, boxes: Sequence[Box]) -> None:
+    """Refuse boxes that are not cut as the partition says: their chunks would not be found."""
+    shape = layout.spec.shape
+    # Membership in a range is arithmetic.
+    known = [
+        starts if isinstance(starts, range) else frozenset(starts)
+        for starts in cell_starts(shape, partition)
+    ]
+    for box in boxes:
+        edges = zip(box.offset, box.stop, known, shape, strict=True)
+        if box.size and not all(a in at and (b in at or b == n) for a, b, at, n in edges):
+            raise ValueError(
+                f"{layout.name}: the shard {box_text(box)} of {layout.spec} does not follow the "
+                f"cuts of its partition, {partition.cuts}"
+            )
