@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import ml_dtypes
 import numpy as np
@@ -179,12 +179,13 @@ class Partition:
             cut), or, where cells are uneven, the positions of the cuts between them.
         holders: which process holds which cell, as a canonical text that is equal in all
             processes: the mesh, its processes, and which axes it divides.
-        processes: the processes that hold cells, or would if there were enough of them.
+        processes: those that hold a cell, in order; empty where that is not known. What `holders`
+            says decides whether two partitions are equal.
     """
 
     cuts: tuple[int | tuple[int, ...], ...]
     holders: str
-    processes: tuple[int, ...] = ()
+    processes: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)

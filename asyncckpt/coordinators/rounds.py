@@ -108,6 +108,10 @@ class Round:
         """Tell process 0 something; `message` has at least one byte."""
         await self._coordinator.put(f"{self._prefix}/{what}/{self.group.process_index}", message)
 
+    async def post_name(self) -> None:
+        """Tell process 0 what was called, so that it ends the round if that was something else."""
+        await self.post("name", self._name.encode())
+
     async def abort(self, error: BaseException, stage: str | None = None) -> bool:
         """End the round with an error for all, unless it is decided already.
 
@@ -154,7 +158,7 @@ class Round:
                 async with asyncio.TaskGroup() as tasks:
                     watching = tasks.create_task(self.watch())
                     if self._name and not self.leads:
-                        await self.post("name", self._name.encode())
+                        await self.post_name()
                     result = await part()
                     watching.cancel()
             except BaseException as raised:

@@ -224,6 +224,7 @@ class SharedSave(Save):
                     private=self._request.options.private,
                 )
             except CheckpointNotFoundError:
+                await self._round.post_name()
                 if begun_at is None and self._round.has_begun():
                     begun_at = time.monotonic()
             if begun_at is not None and time.monotonic() - begun_at > UNSHARED_S:

@@ -58,6 +58,7 @@ class Processes:
         self._chosen: Coordinator | None = None
         self._counts: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._meeting = asyncio.Lock()
+        self._opened = -1
         self._group: Group | None = None
         self._pulse: Pulse | None = None
 
@@ -126,6 +127,8 @@ class Processes:
         async def on_this() -> T:
             if not round_.leads:
                 return cast("T", json.loads(await round_.outcome()))
+            # Nothing is done before all processes have made this very call.
+            await round_.gathered("name")
             result = await function()
             await round_.commit()
             await round_.finish(json.dumps(result).encode())
@@ -141,10 +144,10 @@ class Processes:
         async with self._meeting:
             if self._group is None or self._pulse is None:
                 coordinator = self.coordinator
-                with self._lock:
-                    opened = next(_opened[self._root, coordinator.process_index])
+                if self._opened < 0:
+                    self._opened = next(_opened[self._root, coordinator.process_index])
                 self._group = await shake_hands(
-                    coordinator, root=self._root, opened=opened, arrival_s=self._arrival_s
+                    coordinator, root=self._root, opened=self._opened, arrival_s=self._arrival_s
                 )
                 self._runtime.share_host(self._group.processes_on_host)
                 beats = Beats(self._group, self._silence_s)

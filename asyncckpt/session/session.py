@@ -117,6 +117,7 @@ class Session:
             self._pruner = Pruner(keep, self.runtime, self.root, self.steps, self.reads.pinned)
         self._layouts = LayoutCache()
         self._turn = asyncio.Lock()
+        self._refusals: list[Future[None]] = []
         # Reentrant: a signal handler may close the session that its thread is closing.
         self._closing = threading.RLock()
         self._release_job: Job[None] | None = None
@@ -205,7 +206,8 @@ class Session:
         except Exception as error:
             if number is not None and engine.usable:
                 # The others would wait for this process.
-                self.call(partial(processes.refuse, "save", number, error))
+                refused = self.call(partial(processes.refuse, "save", number, error))
+                self._refusals.append(refused.future)
             raise
         state = SaveState()
         staged: Future[None] = Future()
@@ -279,7 +281,8 @@ class Session:
         if number is None:
             save = Save(*given)
         else:
-            save = SharedSave(*given, await self.processes.round("save", number))
+            round_ = await self.processes.round("save", number, f"save({request.step})")
+            save = SharedSave(*given, round_)
         retain = None
         if self._pruner is not None and self.processes.leads:
             retain = self._pruner.retain
@@ -326,6 +329,8 @@ class Session:
             return
         for pending in self.saves.pending():
             await ended(pending._job.future)
+        while self._refusals:
+            await ended(self._refusals.pop())
         if self._pruner is not None and self._pruner.removing is not None:
             await ended(self._pruner.removing.future)
 

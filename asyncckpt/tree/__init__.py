@@ -22,6 +22,7 @@ share a path. The path of a tree that is one leaf is empty.
 from __future__ import annotations
 
 from asyncckpt.tree.flatten import Flat, flatten
+from asyncckpt.tree.merge import MergedTree, merge_trees
 from asyncckpt.tree.names import Key, array_names, escape, match_glob, unescape, where
 from asyncckpt.tree.structure import MAX_DEPTH, Kind, Node, Structure
 from asyncckpt.tree.types import NodeRegistry
@@ -32,6 +33,7 @@ __all__ = [
     "Flat",
     "Key",
     "Kind",
+    "MergedTree",
     "Node",
     "NodeRegistry",
     "Structure",
@@ -39,6 +41,7 @@ __all__ = [
     "escape",
     "flatten",
     "match_glob",
+    "merge_trees",
     "unescape",
     "unflatten",
     "unflatten_like",

@@ -1,0 +1,351 @@
+"""Merging of the schemas of all processes into one that all of them plan by."""
+
+# Rule 1: every process merges the same schemas to the same result, errors included.
+# Rule 2: processes that have a leaf are compared by tree, not one by one: most of them have the
+#   same schema, and sets of them are made once.
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from asyncckpt.errors import (
+    DtypeMismatchError,
+    MismatchError,
+    ShapeMismatchError,
+)
+from asyncckpt.options import LeafOptions
+from asyncckpt.planning.schema import Schema, SchemaLeaf, schema_digest
+from asyncckpt.planning.tiling import tiling_fault
+from asyncckpt.spec import ArraySpec, Box, Partition, Shard
+from asyncckpt.tree import Structure, merge_trees, where
+
+Processes = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MergedLeaf:
+    """One leaf of the state of all processes.
+
+    Attributes:
+        path: its path in the merged tree.
+        kind: kind of a scalar, or the framework of the lowest process that has it.
+        spec: shape and dtype of an array; None for a scalar.
+        options: the answer of `leaf_options`.
+        extra: facts that are kept beside the bytes, JSON; empty for none.
+        processes: those that have it; one object for equal sets.
+        tied_to: ordinal of the earlier leaf whose bytes it shares in every process that has it.
+        partition: how these processes divide the array; None where each has all of it.
+        shards: all shards of an array whose partition is not known without asking, and of one that
+            each process holds in several boxes.
+    """
+
+    path: str
+    kind: str
+    spec: ArraySpec | None
+    options: LeafOptions | None
+    extra: str
+    processes: Processes
+    tied_to: int | None = None
+    partition: Partition | None = None
+    shards: tuple[Shard, ...] | None = None
+
+
+class OwnPart(NamedTuple):
+    """What a process holds of a leaf, in the fields of its `LeafLayout`."""
+
+    shards: tuple[Shard, ...] | None
+    partition: Partition | None
+    holders: Processes | None
+
+
+def own_part(
+    leaf: MergedLeaf,
+    process: int,
+    process_count: int,
+    *,
+    shards: tuple[Shard, ...] | None = None,
+    partition: Partition | None = None,
+) -> OwnPart:
+    """Return what a process holds of an array leaf.
+
+    Args:
+        leaf: the leaf.
+        process: the process.
+        process_count: number of processes.
+        shards: those that its adapter found; None for all in one.
+        partition: the partition that its adapter found.
+    """
+    if leaf.partition is not None:
+        if process not in leaf.processes:
+            return OwnPart((), leaf.partition, None)
+        if partition is not None:
+            return OwnPart(shards or (), leaf.partition, None)
+        # All of it is on devices of this process.
+        assert leaf.spec is not None
+        boxes = (Box.whole(leaf.spec.shape),) if shards is None else [s.box for s in shards]
+        return OwnPart(tuple([Shard(box, (process,)) for box in boxes]), leaf.partition, None)
+    if leaf.shards is not None:
+        return OwnPart(leaf.shards, None, None)
+    return OwnPart(None, None, None if len(leaf.processes) == process_count else leaf.processes)
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What all processes save together.
+
+    Attributes:
+        structure: the containers of the merged tree.
+        leaves: its leaves, in the order of the structure.
+        ordinals: per process, the ordinals here of its own leaves; one object for equal ones.
+        chunk_nbytes: the smallest target size of chunks that any process can hold.
+        digest: SHA-256 (hex) of all schemas.
+    """
+
+    structure: Structure
+    leaves: tuple[MergedLeaf, ...]
+    ordinals: Mapping[int, Sequence[int]]
+    chunk_nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """One schema, the processes that have it, and where its leaves are in the merged tree."""
+
+    schema: Schema
+    processes: Processes
+    ordinals: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A leaf as some processes have it."""
+
+    leaf: SchemaLeaf
+    processes: Processes
+    member: _Member
+
+
+def merge_schemas(schemas: Mapping[int, Schema], tree: Literal["union", "same"]) -> Merged:
+    """Return what all processes save together.
+
+    Args:
+        schemas: the schema of every process.
+        tree: whether dicts may differ in their keys by process.
+
+    Raises:
+        MismatchError: a leaf, the tree or an option differs; names path and processes.
+    """
+    grouped: dict[str, list[int]] = {}
+    digests: dict[int, str] = {}
+    for process in sorted(schemas):
+        schema = schemas[process]
+        # Equal schemas are often one object, as decoded or as this process's own.
+        digest = digests.get(id(schema))
+        if digest is None:
+            digest = digests[id(schema)] = schema_digest(schema)
+        grouped.setdefault(digest, []).append(process)
+    groups = [(schemas[found[0]], tuple(found)) for found in grouped.values()]
+    _check_options(groups)
+    trees: dict[Structure, int] = {}
+    tree_of = [trees.setdefault(schema.structure, len(trees)) for schema, _ in groups]
+    named = [
+        [p for (_, group), t in zip(groups, tree_of, strict=True) if t == number for p in group]
+        for number in range(len(trees))
+    ]
+    merged = merge_trees(list(trees), named, same=tree == "same")
+    members = [
+        _Member(schema, processes, merged.leaves[number])
+        for (schema, processes), number in zip(groups, tree_of, strict=True)
+    ]
+    total = hashlib.sha256()
+    for digest, found in grouped.items():
+        total.update(f"{digest}:{','.join(map(str, found))};".encode())
+    return Merged(
+        structure=merged.structure,
+        leaves=tuple(_Leaves(members, merged.structure).merge()),
+        ordinals={p: member.ordinals for member in members for p in member.processes},
+        chunk_nbytes=min(schema.chunk_nbytes for schema in schemas.values()),
+        digest=total.hexdigest(),
+    )
+
+
+def _check_options(groups: Sequence[tuple[Schema, Processes]]) -> None:
+    first, (lead, *_) = groups[0]
+    for schema, processes in groups[1:]:
+        for name in sorted({*first.options, *schema.options}):
+            one, other = first.options.get(name), schema.options.get(name)
+            if one != other:
+                raise MismatchError(
+                    f"{name}={one!r} on process {lead}, {name}={other!r} on process "
+                    f"{processes[0]}: pass the same options on all processes",
+                    stage="plan",
+                    expected=one,
+                    found=other,
+                )
+
+
+class _Leaves:
+    """Merges the leaves of several schemas, one by one in the order of the merged tree."""
+
+    def __init__(self, members: Sequence[_Member], structure: Structure) -> None:
+        self._paths = structure.paths()
+        self._seen: list[list[_Seen]] = [[] for _ in self._paths]
+        for member in members:
+            for leaf, ordinal in zip(member.schema.leaves, member.ordinals, strict=True):
+                self._seen[ordinal].append(_Seen(leaf, member.processes, member))
+        self._sets: dict[tuple[int, ...], Processes] = {}
+
+    def merge(self) -> list[MergedLeaf]:
+        """Return the leaves."""
+        return [self._merge(ordinal, seen) for ordinal, seen in enumerate(self._seen)]
+
+    def _merge(self, ordinal: int, seen: Sequence[_Seen]) -> MergedLeaf:
+        path, first = self._paths[ordinal], seen[0]
+        for other in seen[1:]:
+            _compare(path, first, other)
+        having = self._processes(seen)
+        partition, shards = None, None
+        if any(one.leaf.partition is not None for one in seen):
+            partition = _partition(path, seen, having)
+        elif any(one.leaf.boxes is not None for one in seen):
+            shards = _shards(path, seen, having)
+        leaf = first.leaf
+        return MergedLeaf(
+            path,
+            leaf.kind,
+            leaf.spec,
+            leaf.options,
+            leaf.extra,
+            having,
+            _tie(ordinal, seen),
+            partition,
+            shards,
+        )
+
+    def _processes(self, seen: Sequence[_Seen]) -> Processes:
+        """Return the processes that have a leaf, one object for equal sets."""
+        if len(seen) == 1:
+            return seen[0].processes
+        key = tuple([one.processes[0] for one in seen])  # a process is in one group
+        found = self._sets.get(key)
+        if found is None:
+            found = self._sets[key] = tuple(sorted(p for one in seen for p in one.processes))
+        return found
+
+
+def _compare(path: str, one: _Seen, other: _Seen) -> None:
+    """Refuse two leaves of one path that are not the same leaf."""
+    a, b = one.leaf, other.leaf
+    if a.spec is None or b.spec is None:
+        if a.kind != b.kind:
+            raise _differ(DtypeMismatchError, path, one, a.kind, other, b.kind)
+    elif a.spec.shape != b.spec.shape:
+        raise _differ(ShapeMismatchError, path, one, a.spec.shape, other, b.spec.shape)
+    elif a.spec.dtype != b.spec.dtype:
+        raise _differ(DtypeMismatchError, path, one, a.spec.dtype, other, b.spec.dtype)
+    if a.options != b.options:
+        raise _differ(MismatchError, path, one, a.options, other, b.options)
+    if a.extra != b.extra:
+        raise _differ(MismatchError, path, one, a.extra or "no facts", other, b.extra or "no facts")
+
+
+def _differ(
+    kind: type[MismatchError],
+    path: str,
+    one: _Seen,
+    found: object,
+    other: _Seen,
+    instead: object,
+) -> MismatchError:
+    return kind(
+        f"{where(path)}: {found} on process {one.processes[0]}, {instead} on process "
+        f"{other.processes[0]}; leaves of one path are parts or copies of one value: save others "
+        "under other paths, or wrap values that differ by process in PerProcess",
+        path=path,
+        stage="plan",
+        expected=found,
+        found=instead,
+    )
+
+
+def _partition(path: str, seen: Sequence[_Seen], having: Processes) -> Partition:
+    """Return the partition that all processes have but those that hold the whole array alone."""
+    divided = [one for one in seen if one.leaf.partition is not None]
+    first = divided[0]
+    partition = first.leaf.partition
+    assert partition is not None
+    for other in divided[1:]:
+        mine = other.leaf.partition
+        if mine != partition:
+            assert mine is not None
+            texts = [f"cut at {p.cuts} over {p.holders}" for p in (partition, mine)]
+            raise _differ(MismatchError, path, first, texts[0], other, texts[1])
+    lacking = sorted(set(partition.processes) - set(having))
+    if lacking:
+        raise MismatchError(
+            f"{where(path)}: the mesh on process {first.processes[0]} includes process "
+            f"{lacking[0]}, whose tree has no such leaf; save it from every process of its mesh",
+            path=path,
+            stage="plan",
+            expected=partition.processes,
+            found=having,
+        )
+    for one in seen:
+        # An array on the devices of one process only looks whole to that process.
+        alone = one.leaf.partition is None and one.processes != partition.processes
+        if alone and partition.processes:
+            text = f"divided over processes {list(partition.processes)[:8]}"
+            raise _differ(MismatchError, path, first, text, one, "whole")
+    return partition
+
+
+def _shards(path: str, seen: Sequence[_Seen], having: Processes) -> tuple[Shard, ...]:
+    """Put the shards of all processes together; equal boxes are replicas."""
+    spec = seen[0].leaf.spec
+    assert spec is not None
+    if not any(one.leaf.partial for one in seen):
+        for other in seen[1:]:
+            if other.leaf.boxes != seen[0].leaf.boxes:
+                texts = [f"in {len(one.leaf.boxes or (1,))} parts" for one in (seen[0], other)]
+                raise _differ(MismatchError, path, seen[0], texts[0], other, f"{texts[1]} (others)")
+    whole = Box.whole(spec.shape)
+    holders: dict[Box, list[_Seen]] = {}
+    for one in seen:
+        for box in dict.fromkeys((whole,) if one.leaf.boxes is None else one.leaf.boxes):
+            if box.size:
+                holders.setdefault(box, []).append(one)
+    boxes = sorted(holders, key=lambda box: (box.offset, box.shape))
+    fault = tiling_fault(whole, boxes)
+    if fault is not None:
+        shown = ", ".join(map(str, having[:8]))
+        raise MismatchError(
+            f"{where(path)}: the parts of {spec} on processes {shown} do not make up the array: "
+            f"{fault}",
+            path=path,
+            stage="plan",
+            expected=spec.shape,
+            found=fault,
+        )
+    sets: dict[tuple[int, ...], Processes] = {}
+    shards: list[Shard] = []
+    for box in boxes:
+        key = tuple([one.processes[0] for one in holders[box]])
+        found = sets.get(key)
+        if found is None:
+            found = sets[key] = tuple(sorted(p for one in holders[box] for p in one.processes))
+        shards.append(Shard(box, found))
+    return tuple(shards)
+
+
+def _tie(ordinal: int, seen: Sequence[_Seen]) -> int | None:
+    """Return the earlier leaf that this one is tied to in all processes that have it."""
+    ties = {
+        None if one.leaf.tied_to is None else one.member.ordinals[one.leaf.tied_to] for one in seen
+    }
+    tie = ties.pop()
+    # Otherwise the bytes are stored twice.
+    return tie if not ties and tie is not None and tie < ordinal else None

@@ -1,0 +1,150 @@
+"""Merging of the trees that several processes have into one."""
+
+# Rule 1: only dicts may differ in their keys; every other container is equal in all processes
+#   that have it. A key that only some have comes after those of lower processes.
+# Rule 2: what belongs together is found by keys, not by paths: the path of a key depends on its
+#   neighbours, which may be other ones in the merged tree.
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from asyncckpt.errors import TreeMismatchError
+from asyncckpt.tree.names import Key, escape_keys, where
+from asyncckpt.tree.structure import KEYED, Node, Structure
+
+Place = tuple[int, int]
+"""A tree, and a child in it as `Node.children` has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MergedTree:
+    """The tree of all processes.
+
+    Attributes:
+        structure: its containers.
+        leaves: per tree that was merged, the ordinals of its leaves in the merged one.
+    """
+
+    structure: Structure
+    leaves: tuple[Sequence[int], ...]
+
+
+def merge_trees(
+    trees: Sequence[Structure], processes: Sequence[Sequence[int]], *, same: bool
+) -> MergedTree:
+    """Return the tree that has every leaf of these.
+
+    Args:
+        trees: the distinct trees, that of the lowest process first.
+        processes: the processes that have each; for errors.
+        same: dicts may not differ in their keys either.
+
+    Raises:
+        TreeMismatchError: containers differ; names the path and two processes.
+    """
+    if len(trees) == 1:
+        return MergedTree(trees[0], (range(trees[0].leaf_count),))
+    return _Merger(trees, processes, same).run()
+
+
+class _Merger:
+    def __init__(
+        self, trees: Sequence[Structure], processes: Sequence[Sequence[int]], same: bool
+    ) -> None:
+        self._trees = trees
+        self._processes = processes
+        self._same = same
+        self._leaves = [[0] * tree.leaf_count for tree in trees]
+        self._leaf_count = 0
+        self._nodes: list[Node | None] = []
+
+    def run(self) -> MergedTree:
+        roots = [(number, 0) for number in range(len(self._trees))]
+        single = [not tree.nodes for tree in self._trees]
+        if all(single):
+            self._leaf(roots)
+        elif any(single):
+            raise self._kinds_differ("", roots, single)
+        else:
+            self._node("", roots)
+        nodes = [node for node in self._nodes if node is not None]
+        return MergedTree(Structure(tuple(nodes), self._leaf_count), tuple(self._leaves))
+
+    def _child(self, path: str, places: Sequence[Place]) -> int:
+        """Merge one child; return it as `Node.children` has it. Recurses to the tree's depth."""
+        leaf = [child >= 0 for _, child in places]
+        if all(leaf):
+            return self._leaf(places)
+        if any(leaf):
+            raise self._kinds_differ(path, places, leaf)
+        return -self._node(path, [(tree, -child) for tree, child in places])
+
+    def _leaf(self, places: Sequence[Place]) -> int:
+        for tree, ordinal in places:
+            self._leaves[tree][ordinal] = self._leaf_count
+        self._leaf_count += 1
+        return self._leaf_count - 1
+
+    def _node(self, path: str, places: Sequence[Place]) -> int:
+        nodes = [(tree, self._trees[tree].nodes[index]) for tree, index in places]
+        number = len(self._nodes)
+        self._nodes.append(None)  # in preorder, before its children
+        (lead, first), *others = nodes
+        for tree, node in others:
+            if node.kind != first.kind:
+                raise self._differ(path, lead, f"a {first.kind}", tree, f"a {node.kind}")
+        below: dict[Key, list[Place]] = {}
+        for tree, node in nodes:
+            keys: Sequence[Key] = node.keys if node.kind in KEYED else range(len(node.children))
+            for key, child in zip(keys, node.children, strict=True):
+                below.setdefault(key, []).append((tree, child))
+        if self._same or first.kind != "dict":
+            self._check_keys(path, nodes, below)
+        keys = tuple(below)
+        parts: Sequence[object] = keys
+        if first.kind in KEYED:
+            parts = escape_keys(keys, set(map(type, keys))) if keys else ()
+        children: list[int] = []
+        for part, found in zip(parts, below.values(), strict=True):
+            inner = path if first.kind == "stateful" else f"{path}/{part}" if path else str(part)
+            children.append(self._child(inner, found))
+        self._nodes[number] = Node(
+            first.kind, keys if first.kind in KEYED else (), tuple(children), first.type_name
+        )
+        return number
+
+    def _check_keys(
+        self, path: str, nodes: Sequence[tuple[int, Node]], below: Mapping[Key, Sequence[Place]]
+    ) -> None:
+        for key, places in below.items():
+            if len(places) == len(nodes):
+                continue
+            having = {tree for tree, _ in places}
+            lacking = next(tree for tree, _ in nodes if tree not in having)
+            raise self._differ(path, places[0][0], f"an entry {key!r}", lacking, "none")
+
+    def _kinds_differ(
+        self, path: str, places: Sequence[Place], leaf: Sequence[bool]
+    ) -> TreeMismatchError:
+        one, other = leaf.index(True), leaf.index(False)
+        return self._differ(path, places[one][0], "a leaf", places[other][0], "a container")
+
+    def _differ(
+        self, path: str, one: int, found: str, other: int, instead: str
+    ) -> TreeMismatchError:
+        first, second = self._processes[one][0], self._processes[other][0]
+        advice = (
+            'save the same tree from all processes, or pass SaveOptions(tree="union")'
+            if self._same
+            else "only dicts may differ in their keys: build the others alike in all processes"
+        )
+        return TreeMismatchError(
+            f"{where(path)}: process {first} has {found} here, process {second} has {instead}; "
+            f"{advice}",
+            path=path,
+            stage="plan",
+            expected=found,
+            found=instead,
+        )

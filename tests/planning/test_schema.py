@@ -1,0 +1,163 @@
+"""Schemas: their digests, and the bytes in which they travel."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.options import LeafOptions
+from asyncckpt.planning.schema import (
+    Schema,
+    SchemaLeaf,
+    decode_schema,
+    encode_schema,
+    schema_digest,
+)
+from asyncckpt.spec import ArraySpec, Box, Partition
+from asyncckpt.tree import flatten
+
+TREE = {"params": {"w": 1, "b": 2, "tied": 3}, "state": [4, (5,)], "step": 6}
+
+LEAVES = (
+    SchemaLeaf("numpy", ArraySpec((8, 4), "float32"), LeafOptions(chunk_shape=(2, 4))),
+    SchemaLeaf("jax", ArraySpec((4,), "bfloat16"), extra='{"prng_impl":"fry"}'),
+    SchemaLeaf("numpy", ArraySpec((8, 4), "float32"), tied_to=0),
+    SchemaLeaf(
+        "torch",
+        ArraySpec((10, 6), "int8"),
+        partition=Partition((4, (1, 3)), "mesh 3 x 3", (0, 2, 5)),
+    ),
+    SchemaLeaf(
+        "numpy", ArraySpec((10,), "bool"), boxes=(Box((0,), (3,)), Box((7,), (3,))), partial=True
+    ),
+    SchemaLeaf("int"),
+)
+
+SCHEMA = Schema(flatten(TREE).structure, LEAVES, {"layout": "auto", "chunk_nbytes": 1 << 24}, 4096)
+
+
+def with_leaf(number: int, **changes: Any) -> Schema:
+    leaves = list(LEAVES)
+    leaves[number] = dataclasses.replace(leaves[number], **changes)
+    return dataclasses.replace(SCHEMA, leaves=tuple(leaves))
+
+
+CHANGES = {
+    "kind": with_leaf(5, kind="float"),
+    "shape": with_leaf(0, spec=ArraySpec((4, 8), "float32")),
+    "dtype": with_leaf(0, spec=ArraySpec((8, 4), "int32")),
+    "options": with_leaf(0, options=LeafOptions(chunk_shape=(4, 4))),
+    "no options": with_leaf(0, options=None),
+    "default options": with_leaf(0, options=LeafOptions()),
+    "extra": with_leaf(1, extra=""),
+    "tied_to": with_leaf(2, tied_to=None),
+    "cuts": with_leaf(3, partition=Partition((4, (1, 4)), "mesh 3 x 3", (0, 2, 5))),
+    "holders": with_leaf(3, partition=Partition((4, (1, 3)), "mesh 3 x 2", (0, 2, 5))),
+    "boxes": with_leaf(4, boxes=(Box((0,), (3,)),)),
+    "partial": with_leaf(4, partial=False),
+    "save options": dataclasses.replace(SCHEMA, options={"layout": "regular"}),
+    "keys": dataclasses.replace(
+        SCHEMA, structure=flatten({**TREE, "step": 6, "state": [4, [5]]}).structure
+    ),
+    "order": dataclasses.replace(SCHEMA, leaves=LEAVES[:4] + LEAVES[:3:-1]),
+}
+
+
+def test_the_digest_changes_with_everything_that_processes_share() -> None:
+    digests = {name: schema_digest(schema) for name, schema in CHANGES.items()}
+    digests["unchanged"] = schema_digest(SCHEMA)
+    assert len(set(digests.values())) == len(digests)
+
+
+def test_the_digest_contains_nothing_measured() -> None:
+    other = dataclasses.replace(SCHEMA, chunk_nbytes=SCHEMA.chunk_nbytes // 2)
+    assert schema_digest(other) == schema_digest(SCHEMA)
+
+
+def test_a_schema_arrives_as_it_was_sent() -> None:
+    for schema in (SCHEMA, *CHANGES.values()):
+        sent = decode_schema(encode_schema(schema), file="entry")
+        assert sent == schema
+        # What partitions do not compare.
+        assert [leaf.partition and leaf.partition.processes for leaf in sent.leaves] == [
+            leaf.partition and leaf.partition.processes for leaf in schema.leaves
+        ]
+        assert schema_digest(sent) == schema_digest(schema)
+
+
+SCRIPT = """
+from tests.planning.test_schema import SCHEMA, schema_digest
+print(schema_digest(SCHEMA))
+"""
+
+
+def test_the_digest_does_not_depend_on_the_hash_seed() -> None:
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }
+    assert outputs == {schema_digest(SCHEMA)}
+
+
+DOCUMENT = json.loads(encode_schema(SCHEMA))
+
+WRONG = {
+    "no object": [],
+    "another version": {**DOCUMENT, "version": 2},
+    "another planner": {**DOCUMENT, "planner": 1},
+    "no tree": {key: value for key, value in DOCUMENT.items() if key != "tree"},
+    "fewer leaves than the tree": {**DOCUMENT, "leaves": DOCUMENT["leaves"][:-1]},
+    "a tie forward": {**DOCUMENT, "leaves": [[0, 0, -1, 0, 3, -1], *DOCUMENT["leaves"][1:]]},
+    "a number of no spec": {**DOCUMENT, "specs": []},
+    "a negative number": {**DOCUMENT, "leaves": [[-2, 0, -1, 0, -1, -1], *DOCUMENT["leaves"][1:]]},
+    "a dtype": {**DOCUMENT, "specs": [[[1], "float7"]] * 9},
+    "a negative length": {**DOCUMENT, "specs": [[[-1], "int8"]] * 9},
+    "a huge length": {**DOCUMENT, "specs": [[[1 << 70], "int8"]] * 9},
+    "an unknown option": {**DOCUMENT, "answers": [{"color": 1}]},
+    "an option's value": {**DOCUMENT, "answers": [{"chunk_nbytes": -5}]},
+    "a box": {**DOCUMENT, "divisions": [[None, [[1]], True]] * 2},
+    "no options": {**DOCUMENT, "options": 3},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_schema_is_refused(name: str) -> None:
+    with pytest.raises(CorruptCheckpointError, match=r"entry-3: not a schema") as caught:
+        decode_schema(json.dumps(WRONG[name]).encode(), file="entry-3")
+    assert caught.value.file == "entry-3"
+
+
+@given(st.binary(max_size=200))
+def test_bytes_are_refused_and_never_crash(data: bytes) -> None:
+    with pytest.raises(CorruptCheckpointError):
+        decode_schema(data, file="x")
+
+
+@given(st.data())
+def test_a_changed_byte_gives_a_schema_or_an_error(data: st.DataObject) -> None:
+    sent = bytearray(encode_schema(SCHEMA))
+    sent[data.draw(st.integers(0, len(sent) - 1))] = data.draw(st.integers(32, 126))
+    try:
+        decode_schema(bytes(sent), file="x")
+    except CorruptCheckpointError:
+        pass
+
+
+def test_deep_and_dense_documents_are_refused() -> None:
+    for data in (b"[" * 100_000, b'{"a":' * 50_000, b"[],[]," * 100_000):
+        with pytest.raises(CorruptCheckpointError, match=r"x: not a schema"):
+            decode_schema(data, file="x")
