@@ -46,6 +46,7 @@ _KINDS: Mapping[str, str] = {
     "value_nbytes": "<i4",
     "checked": "<i8",
     "checked_crc": "<u4",
+    "scalar": "<i8",
     "scalar_crc": "<u4",
     "values": "u1",
     "part_values": "u1",
@@ -86,7 +87,8 @@ class Entries:
         parts: boxes of small leaves that are sharded over several processes.
         checked: numbers of chunks of which every holder has computed the checksum, `int64`.
         checked_crc: CRC-32C of the payload of each, before any compression, `uint32`.
-        scalar_crc: CRC-32C of the JSON of every scalar leaf, in leaf order, `uint32`.
+        scalar: ordinals of the scalar leaves that the process has, `int64`.
+        scalar_crc: CRC-32C of type and value of each, `uint32`.
         facts: what else the committing process has to know: JSON.
     """
 
@@ -103,6 +105,7 @@ class Entries:
     parts: Sequence[Part]
     checked: npt.NDArray[np.int64]
     checked_crc: npt.NDArray[np.uint32]
+    scalar: npt.NDArray[np.int64]
     scalar_crc: npt.NDArray[np.uint32]
     facts: Mapping[str, Any]
 
@@ -112,7 +115,7 @@ def encode_entries(entries: Entries) -> bytes:
     columns: dict[str, npt.NDArray[Any]] = {}
     for name in ("chunk", "file", "offset", "nbytes", "crc", "checked", "checked_crc"):
         columns[name] = getattr(entries, name)
-    columns["scalar_crc"] = entries.scalar_crc
+    columns["scalar"], columns["scalar_crc"] = entries.scalar, entries.scalar_crc
     columns["value_chunk"] = np.array(list(entries.values), np.int64)
     columns["value_nbytes"] = np.array(list(map(len, entries.values.values())), np.int64)
     columns["values"] = np.frombuffer(b"".join(entries.values.values()), np.uint8)
@@ -179,7 +182,11 @@ def _columns(data: bytes, start: int, named: Sequence[Any]) -> dict[str, npt.NDA
         columns[name] = column
     if columns.keys() != _KINDS.keys() or start != len(data) - CRC_NBYTES:
         raise ValueError("its columns are not those of this version")
-    for group in (("chunk", "file", "offset", "nbytes", "crc"), ("checked", "checked_crc")):
+    for group in (
+        ("chunk", "file", "offset", "nbytes", "crc"),
+        ("checked", "checked_crc"),
+        ("scalar", "scalar_crc"),
+    ):
         if len({columns[name].size for name in group}) > 1:
             raise ValueError(f"columns {', '.join(group)} differ in length")
     return columns
@@ -222,7 +229,8 @@ def _entries(header: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any]])
         raise ValueError("the save id, the digest or the process is missing")
     if not isinstance(header["facts"], dict):
         raise ValueError("the facts are no object")
-    names = ("chunk", "file", "offset", "nbytes", "crc", "checked", "checked_crc", "scalar_crc")
+    names = ("chunk", "file", "offset", "nbytes", "crc", "checked", "checked_crc")
+    names += ("scalar", "scalar_crc")
     return Entries(
         save_id=header["save_id"],
         process=header["process"],

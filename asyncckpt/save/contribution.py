@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -92,9 +93,20 @@ def entries_of(
         parts=[Part(held.array, held.box, values) for held, values in payload.parts],
         checked=plan.row_chunk[payload.checked],
         checked_crc=payload.checked_crc,
+        scalar=np.array(list(snapshot.scalars), np.int64),
         scalar_crc=scalar_checksums(snapshot),
-        facts={},
+        facts={"scalars": _only_here(snapshot, process)},
     )
+
+
+def _only_here(snapshot: Snapshot, process: int) -> list[tuple[int, Any]]:
+    """Return the scalars that process 0 lacks, if this is the lowest process that has them."""
+    lacking = snapshot.lacking
+    return [
+        (leaf, snapshot.values[leaf])
+        for leaf in snapshot.scalars
+        if min(lacking.get(leaf, (0,))) == process > 0
+    ]
 
 
 def scalar_checksums(snapshot: Snapshot) -> npt.NDArray[np.uint32]:

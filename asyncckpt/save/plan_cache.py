@@ -25,6 +25,7 @@ from asyncckpt.options import (
     LeafOptions,
     SaveOptions,
 )
+from asyncckpt.planning.merge import OwnPart
 from asyncckpt.planning.save import LeafLayout, SavePlan, plan_save
 from asyncckpt.ports import Sizes, Source, Store
 from asyncckpt.runtime import Runtime
@@ -180,6 +181,7 @@ def layout_key(
         snapshot.kinds,
         # Boxes and the processes that hold them are part of the shards.
         [*map(attrgetter("spec", "shards", "partition"), snapshot.sources)],
+        snapshot.held,
         snapshot.tied,
         snapshot.extra,
         snapshot.structure,
@@ -325,20 +327,22 @@ def _leaf_layouts(
         own = None
         if options.leaf_options is not None:
             own = options_of_leaf(options, snapshot.paths[leaf], source.spec)
+        held = snapshot.held.get(number) or OwnPart(source.shards, source.partition, None)
         if own is None:
             leaves.append(
                 LeafLayout(
                     name,
                     source.spec,
                     chunk_nbytes,
-                    zstd_level=level,
-                    shards=source.shards,
-                    partition=source.partition,
+                    None,
+                    level,
+                    None,
+                    *held,
                 )
             )
         else:
             layout = _with_options(
-                snapshot.paths[leaf], source, name, own, options, budget_nbytes, sizes
+                snapshot.paths[leaf], source, held, name, own, options, budget_nbytes, sizes
             )
             leaves.append(_first_only(layout, process) if own.replicas == "first" else layout)
     return leaves
@@ -422,6 +426,7 @@ def _bounded(chunk_nbytes: int, level: int | None, budget_nbytes: int, sizes: Si
 def _with_options(
     path: str,
     source: Source,
+    held: OwnPart,
     name: str,
     own: LeafOptions,
     options: SaveOptions,
@@ -465,10 +470,10 @@ def _with_options(
         name,
         spec,
         _bounded(own.chunk_nbytes or options.chunk_nbytes, level, budget_nbytes, sizes),
-        chunk_shape=own.chunk_shape,
-        zstd_level=level,
-        shards=source.shards,
-        partition=source.partition,
+        own.chunk_shape,
+        level,
+        None,
+        *held,
     )
 
 

@@ -6,16 +6,19 @@ caller rebinds dict entries or counts on.
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from asyncckpt.adapters import AdapterSet, adapters_for_loaded_frameworks
+from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.adapters.python import bytes_as_array, unsupported
 from asyncckpt.errors import UnsupportedLeafError, UsageError
 from asyncckpt.format.record import MAX_RANK, encode_scalar
 from asyncckpt.options import INLINE_NBYTES, SaveOptions
+from asyncckpt.planning.merge import Merged, OwnPart, own_part
 from asyncckpt.planning.tiling import tiling_fault
 from asyncckpt.ports import ArrayAdapter, Source
 from asyncckpt.reports import Progress
@@ -50,6 +53,8 @@ class Snapshot:
         extra: facts kept beside the bytes, by leaf index.
         nbytes: bytes of all arrays; tied ones count once.
         shared: arrays that this process may hold only in part, by array index.
+        held: what this process holds of each array, where others have another tree; by array index.
+        absent: leaves that this process lacks, and the processes that have them; by leaf index.
     """
 
     structure: Structure
@@ -64,6 +69,8 @@ class Snapshot:
     extra: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     nbytes: int = 0
     shared: list[int] = field(default_factory=list)
+    held: Mapping[int, OwnPart] = field(default_factory=dict)
+    absent: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,6 +154,51 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
     if refused:
         raise _of_all(refused)
     return snapshot
+
+
+def completed(snapshot: Snapshot, merged: Merged, process: int, process_count: int) -> Snapshot:
+    """Return the tree of all processes, with what this one has of it.
+
+    Arrays of other processes have sources without shards, and scalars of theirs no value.
+    """
+    own = {ordinal: leaf for leaf, ordinal in enumerate(merged.ordinals[process])}
+    number_of = {leaf: number for number, leaf in enumerate(snapshot.array_leaf)}
+    whole = Snapshot(merged.structure, [leaf.path for leaf in merged.leaves])
+    numbers: dict[int, int] = {}
+    held: dict[int, OwnPart] = {}
+    absent: dict[int, Sequence[int]] = {}
+    for ordinal, leaf in enumerate(merged.leaves):
+        mine = own.get(ordinal)
+        whole.kinds.append(leaf.kind)
+        if mine is None:
+            absent[ordinal] = leaf.processes
+        if leaf.spec is None:
+            whole.values.append(None if mine is None else snapshot.values[mine])
+            if mine is not None:
+                whole.scalars[ordinal] = snapshot.scalars[mine]
+            continue
+        whole.values.append(None)
+        number = numbers[ordinal] = len(whole.sources)
+        if mine is None:
+            source = Source(leaf.spec, None, None, shards=())
+            adapter = snapshot.adapters[0] if snapshot.adapters else NumpyAdapter()
+        else:
+            source = snapshot.sources[number_of[mine]]
+            adapter = snapshot.adapters[number_of[mine]]
+        held[number] = own_part(
+            leaf, process, process_count, shards=source.shards, partition=source.partition
+        )
+        if leaf.tied_to is not None:
+            whole.tied[number] = numbers[leaf.tied_to]
+        else:
+            whole.nbytes += leaf.spec.nbytes
+        if leaf.extra:
+            whole.extra[ordinal] = json.loads(leaf.extra)
+        whole.sources.append(source)
+        whole.adapters.append(adapter)
+        whole.array_leaf.append(ordinal)
+    whole.held, whole.absent = held, absent
+    return whole
 
 
 def check_alone(snapshot: Snapshot) -> None:

@@ -32,6 +32,7 @@ def some(chunks: int = 3, values: dict[int, bytes] | None = None) -> Entries:
         parts=[Part(3, Box((1, 2), (2, 3)), bytes(range(24))), Part(4, Box((), ()), b"scalar")],
         checked=np.array([1, 99]),
         checked_crc=np.array([3, 4], np.uint32),
+        scalar=np.array([5]),
         scalar_crc=np.array([8], np.uint32),
         facts={"host": "a"},
     )
