@@ -8,7 +8,9 @@ import pytest
 
 from asyncckpt.errors import CheckpointExistsError, SaveError, StoreError, UsageError
 from asyncckpt.stores.objects import attempt as attempts
+from asyncckpt.stores.objects.attempt import ObjectAttempt
 from asyncckpt.stores.objects.layout import exchange_path, is_exchange, owner
+from asyncckpt.stores.objects.share import ObjectJoinedAttempt
 from asyncckpt.stores.objects.store import ObjectStore
 from asyncckpt.testing.checkpoints import data_path, expect, fill, identity, record_of, save
 from tests.simulator import Fault, Simulator
@@ -25,7 +27,9 @@ def exchanged(sim: Simulator) -> list[str]:
     return [key for key in names(sim) if is_exchange(key.partition("/")[2])]
 
 
-async def shared(store: ObjectStore, other: ObjectStore):  # type: ignore[no-untyped-def]
+async def shared(
+    store: ObjectStore, other: ObjectStore
+) -> tuple[ObjectAttempt, ObjectJoinedAttempt]:
     """An attempt at step 1, and a share in it."""
     attempt = await store.begin("1", SAVE_ID, shared=True)
     return attempt, await other.join("1", SAVE_ID, process=1, timeout_s=20.0)
