@@ -229,8 +229,8 @@ def _entries(header: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any]])
         raise ValueError("the save id, the digest or the process is missing")
     if not isinstance(header["facts"], dict):
         raise ValueError("the facts are no object")
-    names = ("chunk", "file", "offset", "nbytes", "crc", "checked", "checked_crc")
-    names += ("scalar", "scalar_crc")
+    written = ("chunk", "file", "offset", "nbytes", "crc")
+    compared = ("checked", "checked_crc", "scalar", "scalar_crc")
     return Entries(
         save_id=header["save_id"],
         process=header["process"],
@@ -239,5 +239,5 @@ def _entries(header: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any]])
         values=values,
         parts=tuple(parts),
         facts=header["facts"],
-        **{name: columns[name] for name in names},
+        **{name: columns[name] for name in written + compared},
     )

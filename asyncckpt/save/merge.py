@@ -19,21 +19,18 @@ from asyncckpt.format.crc import crc32c
 from asyncckpt.format.entries import MAX_ENTRIES_NBYTES, Entries, Part, decode_entries
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import INLINE_NBYTES
-from asyncckpt.planning.table import Column
 from asyncckpt.save.commit import DATABASE, Commit, Committable
 from asyncckpt.save.contribution import entries_of
 from asyncckpt.save.index import Payload
 from asyncckpt.save.plan_cache import Layout
 from asyncckpt.save.serialize import Extents, trailed
+from asyncckpt.save.shared_plan import taken
 from asyncckpt.save.snapshot import Snapshot
 from asyncckpt.spec import DTYPES
 from asyncckpt.tree import where
 
 READS = 16
 """Entries read at a time."""
-
-VISIBLE_S = 15.0
-"""How long entries that were passed on may stay invisible on a network file system."""
 
 
 class MergingCommit(Commit):
@@ -65,6 +62,9 @@ class MergingCommit(Commit):
         snapshot, layout = self._request.snapshot, self._layout
         own = entries_of(payload, layout, snapshot, save_id=self._save_id, process=0)
         entries = [own, *self._others]
+        for one in self._others:
+            for leaf, value in one.facts.get("scalars", ()):
+                snapshot.values[leaf] = value
         run = self._compute.run
         await run(compare, layout, snapshot, entries, self._round.group.named)
         merged, late = await run(merge, layout, entries, self._round.group.named)
@@ -78,25 +78,15 @@ class MergingCommit(Commit):
 
         async def read() -> None:
             for process, path in waiting:
-                found[process] = await self._read_one(process, path.decode())
+                found[process] = await self._read_one(path.decode())
 
         async with asyncio.TaskGroup() as group:
             for _ in range(min(READS, len(ready))):
                 group.create_task(read())
         return [found[process] for process in sorted(found)]
 
-    async def _read_one(self, process: int, path: str) -> Entries:
-        end = asyncio.get_running_loop().time() + VISIBLE_S
-        while (data := await self._attempt.taken(path, max_nbytes=MAX_ENTRIES_NBYTES)) is None:
-            if asyncio.get_running_loop().time() > end:
-                group = self._round.group
-                raise UsageError(
-                    f"{self._attempt.location}: {group.named(process)} has written its part, and "
-                    f"{group.named(0)} cannot see it: this is no place that all processes share; "
-                    "pass a directory that every host mounts, or the URL of a bucket",
-                    location=self._attempt.location,
-                )
-            await asyncio.sleep(0.1)
+    async def _read_one(self, path: str) -> Entries:
+        data = await taken(self._attempt, path, self._round, max_nbytes=MAX_ENTRIES_NBYTES)
         return await self._compute.run(decode_entries, data, file=path)
 
     async def _put_late(self, merged: Payload, late: Mapping[int, bytes]) -> None:
@@ -193,31 +183,38 @@ def compare(layout: Layout, snapshot: Snapshot, entries: Sequence[Entries], name
     Raises:
         MismatchError: some are not; names the first such leaf and two processes.
     """
-    own = entries[0]
     for one in entries:
-        if not np.array_equal(one.scalar_crc, own.scalar_crc):
-            at = int(np.flatnonzero(one.scalar_crc != own.scalar_crc)[0])
-            leaf = list(snapshot.scalars)[at]
-            raise _difference(snapshot.paths[leaf], named(0), named(one.process))
-    chunks, owners, crcs = _columns(entries)
-    order = np.lexsort((owners, chunks))
-    chunks, owners, crcs = chunks[order], owners[order], crcs[order]
-    differ = np.flatnonzero((chunks[1:] == chunks[:-1]) & (crcs[1:] != crcs[:-1]))
-    if differ.size:
-        at = int(differ[0])
-        arrays = layout.plan.arrays
-        starts = np.asarray(arrays.first_chunk)
-        array = int(np.flatnonzero(starts <= chunks[at])[-1])
-        path = snapshot.paths[snapshot.array_leaf[int(arrays.leaf[array])]]
-        raise _difference(path, named(int(owners[at])), named(int(owners[at + 1])))
+        if one.digest != entries[0].digest:
+            raise _disagreement(f"{named(one.process)} has another schema than {named(0)}")
+    for what in ("scalar", "checked"):
+        found = _first_difference(entries, what)
+        if found is None:
+            continue
+        number, one_process, other_process = found
+        leaf = number if what == "scalar" else _leaf_of(layout, snapshot, number)
+        raise _difference(snapshot.paths[leaf], named(one_process), named(other_process))
 
 
-def _columns(entries: Sequence[Entries]) -> tuple[Column, Column, Column]:
-    chunks = np.concatenate([one.checked for one in entries])
-    crcs = np.concatenate([one.checked_crc for one in entries]).astype(np.int64)
-    counts = [one.checked.size for one in entries]
+def _first_difference(entries: Sequence[Entries], what: str) -> tuple[int, int, int] | None:
+    """Return what differs first, by number, and two processes that have different checksums."""
+    numbers = np.concatenate([getattr(one, what) for one in entries])
+    crcs = np.concatenate([getattr(one, f"{what}_crc") for one in entries])
+    counts = [getattr(one, what).size for one in entries]
     owners = np.repeat(np.array([one.process for one in entries], np.int64), counts)
-    return chunks, owners, crcs
+    order = np.lexsort((owners, numbers))
+    numbers, owners, crcs = numbers[order], owners[order], crcs[order]
+    differ = np.flatnonzero((numbers[1:] == numbers[:-1]) & (crcs[1:] != crcs[:-1]))
+    if not differ.size:
+        return None
+    at = int(differ[0])
+    return int(numbers[at]), int(owners[at]), int(owners[at + 1])
+
+
+def _leaf_of(layout: Layout, snapshot: Snapshot, chunk: int) -> int:
+    """Return the leaf that a chunk belongs to."""
+    arrays = layout.plan.arrays
+    array = int(np.flatnonzero(np.asarray(arrays.first_chunk) <= chunk)[-1])
+    return snapshot.array_leaf[int(arrays.leaf[array])]
 
 
 def _difference(path: str, one: str, other: str) -> MismatchError:

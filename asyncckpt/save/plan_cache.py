@@ -38,6 +38,11 @@ from asyncckpt.tree import array_names, where
 CACHED_LAYOUTS = 2
 """Layouts kept: a training loop saves one tree, sometimes a second one for evaluation."""
 
+UNEVEN = (
+    "the processes have different trees, which Orbax's metadata is not written for; "
+    "'asyncckpt export --orbax' converts the checkpoint"
+)
+
 PLANNING_LEAVES = 200
 """Trees with more leaves than this are planned in a worker thread, not on the engine's loop."""
 
@@ -240,7 +245,8 @@ def make_layout(
     names = array_names(snapshot.structure.parts())
     leaves = _leaf_layouts(snapshot, names, options, budget_nbytes, sizes, process)
     mirrors: list[int] = []
-    for leaf, value in snapshot.scalars.items():
+    # Where processes have different trees, each knows only its own scalars.
+    for leaf, value in ({} if snapshot.uneven else snapshot.scalars).items():
         if scalar_as_array_fits(value):
             mirrors.append(leaf)
             spec = _MIRROR_SPECS[snapshot.kinds[leaf]]
@@ -273,7 +279,12 @@ def make_layout(
         parts = [Piece(arrays.of(array).offset, array) for array in own]
         pieces[snapshot.array_leaf[number]] = tuple(parts)
     commits = process == 0
-    orbax, notes = orbax_files(snapshot, plan, mirrors) if commits else (None, ())
+    orbax: Mapping[str, bytes] | None = None
+    notes: tuple[str, ...] = ()
+    if snapshot.uneven:
+        notes = (UNEVEN,)
+    elif commits:
+        orbax, notes = orbax_files(snapshot, plan, mirrors)
     return Layout(
         plan=plan,
         catalog=make_catalog(arrays) if commits else None,

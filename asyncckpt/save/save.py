@@ -139,9 +139,10 @@ class Save:
             SaveError, StoreError: names stage, leaf or file; nothing is left.
         """
         deadline_s, state = self._request.options.deadline_s, self._state
+        left_s = deadline_s and deadline_s - (time.perf_counter() - self._request.begun)
         try:
             try:
-                self._timeout = asyncio.timeout(deadline_s)
+                self._timeout = asyncio.timeout(left_s)
                 async with self._timeout, turn:
                     report = await self._run()
                     logger.info("%s", report)

@@ -21,14 +21,17 @@ Whatever fails on one process ends the round, and with it the save on all.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from asyncckpt.coordinators.rounds import Round, briefly
 from asyncckpt.errors import (
+    AsyncCheckpointError,
     CheckpointNotFoundError,
     DeadlineExceededError,
     SaveAbortedError,
@@ -39,7 +42,7 @@ from asyncckpt.flow.shield import leading_error, to_completion
 from asyncckpt.format.record import save_id_of
 from asyncckpt.planning.replicas import checked_rows
 from asyncckpt.planning.table import Column
-from asyncckpt.ports import DataFile, JoinedAttempt, Sizes, Store
+from asyncckpt.ports import AttemptFiles, DataFile, JoinedAttempt, Sizes, Store
 from asyncckpt.reports import SaveReport
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.commit import Commit, Committable
@@ -47,7 +50,7 @@ from asyncckpt.save.contribution import Contribution
 from asyncckpt.save.merge import MergingCommit
 from asyncckpt.save.plan_cache import Layout, LayoutCache
 from asyncckpt.save.save import Save, SaveState, record_of
-from asyncckpt.save.shared_plan import shared_layout
+from asyncckpt.save.shared_plan import SharedPlan
 from asyncckpt.save.snapshot import SaveRequest
 
 T = TypeVar("T")
@@ -79,16 +82,35 @@ class Joining:
         attempt = await self.attempt()
         return await attempt.create(path, nbytes=nbytes, window_nbytes=window_nbytes)
 
+    async def put(self, path: str, data: bytes | memoryview, *, in_record: bool = False) -> None:
+        """Make a small file durable, as `AttemptFiles.put`."""
+        await (await self.attempt()).put(path, data, in_record=in_record)
+
+    async def taken(self, path: str, *, max_nbytes: int) -> bytes | None:
+        """Return what a process has passed on, as `AttemptFiles.taken`."""
+        return await (await self.attempt()).taken(path, max_nbytes=max_nbytes)
+
     async def pass_on(self, path: str, data: bytes | memoryview) -> None:
         """Write a file for the other processes, as `AttemptFiles.pass_on`."""
         await (await self.attempt()).pass_on(path, data)
 
     async def abort(self) -> None:
         """Remove what was written, if the attempt was joined at all."""
+        joined = await self._ended()
+        if joined is not None:
+            await joined.abort()
+
+    async def leave(self) -> None:
+        """End the share without touching what was written: it may be part of a checkpoint."""
+        joined = await self._ended()
+        if joined is not None:
+            await joined.leave()
+
+    async def _ended(self) -> JoinedAttempt | None:
         self._joining.cancel()
         await asyncio.wait((self._joining,))
-        if not self._joining.cancelled() and self._joining.exception() is None:
-            await self._joining.result().abort()
+        failed = self._joining.cancelled() or self._joining.exception() is not None
+        return None if failed else self._joining.result()
 
 
 class SharedSave(Save):
@@ -184,28 +206,38 @@ class SharedSave(Save):
             await super()._refuse_existing()
 
     async def _plan(self, sizes: Sizes) -> Layout:
-        return await shared_layout(
-            self._round,
-            self._request,
-            sizes,
-            runtime=self._runtime,
-            store=self._store,
-            cache=self._layouts,
+        plan = SharedPlan(self._round, self._request, self._files)
+        snapshot, layout = await plan.agree(
+            sizes, runtime=self._runtime, store=self._store, cache=self._layouts
         )
+        self._request = replace(self._request, snapshot=snapshot)
+        return layout
 
     async def _begin(self) -> Any:
         request = self._request
-        if not self._round.leads:
-            return Joining(self._location, self._tasks.create_task(self._join()))
-        attempt = await self._store.begin(
-            request.name,
-            self._save_id,
-            overwrite=request.overwrite,
-            private=request.options.private,
-            shared=True,
-        )
-        self._round.begun()
-        return attempt
+        if self._attempt is None and not self._round.leads:
+            self._attempt = Joining(self._location, self._tasks.create_task(self._joined()))
+        elif self._attempt is None:
+            self._attempt = await self._store.begin(
+                request.name,
+                self._save_id,
+                overwrite=request.overwrite,
+                private=request.options.private,
+                shared=True,
+            )
+            self._round.begun()
+        return self._attempt
+
+    async def _files(self) -> AttemptFiles:
+        attempt = await self._begin()
+        return await attempt.attempt() if isinstance(attempt, Joining) else attempt
+
+    async def _joined(self) -> JoinedAttempt:
+        try:
+            return await self._join()
+        except Exception as error:
+            await self._post(error)  # before it cancels all the rest
+            raise
 
     async def _join(self) -> JoinedAttempt:
         """Join the attempt of process 0, once it is there.
@@ -301,6 +333,9 @@ class SharedSave(Save):
         await self._post(error)
         if not self._kept:
             await super()._give_up(error)
+        elif isinstance(self._attempt, Joining):
+            with contextlib.suppress(AsyncCheckpointError):
+                await to_completion(self._attempt.leave())
 
     async def _post(self, error: BaseException) -> None:
         """Tell all processes why this one has failed, unless one of them was the reason."""

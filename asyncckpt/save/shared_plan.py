@@ -106,9 +106,7 @@ class SharedPlan:
         limits = agreed.limits
         snapshot = request.snapshot
         if agreed.merged is not None:
-            snapshot = completed(
-                snapshot, agreed.merged, group.process_index, group.process_count
-            )
+            snapshot = completed(snapshot, agreed.merged, group.process_index, group.process_count)
         layout = await layout_of(
             snapshot,
             request.options,
@@ -179,8 +177,8 @@ class SharedPlan:
                 schemas.update(dict.fromkeys(processes, schema))
             return schemas
         distinct: dict[bytes, list[int]] = {encode_schema(own): [0]}
-        for process, path in sorted((await self._round.gathered("schema")).items()):
-            data = await self._taken(attempt, path.decode())
+        for process, message in sorted((await self._round.gathered("schema")).items()):
+            data = await self._taken(attempt, message.decode())
             distinct.setdefault(data, []).append(process)
         bundle = json.dumps(
             [[processes, base64.b64encode(data).decode()] for data, processes in distinct.items()]

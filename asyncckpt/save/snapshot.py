@@ -54,7 +54,8 @@ class Snapshot:
         nbytes: bytes of all arrays; tied ones count once.
         shared: arrays that this process may hold only in part, by array index.
         held: what this process holds of each array, where others have another tree; by array index.
-        absent: leaves that this process lacks, and the processes that have them; by leaf index.
+        lacking: leaves that process 0 lacks, and the processes that have them; by leaf index.
+        uneven: some leaves are on a part of the processes.
     """
 
     structure: Structure
@@ -70,7 +71,8 @@ class Snapshot:
     nbytes: int = 0
     shared: list[int] = field(default_factory=list)
     held: Mapping[int, OwnPart] = field(default_factory=dict)
-    absent: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    lacking: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    uneven: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,12 +168,12 @@ def completed(snapshot: Snapshot, merged: Merged, process: int, process_count: i
     whole = Snapshot(merged.structure, [leaf.path for leaf in merged.leaves])
     numbers: dict[int, int] = {}
     held: dict[int, OwnPart] = {}
-    absent: dict[int, Sequence[int]] = {}
+    lacking: dict[int, Sequence[int]] = {}
     for ordinal, leaf in enumerate(merged.leaves):
         mine = own.get(ordinal)
         whole.kinds.append(leaf.kind)
-        if mine is None:
-            absent[ordinal] = leaf.processes
+        if 0 not in leaf.processes:
+            lacking[ordinal] = leaf.processes
         if leaf.spec is None:
             whole.values.append(None if mine is None else snapshot.values[mine])
             if mine is not None:
@@ -197,7 +199,8 @@ def completed(snapshot: Snapshot, merged: Merged, process: int, process_count: i
         whole.sources.append(source)
         whole.adapters.append(adapter)
         whole.array_leaf.append(ordinal)
-    whole.held, whole.absent = held, absent
+    whole.held, whole.lacking = held, lacking
+    whole.uneven = any(len(leaf.processes) < process_count for leaf in merged.leaves)
     return whole
 
 

@@ -25,7 +25,7 @@ from asyncckpt.arguments import (
     guarded,
     typed,
 )
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import DeadlineExceededError, UsageError
 from asyncckpt.flow.engine import Job, ended
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.options import RestoreOptions, SaveOptions
@@ -281,7 +281,16 @@ class Session:
         if number is None:
             save = Save(*given)
         else:
-            round_ = await self.processes.round("save", number, f"save({request.step})")
+            # Meeting the others for the first time counts against the deadline, too.
+            try:
+                async with asyncio.timeout(request.options.deadline_s):
+                    round_ = await self.processes.round("save", number, f"save({request.step})")
+            except TimeoutError:
+                raise DeadlineExceededError(
+                    f"{self.root.url}: not all processes came to save step {request.step} within "
+                    f"{request.options.deadline_s} s; raise SaveOptions.deadline_s",
+                    location=self.root.url,
+                ) from None
             save = SharedSave(*given, round_)
         retain = None
         if self._pruner is not None and self.processes.leads:

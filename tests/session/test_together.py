@@ -323,7 +323,7 @@ def test_another_step_on_one_process(job: Job) -> None:
     async def part(ckpt: Checkpointer, this: int) -> Any:
         return await ckpt.save(1 + this, state())
 
-    fails(job, part, UsageError, "step", save_options=SaveOptions(arrival_s=3.0))
+    fails(job, part, UsageError, "save(1)", save_options=SaveOptions(arrival_s=3.0))
 
 
 def test_a_root_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +364,7 @@ def test_deleting_is_done_once(job: Job) -> None:
             await ckpt.save(step, state())
         await ckpt.delete(0)
         assert await ckpt.delete_after(1) == [2, 3]
-        with pytest.raises(CheckpointNotFoundError, match="process 0|no checkpoint"):
+        with pytest.raises(CheckpointNotFoundError, match="no checkpoint"):
             await ckpt.delete(0)
         return await ckpt.steps()
 
