@@ -246,7 +246,10 @@ class Round:
             if len(found) != len(self._found):
                 delay = LOOK_MIN_S
             self._found = found
-            self._check_names()
+            other_call = self._other_call()
+            if other_call is not None:
+                await self.abort(other_call)
+                raise other_call
             self._changed.set()
             if time.monotonic() - alive_at > SLICE_S:
                 alive_at = time.monotonic()
@@ -277,16 +280,18 @@ class Round:
         group = self.group
         return encode_error(error, process=group.process_index, host=group.host, stage=stage)
 
-    def _check_names(self) -> None:
+    def _other_call(self) -> UsageError | None:
+        """Return the error for a process that has called something else."""
         for key, name in self._found.items():
             if key.startswith("name/") and name.decode() != self._name:
                 other = self.group.named(int(key.removeprefix("name/")))
-                raise UsageError(
+                return UsageError(
                     f"{other} called {name.decode()} where {self.group.named(0)} called "
                     f"{self._name}: all processes make the same calls in the same order",
                     expected=self._name,
                     found=name.decode(),
                 )
+        return None
 
     def _end(self, result: bytes) -> None:
         self.result = result
