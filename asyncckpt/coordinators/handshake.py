@@ -28,7 +28,7 @@ from dataclasses import replace
 from typing import Any
 
 from asyncckpt.coordinators.group import Group
-from asyncckpt.coordinators.keys import PREFIX, pauses
+from asyncckpt.coordinators.key_values import PREFIX, pauses
 from asyncckpt.coordinators.meeting import Hello, Meeting
 from asyncckpt.coordinators.messages import decode_error, encode_error
 from asyncckpt.errors import AsyncCheckpointError, UsageError
