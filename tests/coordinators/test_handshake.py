@@ -18,8 +18,6 @@ from asyncckpt.coordinators.meeting import Hello
 from asyncckpt.errors import AsyncCheckpointError, UsageError
 from asyncckpt.version import VERSION
 from tests.coordinators.members import Member, members
-from tests.coordinators.remote import shake_in_process
-from tests.processes.fixtures import Pools
 
 ARRIVAL_S = 20.0
 SOON_S = 0.3
@@ -247,17 +245,3 @@ async def test_the_last_one_out_deletes_all_keys() -> None:
     assert values == {}
     (alone,) = await outcomes(map(shake, members(1)))
     await part(alone)
-
-
-@pytest.mark.parametrize("kind", ["jax", "torch", "numpy"])
-def test_real_processes_shake_hands_and_part(pools: Pools, kind: str) -> None:
-    pool = pools(kind, 2)
-    runs = []
-    for parting in (False, True):
-        # Each time as if it were the first: the keys of the first are still there.
-        shaken = pool.all(shake_in_process, parting)
-        assert len({run for run, *_ in shaken}) == 1
-        assert {on_host for _, on_host, _ in shaken} == {2}
-        runs.append(shaken[0][0])
-    assert runs[0] != runs[1]
-    assert all(left == 0 for _, _, left in pool.all(shake_in_process, True))
