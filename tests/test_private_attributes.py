@@ -39,6 +39,8 @@ PRIVATE: dict[tuple[str, str], str] = {
     ("torch.nn.Module", "_load_from_state_dict"): "a method that classes override to rename keys",
     # 4 microseconds per leaf faster than the public way, which is taken where it is missing.
     ("jax.Array", "_single_device_array_to_np_array_did_copy"): "a view of an array on a CPU",
+    # The coordinator's keys live there, and no public function returns it.
+    ("torch.distributed.distributed_c10d", "_get_default_store"): "the store to clone",
     ("threading", "_register_atexit"): "the only hook that runs before threads are joined",
     ("sys", "_getframe"): "the line of the user's code that a warning names",
 }
