@@ -60,7 +60,7 @@ do not acknowledge are of an earlier life."""
 SETTLE_S = 0.5
 """If there are several hellos of one process, the others have this long to acknowledge, too."""
 
-LEAVE_S = 1.0
+LEAVE_S = 0.5
 """How long a process that fails or is cancelled may take to tell the others."""
 
 REFUSAL_NBYTES = 32 << 10

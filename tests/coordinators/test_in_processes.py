@@ -67,8 +67,9 @@ def test_real_processes_shake_hands_and_part(pools: Pools, kind: str) -> None:
     assert all(left == 0 for _, _, left in pool.all(shake_in_process, True))
 
 
-def test_torch_returns_when_cancelled_while_its_server_is_stopped(pools: Pools) -> None:
-    pool = pools("torch", 2)
+@pytest.mark.parametrize("kind", ["jax", "torch"])
+def test_cancelling_returns_while_the_server_is_stopped(pools: Pools, kind: str) -> None:
+    pool = pools(kind, 2)
     pool.all(open_coordinator)
     pool.stop(0)
     try:
@@ -79,12 +80,12 @@ def test_torch_returns_when_cancelled_while_its_server_is_stopped(pools: Pools) 
     assert cancelled_s < 1
     assert closed_s < 2
     # Only the thread that is in the call; no task, and it is a daemon.
-    assert left == ["asyncckpt-torch-coordinator"]
+    assert left == [f"asyncckpt-{kind}-coordinator"]
     assert len(errors) == 2
     for error, name in zip(errors, abandoned, strict=True):
         assert "process 1 of 2: look(asyncckpt/x): no answer for" in error
         assert f"the thread {name} was abandoned" in error
-    assert abandoned == ["asyncckpt-torch-coordinator", "asyncckpt-torch-coordinator-2"]
+    assert abandoned == [f"asyncckpt-{kind}-coordinator", f"asyncckpt-{kind}-coordinator-2"]
     # Goes on as soon as the server does, and the abandoned threads end.
     assert pool.run(1, answers_again, timeout_s=20) == b"value"
     assert pool.run(1, await_silence, timeout_s=20) == []
