@@ -208,6 +208,8 @@ def axis_cuts(length: int, steps: tuple[tuple[int, int], ...]) -> int | tuple[in
         cell = -(-cell // size)
     else:
         return cell
+    if all(stride == 1 for _, stride in steps):
+        return _regular(length, _nested_starts(length, [size for size, _ in steps]))
     # Each step is a mesh axis of its own here.
     mesh_shape = tuple(size for size, _ in steps)
     axis = [Cut(number, stride) for number, (_, stride) in enumerate(steps)]
@@ -259,6 +261,18 @@ def _part(runs: list[Run], count: int, index: int) -> list[Run]:
         if low < high:
             found.append((start + low - at, start + high - at))
         at += stop - start
+    return found
+
+
+def _nested_starts(length: int, sizes: Sequence[int]) -> list[int]:
+    """Return where the cells begin when each part is divided again, without empty ones."""
+    starts, lengths = np.zeros(1, np.int64), np.full(1, length, np.int64)
+    for size in sizes:
+        cells = -(-lengths // size)
+        offsets = np.minimum(np.outer(cells, np.arange(size + 1)).T, lengths).T
+        starts = (starts[:, None] + offsets[:, :-1]).ravel()
+        lengths = np.diff(offsets).ravel()
+    found: list[int] = starts[lengths > 0].tolist()
     return found
 
 

@@ -273,6 +273,20 @@ def test_cuts_are_one_length_where_cells_are_regular(
     assert axis_cuts(length, steps) == cuts
 
 
+@given(st.integers(0, 60), st.lists(st.integers(1, 5), max_size=3))
+def test_cuts_are_where_parts_that_are_divided_again_begin(length: int, sizes: list[int]) -> None:
+    parts = [range(length)]
+    for size in sizes:
+        cells = [-(-len(part) // size) for part in parts]
+        parts = [
+            part[n * cell : (n + 1) * cell]
+            for part, cell in zip(parts, cells, strict=True)
+            for n in range(size)
+        ]
+    expected = sorted({part[0] for part in parts if part} - {0})
+    assert edges(axis_cuts(length, tuple((size, 1) for size in sizes)), length) == expected
+
+
 def test_cuts_of_many_processes_are_not_listed() -> None:
     size = 1 << 40
     assert axis_cuts(size, ((1 << 20, 1), (1 << 10, 1))) == 1 << 10
