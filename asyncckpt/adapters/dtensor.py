@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from asyncckpt.adapters import placements as arithmetic
 from asyncckpt.adapters.arrays import check_values
+from asyncckpt.adapters.meshes import Mesh
 from asyncckpt.adapters.placements import Layout
 from asyncckpt.adapters.torch import TorchAdapter, tensor_view
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
@@ -263,8 +264,8 @@ def _divide(
 
 
 @lru_cache(maxsize=64)
-def _ranks(mesh: DeviceMesh) -> arithmetic.Mesh:
-    return arithmetic.Mesh(mesh.mesh.cpu().numpy())
+def _ranks(mesh: DeviceMesh) -> Mesh:
+    return Mesh(mesh.mesh.cpu().numpy())
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
