@@ -149,6 +149,18 @@ def test_a_process_that_gets_another_rank_opens_its_new_shards() -> None:
     whole.check()
 
 
+def test_an_opened_tensor_is_read_without_torch_distributed() -> None:
+    """A save goes on in the background when the job has shut it down."""
+    with rank_of(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        source = adapter.source(
+            "p", distribute_tensor(numbered(8), mesh, [Shard(0)], src_data_rank=None)
+        )
+    out = np.full(4, -1, np.float32)
+    adapter.fetch(source, Box((2,), (4,)), out)
+    assert out.tolist() == [-1, -1, 4, 5]
+
+
 def test_a_mesh_of_one_process_is_local() -> None:
     with rank_of(0, 1):
         data = numbered(4, 3)
