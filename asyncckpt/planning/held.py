@@ -125,9 +125,10 @@ class HeldShards:
         self._index = BoxIndex(boxes)
         self._starts = np.array([box.offset for box in boxes], np.int64).reshape(len(boxes), rank)
         self._shapes = np.array([box.shape for box in boxes], np.int64).reshape(len(boxes), rank)
-        distinct = {box for box in boxes if box.size}
+        size = layout.spec.size
         self._everything = holders.process_count == 1 or (
-            sum(box.size for box in distinct) == layout.spec.size
+            int(self._shapes.prod(axis=1).sum()) >= size  # at least so many, replicas included
+            and sum(box.size for box in set(boxes)) == size
         )
         small = layout.spec.nbytes <= WHOLE_NBYTES
         self.in_parts = small and not self._everything
