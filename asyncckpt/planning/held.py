@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.planning.grid import WHOLE_NBYTES, cell_starts, contiguous_runs, runs_within
+from asyncckpt.planning.grid import WHOLE_NBYTES, cell_starts
 from asyncckpt.planning.holders import Holders
 from asyncckpt.planning.leaves import Arrays, LeafLayout, Part
-from asyncckpt.planning.overlap import BoxIndex
+from asyncckpt.planning.overlap import BoxIndex, contiguous_runs, runs_within
 from asyncckpt.planning.table import Column
 from asyncckpt.planning.tiling import box_text
 from asyncckpt.spec import Box, ChunkGrid, Partition, Shard
