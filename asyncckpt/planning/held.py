@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from asyncckpt.planning.balance import Holders
 from asyncckpt.planning.grid import WHOLE_NBYTES, cell_starts
-from asyncckpt.planning.holders import Holders
 from asyncckpt.planning.leaves import Arrays, LeafLayout, Part
 from asyncckpt.planning.overlap import BoxIndex, contiguous_runs, runs_within
 from asyncckpt.planning.table import Column
