@@ -20,6 +20,7 @@ logging.getLogger("asyncckpt").addHandler(logging.NullHandler())
 _EXPORTS = {
     "ShardedArray": "adapters.sharded_array",
     "Checkpointer": "checkpointer",
+    "DirectoryCoordinator": "coordinators.directory",
     "PendingSave": "session.pending",
     "collect_garbage": "session.gc",
     "convert": "convert.api",
@@ -45,6 +46,7 @@ _EXPORTS = {
     "RestoreWarning": "errors",
     "SaveAbortedError": "errors",
     "SaveError": "errors",
+    "SaveOutcomeUnknownError": "errors",
     "ShapeMismatchError": "errors",
     "StagingError": "errors",
     "StoreError": "errors",
@@ -89,6 +91,7 @@ if TYPE_CHECKING:
     from asyncckpt.convert.api import convert as convert
     from asyncckpt.convert.api import diff as diff
     from asyncckpt.convert.api import export as export
+    from asyncckpt.coordinators.directory import DirectoryCoordinator as DirectoryCoordinator
     from asyncckpt.errors import AsyncCheckpointError as AsyncCheckpointError
     from asyncckpt.errors import CheckpointExistsError as CheckpointExistsError
     from asyncckpt.errors import CheckpointNotFoundError as CheckpointNotFoundError
@@ -103,6 +106,7 @@ if TYPE_CHECKING:
     from asyncckpt.errors import RestoreWarning as RestoreWarning
     from asyncckpt.errors import SaveAbortedError as SaveAbortedError
     from asyncckpt.errors import SaveError as SaveError
+    from asyncckpt.errors import SaveOutcomeUnknownError as SaveOutcomeUnknownError
     from asyncckpt.errors import ShapeMismatchError as ShapeMismatchError
     from asyncckpt.errors import StagingError as StagingError
     from asyncckpt.errors import StoreError as StoreError

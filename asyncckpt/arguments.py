@@ -13,6 +13,7 @@ from typing import (
     Any,
     Literal,
     TypedDict,
+    TypeGuard,
     TypeVar,
     get_args,
     get_origin,
@@ -35,6 +36,9 @@ ProgressCallback = Callable[[Progress], None]
 
 MAX_METADATA_NBYTES = 16 << 20
 """User metadata travels in the record, which every listing reads."""
+
+COORDINATOR_METHODS = ("put", "put_once", "look", "wait", "list", "delete", "close")
+"""Those of `ports.Coordinator`, which this module must not import."""
 
 logger = logging.getLogger("asyncckpt")
 
@@ -169,21 +173,38 @@ def check_keep(keep: object) -> None:
 
 
 def check_coordinator(coordinator: object) -> None:
-    """Check that this process saves alone, and is not one of a job of several."""
-    if coordinator == "single":
+    """Check that this is ``"auto"``, ``"single"`` or an object like `ports.Coordinator`.
+
+    It does not look for the processes of a job: `coordinators.choice` does, at first use.
+    """
+    if coordinator in ("auto", "single"):
         return
-    if coordinator != "auto":
-        raise UsageError(
-            f"coordinator={coordinator!r}: this release saves from one process; pass "
-            '"auto" or "single"'
+    missing = [m for m in COORDINATOR_METHODS if not callable(getattr(coordinator, m, None))]
+    named = isinstance(getattr(coordinator, "name", None), str)
+    if missing or not named or isinstance(coordinator, type):
+        lacking = (
+            f"; it has no method {', '.join(missing)}"
+            if 0 < len(missing) < len(COORDINATOR_METHODS)
+            else ""
         )
-    # Several processes that each write the whole state to one root would race.
-    size = os.environ.get("WORLD_SIZE", "1")  # noqa: TID251 - set by torchrun, not a knob of ours
-    if size.isdigit() and int(size) > 1:
         raise UsageError(
-            f"WORLD_SIZE={size}: this release saves from one process; call it on rank 0 only, "
-            'with coordinator="single"'
+            f'coordinator={coordinator!r:.80}: pass "auto", "single", or a coordinator such as '
+            f"DirectoryCoordinator(path, process_index=..., process_count=...){lacking}",
+            found=coordinator,
         )
+    index = getattr(coordinator, "process_index", None)
+    count = getattr(coordinator, "process_count", None)
+    if not (_is_count(index) and _is_count(count) and 0 <= index < count):
+        raise UsageError(
+            f"coordinator={coordinator!r:.80}: process_index={index!r} of process_count={count!r}: "
+            "pass a number of processes, and an index from 0 to one below it",
+            expected="0 <= process_index < process_count",
+            found=(index, count),
+        )
+
+
+def _is_count(number: object) -> TypeGuard[int]:
+    return isinstance(number, int) and not isinstance(number, bool)
 
 
 def checked_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -260,7 +260,7 @@ class Checkpointer(OpenRun):
 
     async def latest_step(self) -> int | None:
         """Return the highest step with a valid commit record, or None."""
-        return await self._session.call(self._session.steps.latest).wait()
+        return await self._session.call_once("latest_step()", self._session.steps.latest).wait()
 
     async def inspect(self, step: int | None = None) -> CheckpointInfo:
         """Describe a step (None: the newest) from its metadata alone."""
@@ -281,7 +281,9 @@ class Checkpointer(OpenRun):
             CheckpointNotFoundError: there is no such step.
         """
         name, _ = number_of(step)
-        await self._session.call(lambda: self._session.steps.delete(name)).wait()
+        await self._session.call_once(
+            f"delete({name})", lambda: self._session.steps.delete(name)
+        ).wait()
 
     async def delete_after(self, step: int) -> list[int]:
         """Delete all steps above `step`, highest first, and return them (an abandoned branch).
@@ -289,7 +291,9 @@ class Checkpointer(OpenRun):
         Saves in flight are waited for, and their steps deleted too where they are above.
         """
         _, number = number_of(step)
-        return await self._session.call(lambda: self._session.delete_after(number)).wait()
+        return await self._session.call_once(
+            f"delete_after({number})", lambda: self._session.delete_after(number)
+        ).wait()
 
     async def wait(self) -> None:
         """Wait until no save is in flight, and no bytes of deleted steps are being removed.
@@ -403,7 +407,7 @@ async def _tree(core: Session, step: int | None, like: Any, **arguments: Any) ->
     checked_callback("on_report", on_report, "RestoreReport")
     mode: Literal["saved", "like"] = "saved" if like is None else "like"
     request, flat, adapters = core.restore_request(mode, like, **arguments)
-    outcome = await core.call(lambda: core.reads.restore(step, request)).wait()
+    outcome = await core.restore(step, request).wait()
     tree = finish_tree(outcome, flat, adapters)
     if on_report is not None:
         on_report(outcome.report)
@@ -412,6 +416,6 @@ async def _tree(core: Session, step: int | None, like: Any, **arguments: Any) ->
 
 async def _into(core: Session, step: int | None, target: Any, **arguments: Any) -> RestoreReport:
     request, flat, adapters = core.restore_request("into", target, leaves="numpy", **arguments)
-    outcome = await core.call(lambda: core.reads.restore(step, request)).wait()
+    outcome = await core.restore(step, request).wait()
     assert flat is not None
     return finish_into(outcome, flat, adapters)

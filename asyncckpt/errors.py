@@ -18,13 +18,15 @@
     ├── SaveError                   a save failed (`visible`, `durable`)
     │   ├── StagingError            copying a leaf to host memory failed
     │   ├── SaveAbortedError        the save was cancelled by `PendingSave.cancel()`
-    │   └── DeadlineExceededError   the save or restore ran past its deadline
+    │   ├── DeadlineExceededError   the save or restore ran past its deadline
+    │   └── SaveOutcomeUnknownError whether the checkpoint exists could not be found out
     ├── RestoreError                an object refused its restored state
     ├── ResourceError               memory or threads of this process ran out
     └── EngineDiedError             the engine's thread ended unexpectedly
 
 Each carries, where known, the leaf's `path`, the pipeline `stage`, the `location` of the
 checkpoint, and what was `expected` and `found`; the message states all of them and the next step.
+An error that another process reported carries that `process` and its `host`.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ class AsyncCheckpointError(Exception):
         found: what was found instead, or None.
         written: paths of the targets that a failed `restore_into` wrote, in whole or in part;
             their contents are undefined.
+        process: index of the process in which it was raised, or None if that is this one.
+        host: name of that process's host, or None.
     """
 
     def __init__(
@@ -56,6 +60,8 @@ class AsyncCheckpointError(Exception):
     ) -> None:
         super().__init__(message)
         self.written: tuple[str, ...] = ()
+        self.process: int | None = None
+        self.host: str | None = None
         self.path = path
         self.stage = stage
         self.location = location
@@ -199,6 +205,13 @@ class SaveAbortedError(SaveError):
 
 class DeadlineExceededError(SaveError):
     """A save or restore ran past its deadline; it was aborted and cleaned up."""
+
+
+class SaveOutcomeUnknownError(SaveError):
+    """A save may have succeeded: process 0, which decides, fell silent after all had written.
+
+    `latest_step` says later which of both it was; the state in memory is unharmed.
+    """
 
 
 class RestoreError(AsyncCheckpointError):

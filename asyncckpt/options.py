@@ -70,6 +70,14 @@ CLEANUP_S = 60.0
 """How long work that must not be cut short, such as a publication, goes on after its caller was
 cancelled: two waits for threads. Then it is cancelled too, which ends within `ABANDON_S`."""
 
+SILENCE_S = 60.0
+"""Below the 100 s after which jaxlib ends the processes of a job that has lost one, so that the
+error that names it comes first."""
+
+ARRIVAL_S = 300.0
+"""Processes come to the same call within seconds; compiling a step for a part of them may delay
+the others by minutes."""
+
 STEP_MAX = 10**19 - 1
 """Steps are names of at most 19 digits."""
 
@@ -86,6 +94,8 @@ class LeafOptions:
             `bytes` and PRNG keys are not cast.
         compression: ``None`` as the save says, ``"zstd"``, or ``"none"``.
         compression_level: zstd level, 1 to 22.
+        replicas: what several processes hold of this leaf is compared (``"checked"``), or may
+            differ, and is that of the lowest process (``"first"``), as statistics of BatchNorm do.
     """
 
     chunk_nbytes: int | None = None
@@ -93,6 +103,7 @@ class LeafOptions:
     dtype: str | None = None
     compression: Literal["zstd", "none"] | None = None
     compression_level: int | None = None
+    replicas: Literal["checked", "first"] = "checked"
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
@@ -108,6 +119,7 @@ class LeafOptions:
         _choice("compression", self.compression, (None, "zstd", "none"))
         if self.compression_level is not None:
             _integer("compression_level", self.compression_level, 1, 22, "a zstd level")
+        _choice("replicas", self.replicas, ("checked", "first"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +154,10 @@ class SaveOptions:
         leaf_options: called with path and `ArraySpec` of each array leaf; returns `LeafOptions`
             or None. Its answers are kept with the plan of the save and used for the next trees of
             the same schema, so it must always give the same.
+        tree: whether all processes have the same leaves (``"same"``, which ``"auto"`` means with
+            JAX), or each may have some of its own (``"union"``, which it means otherwise).
+        silence_s: seconds without a sign of life after which a process counts as dead.
+        arrival_s: seconds that processes may come to a call after the first one.
     """
 
     host_memory_nbytes: int | None = None
@@ -160,6 +176,8 @@ class SaveOptions:
     layout: Literal["auto", "regular"] = "auto"
     tree: Literal["auto", "same", "union"] = "auto"
     leaf_options: Callable[[str, ArraySpec], LeafOptions | None] | None = None
+    silence_s: float = SILENCE_S
+    arrival_s: float = ARRIVAL_S
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
@@ -182,11 +200,8 @@ class SaveOptions:
         _integer("compression_level", self.compression_level, 1, 22, "a zstd level")
         _choice("direct_io", self.direct_io, ("auto", True, False))
         _seconds("deadline_s", self.deadline_s)
-        if self.exit_deadline_s is None:
-            raise UsageError(
-                "exit_deadline_s=None: pass a positive number of seconds; a process must end"
-            )
-        _seconds("exit_deadline_s", self.exit_deadline_s)
+        for name in ("exit_deadline_s", "silence_s", "arrival_s"):
+            _duration(name, getattr(self, name))
         _choice("snapshot", self.snapshot, ("copy", "reference"))
         _choice("on_overlap", self.on_overlap, ("wait", "skip", "error"))
         _choice("on_failed_save", self.on_failed_save, ("raise", "log"))
@@ -212,6 +227,8 @@ class RestoreOptions:
         broadcast: read once and exchange between processes (``"auto"``, True, False).
         deadline_s: seconds after which a restore is aborted; None waits without end.
         host_memory_nbytes: budget in bytes of the one-shot functions; others have their own.
+        silence_s: seconds without a sign of life after which a process counts as dead.
+        arrival_s: seconds that processes may come to a call after the first one.
     """
 
     concurrency: int | Literal["auto"] = "auto"
@@ -219,9 +236,13 @@ class RestoreOptions:
     broadcast: bool | Literal["auto"] = "auto"
     deadline_s: float | None = None
     host_memory_nbytes: int | None = None
+    silence_s: float = SILENCE_S
+    arrival_s: float = ARRIVAL_S
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
+        for name in ("silence_s", "arrival_s"):
+            _duration(name, getattr(self, name))
         if self.concurrency != "auto":
             _integer("concurrency", self.concurrency, 1, 1024, "operations")
         _choice("atomic", self.atomic, (True, False))
@@ -290,6 +311,12 @@ def _seconds(name: str, value: object) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise UsageError(f"{name}={value!r}: pass a positive number of seconds", found=value)
+
+
+def _duration(name: str, value: object) -> None:
+    if value is None:
+        raise UsageError(f"{name}=None: pass a positive number of seconds; every wait must end")
+    _seconds(name, value)
 
 
 def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -208,16 +208,19 @@ class JoinedAttempt(AttemptFiles, Protocol):
         ...
 
     async def leave(self) -> None:
-        """End the share, after the attempt's outcome is known to this process.
+        """End the share of an attempt that was published, or of which that is unknown.
 
-        Where it was published, nothing of it is touched. Where it was not, own files are removed.
+        Process 0 may publish it yet, so that own files stay. Stores that prove the death of
+        processes remove them once process 0 has given up or is dead; elsewhere gc does. Where it
+        is known that the attempt will not be published, `abort`.
         """
         ...
 
     async def abort(self) -> None:
         """Remove everything that this process has written; ignore files that are gone already.
 
-        The last process of the attempt that is alive removes what is left of it.
+        For attempts that process 0 will not publish. The last process of the attempt that is alive
+        removes what is left of it.
         """
         ...
 

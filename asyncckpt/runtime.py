@@ -14,7 +14,12 @@ from asyncckpt.flow.budget import ByteBudget
 from asyncckpt.flow.buffers import AnonymousMemory, SlotPool
 from asyncckpt.flow.engine import Engine
 from asyncckpt.format.record import is_record, outline_of, save_id_of
-from asyncckpt.options import LOCAL_CONCURRENCY, SLOT_NBYTES, default_budget_nbytes
+from asyncckpt.options import (
+    LOCAL_CONCURRENCY,
+    MIN_BUDGET_NBYTES,
+    SLOT_NBYTES,
+    default_budget_nbytes,
+)
 from asyncckpt.ports import CheckpointFiles, HostMemory, Sizes, Store, StoreCapabilities
 from asyncckpt.stores.local.store import LocalStore, open_local
 from asyncckpt.stores.objects.clients.urls import is_url, split_url, without_scheme
@@ -39,6 +44,7 @@ class Runtime:
         if os.name == "nt":
             raise UsageError("asyncckpt saves on Linux and macOS; on Windows use WSL")
         self.engine = Engine(name)
+        self._divides = host_memory_nbytes is None
         nbytes = default_budget_nbytes() if host_memory_nbytes is None else host_memory_nbytes
         self.budget = ByteBudget(max(1, nbytes // SLOT_NBYTES))
         self._pools: list[SlotPool] = []
@@ -53,6 +59,17 @@ class Runtime:
     def budget_nbytes(self) -> int:
         """Staging memory in bytes."""
         return self.budget.capacity * SLOT_NBYTES
+
+    def share_host(self, processes: int) -> None:
+        """Divide default budget and threads between so many processes of this host.
+
+        Called once, on the engine's loop, before anything is staged.
+        """
+        for workers in (self.engine.compute, self.engine.io):
+            workers.count = max(1, workers.count // processes)
+        if self._divides:
+            least = MIN_BUDGET_NBYTES // SLOT_NBYTES
+            self.budget.capacity = max(least, self.budget.capacity // processes)
 
     def concurrency(self, wanted: Any) -> int:
         """Return the operations in flight for an option that is a number or ``"auto"``."""

@@ -19,9 +19,11 @@ from asyncckpt.ports import ArrayAdapter, NodeAdapter
 _FRAMEWORKS = {"jax": ("Array", "JaxAdapter"), "torch": ("Tensor", "TorchAdapter")}
 """Framework -> an attribute that is there once its import is complete, and our adapter's class."""
 
-
 _SHARDED = "asyncckpt.adapters.sharded_array"
 """Imported when a `ShardedArray` is made."""
+
+_DTENSOR = "torch.distributed.tensor"
+"""Imported when a `DTensor` is made, by what makes it."""
 
 _WANTING = {"torch": ("torch.nn.", "torch.optim.")}
 """Framework -> where the classes are defined whose state dicts have only its arrays in them."""
@@ -74,11 +76,16 @@ class AdapterSet:
 
 
 def adapters_for_loaded_frameworks() -> AdapterSet:
-    """Return the adapters of NumPy, and of JAX, PyTorch and `ShardedArray` where imported."""
+    """Return the adapters of NumPy, and of what is imported of JAX, PyTorch and our own.
+
+    Each type belongs to the first that owns it: a `DTensor` is a `torch.Tensor`, too.
+    """
     adapters: list[ArrayAdapter] = [NumpyAdapter()]
     nodes: list[NodeAdapter] = []
     if hasattr(sys.modules.get(_SHARDED), "ShardedArray"):
         adapters.append(_module("sharded").ShardedAdapter())
+    if hasattr(sys.modules.get(_DTENSOR), "DTensor"):
+        adapters.append(_module("dtensor").DTensorAdapter())
     for name, (attribute, _) in _FRAMEWORKS.items():
         if getattr(sys.modules.get(name), attribute, None) is not None:
             adapters.append(adapter_named(name))

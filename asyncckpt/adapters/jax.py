@@ -55,7 +55,7 @@ class JaxTarget(Target):
 
 
 class JaxAdapter:
-    """`jax.Array` on the devices of this process, with any sharding.
+    """`jax.Array` with any sharding, over devices of this process and of others.
 
     Typed PRNG keys are stored as their uint32 key data, with the name of their implementation in
     `extra`. Restored arrays on CPU adopt the restored memory; they are strongly typed, committed
@@ -63,7 +63,8 @@ class JaxAdapter:
     sharding are still known.
 
     An array over several devices has one box per distinct shard. A box is read from one replica,
-    by turns, so that reading is spread over the devices, and restored once for all of them.
+    by turns, so that reading is spread over the devices, and restored once for all of them. Of an
+    array over several processes, each reads and restores the boxes on its own devices.
     """
 
     name = "jax"
@@ -98,16 +99,20 @@ class JaxAdapter:
         return source
 
     def _divide(self, path: str, source: Source) -> None:
-        """Set the shards of the source; a replicated leaf stays one box."""
+        """Set the shards of the source; a leaf replicated in this process alone stays one box."""
         leaf, spec = source.leaf, source.spec
         division = divide(path, leaf.sharding, spec.shape)
+        source.partition = division.partition
         if not spec.size:
-            source.view = np.empty(spec.shape, DTYPES[spec.dtype])
+            if division.partition is None:
+                source.view = np.empty(spec.shape, DTYPES[spec.dtype])
+            else:
+                source.shards = ()
             return
-        views: tuple[npt.NDArray[Any] | None, ...] = (None,) * len(division.boxes)
+        views: tuple[npt.NDArray[Any] | None, ...] = (None,) * len(division.shards)
         if division.on_cpu and spec.dtype not in jax_memory.PACKED and leaf.is_ready():
             views = shard_views(leaf, spec.dtype, division, next(self._turns))
-        if len(division.boxes) > 1:
+        if division.partition is not None or len(division.boxes) > 1:
             source.shards, source.views = division.shards, views
         else:
             (source.view,) = views
@@ -175,12 +180,13 @@ class JaxAdapter:
         return target
 
     def _divide_target(self, target: JaxTarget) -> None:
-        """Set the boxes of the target that its devices hold; a replicated leaf stays one box."""
+        """Set the boxes of the target that its devices hold here; all of it stays one box."""
         assert target.sharding is not None
         tail = target.spec.shape[len(target.shape) :]
         target.division = divide(target.path, target.sharding, target.shape, tail)
-        if target.spec.size and len(target.division.boxes) > 1:
-            target.boxes = target.division.boxes
+        boxes = target.division.boxes
+        if target.spec.size and boxes != (Box.whole(target.spec.shape),):
+            target.boxes = boxes
 
     def place(self, target: Target, values: npt.NDArray[Any]) -> Any:
         assert isinstance(target, JaxTarget)
@@ -216,9 +222,12 @@ class JaxAdapter:
         shape, sharding = target.shape, target.sharding
         assert sharding is not None
         if target.prng_impl is not None:
-            return assemble_keys(shape, sharding, division, parts, target.prng_impl)
+            return assemble_keys(
+                shape, sharding, division, parts, target.leaf.dtype, target.prng_impl
+            )
+        dtype = DTYPES[target.spec.dtype]
         with jax_memory.x64_for(target.spec.dtype):
-            array = assemble(shape, sharding, division, parts)
+            array = assemble(shape, sharding, division, parts, dtype)
         check_values(target.path, target.spec, array.shape, array.dtype)
         return array.block_until_ready()
 

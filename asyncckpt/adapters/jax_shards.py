@@ -1,10 +1,12 @@
-"""JAX arrays over several devices of this process: taken apart by box, put together from boxes."""
+"""JAX arrays over several devices: taken apart by box, put together from boxes."""
 
 # Rule 1: the global array is never assembled, neither on the host nor on a device, unless one
 #   box is all of it.
 # Rule 2: a box is read from one replica of it, and its values are given to every device that
 #   holds one. Devices may then adopt the same host memory: it is theirs as immutable, so JAX
 #   copies when one of them is donated.
+# Rule 3: an array over several processes is divided by arithmetic on its mesh. JAX's maps from
+#   devices to indices visit every device of every process, for every leaf.
 
 from __future__ import annotations
 
@@ -17,21 +19,24 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.adapters import jax_memory
+from asyncckpt.adapters import jax_memory, placements
 from asyncckpt.errors import UnsupportedLeafError
-from asyncckpt.spec import Box, Shard
+from asyncckpt.spec import Box, Partition, Shard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Division:
-    """How a sharding divides arrays of one shape.
+    """How a sharding divides arrays of one shape among the devices of this process.
 
     Attributes:
-        boxes: the distinct boxes in order of their offsets; one, if the array is replicated.
+        boxes: the distinct boxes in order of their offsets; one, if the array is replicated, and
+            none, if all its devices are other processes'.
         shards: the same, as the planner takes them.
-        holders: per box the devices that hold a replica of it.
-        box_of: number of the box that a device holds, in JAX's order of the devices.
-        on_cpu: whether all the devices are CPUs.
+        holders: per box the devices of this process that hold a replica of it.
+        box_of: number of the box that a device of this process holds, in JAX's order of the
+            devices.
+        on_cpu: whether all these devices are CPUs.
+        partition: how all processes divide the array; None if it is on this process' devices.
     """
 
     boxes: tuple[Box, ...]
@@ -39,6 +44,7 @@ class Division:
     holders: tuple[tuple[jax.Device, ...], ...]
     box_of: Mapping[jax.Device, int]
     on_cpu: bool
+    partition: Partition | None = None
 
 
 def divide(
@@ -47,8 +53,8 @@ def divide(
     """Return how the sharding divides `shape`; `tail` are further dimensions, not divided.
 
     Raises:
-        UnsupportedLeafError: devices of other processes, partial sums, a shape that the sharding
-            does not divide, or a mesh without devices; names the path.
+        UnsupportedLeafError: partial sums, a shape that the sharding does not divide, or a mesh
+            without devices; names the path.
     """
     unreduced = getattr(getattr(sharding, "spec", None), "unreduced", None)
     if unreduced:
@@ -63,6 +69,7 @@ def divide(
     try:
         if sharding.is_fully_addressable:
             return _divide(sharding, shape, tail)
+        return _divide_among_processes(sharding, shape, tail)
     except ValueError as error:
         raise UnsupportedLeafError(
             f"{path}: this sharding does not divide shape {shape} among its devices: {error}",
@@ -70,14 +77,6 @@ def divide(
             expected="a sharding over devices that divides the shape",
             found=str(sharding),
         ) from None
-    raise UnsupportedLeafError(
-        f"{path}: this array is on devices of other processes too; this release saves and "
-        "restores arrays on devices of one process: gather it first, for example with "
-        "jax.experimental.multihost_utils.process_allgather",
-        path=path,
-        expected="devices of this process",
-        found=str(sharding),
-    )
 
 
 @lru_cache(maxsize=4096)
@@ -95,6 +94,92 @@ def _divide(
         box_of={device: n for n, box in enumerate(boxes) for device in holders[box]},
         on_cpu=all(map(jax_memory.on_cpu, sharding.device_set)),
     )
+
+
+@lru_cache(maxsize=4096)
+def _divide_among_processes(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], tail: tuple[int, ...]
+) -> Division:
+    part = sharding.shard_shape(shape) + tail  # raises where the shape is not divisible
+    mesh = named_mesh(sharding)
+    if mesh is None:
+        devices, holding = _enumerate(sharding, shape, tail)
+    else:
+        places = _mesh(mesh)
+        own = own_coordinates(mesh)
+        devices = [mesh.devices[place] for place in own]
+        layout = layout_of(sharding, len(shape)) + ((),) * len(tail)
+        holding = placements.hold(places, layout, shape + tail, own)
+    boxes = tuple(shard.box for shard in holding.shards)
+    numbers = [number[0] for number in holding.numbers if number]
+    if devices and not boxes:  # devices hold empty parts of empty arrays, too
+        boxes, numbers = (Box((0,) * len(part), part),), [0] * len(devices)
+    box_of = dict(zip(devices, numbers, strict=True))
+    return Division(
+        boxes=boxes,
+        shards=holding.shards,
+        holders=tuple(
+            tuple(device for device, held in box_of.items() if held == number)
+            for number in range(len(boxes))
+        ),
+        box_of=box_of,
+        on_cpu=all(map(jax_memory.on_cpu, devices)),
+        partition=holding.partition,
+    )
+
+
+def named_mesh(sharding: jax.sharding.Sharding) -> jax.sharding.Mesh | None:
+    """Return the mesh of a sharding that divides arrays as its mesh and spec say, else None."""
+    mesh = getattr(sharding, "mesh", None)
+    if not isinstance(mesh, jax.sharding.Mesh) or not isinstance(
+        sharding, jax.sharding.NamedSharding
+    ):
+        return None
+    # Internal to JAX: set where XLA has laid out the devices in an order that no spec can say.
+    return mesh if getattr(sharding, "_logical_device_ids", None) is None else None
+
+
+def layout_of(sharding: Any, rank: int) -> placements.Layout:
+    """Return how the spec of a `NamedSharding` divides the axes of an array of this rank."""
+    names = {name: axis for axis, name in enumerate(sharding.mesh.axis_names)}
+    layout: list[tuple[placements.Cut, ...]] = []
+    for entry in sharding.spec:
+        axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        layout.append(tuple(placements.Cut(names[name]) for name in axes))
+    return tuple(layout) + ((),) * (rank - len(layout))
+
+
+def process_of(device: jax.Device) -> int:
+    """Return the number of the process that a device belongs to."""
+    return int(device.process_index)
+
+
+@lru_cache(maxsize=64)
+def _mesh(mesh: jax.sharding.Mesh) -> placements.Mesh:
+    devices = mesh.devices
+    processes = np.fromiter(map(process_of, devices.flat), np.int64, devices.size)
+    return placements.Mesh(processes.reshape(devices.shape))
+
+
+@lru_cache(maxsize=64)
+def own_coordinates(mesh: jax.sharding.Mesh) -> tuple[placements.Coordinate, ...]:
+    """Return where the devices of this process are in the mesh."""
+    return _mesh(mesh).coordinates(mesh.devices.flat[0].client.process_index())
+
+
+def _enumerate(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], tail: tuple[int, ...]
+) -> tuple[list[jax.Device], placements.Holding]:
+    """Return the devices of this process and what they hold, for a sharding without a mesh."""
+    own: dict[jax.Device, Box] = {}
+    processes: dict[Box, set[int]] = {}
+    addressable = sharding.addressable_devices
+    for device, index in sharding.devices_indices_map(shape).items():
+        box = _box(index, shape, tail)
+        processes.setdefault(box, set()).add(process_of(device))
+        if device in addressable:
+            own[device] = box
+    return list(own), placements.enumerated(shape + tail, processes, own.values())
 
 
 def _box(index: Any, shape: tuple[int, ...], tail: tuple[int, ...]) -> Box:
@@ -147,8 +232,12 @@ def assemble(
     sharding: jax.sharding.Sharding,
     division: Division,
     parts: Sequence[npt.NDArray[Any]],
+    dtype: Any,
 ) -> jax.Array:
     """Return the array whose boxes have these values; CPUs adopt memory aligned for them."""
+    if division.partition is not None:
+        arrays = _on_devices(sharding, division, parts)
+        return _from_devices(shape, sharding, arrays, dtype)
     numbers = {box.offset: number for number, box in enumerate(division.boxes)}
 
     def values_at(index: Any) -> npt.NDArray[Any]:
@@ -162,13 +251,31 @@ def assemble_keys(
     sharding: jax.sharding.Sharding,
     division: Division,
     parts: Sequence[npt.NDArray[Any]],
+    dtype: Any,
     impl: str,
 ) -> jax.Array:
     """Return the typed PRNG keys, of this shape, whose boxes have these key data."""
+    data = _on_devices(sharding, division, parts)
+    keys = [jax.random.wrap_key_data(values, impl=impl) for values in data]
+    return _from_devices(shape, sharding, keys, dtype)
+
+
+def _on_devices(
+    sharding: jax.sharding.Sharding, division: Division, parts: Sequence[npt.NDArray[Any]]
+) -> list[jax.Array]:
+    """Return the values of its box on each device of this process."""
     kind = sharding.memory_kind
-    keys = []
-    for device, number in division.box_of.items():
-        place = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
-        data = jax.device_put(parts[number], place)
-        keys.append(jax.random.wrap_key_data(data, impl=impl))
-    return jax.make_array_from_single_device_arrays(shape, sharding, keys)
+    places = [
+        jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device in division.box_of
+    ]
+    values = [parts[number] for number in division.box_of.values()]
+    arrays: list[jax.Array] = jax.device_put(values, places)
+    return arrays
+
+
+def _from_devices(
+    shape: tuple[int, ...], sharding: jax.sharding.Sharding, arrays: list[jax.Array], dtype: Any
+) -> jax.Array:
+    # Without an array, JAX has nothing to take the dtype from.
+    known: dict[str, Any] = {} if arrays else {"dtype": dtype}
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays, **known)

@@ -25,7 +25,7 @@ from asyncckpt.adapters.sharded_array import (
     selection,
     spec_of,
 )
-from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError, UsageError
+from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
 from asyncckpt.ports import Source, Target
 from asyncckpt.spec import ArraySpec, Box
 
@@ -33,7 +33,7 @@ Memory = npt.NDArray[Any]
 
 
 class ShardedAdapter:
-    """`ShardedArray`."""
+    """`ShardedArray`; one that leaves gaps is part of an array of several processes."""
 
     name = "sharded"
 
@@ -43,15 +43,17 @@ class ShardedAdapter:
     def source(self, path: str, leaf: Any) -> Source:
         array: ShardedArray = leaf
         spec, division = spec_of(array), division_of(array)
-        if division.gap is not None:
-            raise UsageError(
-                f"{path}: the shards of this ShardedArray, {spec}, do not tile it: {division.gap}; "
-                "to be saved, every element must be in a shard",
-                path=path,
-                expected=spec.shape,
-                found=division.gap,
-            )
         views = tuple([inside(array, number) for number in division.first])
+        if division.gap is not None:
+            return Source(
+                spec,
+                leaf,
+                None,
+                _identity(array),
+                shards=division.shards,
+                views=views,
+                partial=True,
+            )
         if len(views) == 1:
             return Source(spec, leaf, views[0], _identity(array))
         if not views:

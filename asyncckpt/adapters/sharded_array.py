@@ -63,8 +63,9 @@ class ShardedArray:
 
     As a leaf it is saved shard by shard, without being assembled. As a target of `restore(like=…)`
     it gives a new `ShardedArray` with the same boxes, whatever boxes were saved; `restore_into`
-    fills its arrays. A target may leave gaps; to be saved, the boxes must tile the array. Without
-    a target, a saved `ShardedArray` is restored as a plain array.
+    fills its arrays. A target may leave gaps; to be saved, the boxes must tile the array, together
+    with those of the other processes where several save it. Without a target, a saved
+    `ShardedArray` is restored as a plain array.
 
     Args:
         shape: shape of the global array.

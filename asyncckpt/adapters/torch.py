@@ -277,10 +277,7 @@ def _check_kind(path: str, leaf: Any) -> str:
     """Return the dtype's name, once nothing else about the tensor is unsupported."""
     kind = type(leaf)
     reason = cast = ""
-    if kind.__name__ == "DTensor":
-        reason = "is a DTensor"
-        cast = "this release saves tensors on one device: pass x.full_tensor(), or x.to_local()"
-    elif torch.nn.parameter.is_lazy(leaf):
+    if torch.nn.parameter.is_lazy(leaf):
         reason, cast = "is not initialised yet", "run one forward pass of the lazy module first"
     elif leaf.is_nested:
         reason, cast = "is nested", "store x.unbind(), a list of tensors"

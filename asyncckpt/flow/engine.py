@@ -159,7 +159,10 @@ class Job(Generic[T]):
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None:
             self.future.set_result(task.result())
-        elif isinstance(error, (asyncio.CancelledError, SaveAbortedError)) and not self._cancelled:
+        elif not self._cancelled and (
+            isinstance(error, asyncio.CancelledError)
+            or (isinstance(error, SaveAbortedError) and self._engine.ending)
+        ):
             # The job was not cancelled: the engine ended while it ran.
             ended = self._engine.end_error()
             ended.__cause__ = error
@@ -212,6 +215,11 @@ class Engine:
     def runs_here(self) -> bool:
         """Whether this is the engine's own thread, where callbacks are called."""
         return getattr(_here, "engine", None) is self
+
+    @property
+    def ending(self) -> bool:
+        """Whether running jobs are being cancelled, because it was closed or died."""
+        return self._closed or self._died
 
     def owes(self, future: Future[Any]) -> bool:
         """Return whether the future is that of a job of this engine that has not ended."""

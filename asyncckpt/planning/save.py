@@ -55,6 +55,7 @@ class SavePlan:
         row_chunk: number of the chunk among those of all arrays and processes;
             `row_chunk - arrays.first_chunk` counts the cells of the array's grid.
         row_writer: process that writes the chunk.
+        row_shared: whether other processes hold the chunk too.
         row_payload: bytes of the stored payload, padding included, without trailer; for compressed
             rows the size before compression.
         row_source: byte offset of the chunk in the C-order memory of a shard if it is one run of
@@ -78,6 +79,7 @@ class SavePlan:
     row_array: Column
     row_chunk: Column
     row_writer: Column
+    row_shared: npt.NDArray[np.bool_]
     row_payload: Column
     row_source: Column
     row_shard: Column
@@ -160,6 +162,7 @@ def plan_save(
         row_array=rows.array,
         row_chunk=rows.chunk,
         row_writer=rows.writer,
+        row_shared=rows.shared,
         row_payload=rows.payload,
         row_source=rows.source,
         row_shard=rows.shard,
@@ -191,6 +194,7 @@ class _Rows(NamedTuple):
     array: Column
     chunk: Column
     writer: Column
+    shared: npt.NDArray[np.bool_]
     payload: Column
     source: Column
     shard: Column
@@ -214,7 +218,9 @@ def _rows(arrays: Arrays, holders: Holders) -> tuple[_Rows, tuple[HeldBox, ...]]
     cell, source, shard, data, kind = np.hstack([NOTHING, *held])[:, at]
     payload = arrays.part_payload[row_part]
     writer = np.zeros(len(array), np.int64)
+    shared = np.zeros(len(array), bool)
     if holders.process_count > 1:
+        shared = np.array([len(members) > 1 for members in holders.sets], bool)[kind]
         writer = assign_writers(payload, kind, holders.sets)
     boxes: list[HeldBox] = []
     if boxes_of:
@@ -227,6 +233,7 @@ def _rows(arrays: Arrays, holders: Holders) -> tuple[_Rows, tuple[HeldBox, ...]]
         array,
         chunk,
         writer,
+        shared,
         payload,
         source,
         shard,

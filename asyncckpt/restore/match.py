@@ -174,6 +174,24 @@ def _refuse_dtypes(
         mismatches.raise_any(opened.location)
 
 
+def refuse_unexpected(location: str, paths: Iterable[str]) -> None:
+    """Refuse saved leaves that nobody wants.
+
+    Raises:
+        TreeMismatchError: lists them.
+    """
+    mismatches = Mismatches()
+    for path in paths:
+        mismatches.add(
+            TreeMismatchError,
+            path,
+            "the checkpoint has this leaf, the target of no process does",
+            expected="nothing",
+            found="a leaf",
+        )
+    mismatches.raise_any(location)
+
+
 class _Matcher:
     """Matches a checkpoint with a target.
 
@@ -442,6 +460,8 @@ class _Matcher:
             self._note(path, "a leaf", True)
         for path in absent:
             self._note(path, "a state dict", True)
+        if self._request.agree is not None:
+            return  # other processes may want the rest
         for path in self._unexpected:
             below = bool(fresh) and enclosing(path, fresh) is not None
             self._note(path, "a leaf", False, USE_RESTORE_INTO if below else "")

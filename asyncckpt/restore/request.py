@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -85,6 +85,8 @@ class RestoreRequest:
         progress: called with every step forward.
         stateful: by path, the target's objects with a state dict.
         loaded: adapters of the frameworks that are imported.
+        agree: awaited with the checkpoint, what matches, and `strict`, before any payload is read:
+            where other processes restore it too.
     """
 
     mode: Mode
@@ -97,6 +99,7 @@ class RestoreRequest:
     progress: Callable[[Progress], None] | None
     stateful: Mapping[str, StatefulTarget] = field(default_factory=dict)
     loaded: Sequence[ArrayAdapter] = ()
+    agree: Callable[..., Awaitable[None]] | None = None
 
 
 def restore_request(

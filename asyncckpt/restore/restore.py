@@ -71,6 +71,8 @@ async def run_restore(
     compute = runtime.engine.compute
     opened = await open_any(files, compute)
     matching = await compute.run(match, opened, request)
+    if request.agree is not None:
+        await request.agree(opened, matching, request.strict)
     pipeline = RestorePipeline(runtime, opened, matching, request)
     await pipeline.run()
     notes = pipeline.notes

@@ -31,7 +31,7 @@ from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import KIB
 from asyncckpt.ports import Attempt
 from asyncckpt.save.index import Index, Payload, encode_index
-from asyncckpt.save.plan_cache import PROCESS_COUNT, Layout
+from asyncckpt.save.plan_cache import Layout
 from asyncckpt.save.snapshot import SaveRequest
 from asyncckpt.version import VERSION
 
@@ -72,6 +72,7 @@ class Commit:
         request: the tree, and what the caller wants in the record.
         save_id: identity of the save, 32 hex digits.
         compute: threads that encode.
+        writers: number of processes that save together.
     """
 
     def __init__(
@@ -82,7 +83,9 @@ class Commit:
         *,
         save_id: str,
         compute: Workers,
+        writers: int = 1,
     ) -> None:
+        self._writers = writers
         self._attempt = attempt
         self._layout = layout
         self._request = request
@@ -106,6 +109,7 @@ class Commit:
 
         Cancellation: waits for writes that are running.
         """
+        assert self._layout.catalog is not None
         number = next(self._numbers)
         path = f"d/{self._save_id}-index{number or ''}"
         now_ns = time.time_ns()
@@ -173,7 +177,7 @@ class Commit:
                 step=request.step,
                 epoch=0,
                 writer=0,
-                writers=PROCESS_COUNT,
+                writers=self._writers,
                 plan_digest=layout.plan.digest,
                 created_ns=now_ns,
                 library=f"asyncckpt {VERSION}",

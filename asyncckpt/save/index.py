@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
 
 import numpy as np
@@ -15,6 +16,7 @@ from asyncckpt.format.ocdbt.keys import KeyColumns, prepare_keys
 from asyncckpt.format.ocdbt.manifest import encode_manifest
 from asyncckpt.format.zarr3 import chunk_keys, encode_metadata, metadata_key
 from asyncckpt.options import INLINE_NBYTES, NODE_NBYTES
+from asyncckpt.planning.held import HeldBox
 from asyncckpt.planning.leaves import Arrays
 from asyncckpt.save.serialize import Extents
 
@@ -107,14 +109,21 @@ class Payload:
     """What the data stages of a save hand to the commit.
 
     Attributes:
-        chunks: place and checksum of every chunk, of all processes; inline ones have file -1.
+        chunks: place and checksum of every row of the plan, which are the chunks where one process
+            saves alone; or of every chunk of all processes. Inline ones have file -1.
         inline: stored bytes of every inline array, by array.
         files: (path relative to the database, bytes, CRC-32C) of every data file.
+        parts: boxes of small leaves that several processes hold in parts, and their values.
+        checked: rows that are compared with replicas of other processes.
+        checked_crc: CRC-32C of the payload of each of them.
     """
 
     chunks: Extents
     inline: dict[int, bytes]
     files: list[tuple[str, int, int]]
+    parts: Sequence[tuple[HeldBox, bytes]] = ()
+    checked: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    checked_crc: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
 
 
 def encode_index(

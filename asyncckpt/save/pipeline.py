@@ -30,9 +30,11 @@ import numpy as np
 from asyncckpt.flow.buffers import SlotPool
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.zarr3 import CRC_NBYTES
-from asyncckpt.planning.save import SavePlan
-from asyncckpt.ports import Attempt, Sizes
+from asyncckpt.planning.save import HeldBox, SavePlan
+from asyncckpt.planning.table import Column
+from asyncckpt.ports import AttemptFiles, Sizes
 from asyncckpt.save.commit import DATABASE, Commit, Committable
+from asyncckpt.save.contribution import Contribution
 from asyncckpt.save.index import Payload
 from asyncckpt.save.serialize import (
     Compressed,
@@ -63,23 +65,26 @@ class Work:
     Attributes:
         plan: places of all chunks.
         staging: copies leaves into slots.
-        commit: writes the index.
+        commit: writes the index, or passes on what it is made of.
+        checked: rows whose checksums are compared with those of other processes.
         attempt: where the files go.
-        save_id: identity of the save, part of the names of its files.
+        stem: what the names of its files begin with; the save id is a part of it.
         sizes: sizes of files and windows, and writes in flight.
         window_pool: slots of windows.
         compute: threads that checksum and compress.
         stall_first: copying has priority, because the caller waits for it.
         reference: hold immutable leaves instead of copying them.
+        process: number of this process.
         staged: called when every leaf may be mutated.
         written: called with bytes of progress.
     """
 
     plan: SavePlan
     staging: Staging
-    commit: Commit
-    attempt: Attempt
-    save_id: str
+    commit: Commit | Contribution
+    checked: Column
+    attempt: AttemptFiles
+    stem: str
     sizes: Sizes
     window_pool: SlotPool
     compute: Workers
@@ -87,6 +92,7 @@ class Work:
     reference: bool
     staged: Callable[[], None]
     written: Callable[[int], None]
+    process: int = 0
 
 
 class Pipeline(ABC):
@@ -118,6 +124,8 @@ class Pipeline(ABC):
         self._streams = streams
         self.busy_s: dict[str, float] = {}
         self._inline: list[bytes] = []
+        self._parts: list[tuple[HeldBox, bytes]] = []
+        self._checked_crc: dict[int, int] = {}  # of those that are not written as they are
         self._extents = Extents(
             file=plan.row_file.copy(),
             offset=plan.row_offset.copy(),
@@ -174,8 +182,18 @@ class Pipeline(ABC):
         rows: list[tuple[str, int, int]] = []
         for file, (nbytes, crc) in enumerate(files):
             rows.append((self._files.path(file).removeprefix(f"{DATABASE}/"), nbytes, crc))
-        # The rows of a process that saves alone are numbered as the chunks.
-        return Payload(self._extents, dict(zip(self._plan.inline, inline, strict=True)), rows)
+        checked = self._work.checked
+        crcs = self._extents.crc[checked]
+        for number, row in enumerate(checked.tolist()):
+            crcs[number] = self._checked_crc.get(row, crcs[number])
+        return Payload(
+            self._extents,
+            dict(zip(self._plan.inline, inline, strict=True)),
+            rows,
+            self._parts,
+            checked,
+            crcs,
+        )
 
     # -- stage
 
@@ -183,6 +201,8 @@ class Pipeline(ABC):
         start = time.perf_counter()
         staging = self._staging
         inline = await staging.inline() if self._plan.inline else []
+        self._parts = await staging.parts(self._work.process)
+        await self._check_replicas()
         held = self._work.reference and await staging.hold_immutable()
         if held:
             self._work.staged()
@@ -212,6 +232,17 @@ class Pipeline(ABC):
             self._work.staged()
         if inline:
             await self._trail(inline)
+
+    async def _check_replicas(self) -> None:
+        """Compute the checksums of replicas that this process does not write, or compresses."""
+        plan, checked = self._plan, self._work.checked
+        if not checked.size:
+            return
+        elsewhere = (plan.row_writer[checked] != self._work.process) | np.isin(
+            checked, plan.compressed
+        )
+        rows = checked[elsewhere].tolist()
+        self._checked_crc = dict(zip(rows, await self._staging.checksums(rows), strict=True))
 
     async def _reserve(self) -> None:  # noqa: B027 - only one kind of pipeline packs chunks
         """Take the memory that chunks are packed into, before any chunk is staged."""
@@ -311,7 +342,7 @@ class LocalPipeline(Pipeline):
 
     def __init__(self, work: Work) -> None:
         plan, sizes = work.plan, work.sizes
-        files = PositionalFiles(work.attempt, work.save_id, sizes.window_nbytes, work.written)
+        files = PositionalFiles(work.attempt, work.stem, sizes.window_nbytes, work.written)
         sink = None
         if plan.compressed:
             sink = ChunkAppender(
@@ -331,7 +362,7 @@ class ObjectPipeline(Pipeline):
 
     def __init__(self, work: Work) -> None:
         plan, sizes, pool = work.plan, work.sizes, work.window_pool
-        files = SealedFiles(work.attempt, work.save_id, sizes.window_nbytes, work.written)
+        files = SealedFiles(work.attempt, work.stem, sizes.window_nbytes, work.written)
         self._packer: ChunkPacker | None = None
         self._packing = 0  # windows that compressed chunks make, at most
         if plan.compressed:

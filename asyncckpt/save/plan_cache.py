@@ -25,20 +25,23 @@ from asyncckpt.options import (
     LeafOptions,
     SaveOptions,
 )
+from asyncckpt.planning.merge import OwnPart
 from asyncckpt.planning.save import LeafLayout, SavePlan, plan_save
 from asyncckpt.ports import Sizes, Source, Store
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.index import Catalog, make_catalog
 from asyncckpt.save.orbax_files import key_devices, orbax_files
 from asyncckpt.save.snapshot import Snapshot
-from asyncckpt.spec import ArraySpec
+from asyncckpt.spec import ArraySpec, Shard
 from asyncckpt.tree import array_names, where
-
-PROCESS_COUNT = 1
-"""Processes that save together: this release saves from one."""
 
 CACHED_LAYOUTS = 2
 """Layouts kept: a training loop saves one tree, sometimes a second one for evaluation."""
+
+UNEVEN = (
+    "the processes have different trees, which Orbax's metadata is not written for; "
+    "'asyncckpt export --orbax' converts the checkpoint"
+)
 
 PLANNING_LEAVES = 200
 """Trees with more leaves than this are planned in a worker thread, not on the engine's loop."""
@@ -50,23 +53,27 @@ class Layout:
 
     Attributes:
         plan: places of all chunks; arrays of leaves first, then scalars as arrays for Orbax.
-        catalog: sorted keys and templates.
+        catalog: sorted keys and templates; None where another process commits.
         specs: distinct ways in which arrays are stored.
         spec_of: index into `specs` per array of the plan.
         pieces: offsets and arrays of the leaves that are stored as several, by leaf index.
         mirrors: leaf index of every scalar that is stored as an array too.
         orbax: Orbax's files, by path in the database's directory; None if it cannot read this.
         notes: what a person should know about it.
+        schema_digest: of what several processes that save together have in common.
+        fresh: those processes have agreed on it for this save.
     """
 
     plan: SavePlan
-    catalog: Catalog
+    catalog: Catalog | None
     specs: tuple[StoredSpec, ...]
     spec_of: list[int]
     pieces: Mapping[int, tuple[Piece, ...]]
     mirrors: tuple[int, ...]
     orbax: Mapping[str, bytes] | None
     notes: tuple[str, ...]
+    schema_digest: str = ""
+    fresh: bool = False
 
 
 class LayoutCache:
@@ -79,6 +86,7 @@ class LayoutCache:
 
     def __init__(self) -> None:
         self._entries: list[tuple[Sequence[object], Layout]] = []
+        self._agreements: list[tuple[Sequence[object], Any]] = []
         self.hits = 0
         self.misses = 0
 
@@ -91,6 +99,20 @@ class LayoutCache:
                 return layout
         self.misses += 1
         return None
+
+    def forget(self) -> None:
+        """Drop all layouts."""
+        self._entries.clear()
+        self._agreements.clear()
+
+    def agreement(self, key: Sequence[object]) -> Any:
+        """Return what processes agreed on for an equal schema, or None."""
+        return next((agreed for known, agreed in self._agreements if known == key), None)
+
+    def agree(self, key: Sequence[object], agreed: Any) -> None:
+        """Keep what processes agreed on, until other schemas have pushed it out."""
+        self._agreements.insert(0, (key, agreed))
+        del self._agreements[CACHED_LAYOUTS:]
 
     def keep(self, key: Sequence[object], layout: Layout) -> None:
         """Keep the layout until others have pushed it out."""
@@ -106,24 +128,29 @@ async def layout_of(
     runtime: Runtime,
     store: Store,
     cache: LayoutCache,
+    budget_nbytes: int | None = None,
+    process: int = 0,
+    process_count: int = 1,
 ) -> Layout:
     """Return the layout of a snapshot, as made for an earlier one of the same schema.
 
     Raises:
         UsageError: as `make_layout`.
     """
-    budget = runtime.budget_nbytes
+    budget = runtime.budget_nbytes if budget_nbytes is None else budget_nbytes
     if not store.capabilities.positional_writes:
         budget //= 2  # the other half holds the files that compressed chunks are packed into
-    key = layout_key(snapshot, options, budget, sizes)
+    key = layout_key(snapshot, options, budget, sizes, process, process_count)
     layout = cache.find(key)
     if layout is None:
         # A user's function may take its time, too.
         if len(snapshot.paths) > PLANNING_LEAVES or options.leaf_options is not None:
             run = runtime.engine.compute.run
-            layout = await run(make_layout, snapshot, options, budget, sizes)
+            layout = await run(
+                make_layout, snapshot, options, budget, sizes, process, process_count
+            )
         else:
-            layout = make_layout(snapshot, options, budget, sizes)
+            layout = make_layout(snapshot, options, budget, sizes, process, process_count)
         cache.keep(key, layout)
     return layout
 
@@ -141,7 +168,12 @@ def sizes_for(runtime: Runtime, store: Store, nbytes: int, options: SaveOptions)
 
 
 def layout_key(
-    snapshot: Snapshot, options: SaveOptions, budget_nbytes: int, sizes: Sizes
+    snapshot: Snapshot,
+    options: SaveOptions,
+    budget_nbytes: int,
+    sizes: Sizes,
+    process: int = 0,
+    process_count: int = 1,
 ) -> list[object]:
     """Return everything a layout depends on; equal keys give equal layouts."""
     # Of scalars: the text that Orbax's files hold, or whether a dtype holds the number.
@@ -153,13 +185,14 @@ def layout_key(
         snapshot.paths,
         snapshot.kinds,
         # Boxes and the processes that hold them are part of the shards.
-        [*map(attrgetter("spec", "shards"), snapshot.sources)],
+        [*map(attrgetter("spec", "shards", "partition"), snapshot.sources)],
+        snapshot.held,
         snapshot.tied,
         snapshot.extra,
         snapshot.structure,
         scalars,
         key_devices(snapshot),
-        PROCESS_COUNT,
+        (process, process_count),
         (
             options.chunk_nbytes,
             sizes.data_file_nbytes,
@@ -195,9 +228,14 @@ _MIRROR_SPECS = {
 
 
 def make_layout(
-    snapshot: Snapshot, options: SaveOptions, budget_nbytes: int, sizes: Sizes
+    snapshot: Snapshot,
+    options: SaveOptions,
+    budget_nbytes: int,
+    sizes: Sizes,
+    process: int = 0,
+    process_count: int = 1,
 ) -> Layout:
-    """Plan the saves of one schema. Blocking.
+    """Plan the saves of one schema, as far as this process takes part in them. Blocking.
 
     Raises:
         UsageError: `leaf_options` returned something that does not fit its leaf, or the shards of
@@ -205,9 +243,10 @@ def make_layout(
         …: `leaf_options` raised it; a note names the path.
     """
     names = array_names(snapshot.structure.parts())
-    leaves = _leaf_layouts(snapshot, names, options, budget_nbytes, sizes)
+    leaves = _leaf_layouts(snapshot, names, options, budget_nbytes, sizes, process)
     mirrors: list[int] = []
-    for leaf, value in snapshot.scalars.items():
+    # Where processes have different trees, each knows only its own scalars.
+    for leaf, value in ({} if snapshot.uneven else snapshot.scalars).items():
         if scalar_as_array_fits(value):
             mirrors.append(leaf)
             spec = _MIRROR_SPECS[snapshot.kinds[leaf]]
@@ -222,6 +261,8 @@ def make_layout(
             inline_nbytes=INLINE_NBYTES,
             regular=options.layout == "regular",
             even_streams=sizes.even_streams,
+            process=process,
+            process_count=process_count,
         )
     except UsageError as error:
         raise _with_path(error, names, snapshot.paths) from None
@@ -237,10 +278,16 @@ def make_layout(
     for number, own in arrays.pieces.items():
         parts = [Piece(arrays.of(array).offset, array) for array in own]
         pieces[snapshot.array_leaf[number]] = tuple(parts)
-    orbax, notes = orbax_files(snapshot, plan, mirrors)
+    commits = process == 0
+    orbax: Mapping[str, bytes] | None = None
+    notes: tuple[str, ...] = ()
+    if snapshot.uneven:
+        notes = (UNEVEN,)
+    elif commits:
+        orbax, notes = orbax_files(snapshot, plan, mirrors)
     return Layout(
         plan=plan,
-        catalog=make_catalog(arrays),
+        catalog=make_catalog(arrays) if commits else None,
         specs=tuple(specs),
         spec_of=list(map(spec_of.__getitem__, arrays.part.tolist())),
         pieces=pieces,
@@ -273,6 +320,7 @@ def _leaf_layouts(
     options: SaveOptions,
     budget_nbytes: int,
     sizes: Sizes,
+    process: int,
 ) -> list[LeafLayout]:
     """Return how every array is to be stored."""
     level = options.compression_level if options.compression == "zstd" else None
@@ -290,16 +338,24 @@ def _leaf_layouts(
         own = None
         if options.leaf_options is not None:
             own = options_of_leaf(options, snapshot.paths[leaf], source.spec)
+        held = snapshot.held.get(number) or OwnPart(source.shards, source.partition, None)
         if own is None:
             leaves.append(
-                LeafLayout(name, source.spec, chunk_nbytes, zstd_level=level, shards=source.shards)
-            )
-        else:
-            leaves.append(
-                _with_options(
-                    snapshot.paths[leaf], source, name, own, options, budget_nbytes, sizes
+                LeafLayout(
+                    name,
+                    source.spec,
+                    chunk_nbytes,
+                    None,
+                    level,
+                    None,
+                    *held,
                 )
             )
+        else:
+            layout = _with_options(
+                snapshot.paths[leaf], source, held, name, own, options, budget_nbytes, sizes
+            )
+            leaves.append(_first_only(layout, process) if own.replicas == "first" else layout)
     return leaves
 
 
@@ -381,6 +437,7 @@ def _bounded(chunk_nbytes: int, level: int | None, budget_nbytes: int, sizes: Si
 def _with_options(
     path: str,
     source: Source,
+    held: OwnPart,
     name: str,
     own: LeafOptions,
     options: SaveOptions,
@@ -424,7 +481,18 @@ def _with_options(
         name,
         spec,
         _bounded(own.chunk_nbytes or options.chunk_nbytes, level, budget_nbytes, sizes),
-        chunk_shape=own.chunk_shape,
-        zstd_level=level,
-        shards=source.shards,
+        own.chunk_shape,
+        level,
+        None,
+        *held,
     )
+
+
+def _first_only(leaf: LeafLayout, process: int) -> LeafLayout:
+    """Let the lowest holder of every part be the only one: what the others hold may differ."""
+    if leaf.shards is None:
+        return dataclasses.replace(leaf, holders=(min(leaf.holders or (0,)),))
+    shards = [Shard(shard.box, (min(shard.holders),)) for shard in leaf.shards]
+    if leaf.partition is not None:
+        shards = [shard for shard in shards if shard.holders == (process,)]
+    return dataclasses.replace(leaf, shards=tuple(shards))

@@ -16,6 +16,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.arguments import progress_notes
 from asyncckpt.checkpoint.metadata import RECORD
@@ -30,10 +32,12 @@ from asyncckpt.errors import (
 from asyncckpt.flow.shield import forget_frames, leading_error, to_completion
 from asyncckpt.format.record import is_record
 from asyncckpt.options import MAX_RECORD_NBYTES, SLOT_NBYTES
-from asyncckpt.ports import Attempt, CheckpointFiles, Sizes, Store
+from asyncckpt.planning.table import Column
+from asyncckpt.ports import AttemptFiles, CheckpointFiles, Sizes, Store
 from asyncckpt.reports import Progress, SaveReport
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.commit import Commit, Committable
+from asyncckpt.save.contribution import Contribution
 from asyncckpt.save.pipeline import LocalPipeline, ObjectPipeline, Pipeline, Work
 from asyncckpt.save.plan_cache import Layout, LayoutCache, layout_of, mirror_sources, sizes_for
 from asyncckpt.save.snapshot import SaveRequest
@@ -42,6 +46,8 @@ from asyncckpt.save.stage import Staging
 ABORT_S = 30.0
 """How long an aborted save waits for its clean-up. A store that has stopped answering would delay
 the error of a passed deadline by minutes; what is left is removed by `asyncckpt gc`."""
+
+NO_ROWS = np.zeros(0, np.int64)
 
 logger = logging.getLogger("asyncckpt")
 
@@ -107,7 +113,10 @@ class Save:
         self._state = state
         self._staged = staged
         self._clean_up_notes: list[str] = []
-        self._save_id = uuid.uuid4().hex
+        self._process = 0
+        self._attempt: AttemptFiles | None = None
+        self._timeout: asyncio.Timeout | None = None
+        self._save_id = self._stem = uuid.uuid4().hex
         self._location = f"{store.url.rstrip('/')}/{request.name}"
 
     async def run(
@@ -130,9 +139,11 @@ class Save:
             SaveError, StoreError: names stage, leaf or file; nothing is left.
         """
         deadline_s, state = self._request.options.deadline_s, self._state
+        left_s = deadline_s and deadline_s - (time.perf_counter() - self._request.begun)
         try:
             try:
-                async with asyncio.timeout(deadline_s), turn:
+                self._timeout = asyncio.timeout(left_s)
+                async with self._timeout, turn:
                     report = await self._run()
                     logger.info("%s", report)
                     # The checkpoint is committed, whatever becomes of older ones.
@@ -169,32 +180,20 @@ class Save:
             await self._refuse_existing()
         sizes = sizes_for(self._runtime, store, request.snapshot.nbytes, request.options)
         hits = self._layouts.hits
-        layout = await layout_of(
-            request.snapshot,
-            request.options,
-            sizes,
-            runtime=self._runtime,
-            store=store,
-            cache=self._layouts,
-        )
-        plan, cached = layout.plan, self._layouts.hits > hits
-        state.total_nbytes = sum(plan.file_nbytes)
-        if plan.compressed:
-            state.total_nbytes += int(plan.row_payload[list(plan.compressed)].sum())
         budget = self._runtime.budget
-        budget.peak = budget.in_use
-        attempt = await store.begin(
-            request.name,
-            self._save_id,
-            overwrite=request.overwrite,
-            private=request.options.private,
-        )
         try:
+            layout = await self._plan(sizes)
+            plan, cached = layout.plan, self._layouts.hits > hits
+            state.total_nbytes = sum(plan.file_nbytes)
+            if plan.compressed:
+                state.total_nbytes += int(plan.row_payload[list(plan.compressed)].sum())
+            budget.peak = budget.in_use
+            attempt = self._attempt = await self._begin()
             pipeline, staging, made = await self._write(attempt, layout, sizes)
             state.stage = "commit"
-            await attempt.publish(made.record)
-        except BaseException:
-            await self._abort(attempt)
+            made = await self._conclude(attempt, made)
+        except BaseException as error:
+            await self._give_up(error)
             raise
         state.done_nbytes = state.total_nbytes
         return SaveReport(
@@ -218,6 +217,47 @@ class Save:
             notes=(*layout.notes, *sizes.notes, *progress_notes(request.progress)),
         )
 
+    # -- what a save of several processes does otherwise
+
+    async def _plan(self, sizes: Sizes) -> Layout:
+        """Return the layout of the tree."""
+        return await layout_of(
+            self._request.snapshot,
+            self._request.options,
+            sizes,
+            runtime=self._runtime,
+            store=self._store,
+            cache=self._layouts,
+        )
+
+    async def _begin(self) -> Any:
+        """Return the files of the attempt that this save writes to."""
+        return await self._store.begin(
+            self._request.name,
+            self._save_id,
+            overwrite=self._request.overwrite,
+            private=self._request.options.private,
+        )
+
+    def _committing(self, attempt: Any, layout: Layout) -> Commit | Contribution:
+        """Return what writes the index, or what it is made of."""
+        compute = self._runtime.engine.compute
+        return Commit(attempt, layout, self._request, save_id=self._save_id, compute=compute)
+
+    def _checked(self, layout: Layout) -> Column:
+        """Return the rows that are compared with the replicas of other processes."""
+        return NO_ROWS
+
+    async def _conclude(self, attempt: Any, made: Committable) -> Committable:
+        """Publish; return what the checkpoint is made of."""
+        await attempt.publish(made.record)
+        return made
+
+    async def _give_up(self, error: BaseException) -> None:
+        """Leave nothing of the save, which ends with this error."""
+        if self._attempt is not None:
+            await self._abort(self._attempt)
+
     async def _refuse_existing(self) -> None:
         if await exists(self._store, self._request.name):
             raise CheckpointExistsError(
@@ -227,7 +267,7 @@ class Save:
             )
 
     async def _write(
-        self, attempt: Attempt, layout: Layout, sizes: Sizes
+        self, attempt: AttemptFiles, layout: Layout, sizes: Sizes
     ) -> tuple[Pipeline, Staging, Committable]:
         """Make everything but the record durable."""
         request, runtime, store = self._request, self._runtime, self._store
@@ -245,7 +285,7 @@ class Save:
             compute,
             grow=request.stall_first,
         )
-        commit = Commit(attempt, layout, request, save_id=self._save_id, compute=compute)
+        commit = self._committing(attempt, layout)
         copied = asyncio.Event()
         kind = LocalPipeline if store.capabilities.positional_writes else ObjectPipeline
         pipeline = kind(
@@ -253,8 +293,9 @@ class Save:
                 plan=layout.plan,
                 staging=staging,
                 commit=commit,
+                checked=self._checked(layout),
                 attempt=attempt,
-                save_id=self._save_id,
+                stem=self._stem,
                 sizes=sizes,
                 window_pool=window_pool,
                 compute=compute,
@@ -262,6 +303,7 @@ class Save:
                 reference=request.options.snapshot == "reference",
                 staged=copied.set,
                 written=self._written,
+                process=self._process,
             )
         )
         self._state.stage = "stage"
@@ -280,7 +322,7 @@ class Save:
         self._state.stage = "upload"
         self._staged()
 
-    async def _abort(self, attempt: Attempt) -> None:
+    async def _abort(self, attempt: AttemptFiles) -> None:
         async def abort() -> None:
             async with asyncio.timeout(ABORT_S):
                 await attempt.abort()

@@ -6,18 +6,23 @@ caller rebinds dict entries or counts on.
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from asyncckpt.adapters import AdapterSet, adapters_for_loaded_frameworks
+from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.adapters.python import bytes_as_array, unsupported
-from asyncckpt.errors import UnsupportedLeafError
+from asyncckpt.errors import UnsupportedLeafError, UsageError
 from asyncckpt.format.record import MAX_RANK, encode_scalar
 from asyncckpt.options import INLINE_NBYTES, SaveOptions
+from asyncckpt.planning.merge import Merged, OwnPart, own_part
+from asyncckpt.planning.tiling import tiling_fault
 from asyncckpt.ports import ArrayAdapter, Source
 from asyncckpt.reports import Progress
+from asyncckpt.spec import Box
 from asyncckpt.tree import Structure, flatten, where
 
 SCALAR_TYPES = (int, float, bool, complex, str, bytes)
@@ -26,6 +31,9 @@ _SCALARS = frozenset(SCALAR_TYPES)
 
 NAMED_LEAVES = 20
 """Unsupported leaves that one error describes; of further ones it gives the number."""
+
+NAMED_PROCESSES = 8
+"""Processes that an error lists."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +52,10 @@ class Snapshot:
         tied: arrays that share all bytes with an earlier one, by array index.
         extra: facts kept beside the bytes, by leaf index.
         nbytes: bytes of all arrays; tied ones count once.
+        shared: arrays that this process may hold only in part, by array index.
+        held: what this process holds of each array, where others have another tree; by array index.
+        lacking: leaves that process 0 lacks, and the processes that have them; by leaf index.
+        uneven: some leaves are on a part of the processes.
     """
 
     structure: Structure
@@ -57,6 +69,10 @@ class Snapshot:
     tied: dict[int, int] = field(default_factory=dict)
     extra: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     nbytes: int = 0
+    shared: list[int] = field(default_factory=list)
+    held: Mapping[int, OwnPart] = field(default_factory=dict)
+    lacking: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    uneven: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,6 +144,8 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
             snapshot.tied[number] = first
         else:
             snapshot.nbytes += source.spec.nbytes
+        if source.partial or source.partition is not None:
+            snapshot.shared.append(number)
         if source.extra:
             snapshot.extra[leaf] = source.extra
         snapshot.sources.append(source)
@@ -138,6 +156,82 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
     if refused:
         raise _of_all(refused)
     return snapshot
+
+
+def completed(snapshot: Snapshot, merged: Merged, process: int, process_count: int) -> Snapshot:
+    """Return the tree of all processes, with what this one has of it.
+
+    Arrays of other processes have sources without shards, and scalars of theirs no value.
+    """
+    own = {ordinal: leaf for leaf, ordinal in enumerate(merged.ordinals[process])}
+    number_of = {leaf: number for number, leaf in enumerate(snapshot.array_leaf)}
+    whole = Snapshot(merged.structure, [leaf.path for leaf in merged.leaves])
+    numbers: dict[int, int] = {}
+    held: dict[int, OwnPart] = {}
+    lacking: dict[int, Sequence[int]] = {}
+    for ordinal, leaf in enumerate(merged.leaves):
+        mine = own.get(ordinal)
+        whole.kinds.append(leaf.kind)
+        if 0 not in leaf.processes:
+            lacking[ordinal] = leaf.processes
+        if leaf.spec is None:
+            whole.values.append(None if mine is None else snapshot.values[mine])
+            if mine is not None:
+                whole.scalars[ordinal] = snapshot.scalars[mine]
+            continue
+        whole.values.append(None)
+        number = numbers[ordinal] = len(whole.sources)
+        if mine is None:
+            source = Source(leaf.spec, None, None, shards=())
+            adapter = snapshot.adapters[0] if snapshot.adapters else NumpyAdapter()
+        else:
+            source = snapshot.sources[number_of[mine]]
+            adapter = snapshot.adapters[number_of[mine]]
+        held[number] = own_part(
+            leaf, process, process_count, shards=source.shards, partition=source.partition
+        )
+        if leaf.tied_to is not None:
+            whole.tied[number] = numbers[leaf.tied_to]
+        else:
+            whole.nbytes += leaf.spec.nbytes
+        if leaf.extra:
+            whole.extra[ordinal] = json.loads(leaf.extra)
+        whole.sources.append(source)
+        whole.adapters.append(adapter)
+        whole.array_leaf.append(ordinal)
+    whole.held, whole.lacking = held, lacking
+    whole.uneven = any(len(leaf.processes) < process_count for leaf in merged.leaves)
+    return whole
+
+
+def check_alone(snapshot: Snapshot) -> None:
+    """Check that one process can save the tree without others.
+
+    Raises:
+        UnsupportedLeafError: an array is divided among processes; names the path.
+        UsageError: a `ShardedArray` leaves gaps; names the path and the first gap.
+    """
+    for number in snapshot.shared:
+        source, path = snapshot.sources[number], snapshot.paths[snapshot.array_leaf[number]]
+        if source.partition is not None:
+            raise UnsupportedLeafError(
+                f"{path}: this array is on devices of other processes too (processes "
+                f"{_few(source.partition.processes)}); all of them must save it together: "
+                'initialise jax.distributed or torch.distributed, and do not pass "single" as '
+                "coordinator",
+                path=path,
+                expected="devices of this process",
+                found=source.partition.processes,
+            )
+        held = [shard.box for shard in source.shards or ()]
+        gap = tiling_fault(Box.whole(source.spec.shape), held)
+        raise UsageError(
+            f"{path}: the shards of this ShardedArray, {source.spec}, do not tile it: {gap}; "
+            "to be saved, every element must be in a shard",
+            path=path,
+            expected=source.spec.shape,
+            found=gap,
+        )
 
 
 def tree_nbytes(tree: Any) -> int:
@@ -191,3 +285,8 @@ def _of_all(refused: list[UnsupportedLeafError]) -> UnsupportedLeafError:
         shown.append(f"and {len(refused) - NAMED_LEAVES} more")
     text = f"{len(refused)} leaves cannot be saved:\n  " + "\n  ".join(shown)
     return UnsupportedLeafError(text, path=first.path, expected=first.expected, found=first.found)
+
+
+def _few(processes: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, processes[:NAMED_PROCESSES]))
+    return shown if len(processes) <= NAMED_PROCESSES else f"{shown}, …"

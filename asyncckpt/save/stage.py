@@ -16,6 +16,7 @@ donate or free every leaf.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,9 +29,11 @@ from asyncckpt.checkpoint.payload import ArrayReader, gather
 from asyncckpt.errors import AsyncCheckpointError, StagingError
 from asyncckpt.flow.arena import Arena
 from asyncckpt.flow.buffers import Slot, SlotPool, spans
+from asyncckpt.flow.shield import together
 from asyncckpt.flow.threads import ThreadAbandonedError, Workers
+from asyncckpt.format.crc import crc32c
 from asyncckpt.options import MIB, PAGE_NBYTES
-from asyncckpt.planning.save import SavePlan, Window
+from asyncckpt.planning.save import HeldBox, SavePlan, Window
 from asyncckpt.ports import ArrayAdapter, Bytes, Source
 from asyncckpt.spec import DTYPES, Box
 
@@ -228,6 +231,31 @@ class Staging:
         if rows:
             yield rows, starts, sizes
 
+    async def checksums(self, rows: Sequence[int]) -> list[int]:
+        """Return the CRC-32C of the payloads of these rows, which need not be written here.
+
+        Cancellation, errors: as `windows`.
+        """
+        count = min(self._compute.count, len(rows))
+        slots = await self._pool.take(count, grow=self._grow) if count else []
+        self.held.update(slots)
+        shares = [rows[i * len(rows) // count : (i + 1) * len(rows) // count] for i in range(count)]
+        calls = [
+            self.use([slot], self._checksum, slot, share)
+            for slot, share in zip(slots, shares, strict=True)
+        ]
+        crcs = await together(calls)
+        self.give(slots)
+        return list(itertools.chain.from_iterable(crcs))
+
+    async def parts(self, process: int) -> list[tuple[HeldBox, bytes]]:
+        """Copy the boxes that this process sends of small leaves that no process holds whole.
+
+        Cancellation, errors: as `windows`.
+        """
+        parts = [part for part in self._plan.parts if part.writer == process]
+        return await self._compute.run(self._copy_parts, parts) if parts else []
+
     async def hold_immutable(self) -> bool:
         """Hold immutable leaves and copy all others; return False if those are too many.
 
@@ -377,6 +405,19 @@ class Staging:
                 self._copy(array, row, start, start + len(out), out)
                 start += len(out)
 
+    def _checksum(self, slot: Slot, rows: Sequence[int]) -> list[int]:
+        crcs: list[int] = []
+        size = slot.buffer.size
+        for row in rows:
+            array, nbytes = int(self._plan.row_array[row]), int(self._plan.row_payload[row])
+            crc = 0
+            for start in range(0, nbytes, size):
+                out = slot.buffer[: min(size, nbytes - start)]
+                self._copy(array, row, start, start + out.size, out)
+                crc = crc32c(memoryview(out), crc)
+            crcs.append(crc)
+        return crcs
+
     def _copy(self, array: int, row: int, start: int, stop: int, out: Bytes) -> None:
         plan = self._plan
         try:
@@ -426,6 +467,17 @@ class Staging:
             except Exception as error:
                 raise self._failed(self._leaf_of[array], error) from error
         return values
+
+    def _copy_parts(self, parts: Sequence[HeldBox]) -> list[tuple[HeldBox, bytes]]:
+        copies: list[tuple[HeldBox, bytes]] = []
+        for part in parts:
+            out = np.empty(part.box.shape, DTYPES[self._plan.arrays.of(part.array).spec.dtype])
+            try:
+                self._reader(part.array).read(part.box, out)
+            except Exception as error:
+                raise self._failed(self._leaf_of[part.array], error) from error
+            copies.append((part, out.tobytes()))
+        return copies
 
     def _reader(self, array: int) -> ArrayReader:
         leaf = self._leaf_of[array]

@@ -25,7 +25,7 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.format.crc import combine, crc32c
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import PAGE_NBYTES
-from asyncckpt.ports import Attempt, DataFile
+from asyncckpt.ports import AttemptFiles, DataFile
 from asyncckpt.save.commit import DATABASE
 from asyncckpt.save.serialize import Compressed
 
@@ -69,7 +69,7 @@ class DataFiles(ABC):
 
     Args:
         attempt: where the files go.
-        save_id: identity of the attempt, part of every path.
+        stem: what the names of the files begin with; the attempt's save id is a part of it.
         window_nbytes: size of all windows of a file but the last.
         written: called with the bytes of progress of every window that is written.
 
@@ -79,11 +79,11 @@ class DataFiles(ABC):
     """
 
     def __init__(
-        self, attempt: Attempt, save_id: str, window_nbytes: int, written: Callable[[int], None]
+        self, attempt: AttemptFiles, stem: str, window_nbytes: int, written: Callable[[int], None]
     ) -> None:
         self.attempt = attempt
         self.window_nbytes = window_nbytes
-        self._save_id = save_id
+        self._stem = stem
         self._written = written
         self._files: dict[int, _Open] = {}
         self.renames = 0
@@ -93,7 +93,7 @@ class DataFiles(ABC):
         """Return where the file is, which is final once it is sealed."""
         opened = self._files.get(file)
         # No other attempt can make the same.
-        return f"{DATABASE}/d/{self._save_id}-{file}" if opened is None else opened.path
+        return f"{DATABASE}/d/{self._stem}-{file}" if opened is None else opened.path
 
     async def write(self, window: FileWindow) -> None:
         """Write a window; with the last one of its file, seal the file.
@@ -155,9 +155,9 @@ class SealedFiles(DataFiles):
     _reusable_after_error = False  # the client may still be sending it
 
     def __init__(
-        self, attempt: Attempt, save_id: str, window_nbytes: int, written: Callable[[int], None]
+        self, attempt: AttemptFiles, stem: str, window_nbytes: int, written: Callable[[int], None]
     ) -> None:
-        super().__init__(attempt, save_id, window_nbytes, written)
+        super().__init__(attempt, stem, window_nbytes, written)
         self._request_nbytes = window_nbytes
 
     async def _put(self, file: DataFile, window: FileWindow) -> bool:

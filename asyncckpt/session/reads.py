@@ -22,9 +22,11 @@ from asyncckpt.errors import (
 )
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.reports import CheckpointInfo, Progress, VerifyReport
+from asyncckpt.restore.agreement import RestoreAgreement
 from asyncckpt.restore.request import RestoreRequest
 from asyncckpt.restore.restore import RestoreOutcome, run_restore
 from asyncckpt.runtime import Runtime
+from asyncckpt.session.processes import Processes
 from asyncckpt.session.root import Root
 from asyncckpt.session.steps import Steps
 from asyncckpt.verify.inspect import info_of
@@ -57,8 +59,9 @@ class Reads:
         pinned: names of checkpoints that are being read now, and by how many reads.
     """
 
-    def __init__(self, runtime: Runtime, root: Root, steps: Steps) -> None:
+    def __init__(self, runtime: Runtime, root: Root, steps: Steps, processes: Processes) -> None:
         self._runtime = runtime
+        self._processes = processes
         self._root = root
         self._steps = steps
         self.pinned: Counter[str] = Counter()
@@ -88,6 +91,36 @@ class Reads:
             outcome = dataclasses.replace(outcome, report=report)
         logger.info("%s", outcome.report)
         return outcome
+
+    async def restore_together(
+        self, step: int | None, request: RestoreRequest, number: int
+    ) -> RestoreOutcome:
+        """Restore what this process asks for, while all others restore what they ask for.
+
+        Process 0 chooses the step; nothing is read before the targets of all processes fit, and no
+        process returns before all have succeeded.
+
+        Errors: as `restore`; those of every other process too, with its name.
+        """
+        agreement = RestoreAgreement(await self._processes.round("call", number, "restore"))
+        request = dataclasses.replace(request, agree=agreement.matched)
+
+        async def on_this() -> RestoreOutcome:
+            chosen = await agreement.step(step, self._latest)
+            outcome = await self.restore(chosen, request)
+            await agreement.restored()
+            return outcome
+
+        return await agreement.round.run(on_this)
+
+    async def _latest(self) -> int | None:
+        """Return the newest step; None for a one-shot checkpoint."""
+        if self._root.name:
+            return None
+        newest = await self._steps.latest()
+        if newest is None:
+            raise self._nothing("restore")
+        return newest
 
     async def inspect(self, step: int | None) -> CheckpointInfo:
         """Describe the checkpoint from its metadata."""
@@ -130,7 +163,10 @@ class Reads:
                 # there, and is tried once more.
                 newest = await self._steps.newest(below=tried + again)
                 again = newest is not None and newest[0] != tried
-        raise CheckpointNotFoundError(
+        raise self._nothing(verb)
+
+    def _nothing(self, verb: Verb) -> CheckpointNotFoundError:
+        return CheckpointNotFoundError(
             f"{self._root.url}: there is no checkpoint to {verb}; latest_step() tells beforehand",
             location=self._root.url,
         )

@@ -25,19 +25,22 @@ from asyncckpt.arguments import (
     guarded,
     typed,
 )
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import DeadlineExceededError, UsageError
 from asyncckpt.flow.engine import Job, ended
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.options import RestoreOptions, SaveOptions
 from asyncckpt.reports import Progress, SaveReport
 from asyncckpt.restore.request import Mode, RestoreRequest, restore_request
+from asyncckpt.restore.restore import RestoreOutcome
 from asyncckpt.retention import Retention
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.plan_cache import LayoutCache, sizes_for
 from asyncckpt.save.save import Save, SaveState
-from asyncckpt.save.snapshot import SaveRequest, take_snapshot
+from asyncckpt.save.shared import SharedSave
+from asyncckpt.save.snapshot import SaveRequest, check_alone, take_snapshot
 from asyncckpt.session.in_flight import InFlight, skipped
 from asyncckpt.session.pending import PendingSave
+from asyncckpt.session.processes import Processes
 from asyncckpt.session.pruning import Pruner
 from asyncckpt.session.reads import Reads
 from asyncckpt.session.root import Root
@@ -46,7 +49,13 @@ from asyncckpt.tree import Flat
 
 T = TypeVar("T")
 
-SESSION_OPTIONS = ("host_memory_nbytes", "direct_io", "exit_deadline_s")
+SESSION_OPTIONS = (
+    "host_memory_nbytes",
+    "direct_io",
+    "exit_deadline_s",
+    "silence_s",
+    "arrival_s",
+)
 """Of `SaveOptions`, those that belong to a session and not to one of its saves."""
 
 _DEFAULTS = SaveOptions()
@@ -58,6 +67,7 @@ class Session:
     Attributes:
         runtime: engine, budget, staging memory.
         root: the store.
+        processes: who saves and restores together.
         steps: finds and deletes steps.
         reads: restores, inspects, verifies.
         saves: saves in flight.
@@ -89,14 +99,25 @@ class Session:
             direct_io=self.save_options.direct_io,
             storage_options=storage_options,
         )
+        waits: SaveOptions | RestoreOptions = self.save_options
+        if one_shot and save_options is None:
+            waits = self.restore_options
+        self.processes = Processes(
+            self.runtime,
+            self.root.url if not self.root.name else f"{self.root.url}/{self.root.name}",
+            coordinator,
+            arrival_s=waits.arrival_s,
+            silence_s=waits.silence_s,
+        )
         self.steps = Steps(self.root)
-        self.reads = Reads(self.runtime, self.root, self.steps)
+        self.reads = Reads(self.runtime, self.root, self.steps, self.processes)
         self.saves = InFlight()
         self._pruner = None
         if keep is not None:
             self._pruner = Pruner(keep, self.runtime, self.root, self.steps, self.reads.pinned)
         self._layouts = LayoutCache()
         self._turn = asyncio.Lock()
+        self._refusals: list[Future[None]] = []
         # Reentrant: a signal handler may close the session that its thread is closing.
         self._closing = threading.RLock()
         self._release_job: Job[None] | None = None
@@ -120,6 +141,25 @@ class Session:
         """
         return self.runtime.engine.submit(partial(self.root.opened, function))
 
+    def call_once(self, name: str, function: Callable[[], Coroutine[Any, Any, T]]) -> Job[T]:
+        """Run the coroutine on process 0, and return its result, a JSON value, on all processes.
+
+        `name` is what the caller has called, with its arguments: the same on all processes.
+
+        Errors: as `call`; those of the coroutine are raised on all processes.
+        """
+        if self.processes.alone:
+            return self.call(function)
+        number = self.processes.count("call")
+        return self.call(lambda: self.processes.once(name, number, function))
+
+    def restore(self, step: int | None, request: RestoreRequest) -> Job[RestoreOutcome]:
+        """Restore what was asked for; all processes take part."""
+        if self.processes.alone:
+            return self.call(lambda: self.reads.restore(step, request))
+        number = self.processes.count("call")
+        return self.call(lambda: self.reads.restore_together(step, request, number))
+
     def start_save(
         self,
         kind: type[PendingSave],
@@ -140,29 +180,36 @@ class Session:
             UsageError: arguments or leaves are wrong; nothing was begun.
             …: the unseen failure of an earlier save.
         """
-        if options is None:
-            options = self.save_options
-        else:
-            self._check_options(options)
-        engine = self.runtime.engine
-        engine.check()
-        self.saves.raise_unseen(options)
+        processes, engine = self.processes, self.runtime.engine
+        number = None if processes.alone else processes.count("save")
         location = f"{self.root.url}/{name}"
-        if stall_first and not self.saves.admits(options, location):
-            return skipped(kind, engine, location, step)
+        try:
+            options = self._checked(options)
+            engine.check()
+            self.saves.raise_unseen(options)
+            if number is None and stall_first and not self.saves.admits(options, location):
+                return skipped(kind, engine, location, step)
+            snapshot = take_snapshot(tree)
+            if number is None:
+                check_alone(snapshot)
+            request = SaveRequest(
+                name=name,
+                step=step,
+                snapshot=snapshot,
+                metadata=checked_metadata(metadata),
+                metrics=checked_metrics(metrics),
+                overwrite=overwrite,
+                options=options,
+                progress=guarded(progress),
+                stall_first=stall_first,
+            )
+        except Exception as error:
+            if number is not None and engine.usable:
+                # The others would wait for this process.
+                refused = self.call(partial(processes.refuse, "save", number, error))
+                self._refusals.append(refused.future)
+            raise
         state = SaveState()
-        request = SaveRequest(
-            name=name,
-            step=step,
-            snapshot=take_snapshot(tree),
-            metadata=checked_metadata(metadata),
-            metrics=checked_metrics(metrics),
-            overwrite=overwrite,
-            options=options,
-            progress=guarded(progress),
-            stall_first=stall_first,
-        )
-        retain = None if self._pruner is None else self._pruner.retain
         staged: Future[None] = Future()
         staged.set_running_or_notify_cancel()  # a cancelled wait for it must not resolve it
 
@@ -170,20 +217,18 @@ class Session:
             if not staged.done():
                 staged.set_result(None)
 
-        def save() -> Coroutine[Any, Any, SaveReport]:
-            running = Save(self.runtime, self.root.store, self._layouts, request, state, let_go)
-            return running.run(self._turn, retain)
-
-        job = self.call(save)
+        job = self.call(partial(self._save, request, state, let_go, number))
         # Whatever ends the job also ends the wait for staging.
         job.future.add_done_callback(let_go)
         pending = kind(job, staged, state, location=location, step=step)
         self.saves.add(pending)
-        self.root.to_sweep = not self.root.swept
+        self.root.to_sweep = not self.root.swept and processes.leads
         return pending
 
-    def _check_options(self, options: SaveOptions) -> None:
+    def _checked(self, options: SaveOptions | None) -> SaveOptions:
         """Refuse what a single save cannot choose, because all saves of the session share it."""
+        if options is None:
+            return self.save_options
         typed("options", options, SaveOptions)
         for name in SESSION_OPTIONS:
             value, shared = getattr(options, name), getattr(self.save_options, name)
@@ -195,6 +240,7 @@ class Session:
                     expected=shared,
                     found=value,
                 )
+        return options
 
     def restore_request(
         self,
@@ -224,6 +270,33 @@ class Session:
 
     # -- on the engine
 
+    async def _save(
+        self,
+        request: SaveRequest,
+        state: SaveState,
+        staged: Callable[[], None],
+        number: int | None,
+    ) -> SaveReport:
+        given = (self.runtime, self.root.store, self._layouts, request, state, staged)
+        if number is None:
+            save = Save(*given)
+        else:
+            # Meeting the others for the first time counts against the deadline, too.
+            try:
+                async with asyncio.timeout(request.options.deadline_s):
+                    round_ = await self.processes.round("save", number, f"save({request.step})")
+            except TimeoutError:
+                raise DeadlineExceededError(
+                    f"{self.root.url}: not all processes came to save step {request.step} within "
+                    f"{request.options.deadline_s} s; raise SaveOptions.deadline_s",
+                    location=self.root.url,
+                ) from None
+            save = SharedSave(*given, round_)
+        retain = None
+        if self._pruner is not None and self.processes.leads:
+            retain = self._pruner.retain
+        return await save.run(self._turn, retain)
+
     async def prepare(self, tree_nbytes: int) -> int:
         """Allocate and touch staging memory for a state of this size; return its bytes."""
         async with self._turn:  # a save holds windows of the size that was right when it began
@@ -243,7 +316,10 @@ class Session:
             if self._pruner is not None:
                 await self._pruner.settle()
         finally:
-            await self.root.release()
+            try:
+                await self.processes.release()
+            finally:
+                await self.root.release()
 
     # -- the end
 
@@ -262,6 +338,8 @@ class Session:
             return
         for pending in self.saves.pending():
             await ended(pending._job.future)
+        while self._refusals:
+            await ended(self._refusals.pop())
         if self._pruner is not None and self._pruner.removing is not None:
             await ended(self._pruner.removing.future)
 

@@ -6,6 +6,11 @@
     <root>/.asyncckpt/lock                          held while something published is replaced
     <root>/.asyncckpt/epoch-<e>/<name>-<save id>/   an attempt, and next to it
     <root>/.asyncckpt/epoch-<e>/<name>-<save id>.owner
+    <root>/.asyncckpt/epoch-<e>/<name>-<save id>.owner-<p>
+                                                    one for each process that writes in it, where
+                                                    several do
+    <root>/.asyncckpt/epoch-<e>/<name>-<save id>/.asyncckpt-exchange/
+                                                    what these leave for each other; never published
     <root>/.asyncckpt/trash-<name>-<token>/         deleted, being removed; with .owner
     <root>/.asyncckpt/old-<name>-<save id>/         being replaced, where two directories cannot
                                                     change places in one step; with .owner
@@ -58,6 +63,10 @@ class Layout:
     def epoch(self, epoch: int) -> str:
         """Return the directory of the attempts of one claim."""
         return os.path.join(self.control, f"epoch-{epoch}")
+
+    def attempt(self, epoch: int, name: str, save_id: str) -> str:
+        """Return the path of an attempt's directory, to which a number may have been added."""
+        return os.path.join(self.epoch(epoch), f"{clipped(name)}-{save_id}")
 
     def leftover(self, kind: str, name: str, token: str) -> str:
         """Return a path for something that is no longer a checkpoint."""

@@ -13,7 +13,7 @@ import pytest
 from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.flow.shield import together
 from asyncckpt.format.record import FixedName, Outline
-from asyncckpt.ports import RECORD_NAME, Attempt, Bytes, CheckpointFiles, Store
+from asyncckpt.ports import RECORD_NAME, Attempt, AttemptFiles, Bytes, CheckpointFiles, Store
 
 RECORD = RECORD_NAME
 PAGE = 4096
@@ -83,7 +83,7 @@ def data_path(save_id: str, name: str = "data") -> str:
     return f"default/d/{save_id}-{name}"
 
 
-async def write_file(attempt: Attempt, path: str, data: Bytes) -> str:
+async def write_file(attempt: AttemptFiles, path: str, data: Bytes) -> str:
     """Write and seal a data file, piece by piece, and return its final path."""
     file = await attempt.create(path, nbytes=data.size)
     for start in range(0, data.size, PIECE_NBYTES):

@@ -3,8 +3,9 @@
     store = FaultStore(inner, [Fault("write", 3, error=StoreError("disk on fire"))])
 
 Operations are counted from 1 for each kind and, as `any`, over all kinds. The kinds are `begin`,
-`create`, `write`, `seal`, `put`, `publish`, `abort`, `files`, `read`, `read_into`, `entries`,
-`changed`, `close_files`, `names`, `delete`, `unlist`, `remove`, `sweep`, `collect` and `close`.
+`join`, `create`, `write`, `seal`, `put`, `pass_on`, `taken`, `settle`, `publish`, `leave`, `abort`,
+`files`, `read`, `read_into`, `entries`, `changed`, `close_files`, `names`, `delete`, `unlist`,
+`remove`, `sweep`, `collect` and `close`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from typing import Any, Literal
 import numpy as np
 
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.ports import Attempt, Bytes, CheckpointFiles, DataFile, Removal, Store
+from asyncckpt.ports import (
+    Attempt,
+    Bytes,
+    CheckpointFiles,
+    DataFile,
+    JoinedAttempt,
+    Removal,
+    Store,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -124,6 +133,18 @@ class FaultStore:
             raise
         return FaultAttempt(self, attempt)
 
+    async def join(self, name: str, save_id: str, **options: Any) -> FaultJoinedAttempt:
+        """Join an attempt; abort the share if the script fails the call after it was applied."""
+        share = None
+        try:
+            async with self.operation("join", name):
+                share = await self.inner.join(name, save_id, **options)
+        except BaseException:
+            if share is not None:
+                await share.abort()
+            raise
+        return FaultJoinedAttempt(self, share)
+
     def files(self, name: str) -> FaultFiles:
         """Return read access to a checkpoint; counted, but no fault applies."""
         self.counts["files"] += 1
@@ -159,10 +180,10 @@ def _counted(store: FaultStore, inner: object, name: str, subject: str, kind: st
     return call
 
 
-class FaultAttempt:
-    """An attempt of a `FaultStore`."""
+class FaultJoinedAttempt:
+    """A share in an attempt of a `FaultStore`."""
 
-    def __init__(self, store: FaultStore, inner: Attempt) -> None:
+    def __init__(self, store: FaultStore, inner: Attempt | JoinedAttempt) -> None:
         self._store = store
         self._inner = inner
 
@@ -174,6 +195,12 @@ class FaultAttempt:
         async with self._store.operation("create", path):
             inner = await self._inner.create(path, **options)
         return FaultDataFile(self._store, inner)
+
+
+class FaultAttempt(FaultJoinedAttempt):
+    """An attempt of a `FaultStore`."""
+
+    _inner: Attempt
 
     async def publish(self, record: bytes) -> None:
         """Publish, and abort the inner attempt if the script fails the call."""

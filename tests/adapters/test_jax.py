@@ -349,30 +349,6 @@ def test_tracers_are_named() -> None:
     assert len(seen) == 2
 
 
-def test_arrays_of_other_processes_are_refused_by_name() -> None:
-    class Elsewhere:
-        """A sharding over devices that this process does not see, as one process cannot make it."""
-
-        device_set = frozenset(range(4))
-        is_fully_addressable = False
-
-    class Leaf:
-        dtype = np.dtype("float32")
-        shape = (3,)
-        sharding = Elsewhere()
-
-        def is_deleted(self) -> bool:
-            return False
-
-    for call in (
-        lambda: adapter.source("a/b", Leaf()),
-        lambda: adapter.target("a/b", Leaf(), in_place=False),
-    ):
-        with pytest.raises(errors.UnsupportedLeafError, match=r"^a/b: .*other processes") as e:
-            call()
-        assert "process_allgather" in str(e.value)
-
-
 def test_one_array_in_two_places_is_tied() -> None:
     leaf = array("float32", (3,))
     assert adapter.source("a", leaf).identity == adapter.source("b", leaf).identity

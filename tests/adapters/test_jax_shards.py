@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDevi
 from jax.sharding import PartitionSpec as P
 
 from asyncckpt import errors
-from asyncckpt.adapters import jax_memory, jax_shards
+from asyncckpt.adapters import jax_memory, jax_shards, placements
 from asyncckpt.adapters.jax import JaxAdapter
 from asyncckpt.flow.arena import Arena
 from asyncckpt.spec import DTYPES, ArraySpec, Box
@@ -574,3 +574,38 @@ def test_shardings_without_boxes_of_this_process_are_refused_by_name() -> None:
         assert text in str(e.value)
         with pytest.raises(errors.UnsupportedLeafError, match="has no values to save"):
             adapter.source("a/b", like)
+
+
+# ------------------------------------------------------------------------- several processes
+
+
+@pytest.mark.parametrize("per_process", [1, 2, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_eight_devices
+def test_arithmetic_gives_each_process_what_jax_gives_its_devices(
+    layout: str, per_process: int
+) -> None:
+    """As if each process had so many of the eight devices, which only one process sees."""
+    where = sharding(layout)
+    devices = where.mesh.devices
+    for order in (1, 3):  # in the order of the processes, and mixed
+        process = {d: n * order % 8 // per_process for n, d in enumerate(devices.flat)}
+        owners = np.array([process[d] for d in devices.flat]).reshape(devices.shape)
+        mesh = placements.Mesh(owners)
+        expected: dict[Box, set[int]] = {}
+        held: dict[int, set[Box]] = {}
+        for device, index in where.devices_indices_map(SHAPE).items():
+            box = jax_shards._box(index, SHAPE, ())
+            expected.setdefault(box, set()).add(process[device])
+            held.setdefault(process[device], set()).add(box)
+        for own in mesh.members:
+            places = mesh.coordinates(own)
+            holding = placements.hold(mesh, jax_shards.layout_of(where, 3), SHAPE, places)
+            assert {shard.box for shard in holding.shards} == held[own]
+            for shard in holding.shards:
+                assert shard.holders == tuple(sorted(expected[shard.box]))
+            for place, numbers in zip(places, holding.numbers, strict=True):
+                index = where.devices_indices_map(SHAPE)[devices[place]]
+                assert [holding.shards[n].box for n in numbers] == [
+                    jax_shards._box(index, SHAPE, ())
+                ]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import asyncckpt
 from asyncckpt import ShardedArray, UsageError, errors
 from asyncckpt.adapters.sharded import ShardedAdapter
-from asyncckpt.spec import DTYPES, ArraySpec, Box
+from asyncckpt.spec import DTYPES, ArraySpec, Box, Shard
 
 adapter = ShardedAdapter()
 
@@ -219,15 +219,33 @@ def test_one_shard_that_is_all_of_it_is_an_ordinary_array() -> None:
     assert (empty.shards, empty.view.shape) == (None, (0, 4))
 
 
-def test_shards_that_leave_a_gap_are_refused_with_path_and_gap() -> None:
+def test_shards_that_leave_a_gap_are_a_part_of_the_array() -> None:
     array = ShardedArray((4, 3), "float32", [((2, 0), A)])
-    with pytest.raises(
-        UsageError, match=r"^a/b: .* float32\[4,3\], do not tile it: nothing holds \[0:2, 0:3\]"
-    ) as caught:
-        adapter.source("a/b", array)
-    assert caught.value.path == "a/b"
+    source = adapter.source("a/b", array)
+    assert source.partial
+    assert source.view is None
+    assert source.shards == (Shard(Box((2, 0), (2, 3))),)
+    assert source.views[0] is A
     with pytest.raises(UsageError, match=r"leave gaps: nothing holds \[0:2, 0:3\]"):
         array.to_numpy()
+
+
+def test_a_padded_tile_is_a_part_of_the_array_without_its_padding() -> None:
+    values = numbers(5, 3)
+    whole = ShardedArray.tiles(values, (4, 2))
+    assert not adapter.source("p", whole).partial
+    for offset, tile in whole.shards:
+        source = adapter.source("p", ShardedArray((5, 3), "float32", [(offset, tile)], padded=True))
+        assert source.partial
+        for shard, view in zip(source.shards or (), source.views, strict=True):
+            assert view is not None
+            assert np.shares_memory(view, tile)
+            np.testing.assert_array_equal(view, values[shard.box.slices()])
+            out = np.empty(shard.box.shape, np.float32)
+            adapter.fetch(source, shard.box, out)
+            np.testing.assert_array_equal(out, view)
+    beyond = adapter.source("p", ShardedArray((5, 3), "float32", []))
+    assert (beyond.partial, beyond.shards, beyond.views) == (True, (), ())
 
 
 def test_arrays_of_one_memory_and_one_layout_are_tied_and_no_others() -> None:

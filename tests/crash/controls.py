@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-from asyncckpt.stores.local import attempt, datafile, posix, publish
+from asyncckpt.stores.local import datafile, posix, publish, tree
 from asyncckpt.stores.local.attempt import LocalAttempt
 from asyncckpt.stores.local.datafile import LocalDataFile
 from asyncckpt.stores.local.store import LocalStore
@@ -75,8 +75,8 @@ def retention_first() -> None:
 def flush_errors_ignored() -> None:
     """A failed flush of a file or directory is taken for a success."""
     for module, name in (
-        (attempt, "flush_file"),
-        (attempt, "flush_directory"),
+        (tree, "flush_file"),
+        (tree, "flush_directory"),
         (datafile, "flush_file"),
         (publish, "flush_directory"),
     ):
@@ -85,19 +85,19 @@ def flush_errors_ignored() -> None:
 
 def files_not_flushed() -> None:
     """Files are written and never flushed."""
-    for module in (attempt, datafile):
+    for module in (tree, datafile):
         module.flush_file = _nothing  # type: ignore[attr-defined]
 
 
 def directories_not_flushed() -> None:
     """Names are made and never flushed."""
-    for module in (attempt, publish):
+    for module in (tree, publish):
         module.flush_directory = _nothing  # type: ignore[attr-defined]
 
 
 def write_errors_ignored() -> None:
     """A failed write is taken for a success."""
-    for module in (attempt, datafile):
+    for module in (tree, datafile):
         module.write_all = _quiet(posix.write_all)  # type: ignore[attr-defined]
 
 
@@ -107,7 +107,7 @@ def short_writes_ignored() -> None:
     def write_once(fd: int, data: memoryview, offset: int) -> None:
         os.pwrite(fd, data, offset)
 
-    for module in (attempt, datafile):
+    for module in (tree, datafile):
         module.write_all = write_once  # type: ignore[attr-defined]
 
 

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 import asyncckpt
+from asyncckpt.errors import UnsupportedLeafError
+from asyncckpt.save.snapshot import check_alone, take_snapshot
+from asyncckpt.spec import Partition
 
 BUDGET = 64 << 20
 
@@ -115,6 +118,27 @@ async def test_where_nothing_is_copied_a_chunk_may_take_the_whole_budget(tmp_pat
 async def test_copy_is_the_default_and_refers_to_nothing(tmp_path: Path) -> None:
     report = await asyncckpt.save(tmp_path / "x", {"a": jnp.zeros(1 << 16)})
     assert report.referenced_nbytes == 0
+
+
+async def test_one_process_cannot_save_an_array_with_gaps(tmp_path: Path) -> None:
+    part = asyncckpt.ShardedArray((4, 3), "float32", [((2, 0), np.zeros((2, 3), np.float32))])
+    with pytest.raises(
+        asyncckpt.UsageError, match=r"^a/b: .* float32\[4,3\], do not tile it: nothing holds \[0:2,"
+    ) as caught:
+        await asyncckpt.save(tmp_path / "x", {"a": {"b": part}})
+    assert caught.value.path == "a/b"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_process_cannot_save_an_array_of_several() -> None:
+    snapshot = take_snapshot({"a": np.zeros(3), "b": np.zeros(4)})
+    check_alone(snapshot)
+    snapshot.sources[1].partition = Partition((2,), "2[0+2] 0", tuple(range(20)))
+    snapshot.shared.append(1)
+    with pytest.raises(
+        UnsupportedLeafError, match=r"^b: .* other processes too \(processes 0, 1, .* 7, …\)"
+    ):
+        check_alone(snapshot)
 
 
 async def test_delete_leaves_directories_without_a_record_alone(tmp_path: Path) -> None:

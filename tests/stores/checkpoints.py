@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncckpt.ports import RECORD_NAME, Attempt, Bytes, Store
+from asyncckpt.ports import RECORD_NAME, AttemptFiles, Bytes, Store
 from asyncckpt.testing.checkpoints import PAGE, pattern
 from asyncckpt.testing.checkpoints import write_file as write_pieces
 
 DATA = "default/d/data"
 
 
-async def write_file(attempt: Attempt, path: str, data: Bytes) -> None:
+async def write_file(attempt: AttemptFiles, path: str, data: Bytes) -> None:
     """A data file with this content is sealed."""
     await write_pieces(attempt, path, data)
 

@@ -97,3 +97,46 @@ async def test_reads_can_lie(store: FaultStore) -> None:
     assert not buffer[PAGE // 2 :].any()
     await files.read_into("default/d/data", 0, [buffer])
     assert np.array_equal(buffer, data[:PAGE])
+
+
+SHARED = ["begin", "join", "create", "write", "seal", "put", "pass_on", "taken", "settle", "leave"]
+
+
+async def share(store: FaultStore) -> None:
+    """One process begins an attempt, another one writes in it and ends its share."""
+    attempt = await store.begin("1", "a", shared=True)
+    try:
+        other = await store.join("1", "a", process=1, timeout_s=20.0)
+        try:
+            file = await other.create("default/d/data", nbytes=PAGE)
+            await file.write(0, pattern(PAGE))
+            await file.seal(PAGE)
+            await other.put("default/small", b"x")
+            await other.pass_on("entries-1", b"x")
+            assert await attempt.taken("entries-1", max_nbytes=1) == b"x"
+            await other.settle()
+            await other.leave()
+        finally:
+            await other.abort()
+    finally:
+        await attempt.abort()
+
+
+async def test_shared_attempts_are_counted_too(store: FaultStore) -> None:
+    await share(store)
+    assert [operation.kind for operation in store.log] == [*SHARED, "abort", "abort"]
+    assert store.log[SHARED.index("join")] == Operation("join", "1")
+    assert store.log[SHARED.index("taken")] == Operation("taken", "entries-1")
+
+
+@pytest.mark.parametrize("kind", SHARED)
+@pytest.mark.parametrize("applied", [False, True])
+async def test_any_operation_of_a_shared_attempt_can_fail(
+    store: FaultStore, kind: str, applied: bool, tmp_path: Path
+) -> None:
+    store.script.append(Fault(kind, error=StoreError("scripted"), applied=applied))
+    with pytest.raises(StoreError, match="scripted"):
+        await share(store)
+    assert await store.names() == []
+    await store.close()
+    assert list(tmp_path.rglob("*")) == []

@@ -12,78 +12,52 @@
 #   removes it, empty and without owner; that is noticed here, and another path is tried, so that a
 #   slow sweeper never removes the directory of a later round.
 #   (test_sweeping_never_takes_an_attempt_that_is_being_made)
-# Rule 5: once a thread was abandoned, the mount does not answer, and clean-up waits until the
-#   thread returns. (tests/cancellation/test_stuck_mount.py)
+# Rule 5: the mark of a shared attempt comes after all of that, and what was exchanged is removed
+#   before the record is written.
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-import posixpath
-import threading
-from collections.abc import Iterator
-from concurrent.futures import Future
-from functools import partial
-from typing import Any
-
-import aiofiles
 
 from asyncckpt.errors import AsyncCheckpointError, StoreError, UsageError
-from asyncckpt.flow.shield import run_all
 from asyncckpt.flow.threads import ThreadAbandonedError
+from asyncckpt.stores.exchange import MARK, mark_of
 from asyncckpt.stores.local.context import Context
-from asyncckpt.stores.local.datafile import LocalDataFile
 from asyncckpt.stores.local.export import FilesPublication
-from asyncckpt.stores.local.failures import Guard, reported
+from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.locks import leads_to, remove_owner, try_lock, unlock, write_owner
-from asyncckpt.stores.local.posix import (
-    Descriptor,
-    flush_directory,
-    flush_file,
-    make_directories,
-    remove_tree,
-)
+from asyncckpt.stores.local.owners import EXCHANGE, make_owner_file, write_exchange
+from asyncckpt.stores.local.posix import Descriptor, make_directories, remove_tree
 from asyncckpt.stores.local.publish import Publication, check_place
-from asyncckpt.stores.paths import RECORD_FILE, check_file, clipped
+from asyncckpt.stores.local.tree import AttemptTree
+from asyncckpt.stores.paths import RECORD_FILE
 
 BIRTH_ROUNDS = 100
 """Directories that sweepers may remove before they are locked; each has to hit a gap of
 microseconds."""
 
 
-class LocalAttempt:
+class LocalAttempt(AttemptTree):
     """An attempt, made by `LocalStore.begin`, or by `LocalStore.begin_export` for plain files."""
 
     def __init__(
         self, context: Context, name: str, save_id: str, *, overwrite: bool, private: bool
     ) -> None:
-        self.location = context.layout.target(name)
-        self._context = context
-        self._name = name
-        self._save_id = save_id
+        super().__init__(context, name, save_id, private=private)
         self._overwrite = overwrite
-        self._file_mode = 0o600 if private else 0o666
-        self._directory_mode = 0o700 if private else 0o777
-        self._guard = Guard(self.location, context.workers)
-        self._path = ""
-        self._directory: Descriptor | None = None
-        self._files: list[LocalDataFile] = []
-        self._directories: set[str] = set()
-        self._lock = threading.Lock()
         self._keep = False
-
-    def __repr__(self) -> str:
-        return f"LocalAttempt({self._path!r})"
 
     # ------------------------------------------------------------------------------------ begin
 
-    def open(self, epoch: int, *, exports: bool = False) -> None:
+    def open(self, epoch: int, *, exports: bool = False, shared: bool = False) -> None:
         """Make the attempt's directory, lock it and write its owner file. Blocking.
 
         Args:
             epoch: the claim under which the attempt writes.
             exports: only `publish_files` knows whether a file or a directory is made.
+            shared: other processes may join the attempt.
 
         Raises:
             CheckpointExistsError: the name is taken by something that is not to be replaced.
@@ -91,7 +65,7 @@ class LocalAttempt:
             StoreError: the directory cannot be made.
         """
         layout = self._context.layout
-        base = os.path.join(layout.epoch(epoch), f"{clipped(self._name)}-{self._save_id}")
+        base = layout.attempt(epoch, self._name, self._save_id)
         with reported("beginning a save", self.location):
             if not exports:
                 # `publish` looks again, under the lock: this spares callers from staging in vain.
@@ -106,6 +80,8 @@ class LocalAttempt:
                     continue  # swept, or the epoch's directory was tidied up
                 if fd is not None:
                     self._path, self._directory = path, Descriptor(fd)
+                    if shared:
+                        self._share_attempt(fd)
                     if self._guard.ended:  # this thread was abandoned, and has returned
                         self._remove()
                     return
@@ -143,75 +119,25 @@ class LocalAttempt:
                 remove_owner(path)
         return fd if alive else None
 
-    # ------------------------------------------------------------------------------------ files
-
-    async def create(
-        self, path: str, *, nbytes: int, window_nbytes: int | None = None
-    ) -> LocalDataFile:
-        """Open a new data file; `nbytes` of space are reserved where possible.
-
-        Writes may be of any size and in any order, whatever `window_nbytes`.
-        """
-        self._guard.check()
-        check_file(path, self.location)
-        location = posixpath.join(self._path, path)
-        file = LocalDataFile(path, location, self._guard, self._context.direct)
-        self._files.append(file)
-        await self._guard.run(self._open_file, file, nbytes)
-        return file
-
-    def _open_file(self, file: LocalDataFile, nbytes: int) -> None:
-        with self._step("creating a data file", file.path) as directory:
-            self._make_parents(file.path, directory)
-            file.open(directory, self._file_mode, nbytes)
-            if self._guard.ended:  # aborted meanwhile
-                file.close()
+    def _share_attempt(self, directory: int) -> None:
+        """Let other processes join: make the own owner file among theirs, then the mark."""
+        machine, mode = self._context.machine(), self._file_mode
+        self._owner_file = make_owner_file(self._path, 0, machine, self._name, self._save_id, mode)
+        if self._owner_file is None:
+            raise StoreError(
+                f"{self._path}: another process has removed the owner file that was being made; "
+                "save again",
+                retryable=True,
+                location=self._path,
+            )
+        os.mkdir(EXCHANGE, self._directory_mode, dir_fd=directory)
+        mark = mark_of(self._save_id, machine.host)
+        write_exchange(directory, MARK, memoryview(mark), mode)
+        self._own.append(f"{EXCHANGE}/{MARK}")
 
     def source(self, path: str) -> str | None:
         """Return None: every file has its own name from the beginning."""
         return None
-
-    async def put(self, path: str, data: bytes | memoryview, *, in_record: bool = False) -> None:
-        """Write a small file, durably. Cancellation: waits until it is closed, then raises."""
-        self._guard.check()
-        check_file(path, self.location)
-        writing = self._write_file(path, memoryview(data).cast("B"), flush=True)
-        with self._guard.step():
-            await self._context.workers.complete(writing, f"writing {path}")
-
-    async def _write_file(self, path: str, data: memoryview, *, flush: bool) -> None:
-        workers = self._context.workers
-        with self._step(f"writing {len(data)} bytes", path) as directory:
-            if posixpath.dirname(path) not in self._directories | {""}:
-                await workers.run(self._make_parents, path, directory)
-            # "x" makes the flags O_CREAT | O_EXCL, which also refuse a link.
-            opener = partial(os.open, mode=self._file_mode, dir_fd=directory)
-            file = await aiofiles.open(path, "xb", buffering=0, opener=opener, executor=workers)
-            try:
-                while len(data):
-                    data = data[await file.write(data) :]
-                if flush:
-                    await workers.run(flush_file, file.fileno())
-            finally:
-                await file.close()  # `async with` would close it in a thread that is not ours
-
-    def _make_parents(self, path: str, directory: int) -> None:
-        parts = path.split("/")
-        for depth in range(1, len(parts)):
-            parent = "/".join(parts[:depth])
-            if parent not in self._directories:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(parent, self._directory_mode, dir_fd=directory)
-                with self._lock:
-                    self._directories.add(parent)
-
-    @contextlib.contextmanager
-    def _step(self, action: str, path: str) -> Iterator[int]:
-        """Yield the attempt's directory for work on `path` in it; see `Guard.step`."""
-        assert self._directory is not None
-        location = posixpath.join(self._path, path)
-        with self._guard.step(action, location), self._directory.use() as directory:
-            yield directory
 
     # ---------------------------------------------------------------------------------- publish
 
@@ -259,12 +185,9 @@ class LocalAttempt:
             raise
 
     async def _publish(self, publication: Publication, record: bytes | None) -> None:
-        self._guard.check()
-        for file in self._files:
-            if not file.sealed:
-                raise UsageError(
-                    f"{file.path}: the data file is not sealed", location=self.location
-                )
+        self._check_sealed()
+        if self._owner_file is not None:
+            await self._guard.run(self._end_exchange)
         await self._flush(*self._directories)
         # The record is written last: before it, nothing here is a checkpoint.
         if record is None:
@@ -290,21 +213,9 @@ class LocalAttempt:
                 error.add_note("it is not known whether the checkpoint was published: see steps()")
             raise
 
-    async def _flush(self, *paths: str) -> None:
-        """Flush the record file and directories, all at the same time."""
-        await run_all(self._context.workers, [partial(self._flush_one, path) for path in paths])
-
-    def _flush_one(self, path: str) -> None:
-        if path != RECORD_FILE:
-            with self._step("flushing the directory", path) as directory:
-                flush_directory(path, dir_fd=directory)
-            return
-        with self._step("flushing the record", path) as directory:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory)
-            try:
-                flush_file(fd)
-            finally:
-                os.close(fd)
+    def _end_exchange(self) -> None:
+        with self._step("removing what was passed on", EXCHANGE) as directory:
+            remove_tree(EXCHANGE, dir_fd=directory)
 
     def _rename(self, publication: Publication) -> None:
         assert self._directory is not None
@@ -322,48 +233,13 @@ class LocalAttempt:
 
     # ------------------------------------------------------------------------------------ abort
 
-    async def abort(self) -> None:
-        """Remove everything of the attempt; do nothing if it has ended.
-
-        After a thread was abandoned, the rest is removed when that thread returns, or swept.
-
-        Cancellation: finishes, then raises.
-
-        Raises:
-            StoreError: files could not be removed; `LocalStore.sweep` will try again.
-            ThreadAbandonedError: the file system does not answer.
-        """
-        if self._guard.ended:
-            return
-        self._guard.ended = True
-        if self._guard.stuck is not None:
-            self._guard.stuck.add_done_callback(self._remove_later)
-        else:
-            await self._context.workers.clean_up(self._remove)
-
-    def _remove_later(self, _: Future[Any]) -> None:
-        try:
-            self._context.workers.submit(self._remove)
-        except RuntimeError:  # the engine has ended: this is the thread that was stuck
-            with contextlib.suppress(AsyncCheckpointError):
-                self._remove()
-
-    def _remove(self) -> None:
-        for file in self._files:
-            file.close()
-        try:
-            if self._path:
-                with reported("removing the attempt", self._path):
-                    # With `_keep` the path holds the replaced checkpoint, which is never swept
-                    # without its owner.
-                    if not self._keep:
-                        remove_tree(self._path, first=RECORD_FILE)
-                    remove_owner(self._path)
-        finally:
-            self._release()
-
-    def _release(self) -> None:
-        if self._directory is not None:
-            with contextlib.suppress(OSError), self._directory.use() as fd:
-                unlock(fd)
-            self._directory.close()
+    def _remove_files(self) -> None:
+        # With `_keep` the path holds the replaced checkpoint, which is never swept without its
+        # owner.
+        if self._keep:
+            remove_owner(self._path)
+        if self._owner_file is not None:
+            super()._remove_files()
+        elif not self._keep:
+            remove_tree(self._path, first=RECORD_FILE)
+            remove_owner(self._path)

@@ -77,9 +77,32 @@ class Owner:
     machine: Machine
     name: str
 
+    def is_dead(self, machine: Machine, locked: bool | None, root: str) -> bool:
+        """Return whether the owner is proven dead, as stores/local/sweep.py defines it. Blocking.
+
+        Args:
+            machine: where this process runs.
+            locked: whether this process has just got the owner's lock; None without locks.
+            root: of the store.
+        """
+        if self.machine == machine:
+            return locked is True  # one kernel: its locks reach all of its processes
+        known = "" not in (self.machine.boot_id, machine.boot_id)
+        rebooted = self.machine.host == machine.host and known
+        return locked is not False and rebooted and is_certainly_local(root)
+
 
 def write_owner(path: str, machine: Machine, name: str, save_id: str, mode: int) -> None:
     """Write `<path>.owner`, durably: this process owns `path`."""
+    fd = os.open(path + OWNER_SUFFIX, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        fill_owner(fd, machine, name, save_id)
+    finally:
+        os.close(fd)
+
+
+def fill_owner(fd: int, machine: Machine, name: str, save_id: str) -> None:
+    """Write the content of an owner file, durably: this process is the owner."""
     text = json.dumps(
         {
             "host": machine.host,
@@ -90,13 +113,9 @@ def write_owner(path: str, machine: Machine, name: str, save_id: str, mode: int)
             "save_id": save_id,
         }
     )
-    fd = os.open(path + OWNER_SUFFIX, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    try:
-        write_all(fd, memoryview(text.encode()), 0)
-        # After power loss an empty file would prove nothing, and the leftover would stay forever.
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    write_all(fd, memoryview(text.encode()), 0)
+    # After power loss an empty file would prove nothing, and the leftover would stay forever.
+    os.fsync(fd)
 
 
 def read_owner(path: str) -> Owner | None:
@@ -106,12 +125,18 @@ def read_owner(path: str) -> Owner | None:
     except OSError:
         return None
     try:
-        value = json.loads(os.read(fd, MAX_OWNER_NBYTES))
+        return parse_owner(fd)
+    finally:
+        os.close(fd)
+
+
+def parse_owner(fd: int) -> Owner | None:
+    """Return the owner that an owner file names, or None if it is invalid."""
+    try:
+        value = json.loads(os.pread(fd, MAX_OWNER_NBYTES, 0))
         host, boot_id, name = value["host"], value["boot_id"], value["name"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    finally:
-        os.close(fd)
     are_texts = all(isinstance(text, str) for text in (host, boot_id, name))
     return Owner(Machine(host, boot_id), name) if are_texts else None
 
@@ -122,10 +147,16 @@ def remove_owner(path: str) -> None:
         os.unlink(path + OWNER_SUFFIX)
 
 
-def try_lock(fd: int) -> bool | None:
-    """Return whether this descriptor holds the lock now; None where there are no locks."""
+def try_lock(fd: int, *, shared: bool = False) -> bool | None:
+    """Return whether this descriptor holds the lock now; None where there are no locks.
+
+    Args:
+        fd: of the file or directory.
+        shared: others may hold it so too: to look whether an owner has it, without being mistaken
+            for the owner by another one that looks.
+    """
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:

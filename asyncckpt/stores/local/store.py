@@ -22,11 +22,13 @@ from asyncckpt.options import (
     SLOT_NBYTES,
 )
 from asyncckpt.ports import Removal, Sizes, StoreCapabilities
+from asyncckpt.stores.exchange import check_process, find_mark
 from asyncckpt.stores.local.attempt import LocalAttempt
 from asyncckpt.stores.local.context import Context
 from asyncckpt.stores.local.datafile import DirectWrites
 from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.files import LocalFiles
+from asyncckpt.stores.local.joined import LocalJoinedAttempt
 from asyncckpt.stores.local.locks import (
     Machine,
     remove_owner,
@@ -40,6 +42,9 @@ from asyncckpt.stores.local.posix import flush_directory, landed, remove_tree
 from asyncckpt.stores.local.sweep import collect, sweep, tidy
 from asyncckpt.stores.paths import CONTROL, RECORD_FILE, Layout, check_name, check_save_id
 from asyncckpt.stores.paths import open_local as open_local
+
+JOIN_PAUSES_S = 0.001, 0.1
+"""Between two looks for an attempt to join, at first and at most: a look is a few system calls."""
 
 
 class LocalStore:
@@ -109,6 +114,7 @@ class LocalStore:
         epoch: int = 0,
         overwrite: bool = False,
         private: bool = False,
+        shared: bool = False,
         exports: bool = False,
     ) -> LocalAttempt:
         """Make and lock a directory for an attempt, and durably its parents. As `Store.begin`.
@@ -118,14 +124,49 @@ class LocalStore:
             CheckpointExistsError: something is at the name that a save does not replace.
             StoreError: the directory cannot be made.
         """
-        if epoch < 0:
-            raise UsageError(f"epoch={epoch}: pass a non-negative integer", found=epoch)
-        check_name(name)
-        check_save_id(save_id)
+        _check(name, save_id, epoch)
         attempt = LocalAttempt(self._context, name, save_id, overwrite=overwrite, private=private)
         self._wrote = True
         try:
-            await self._workers.run(attempt.open, epoch, exports=exports)
+            await self._workers.run(attempt.open, epoch, exports=exports, shared=shared)
+        except BaseException:
+            await attempt.abort()
+            raise
+        return attempt
+
+    async def join(
+        self,
+        name: str,
+        save_id: str,
+        *,
+        process: int,
+        timeout_s: float,
+        epoch: int = 0,
+        private: bool = False,
+    ) -> LocalJoinedAttempt:
+        """Take part in an attempt that another process begins. As `Store.join`.
+
+        Makes no directory.
+
+        Cancellation: gives the share up, then raises.
+
+        Raises:
+            UsageError: the name is not one path part, or the process takes part already.
+            CheckpointNotFoundError: there was no such attempt for `timeout_s`.
+            StoreError: it cannot be looked for.
+        """
+        _check(name, save_id, epoch)
+        check_process(process)
+        attempt = LocalJoinedAttempt(self._context, name, save_id, private=private)
+        self._wrote = True
+        try:
+            await find_mark(
+                partial(self._workers.run, attempt.look, epoch, process),
+                location=attempt.location,
+                save_id=save_id,
+                timeout_s=timeout_s,
+                pauses_s=JOIN_PAUSES_S,
+            )
         except BaseException:
             await attempt.abort()
             raise
@@ -241,3 +282,10 @@ class LocalStore:
         if self._wrote:
             self._wrote = False
             await self._workers.clean_up(partial(tidy, self._layout))
+
+
+def _check(name: str, save_id: str, epoch: int) -> None:
+    if epoch < 0:
+        raise UsageError(f"epoch={epoch}: pass a non-negative integer", found=epoch)
+    check_name(name)
+    check_save_id(save_id)

@@ -1,8 +1,9 @@
 """Removal of the leftovers of dead saves and deletions, and only of those proven dead.
 
 Proven dead: the owner file names this host and this boot, and the lock is free; or it names this
-host and another boot, and the file system is certainly local. Everything else is kept for a person
-to remove; so are `aside-…` directories, which were never ours.
+host and another boot, and the file system is certainly local. An attempt that several processes
+share is dead when all of them are. Everything else is kept for a person to remove; so are `aside-…`
+directories, which were never ours.
 """
 
 # Rule 1: a held lock keeps its directory, whatever the owner file says.
@@ -30,7 +31,6 @@ from asyncckpt.errors import StoreError, UsageError
 from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.locks import (
     Machine,
-    is_certainly_local,
     leads_to,
     read_owner,
     remove_owner,
@@ -38,14 +38,21 @@ from asyncckpt.stores.local.locks import (
     try_lock,
     unlock,
 )
+from asyncckpt.stores.local.owners import (
+    is_abandoned,
+    is_locked,
+    owned_by_process,
+    owner_files,
+    remove_attempt,
+    remove_dead_owner_files,
+)
 from asyncckpt.stores.local.posix import (
     UnsupportedCallError,
     flush_directory,
     landed,
-    remove_tree,
     rename_noreplace,
 )
-from asyncckpt.stores.paths import OWNER_SUFFIX, RECORD_FILE, Layout, check_name
+from asyncckpt.stores.paths import OWNER_SUFFIX, Layout, check_name
 
 log = logging.getLogger("asyncckpt.stores")
 
@@ -78,8 +85,7 @@ def sweep(layout: Layout, this_machine: Callable[[], Machine]) -> list[str]:
                     flush_directory(layout.root)
                     flush_directory(layout.control)
             for path, _ in claims:
-                remove_tree(path, first=RECORD_FILE)
-                remove_owner(path)
+                remove_attempt(path)
                 removed.append(os.path.relpath(path, layout.control))
         except StoreError:
             return []  # the lock is held
@@ -105,6 +111,7 @@ def _claim(
         # A torn owner file: one that is written before its directory is so under the root's lock.
         if ours or (owner is None and alone):
             remove_owner(path)
+        remove_dead_owner_files(path, machine, layout.root)
         return None
     except OSError:
         return None  # not a directory: not made by this library
@@ -120,11 +127,8 @@ def _claim(
                     remove_owner(path)
                     removed.append(os.path.relpath(path, layout.control))
             return None
-        if owner.machine == machine:
-            dead = locked is True  # one kernel: its locks reach all of its processes
-        else:
-            known = "" not in (owner.machine.boot_id, machine.boot_id)
-            dead = ours and known and is_certainly_local(layout.root)
+        dead = owner.is_dead(machine, locked, layout.root)
+        dead = dead and is_abandoned(path, fd, machine, layout.root)
         is_old = os.path.basename(path).startswith("old-")
         claimed = dead and not (is_old and _put_back(layout, path, owner.name))
         return fd if claimed else None
@@ -164,13 +168,17 @@ def _discard(layout: Layout, path: str, *, dry_run: bool) -> bool:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
+        if any(map(is_locked, owner_files(path))):
+            return False
         if not dry_run:
-            remove_owner(path)  # an owner file whose directory is gone
+            remove_attempt(path)  # owner files whose directory is gone
         return True
     except NotADirectoryError:
         return False  # not made by this library
     try:
         if try_lock(fd) is False or not leads_to(path, fd):
+            return False
+        if any(map(is_locked, owner_files(path))):
             return False
         if os.path.basename(path).startswith("old-"):
             owner = read_owner(path)
@@ -178,8 +186,7 @@ def _discard(layout: Layout, path: str, *, dry_run: bool) -> bool:
             if owner is None or _put_back(layout, path, owner.name, dry_run=dry_run):
                 return False
         if not dry_run:
-            remove_tree(path, first=RECORD_FILE)
-            remove_owner(path)
+            remove_attempt(path)
         return True
     finally:
         unlock(fd)
@@ -189,7 +196,7 @@ def _discard(layout: Layout, path: str, *, dry_run: bool) -> bool:
 def _written_s(path: str) -> float:
     """Return when something in the leftover was last written, in seconds since 1970, or now."""
     newest = 0.0
-    for top in (path, path + OWNER_SUFFIX):
+    for top in (path, path + OWNER_SUFFIX, *owner_files(path)):
         with contextlib.suppress(FileNotFoundError):
             newest = max(newest, os.lstat(top).st_mtime)
     for directory, _, names in os.walk(path):
@@ -224,13 +231,13 @@ def _leftovers(layout: Layout) -> list[str]:
             paths += [os.path.join(path, attempt) for attempt in _listing(path)]
         elif name.startswith(("trash-", "old-")):
             paths.append(path)
-    found = []
+    found: dict[str, None] = {}
     for path in paths:
-        owned = path.removesuffix(OWNER_SUFFIX)
+        owned = owned_by_process(path) or path.removesuffix(OWNER_SUFFIX)
         # An owner file counts where its directory is gone.
         if owned == path or not os.path.lexists(owned):
-            found.append(owned)
-    return found
+            found[owned] = None
+    return list(found)
 
 
 def _listing(path: str) -> list[str]:

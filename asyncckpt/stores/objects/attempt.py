@@ -8,24 +8,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from asyncckpt.errors import AsyncCheckpointError, SaveError, UsageError
+from asyncckpt.errors import AsyncCheckpointError, SaveError
 from asyncckpt.flow.shield import to_completion
+from asyncckpt.stores.exchange import MARK, mark_of
+from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.context import Context, owned
-from asyncckpt.stores.objects.datafile import ABORT_S, ObjectDataFile, Sending, open_file
 from asyncckpt.stores.objects.layout import fixed_path, join
 from asyncckpt.stores.objects.probe import Conditions
-from asyncckpt.stores.objects.publish import Publication
+from asyncckpt.stores.objects.publish import AFTER_S, Publication
+from asyncckpt.stores.objects.share import ObjectShare
 from asyncckpt.stores.paths import check_file
 
 log = logging.getLogger("asyncckpt.stores")
 
 
-class ObjectAttempt:
+class ObjectAttempt(ObjectShare):
     """An attempt, made by `ObjectStore.begin`.
 
     Args:
@@ -33,6 +36,7 @@ class ObjectAttempt:
         conditions: awaited before the record; the conditional requests that the store honours.
         in_background: takes work for after the commit, and returns at once.
         unfinished: called when fixed names could not be written.
+        shared: other processes may join it, once `mark` has returned.
     """
 
     def __init__(
@@ -46,47 +50,23 @@ class ObjectAttempt:
         conditions: Callable[[], Awaitable[Conditions]],
         in_background: Callable[[Coroutine[Any, Any, None]], None],
         unfinished: Callable[[str], None],
+        shared: bool,
     ) -> None:
-        self.location = context.requests.location(name)
-        self._context = context
-        self._name = name
-        self._save_id = save_id
+        super().__init__(context, name, save_id, shared=shared)
         self._overwrite = overwrite
         self._max_age_s = max_age_s
         self._conditions = conditions
         self._in_background = in_background
         self._unfinished = unfinished
         self._begun = time.monotonic(), time.time()
-        self._sending = Sending(context, name)
         self._sources: dict[str, str] = {}
         self._fixed: dict[str, bytes] = {}
-        self._files: list[ObjectDataFile] = []
 
-    def __repr__(self) -> str:
-        return f"ObjectAttempt({self.location!r}, {self._save_id})"
+    async def mark(self, host: str) -> None:
+        """Let other processes join the attempt."""
+        await self._exchange(MARK, mark_of(self._save_id, host))
 
     # ------------------------------------------------------------------------------------- files
-
-    async def create(
-        self, path: str, *, nbytes: int, window_nbytes: int | None = None
-    ) -> ObjectDataFile:
-        """Open a new data file, of one window if at all; no request is made. As `Attempt.create`.
-
-        Raises:
-            UsageError: the path lacks the save id, or the file does not fit one request.
-        """
-        self._sending.check()
-        check_file(path, self.location)
-        if self._save_id not in path:
-            raise UsageError(
-                f"{path!r}: another attempt could write this name too; put the save id "
-                f"{self._save_id} into it",
-                location=self.location,
-                found=path,
-            )
-        file = open_file(self._sending, path, nbytes, window_nbytes)
-        self._files.append(file)
-        return file
 
     def source(self, path: str) -> str | None:
         """Return the object in which `put` stores the content of a fixed name."""
@@ -160,6 +140,21 @@ class ObjectAttempt:
             self._in_background(publication.settle(None))
         else:
             await publication.settle(replaced)
+        if self._exchanged:
+            self._in_background(self._end_exchange())
+
+    async def _end_exchange(self) -> None:
+        """Remove the mark, and what was passed on and read. Raises nothing of the store's."""
+        try:
+            async with asyncio.timeout(AFTER_S):
+                await self._context.requests.delete(sorted(self._exchanged))
+        except (RequestError, TimeoutError) as error:
+            log.warning(
+                "%s: the checkpoint is committed; what its processes have passed on could not be "
+                "removed: %s; 'asyncckpt gc' does so later",
+                self.location,
+                f"not within {AFTER_S:g} s" if isinstance(error, TimeoutError) else error,
+            )
 
     async def _give_up(self, error: BaseException) -> None:
         try:
@@ -183,22 +178,5 @@ class ObjectAttempt:
                 found=age_s,
             )
 
-    # ------------------------------------------------------------------------------------- abort
-
-    async def abort(self) -> None:
-        """Remove everything of the attempt; do nothing if it has ended.
-
-        Cancellation: finishes, then raises.
-
-        Raises:
-            StoreError: something could not be removed; gc does so later.
-        """
-        await self._sending.end(
-            self._remove,
-            "removing what an aborted save has written",
-            "'asyncckpt gc' removes it later",
-        )
-
-    async def _remove(self) -> None:
-        async with self._context.requests.cleaning_up(ABORT_S):
-            await self._context.requests.delete(sorted(self._sending.keys))
+    def _removed(self) -> set[str]:
+        return self._sending.keys | self._exchanged

@@ -4,6 +4,7 @@ What is removed is older than the caller says (a week at least) by the store's o
 
 - an object of a checkpoint's prefix whose name carries the save id of an attempt that no valid
   record commits;
+- what processes of one attempt have left for each other, also where its record is valid;
 - a data object with the save id of the valid record that the record does not list: one of two that
   raced each other, or of an earlier try;
 - an experiment (`.asyncckpt/probe-…`);
@@ -25,7 +26,14 @@ import logging
 from asyncckpt.format.record import Outline
 from asyncckpt.stores.objects.clients.client import Listed, RequestError
 from asyncckpt.stores.objects.context import OBJECTS_MAX, Context, read_record
-from asyncckpt.stores.objects.layout import CONTROL, is_fixed, is_probe, owner, probe_key
+from asyncckpt.stores.objects.layout import (
+    CONTROL,
+    is_exchange,
+    is_fixed,
+    is_probe,
+    owner,
+    probe_key,
+)
 
 log = logging.getLogger("asyncckpt.stores")
 
@@ -94,7 +102,7 @@ async def _checkpoint(context: Context, name: str, before_s: float, *, dry_run: 
 
 def _is_dead(path: str, outline: Outline) -> bool:
     """Return whether no record refers to this object of an attempt."""
-    if owner(path) != outline.save_id:
+    if owner(path) != outline.save_id or is_exchange(path):
         return True
     # A record of a newer release does not tell its files.
     return bool(outline.paths) and path not in outline.paths and not is_fixed(path)

@@ -5,6 +5,8 @@
     <root>/<name>/checkpoint.json                        commit record
     <root>/<name>/default/d/<save id>-<n>[.r<k>]         data, sent by the k-th try
     <root>/<name>/.asyncckpt-<save id>-fixed-<n>         content of one fixed name
+    <root>/<name>/.asyncckpt-<save id>-x-<path>          mark of a shared attempt, and what its
+                                                         processes pass on; removed after the record
     <root>/<name>/default/manifest.ocdbt, …              fixed names, written after the record
     <root>/<name>/commit_success.txt                     Orbax's mark on Google's store, last
     <root>/.asyncckpt/probe-<token>                      an experiment; removed at once
@@ -43,6 +45,7 @@ KEY_TAIL_NBYTES = 128
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 _PROBE = re.compile(r"probe-[0-9a-f]{32}")
 _FIXED = re.compile(r"\.asyncckpt-([0-9a-f]{32})-fixed-[0-9]{1,9}")
+_EXCHANGE = re.compile(r"\.asyncckpt-([0-9a-f]{32})-x-[A-Za-z0-9._-]{1,64}")
 # One directory for the database: data that lie deeper belong to a checkpoint of another root.
 _DATA = re.compile(r"[^/]+/d/([0-9a-f]{32})-[0-9a-z-]{1,64}(\.r[0-9]{1,9})?")
 
@@ -99,9 +102,19 @@ def is_fixed(path: str) -> bool:
     return _FIXED.fullmatch(path) is not None
 
 
+def exchange_path(save_id: str, path: str) -> str:
+    """Return the path of the object with what a process of an attempt passes on as `path`."""
+    return f"{CONTROL}-{save_id}-x-{path}"
+
+
+def is_exchange(path: str) -> bool:
+    """Return whether a path of a checkpoint is what processes of an attempt left for each other."""
+    return _EXCHANGE.fullmatch(path) is not None
+
+
 def owner(path: str) -> str | None:
     """Return the save id of the attempt that wrote this path of a checkpoint, or None."""
-    match = _DATA.fullmatch(path) or _FIXED.fullmatch(path)
+    match = _DATA.fullmatch(path) or _FIXED.fullmatch(path) or _EXCHANGE.fullmatch(path)
     return match[1] if match else None
 
 

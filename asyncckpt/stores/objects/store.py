@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import socket
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from asyncckpt.format.record import STEP_NAME, Outline
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES, KIB, PAGE_NBYTES, SLOT_NBYTES
 from asyncckpt.ports import Removal, Sizes, StoreCapabilities
 from asyncckpt.reports import nbytes_text
+from asyncckpt.stores.exchange import check_process, find_mark
 from asyncckpt.stores.objects.attempt import ObjectAttempt
 from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.export import ObjectExport
@@ -39,6 +41,7 @@ from asyncckpt.stores.objects.requests.sizes import (
     choose,
     fits_chunk_nbytes,
 )
+from asyncckpt.stores.objects.share import ObjectJoinedAttempt
 from asyncckpt.stores.paths import check_name
 
 COLLECT_MIN_S = 7 * 24 * 3600.0
@@ -55,6 +58,9 @@ READ_GAP_NBYTES = 512 * KIB
 
 READS = 16
 """Ranged reads in flight by default; `Requests` adapts the true number."""
+
+JOIN_PAUSES_S = 0.02, 1.0
+"""Between two looks for an attempt to join, at first and at most: each is a request."""
 
 CHOICES_MAX = 16
 """Sizes of states that are remembered: one `Checkpointer` saves one, or a few."""
@@ -165,8 +171,9 @@ class ObjectStore:
         epoch: int = 0,
         overwrite: bool = False,
         private: bool = False,
+        shared: bool = False,
     ) -> ObjectAttempt:
-        """Open an attempt; no request is waited for. As `Store.begin`.
+        """Open an attempt; no request is waited for, unless it is shared. As `Store.begin`.
 
         The first attempt begins the probe of conditional creation in the background. `epoch` means
         nothing to a conditional PUT, nor `private` to the bucket's policy.
@@ -174,18 +181,14 @@ class ObjectStore:
         Raises:
             UsageError: the name is not one path part or too long, or the save id is wrong.
         """
-        if epoch < 0:
-            raise UsageError(f"epoch={epoch}: pass a non-negative integer", found=epoch)
-        check_name(name)
-        check_save_id(save_id)
-        check_key(self._requests.location(name))
+        self._check(name, save_id, epoch)
         self._use(name)
         self._probes.begin()
 
         async def conditions() -> Conditions:
             return await self._conditions(versions=overwrite)
 
-        return ObjectAttempt(
+        attempt = ObjectAttempt(
             self._context,
             name,
             save_id,
@@ -194,7 +197,53 @@ class ObjectStore:
             conditions=conditions,
             in_background=self._begin_settling,
             unfinished=self._use,
+            shared=shared,
         )
+        if shared:
+            try:
+                await attempt.mark(socket.gethostname())
+            except BaseException:
+                await attempt.abort()
+                raise
+        return attempt
+
+    async def join(
+        self,
+        name: str,
+        save_id: str,
+        *,
+        process: int,
+        timeout_s: float,
+        epoch: int = 0,
+        private: bool = False,
+    ) -> ObjectJoinedAttempt:
+        """Take part in an attempt that another process begins. As `Store.join`.
+
+        Raises:
+            UsageError: the name is not one path part or too long, or the save id is wrong.
+            CheckpointNotFoundError: there was no such attempt for `timeout_s`.
+            StoreError: it cannot be looked for.
+        """
+        self._check(name, save_id, epoch)
+        check_process(process)
+        share = ObjectJoinedAttempt(
+            self._context, name, save_id, in_background=self._begin_settling
+        )
+        await find_mark(
+            share.look,
+            location=share.location,
+            save_id=save_id,
+            timeout_s=timeout_s,
+            pauses_s=JOIN_PAUSES_S,
+        )
+        return share
+
+    def _check(self, name: str, save_id: str, epoch: int) -> None:
+        if epoch < 0:
+            raise UsageError(f"epoch={epoch}: pass a non-negative integer", found=epoch)
+        check_name(name)
+        check_save_id(save_id)
+        check_key(self._requests.location(name))
 
     async def begin_export(
         self, name: str, save_id: str, *, overwrite: bool = False, private: bool = False

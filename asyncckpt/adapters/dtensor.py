@@ -1,0 +1,328 @@
+"""`DTensor`: each process reads and restores the boxes in its own local tensor."""
+
+# Rule 1: no collective, and nothing that needs other processes: `full_tensor`, `redistribute` and
+#   PyTorch's own functions for offsets are not used. The last are wrong for some uneven shards.
+# Rule 2: placements are believed only as far as they give the local tensor the shape that it has.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from asyncckpt.adapters import placements as arithmetic
+from asyncckpt.adapters.arrays import check_values
+from asyncckpt.adapters.placements import Layout
+from asyncckpt.adapters.torch import TorchAdapter, tensor_view
+from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
+from asyncckpt.ports import Source, Target
+from asyncckpt.spec import Box, Partition, array_spec
+from asyncckpt.spec import Shard as HeldBox
+
+Placements = tuple[Placement, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Division:
+    """What this process holds of a tensor.
+
+    Attributes:
+        shape: shape of its local tensor; None for a process that the mesh leaves out.
+        shards: the boxes of the tensor that are in it.
+        local: the same boxes in the local tensor.
+        partition: how all processes divide the tensor; None if it is this process' alone.
+    """
+
+    shape: tuple[int, ...] | None
+    shards: tuple[HeldBox, ...]
+    local: tuple[Box, ...]
+    partition: Partition | None
+
+
+@dataclass(slots=True, eq=False)
+class DTensorTarget(Target):
+    """A `Target` with what `place` needs in its thread.
+
+    Attributes:
+        division: which boxes the process holds.
+        shape: shape of its local tensor.
+        device: where a new local tensor goes.
+        memory: the local tensor to fill; None for a new one.
+    """
+
+    division: Division | None = None
+    shape: tuple[int, ...] = ()
+    device: torch.device | None = None
+    memory: torch.Tensor | None = None
+
+
+class DTensorAdapter:
+    """`torch.distributed.tensor.DTensor`, among them the parameters of `fully_shard`.
+
+    Any combination of `Shard`, `Replicate` and the private `_StridedShard` is supported, uneven and
+    empty shards too. On a process that the mesh leaves out, the tensor has no shards, is restored
+    as an equal one, and nothing of it is read.
+    """
+
+    name = "dtensor"
+
+    def __init__(self) -> None:
+        self._local = TorchAdapter()
+
+    def owns(self, kind: type) -> bool:
+        return issubclass(kind, DTensor)
+
+    def source(self, path: str, leaf: Any) -> Source:
+        division, tensor = _open(path, leaf)
+        local = self._local.source(path, tensor)
+        source = Source(
+            array_spec(tuple(leaf.shape), local.spec.dtype),
+            leaf,
+            None,
+            _identity(leaf, tensor),
+            "torch",
+            shards=division.shards,
+            views=(None,) * len(division.shards),
+            stream=local,
+            partition=division.partition,
+        )
+        if local.view is not None:
+            source.views = tuple([local.view[_selection(box)] for box in division.local])
+        if division.partition is None:
+            source.shards, source.view, source.views = None, local.view, ()
+        return source
+
+    def fetch(self, source: Source, box: Box, out: npt.NDArray[Any]) -> None:
+        division = _division(source.leaf)
+        for shard, local in zip(division.shards, division.local, strict=True):
+            common = shard.box.intersect(box)
+            if common is not None:
+                inside = common.relative_to(shard.box.offset)
+                offset = tuple(o + p for o, p in zip(local.offset, inside.offset, strict=True))
+                part = out[_selection(common.relative_to(box.offset))]
+                self._local.fetch(source.stream, Box(offset, common.shape), part)
+
+    def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
+        division, tensor = _open(path, leaf)
+        local = self._local.target(path, tensor, in_place=in_place)
+        target = DTensorTarget(
+            array_spec(tuple(leaf.shape), local.spec.dtype),
+            leaf,
+            boxes=tuple([shard.box for shard in division.shards]),
+            path=path,
+            fill=local.fill,
+            division=division,
+            shape=tuple(tensor.shape),
+            device=_device(leaf.device_mesh) if tensor.is_meta else tensor.device,
+        )
+        if in_place:
+            target.memory = tensor
+            if local.identity is not None:
+                target.identity = ("dtensor", target.boxes, local.identity)
+            if local.buffer is not None:
+                target.buffers = tuple([local.buffer[_selection(box)] for box in division.local])
+        return target
+
+    def place(self, target: Target, values: npt.NDArray[Any]) -> Any:
+        check_values(target.path, target.spec, values.shape, values.dtype)
+        return self.place_parts(target, [values[_selection(box)] for box in target.boxes or ()])
+
+    def place_parts(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
+        assert isinstance(target, DTensorTarget)
+        assert target.division is not None
+        like: DTensor = target.leaf
+        for shard, values in zip(target.division.shards, parts, strict=True):
+            spec = array_spec(shard.box.shape, target.spec.dtype)
+            check_values(target.path, spec, values.shape, values.dtype)
+        if target.memory is None:
+            return _made(target, parts)
+        if target.fill:
+            _fill(target.memory, target.division, parts)
+        else:
+            torch.autograd.graph.increment_version(target.memory)
+        torch.autograd.graph.increment_version(like)
+        return like
+
+    def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
+        return self._local.refuses(path, dtype)
+
+    def leaf(self, path: str, values: npt.NDArray[Any], extra: Mapping[str, Any]) -> Any:
+        return self._local.leaf(path, values, extra)
+
+
+def layout_of(placements: Sequence[Placement], mesh_shape: Sequence[int], rank: int) -> Layout:
+    """Return how placements divide each axis of a tensor of this rank."""
+    factors: list[dict[int, int]] = [{} for _ in range(rank)]
+    for mesh_axis, placement in enumerate(placements):
+        if not placement.is_replicate():
+            found: Any = placement
+            factors[found.dim][mesh_axis] = int(getattr(placement, "split_factor", 1))
+    return tuple(arithmetic.strided_cuts(axis, mesh_shape) for axis in factors)
+
+
+def _open(path: str, leaf: DTensor) -> tuple[Division, torch.Tensor]:
+    """Return what this process holds of a tensor, and its local tensor.
+
+    Raises:
+        UnsupportedLeafError: placements that cannot be stored, or that contradict the local tensor;
+            names the path.
+    """
+    fault = _fault(tuple(map(type, leaf.placements)))
+    if fault is not None:
+        text = _text(leaf.placements)
+        raise UnsupportedLeafError(f"{path}: this DTensor ({text}) {fault}", path=path, found=text)
+    division = _division(leaf)
+    with torch.no_grad():
+        tensor: Any = leaf.to_local()
+    if type(tensor).__name__ == "AsyncCollectiveTensor":
+        tensor = tensor.wait()
+    found, expected = tuple(tensor.shape), division.shape
+    # `fully_shard` makes (0, 0) of an empty (1, 0): without elements, every shape is the same.
+    empty = expected is not None and 0 == tensor.numel() == math.prod(expected)
+    if expected not in (None, found) and not empty:
+        mesh = leaf.device_mesh
+        raise UnsupportedLeafError(
+            f"{path}: the local tensor of this DTensor has shape {found}; its placements, "
+            f"{_text(leaf.placements)} on a mesh of shape {tuple(mesh.shape)}, give coordinate "
+            f"{_coordinate(mesh)} the shape {expected} of a tensor of shape "
+            f"{tuple(leaf.shape)}; make a DTensor of placements that say how it is divided, for "
+            "example with distribute_tensor and Shard alone",
+            path=path,
+            expected=expected,
+            found=found,
+        )
+    return division, tensor
+
+
+@lru_cache(maxsize=1024)
+def _fault(kinds: tuple[type[Placement], ...]) -> str | None:
+    """Return why tensors with placements of these types cannot be stored, None if they can."""
+    for kind in kinds:
+        if issubclass(kind, Partial):
+            return (
+                "is a partial sum on each process; reduce it first, for example with "
+                "x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)"
+            )
+        if kind not in (Shard, Replicate) and kind.__name__ != "_StridedShard":
+            return (
+                f"has a placement of type {kind.__module__}.{kind.__qualname__}, which cannot be "
+                "stored; redistribute it to Shard and Replicate"
+            )
+    return None
+
+
+def _division(leaf: DTensor) -> Division:
+    mesh = leaf.device_mesh
+    return _divide(mesh, _coordinate(mesh), tuple(leaf.placements), tuple(leaf.shape))
+
+
+def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
+    """Return where this process is in the mesh, None if it is not there.
+
+    The mesh itself knows where the process was when it was made. PyTorch keeps meshes in caches,
+    and after torch.distributed was initialised again the process may have another rank.
+    """
+    if not dist.is_initialized():
+        found = mesh.get_coordinate()
+        return None if found is None else tuple(found)
+    places = _ranks(mesh).coordinates(dist.get_rank())
+    return places[0] if places else None
+
+
+@lru_cache(maxsize=4096)
+def _divide(
+    mesh: DeviceMesh,
+    coordinate: tuple[int, ...] | None,
+    placements: Placements,
+    shape: tuple[int, ...],
+) -> Division:
+    ranks = _ranks(mesh)
+    layout = layout_of(placements, ranks.shape, len(shape))
+    if coordinate is None:
+        return Division(None, (), (), arithmetic.partition(ranks, layout, shape))
+    holding = arithmetic.hold(ranks, layout, shape, [coordinate])
+    runs = [
+        arithmetic.pushed_together(held)
+        for held in arithmetic.runs_of(ranks.shape, layout, shape, coordinate)
+    ]
+    return Division(
+        shape=tuple(held[-1][1] if held else 0 for held in runs),
+        shards=holding.shards,
+        local=tuple(arithmetic.grid(runs)),
+        partition=None if len(ranks.members) == 1 else holding.partition,
+    )
+
+
+@lru_cache(maxsize=64)
+def _ranks(mesh: DeviceMesh) -> arithmetic.Mesh:
+    return arithmetic.Mesh(mesh.mesh.cpu().numpy())
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    """Return the device of the caller's thread where local tensors of the mesh are."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    module = torch.get_device_module(mesh.device_type)
+    return torch.device(mesh.device_type, module.current_device())
+
+
+def _identity(leaf: DTensor, tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return a value that is equal for tensors of one layout in the same memory.
+
+    It names the storage, not the address: empty local tensors have none, and ties must be found on
+    every process or on none.
+    """
+    layout = (leaf.device_mesh, tuple(leaf.placements), tuple(leaf.shape))
+    place = (id(tensor.untyped_storage()), tensor.storage_offset(), tensor.stride(), tensor.dtype)
+    return ("dtensor", layout, place, tensor.is_conj(), tensor.is_neg())
+
+
+def _made(target: DTensorTarget, parts: Sequence[npt.NDArray[Any]]) -> Any:
+    """Return a new tensor whose boxes have these values; adopts them where there is one box."""
+    assert target.division is not None
+    like: DTensor = target.leaf
+    if len(parts) == 1:
+        local = tensor_view(parts[0])
+    else:
+        local = torch.empty(target.shape, dtype=like.dtype)
+        _fill(local, target.division, parts)
+    local = local.to(target.device)
+    mesh = like.device_mesh
+    made: Any
+    if local.device.type == mesh.device_type:
+        shape = like.shape
+        stride = torch.empty(shape, device="meta").stride()
+        made = DTensor.from_local(
+            local, mesh, like.placements, run_check=False, shape=shape, stride=stride
+        )
+    else:  # kept off the mesh's devices, where `from_local` would move it
+        with torch.no_grad():
+            made = torch.empty_like(like)
+            made.to_local().copy_(local)
+    if isinstance(like, torch.nn.Parameter):
+        return torch.nn.Parameter(made, requires_grad=like.requires_grad)
+    return made.requires_grad_(like.requires_grad)
+
+
+def _fill(tensor: torch.Tensor, division: Division, parts: Sequence[npt.NDArray[Any]]) -> None:
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        for box, values in zip(division.local, parts, strict=True):
+            tensor[_selection(box)].copy_(tensor_view(values))
+
+
+def _selection(box: Box) -> Any:
+    """Return the index that selects a box of an array, as a view also at rank 0."""
+    return (*box.slices(), ...)
+
+
+def _text(placements: Sequence[Placement]) -> str:
+    return f"[{', '.join(map(repr, placements))}]"

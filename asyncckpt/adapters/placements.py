@@ -1,0 +1,325 @@
+"""Which boxes of an array each process of a mesh holds, by arithmetic alone."""
+
+# Rule 1: no list of all shards. The cost of `hold` is that of the given coordinates; only axes
+#   that are cut unevenly have their cuts enumerated, once per length.
+# Rule 2: results that are compared per leaf are made once: equal layouts have the same `Partition`
+#   object, and equal holders the same tuple.
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncckpt.spec import Box, Partition, Shard
+
+Run = tuple[int, int]
+"""First and one-past-last index along one axis of an array."""
+
+Coordinate = tuple[int, ...]
+"""Position in a mesh, one index per mesh axis."""
+
+_TEXT_LENGTH = 200
+"""Texts that are longer are replaced by their SHA-256: every leaf of a schema has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One division of an array axis, along a mesh axis.
+
+    What is divided are the indices that the cuts before it have left to a coordinate: in parts of
+    ceil(n / size), of which the last ones may be short or empty.
+
+    Attributes:
+        axis: the mesh axis; its coordinate numbers the parts.
+        stride: with more than 1, the indices are first divided in so many pieces, and each of them
+            in parts; a coordinate has its part of every piece.
+    """
+
+    axis: int
+    stride: int = 1
+
+
+Layout = tuple[tuple[Cut, ...], ...]
+"""The cuts of each array axis, in the order in which they are made."""
+
+
+class Mesh:
+    """An array of processes, some of which may be in several places. Compared by identity.
+
+    Attributes:
+        processes: the process at each coordinate.
+        members: the processes of the mesh, each once, in ascending order.
+        text: shape and processes, as a canonical text.
+    """
+
+    __slots__ = ("_coordinates", "members", "processes", "text")
+
+    def __init__(self, processes: npt.ArrayLike) -> None:
+        self.processes = np.asarray(processes, np.int64)
+        self.members = _interned(tuple(np.unique(self.processes).tolist()))
+        shape = "x".join(map(str, self.processes.shape))
+        self.text = f"{shape}[{','.join(_runs_text(self.processes.ravel()))}]"
+        self._coordinates: dict[int, tuple[Coordinate, ...]] = {}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Length of each mesh axis."""
+        return self.processes.shape
+
+    def coordinates(self, process: int) -> tuple[Coordinate, ...]:
+        """Return where a process is, in C order."""
+        found = self._coordinates.get(process)
+        if found is None:
+            places = np.argwhere(self.processes == process).tolist()
+            found = self._coordinates[process] = tuple(map(tuple, places))
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holding:
+    """What some coordinates of a mesh hold of an array.
+
+    Attributes:
+        shards: their distinct boxes with elements, in order of their offsets, with all holders.
+        numbers: per coordinate the numbers of its boxes, in order of their offsets.
+        partition: how the whole mesh divides the array.
+    """
+
+    shards: tuple[Shard, ...]
+    numbers: tuple[tuple[int, ...], ...]
+    partition: Partition
+
+
+def hold(
+    mesh: Mesh, layout: Layout, shape: tuple[int, ...], coordinates: Sequence[Coordinate]
+) -> Holding:
+    """Return which boxes of an array these coordinates hold."""
+    used = sorted({cut.axis for cuts in layout for cut in cuts})
+    holders: dict[Box, tuple[int, ...]] = {}
+    held: list[list[Box]] = []
+    for coordinate in coordinates:
+        boxes = grid(runs_of(mesh.shape, layout, shape, coordinate))
+        held.append(boxes)
+        fixed = tuple((axis, coordinate[axis]) for axis in used)
+        for box in boxes:
+            if box not in holders:
+                holders[box] = _holders(mesh, fixed)
+    distinct = sorted(holders, key=lambda box: box.offset)
+    number = {box: n for n, box in enumerate(distinct)}
+    return Holding(
+        shards=tuple(Shard(box, holders[box]) for box in distinct),
+        numbers=tuple(tuple(number[box] for box in boxes) for boxes in held),
+        partition=partition(mesh, layout, shape),
+    )
+
+
+def grid(runs: Sequence[Sequence[Run]]) -> list[Box]:
+    """Return the boxes of all combinations of the runs along each axis, in C order."""
+    return [
+        Box(tuple(start for start, _ in sides), tuple(stop - start for start, stop in sides))
+        for sides in itertools.product(*runs)
+    ]
+
+
+def runs_of(
+    mesh_shape: tuple[int, ...], layout: Layout, shape: tuple[int, ...], coordinate: Coordinate
+) -> list[list[Run]]:
+    """Return the runs of indices along each array axis that one coordinate holds, in order."""
+    return [
+        runs_at(length, mesh_shape, cuts, coordinate)
+        for length, cuts in zip(shape, layout, strict=True)
+    ]
+
+
+def pushed_together(runs: Sequence[Run]) -> list[Run]:
+    """Return where the runs are in an axis that has nothing else."""
+    ends = list(itertools.accumulate((stop - start for start, stop in runs), initial=0))
+    return list(itertools.pairwise(ends))
+
+
+def runs_at(
+    length: int, mesh_shape: tuple[int, ...], cuts: Sequence[Cut], coordinate: Coordinate
+) -> list[Run]:
+    """Return the runs of indices along one array axis that one coordinate holds, in order."""
+    runs = [(0, length)] if length else []
+    for cut in cuts:
+        size, index = mesh_shape[cut.axis], coordinate[cut.axis]
+        runs = [
+            run
+            for piece in range(cut.stride)
+            for run in _part(_part(runs, cut.stride, piece), size, index)
+        ]
+    joined: list[Run] = []
+    for start, stop in runs:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def strided_cuts(factors: Mapping[int, int], mesh_shape: Sequence[int]) -> tuple[Cut, ...]:
+    """Return the cuts of one array axis by PyTorch's `Shard` (factor 1) and `_StridedShard`.
+
+    Where a split factor is the product of later mesh axes that divide the array axis, these divide
+    it first: so `fully_shard` cuts what tensor parallelism has cut before. Read from left to right,
+    the same placements would give other shards where these are uneven.
+
+    Args:
+        factors: the mesh axes that divide the array axis, ascending, with their split factors.
+        mesh_shape: length of each mesh axis.
+    """
+    order: list[int] = []
+    for mesh_axis in sorted(factors, reverse=True):
+        pieces, place = 1, 0
+        while pieces != factors[mesh_axis] and place < len(order):
+            pieces *= mesh_shape[order[place]]
+            place += 1
+        if pieces != factors[mesh_axis]:  # the pieces are no shards of this mesh
+            return tuple(Cut(axis, stride) for axis, stride in factors.items())
+        order.insert(place, mesh_axis)
+    return tuple(map(Cut, order))
+
+
+@lru_cache(maxsize=4096)
+def partition(mesh: Mesh, layout: Layout, shape: tuple[int, ...]) -> Partition:
+    """Return how the whole mesh divides an array."""
+    cuts = tuple(
+        axis_cuts(length, tuple([(mesh.shape[cut.axis], cut.stride) for cut in axis]))
+        for length, axis in zip(shape, layout, strict=True)
+    )
+    return Partition(cuts, _layout_text(mesh, layout), mesh.members)
+
+
+@lru_cache(maxsize=4096)
+def axis_cuts(length: int, steps: tuple[tuple[int, int], ...]) -> int | tuple[int, ...]:
+    """Return the cuts of an axis, as in `Partition`; a step is a number of parts and a stride."""
+    cell = length
+    for number, (size, stride) in enumerate(steps):
+        last = all(rest == (1, 1) for rest in steps[number + 1 :])
+        if stride > 1 or (cell % size and not (cell == length and last)):
+            break
+        cell = -(-cell // size)
+    else:
+        return cell
+    # Each step is a mesh axis of its own here.
+    mesh_shape = tuple(size for size, _ in steps)
+    axis = [Cut(number, stride) for number, (_, stride) in enumerate(steps)]
+    starts = {
+        start
+        for coordinate in itertools.product(*map(range, mesh_shape))
+        for start, _ in runs_at(length, mesh_shape, axis, coordinate)
+    }
+    return _regular(length, sorted(starts))
+
+
+def enumerated(
+    shape: tuple[int, ...], processes: Mapping[Box, Iterable[int]], own: Iterable[Box]
+) -> Holding:
+    """Return the same for a grid of boxes that was listed, with the processes of each.
+
+    Args:
+        shape: shape of the array.
+        processes: every distinct box, and the processes that hold it.
+        own: the box of each coordinate that is asked for.
+    """
+    holders = {box: _interned(tuple(sorted(set(held)))) for box, held in processes.items()}
+    boxes = sorted((box for box in holders if box.size), key=lambda box: box.offset)
+    cuts = tuple(
+        _regular(length, sorted({box.offset[axis] for box in boxes}))
+        for axis, length in enumerate(shape)
+    )
+    mine = list(own)
+    distinct = sorted({box for box in mine if box.size}, key=lambda box: box.offset)
+    number = {box: n for n, box in enumerate(distinct)}
+    text = "boxes " + ";".join(",".join(map(str, holders[box])) for box in boxes)
+    members = _interned(tuple(sorted(set().union(*holders.values()))))
+    return Holding(
+        shards=tuple(Shard(box, holders[box]) for box in distinct),
+        numbers=tuple((number[box],) if box in number else () for box in mine),
+        partition=Partition(cuts, _shortened(text), members),
+    )
+
+
+def _part(runs: list[Run], count: int, index: int) -> list[Run]:
+    """Return part `index` of `count` of the indices in the runs, cut in parts of ceil(n/count)."""
+    if count == 1:
+        return runs
+    cell = -(-sum(stop - start for start, stop in runs) // count)
+    first, end = index * cell, (index + 1) * cell
+    found, at = [], 0
+    for start, stop in runs:
+        low, high = max(first, at), min(end, at + stop - start)
+        if low < high:
+            found.append((start + low - at, start + high - at))
+        at += stop - start
+    return found
+
+
+def _regular(length: int, starts: list[int]) -> int | tuple[int, ...]:
+    """Return the cuts between cells that begin at `starts`: one length, where that says it."""
+    if len(starts) < 2:
+        return length
+    cell = starts[1]
+    if starts == list(range(0, length, cell)):
+        return cell
+    return tuple(starts[1:])
+
+
+@lru_cache(maxsize=1 << 16)
+def _holders(mesh: Mesh, fixed: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    """Return the processes at the coordinates with these indices along these mesh axes."""
+    index: list[int | slice] = [slice(None)] * len(mesh.shape)
+    for axis, place in fixed:
+        index[axis] = place
+    return _interned(tuple(np.unique(mesh.processes[tuple(index)]).tolist()))
+
+
+@lru_cache(maxsize=1 << 16)
+def _interned(holders: tuple[int, ...]) -> tuple[int, ...]:
+    return holders
+
+
+@lru_cache(maxsize=1024)
+def _layout_text(mesh: Mesh, layout: Layout) -> str:
+    """Return a text that is equal for layouts that give every process the same."""
+    axes = [
+        "*".join(
+            f"{cut.axis}" if cut.stride == 1 else f"{cut.axis}:{cut.stride}"
+            for cut in cuts
+            if mesh.shape[cut.axis] > 1
+        )
+        for cuts in layout
+    ]
+    return _shortened(f"{mesh.text} {','.join(axes)}")
+
+
+def _runs_text(processes: npt.NDArray[np.int64]) -> list[str]:
+    """Return the numbers, with runs of equal ones and of ascending ones written short."""
+    numbers = processes.tolist()
+    found: list[str] = []
+    at = 0
+    while at < len(numbers):
+        for step, sign in ((0, "x"), (1, "+")):
+            end = at + 1
+            while end < len(numbers) and numbers[end] == numbers[end - 1] + step:
+                end += 1
+            if end - at > 1:
+                found.append(f"{numbers[at]}{sign}{end - at}")
+                break
+        else:
+            found.append(str(numbers[at]))
+        at = end
+    return found
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _TEXT_LENGTH:
+        return text
+    return "sha256 " + hashlib.sha256(text.encode()).hexdigest()

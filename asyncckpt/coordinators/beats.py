@@ -1,0 +1,134 @@
+"""Beats: how living processes tell that they live, and how silent ones are found."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from asyncckpt.coordinators.group import Group
+from asyncckpt.coordinators.service import CALL_LIMIT_S
+from asyncckpt.errors import StoreError
+
+BEAT_S = 5.0
+"""Interval of beats."""
+
+MANY_PROCESSES = 256
+"""Above this number of processes, beats come every `SLOW_BEAT_S`."""
+
+SLOW_BEAT_S = 20.0
+"""Interval of the beats of many processes: 10,000 of them are 500 keys a second."""
+
+logger = logging.getLogger("asyncckpt")
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What was last heard of a process.
+
+    Attributes:
+        value: its beat.
+        silent_s: how long it has not changed.
+    """
+
+    value: bytes = b""
+    silent_s: float = 0.0
+
+
+class Beats:
+    """Posts the beats of this process and watches those of others.
+
+    Process 0 watches all others with one call; the others watch process 0. A beat carries a text
+    while its process is at work, and none when it rests. Only a process at work can fall silent;
+    one that has not come to a call yet is a matter of `arrival_s`.
+
+    Silence is measured by the clock of the observer, and only while it observes: a process that was
+    itself stopped for a minute knows nothing about the others yet.
+
+    Args:
+        group: the processes.
+        silence_s: a process whose beat has not changed for so long is silent.
+        every_s: interval of beats; longer where there are many processes.
+    """
+
+    def __init__(self, group: Group, silence_s: float, every_s: float = BEAT_S) -> None:
+        self._group = group
+        self._silence_s = silence_s
+        self._every_s = every_s
+        if group.process_count > MANY_PROCESSES:
+            self._every_s = max(every_s, SLOW_BEAT_S)
+        # Two observations at least make a silence, however long this process was stopped.
+        self._longest_s = min(self._every_s + CALL_LIMIT_S, silence_s / 2)
+        self._count = 0
+        self._text = ""
+        self._changed = asyncio.Event()
+        watched = range(1, group.process_count) if group.process_index == 0 else (0,)
+        self._heard = {process: _Heard() for process in watched}
+        self._observed = time.monotonic()
+
+    async def run(self) -> None:
+        """Post and watch until cancelled. A service that does not answer counts as silence."""
+        self._observed = time.monotonic()
+        while True:
+            self._changed.clear()
+            try:
+                await self._post()
+                seen = await self._look()
+            except StoreError as error:
+                logger.warning("beat of process %d: %s", self._group.process_index, error)
+                seen = {}
+            self._note(seen)
+            try:
+                async with asyncio.timeout(self._every_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+
+    def tell(self, text: str) -> None:
+        """Post a beat soon; it carries this text, as all later ones do: say, attempt and stage."""
+        self._text = text
+        self._changed.set()
+
+    async def rest(self) -> None:
+        """Post that this process is not at work any more; to be called after `run` has ended."""
+        self._text = ""
+        await self._post()
+
+    def heard(self, process: int) -> str:
+        """Return the text of the last beat of a process that is watched, empty if it rests."""
+        return self._heard[process].value.decode().partition(" ")[2]
+
+    def silent(self, process: int) -> bool:
+        """Return whether a watched process at work has posted no new beat for `silence_s`."""
+        return bool(self.heard(process)) and self._heard[process].silent_s >= self._silence_s
+
+    def silent_ones(self) -> tuple[int, ...]:
+        """Return all silent processes among those that are watched."""
+        return tuple(process for process in self._heard if self.silent(process))
+
+    async def _post(self) -> None:
+        self._count += 1
+        group = self._group
+        value = f"{self._count} {self._text}".encode()
+        await group.coordinator.put(group.key("beat", str(group.process_index)), value)
+
+    async def _look(self) -> Mapping[int, bytes]:
+        group = self._group
+        if group.process_index == 0:
+            beats = await group.coordinator.list(group.key("beat"))
+            return {int(process): value for process, value in beats.items()}
+        value = await group.coordinator.look(group.key("beat", "0"))
+        return {} if value is None else {0: value}
+
+    def _note(self, seen: Mapping[int, bytes]) -> None:
+        now = time.monotonic()
+        passed_s = min(now - self._observed, self._longest_s)
+        self._observed = now
+        for process, heard in self._heard.items():
+            value = seen.get(process, heard.value)
+            if value != heard.value:
+                heard.value, heard.silent_s = value, 0.0
+            else:
+                heard.silent_s += passed_s

@@ -1,0 +1,110 @@
+"""The choice of a coordinator, at the first use of a `Checkpointer` or one-shot function."""
+
+# Rule: nothing is imported that the program has not imported, and no backend is started.
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NamedTuple
+
+from asyncckpt.arguments import check_coordinator
+from asyncckpt.coordinators.single import SingleCoordinator
+from asyncckpt.errors import UsageError
+from asyncckpt.ports import Coordinator
+
+ALONE = (
+    'pass coordinator="single" if this process is to work alone, or '
+    "coordinator=DirectoryCoordinator(...) for processes without a runtime"
+)
+
+
+class Processes(NamedTuple):
+    """What a runtime says about its processes."""
+
+    process_index: int
+    process_count: int
+
+    def __str__(self) -> str:
+        return f"process {self.process_index} of {self.process_count}"
+
+
+def choose(coordinator: object) -> Coordinator:
+    """Return the coordinator that the argument ``coordinator=`` of a public function asks for.
+
+    ``"auto"`` chooses the runtime that has been initialised with more than one process, JAX before
+    torch; one process alone needs none.
+
+    Raises:
+        UsageError: the argument is wrong, the runtimes disagree, or there are several processes but
+            no runtime has been initialised.
+    """
+    check_coordinator(coordinator)
+    if coordinator == "auto":
+        return _automatic()
+    if coordinator == "single":
+        return SingleCoordinator()
+    assert not isinstance(coordinator, str)
+    return coordinator  # type: ignore[return-value] # its methods have been checked
+
+
+def _automatic() -> Coordinator:
+    jax, torch = _jax_processes(), _torch_processes()
+    if jax is not None and torch is not None and jax != torch:
+        raise UsageError(
+            f"jax.distributed says that this is {jax}, torch.distributed says {torch}: give both "
+            f"runtimes the same ranks, or {ALONE}",
+            expected=tuple(jax),
+            found=tuple(torch),
+        )
+    if jax is not None:
+        from asyncckpt.coordinators.jax import JaxCoordinator
+
+        return JaxCoordinator()
+    if torch is not None:
+        from asyncckpt.coordinators.torch import TorchCoordinator
+
+        return TorchCoordinator()
+    _check_alone()
+    return SingleCoordinator()
+
+
+def _jax_processes() -> Processes | None:
+    """Return the processes of jax.distributed, None if it has not been initialised with several."""
+    if "jax" not in sys.modules:
+        return None
+    from asyncckpt.coordinators.jax import initialized_processes, uncoordinated_count
+
+    count = uncoordinated_count()
+    if count > 1:
+        raise UsageError(
+            f"JAX runs on {count} processes, but jax.distributed has not been initialised: call "
+            f"jax.distributed.initialize() before anything else, or {ALONE}",
+            found=count,
+        )
+    return _several(initialized_processes())
+
+
+def _torch_processes() -> Processes | None:
+    """Return those of torch.distributed, None if it has not been initialised with several."""
+    if "torch.distributed" not in sys.modules:
+        return None
+    from asyncckpt.coordinators.torch import initialized_processes
+
+    return _several(initialized_processes())
+
+
+def _several(processes: tuple[int, int] | None) -> Processes | None:
+    return Processes(*processes) if processes is not None and processes[1] > 1 else None
+
+
+def _check_alone() -> None:
+    # What torchrun and others set. No runtime has been initialised, so that nobody else may know.
+    size = os.environ.get("WORLD_SIZE", "1")  # noqa: TID251 - not a knob of ours
+    if size.isdigit() and int(size) > 1:
+        raise UsageError(
+            f"WORLD_SIZE={size}, but neither torch.distributed nor jax.distributed has been "
+            f"initialised: call torch.distributed.init_process_group() or "
+            f"jax.distributed.initialize() before saving or restoring, or {ALONE}",
+            found=size,
+        )

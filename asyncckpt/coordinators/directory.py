@@ -1,0 +1,172 @@
+"""The coordinator of processes that share a directory and no runtime."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from asyncckpt.coordinators.keys import pauses
+from asyncckpt.coordinators.service import ServiceCoordinator
+from asyncckpt.errors import StoreError, UsageError
+
+# Rule 1: a value appears whole. It is written to a file aside, which is renamed or linked.
+# Rule 2: a key `a/b` is the file `b=` in the directory `a`; keys contain no `=`, so a key never
+#   collides with the directory of longer ones, nor with a file aside (`b=` and a random number).
+# Rule 3: opening a directory makes NFS ask its server again, which looking up a name does not.
+
+TRIES = 10
+"""Attempts at making a file whose directory others keep deleting."""
+
+
+class DirectoryCoordinator(ServiceCoordinator["DirectoryService"]):
+    """Coordinates processes through files in a directory that all of them see.
+
+    For processes without a runtime of their own, such as NumPy programs started by a batch system.
+    The directory is made at first use. It may be that of an earlier run, whose keys are ignored,
+    and it may be on NFS. It must allow hard links. It should not be the root of the checkpoints.
+
+    Args:
+        path: the directory.
+        process_index: number of this process, from 0.
+        process_count: number of processes.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, process_index: int, process_count: int
+    ) -> None:
+        if not isinstance(path, (str, os.PathLike)):
+            raise UsageError(f"path={path!r:.80}: pass a directory as str or os.PathLike")
+        # Not relative: the program may change its working directory before the first call.
+        self.path = Path(os.path.abspath(os.fspath(path)))
+        super().__init__(
+            "directory", process_index, process_count, lambda: DirectoryService(self.path)
+        )
+
+
+class DirectoryService:
+    """Files as keys."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def put(self, key: str, value: bytes) -> None:
+        """Replace the file of the key."""
+        self._make(key, value, os.replace)
+
+    def put_once(self, key: str, value: bytes) -> bytes:
+        """Link a complete file to the name of the key, which one process can do."""
+        for _ in _tries():
+            try:
+                self._make(key, value, os.link)
+            except FileExistsError:
+                # Also if our link succeeded and NFS lost the answer: then the value is ours.
+                first = self.look(key)
+                if first is not None:
+                    return first
+                continue  # deleted meanwhile
+            except OSError as error:
+                if error.errno in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+                    raise StoreError(
+                        f"{self._path}: hard links are not supported here ({error.strerror}); "
+                        "use a directory on another file system for the coordinator",
+                        location=str(self._path),
+                    ) from error
+                raise
+            return value
+        raise _changed_too_often(self._path, key)
+
+    def look(self, key: str) -> bytes | None:
+        """Read the file of the key."""
+        file = self._file(key)
+        for _ in range(2):
+            try:
+                return file.read_bytes()
+            except FileNotFoundError:
+                with contextlib.suppress(FileNotFoundError):
+                    os.close(os.open(file.parent, os.O_RDONLY))  # Rule 3
+            except OSError as error:
+                # Replaced on another host while it was being read.
+                if error.errno != errno.ESTALE:
+                    raise
+        return None
+
+    def list(self, prefix: str) -> Mapping[str, bytes]:
+        """Read all files below the directory of the prefix."""
+        top = self._path / prefix
+        found = {}
+        for directory, _, names in os.walk(top):
+            for name in names:
+                if name.endswith("="):
+                    key = os.path.relpath(os.path.join(directory, name[:-1]), top)
+                    with contextlib.suppress(FileNotFoundError):
+                        found[key] = Path(directory, name).read_bytes()
+        return found
+
+    def delete(self, prefix: str) -> None:
+        """Delete the file and the directory of the prefix, and directories that are then empty."""
+        self._file(prefix).unlink(missing_ok=True)
+        for _ in _tries():
+            try:
+                shutil.rmtree(self._path / prefix)
+            except FileNotFoundError:
+                if not (self._path / prefix).exists():
+                    break
+            except OSError as error:
+                # Another process puts something there, or deletes it, too.
+                if error.errno != errno.ENOTEMPTY:
+                    raise
+            else:
+                break
+        else:
+            raise _changed_too_often(self._path, prefix)
+        for parent in (self._path / prefix).parents:
+            if parent == self._path:
+                break
+            try:
+                parent.rmdir()
+            except OSError:
+                break
+
+    def close(self) -> None:
+        """Do nothing: there is no connection."""
+
+    def _file(self, key: str) -> Path:
+        return self._path / f"{key}="
+
+    def _make(self, key: str, value: bytes, finish: Callable[[Path, Path], None]) -> None:
+        file = self._file(key)
+        aside = file.with_name(f"{file.name}{secrets.token_hex(8)}")
+        for _ in _tries():
+            try:
+                # Raised also if it existed and was deleted before `mkdir` could see what it is.
+                with contextlib.suppress(FileExistsError):
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                aside.write_bytes(value)
+                finish(aside, file)
+            except FileNotFoundError:
+                continue  # `delete` removed the directory, which was empty, in another process
+            finally:
+                aside.unlink(missing_ok=True)
+            return
+        raise _changed_too_often(self._path, key)
+
+
+def _tries() -> Iterator[None]:
+    for _, pause in zip(range(TRIES), pauses(1), strict=False):
+        yield
+        time.sleep(pause)
+
+
+def _changed_too_often(path: Path, key: str) -> StoreError:
+    return StoreError(
+        f"{path}: other processes changed the coordinator's key {key} {TRIES} times while it was "
+        "being set or deleted; check that no other program works in this directory",
+        retryable=True,
+        location=str(path),
+    )

@@ -1,0 +1,59 @@
+"""Processes that have shaken hands, and the keys of their run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncckpt.coordinators.keys import PREFIX
+from asyncckpt.ports import Coordinator
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Processes that have shaken hands.
+
+    Attributes:
+        coordinator: carries their messages.
+        run_id: 32 hex digits, the same on all processes and new at every handshake.
+        process_index: number of this process.
+        process_count: number of processes.
+        hosts: name of the host of each process.
+        meeting: prefix of the keys of the handshake, which `part` deletes.
+    """
+
+    coordinator: Coordinator
+    run_id: str
+    process_index: int
+    process_count: int
+    hosts: tuple[str, ...]
+    meeting: str
+
+    @property
+    def host(self) -> str:
+        """Name of the host of this process."""
+        return self.hosts[self.process_index]
+
+    @property
+    def processes_on_host(self) -> int:
+        """Number of processes on this host, this one included."""
+        return self.hosts.count(self.host)
+
+    def key(self, *parts: str) -> str:
+        """Return a key of this run."""
+        return "/".join((PREFIX, self.run_id, *parts))
+
+    def named(self, process: int) -> str:
+        """Return how messages call a process."""
+        return f"process {process} ({self.hosts[process]})"
+
+
+async def part(group: Group) -> None:
+    """Leave the group; the last process to leave deletes its keys."""
+    if group.process_count == 1:
+        return
+    await group.coordinator.put(group.key("bye", str(group.process_index)), b"bye")
+    gone = await group.coordinator.list(group.key("bye"))
+    if len(gone) == group.process_count:
+        # Several may be the last ones; deleting what is deleted does no harm.
+        await group.coordinator.delete(group.meeting)
+        await group.coordinator.delete(group.key())

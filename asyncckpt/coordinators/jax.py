@@ -1,0 +1,155 @@
+"""The coordinator of a jax.distributed job: the key-value service of its runtime."""
+
+# Rule 1: no other file touches jax._src.distributed, whose names may change with a release.
+#   (test_the_client_has_the_methods_that_are_used)
+# Rule 2: no barriers (once one has timed out, its id fails for good), and nothing that starts a
+#   backend: a later jax.distributed.initialize would fail.
+# Rule 3: only the methods for bytes; `key_value_dir_get` fails on values that are not UTF-8.
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.distributed
+from jax._src import distributed, xla_bridge
+
+from asyncckpt.coordinators.keys import check_key
+from asyncckpt.coordinators.service import SLICE_S, WAIT, ServiceCoordinator
+from asyncckpt.errors import UsageError
+
+CLIENT_METHODS = (
+    "blocking_key_value_get_bytes",
+    "key_value_delete",
+    "key_value_dir_get_bytes",
+    "key_value_set_bytes",
+    "key_value_try_get_bytes",
+)
+"""What is used of the client of the runtime."""
+
+
+def initialized_processes() -> tuple[int, int] | None:
+    """Return index and count of the processes of jax.distributed, None if it is not initialised."""
+    state = distributed.global_state
+    if state.client is None:
+        return None
+    return state.process_id or 0, state.num_processes or 1
+
+
+def uncoordinated_count() -> int:
+    """Return how many processes the backend knows of, if it has been started without a client."""
+    if distributed.global_state.client is not None or not xla_bridge.backends_are_initialized():
+        return 1
+    return int(jax.process_count())
+
+
+class JaxCoordinator(ServiceCoordinator["JaxService"]):
+    """Coordinates the processes of jax.distributed, which has been initialised."""
+
+    def __init__(self) -> None:
+        processes = initialized_processes()
+        if processes is None:
+            raise UsageError("call jax.distributed.initialize() before the JAX coordinator is used")
+        client = distributed.global_state.client
+        missing = [name for name in CLIENT_METHODS if not hasattr(client, name)]
+        if missing:
+            raise UsageError(
+                f"jax {jax.__version__}: its distributed client has no {', '.join(missing)}; "
+                "install a release of jax that asyncckpt was tested with, or coordinate through a "
+                "shared directory with coordinator=DirectoryCoordinator(...)"
+            )
+        super().__init__("jax", *processes, lambda: JaxService(client))
+        self._waits = 0
+
+    async def wait(self, key: str, *, timeout_s: float) -> bytes | None:
+        """Return the value of `key` once it is set, None if it is not after `timeout_s`.
+
+        The service answers as soon as the key is set, so that waiting costs few calls.
+        """
+        check_key(key)
+        end = time.monotonic() + timeout_s
+        self._waits += 1
+        try:
+            while True:
+                # Waits take turns in the thread: the more there are, the shorter a turn is.
+                slice_s = min(max(end - time.monotonic(), 0.0), SLICE_S / self._waits)
+                value = await self._wait_once(key, slice_s)
+                if value is not None or time.monotonic() >= end:
+                    return value
+        finally:
+            self._waits -= 1
+
+    async def _wait_once(self, key: str, slice_s: float) -> bytes | None:
+        return await self.call(
+            f"wait({key})", lambda service: service.wait(key, slice_s), turn=WAIT
+        )
+
+
+class JaxService:
+    """The client of the runtime, which any number of threads may use."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def put(self, key: str, value: bytes) -> None:
+        """Set the key, whatever it was."""
+        self._client.key_value_set_bytes(key, value, allow_overwrite=True)
+
+    def put_once(self, key: str, value: bytes) -> bytes:
+        """Set the key if it was not set; return its value."""
+        while True:
+            try:
+                self._client.key_value_set_bytes(key, value)
+            except jax.errors.JaxRuntimeError as error:
+                if not _says(error, "ALREADY_EXISTS"):
+                    raise
+            else:
+                return value
+            first = self.look(key)
+            if first is not None:
+                return first
+
+    def look(self, key: str) -> bytes | None:
+        """Return the value of the key, None if it is not set."""
+        try:
+            value: bytes = self._client.key_value_try_get_bytes(key)
+        except jax.errors.JaxRuntimeError as error:
+            if not _says(error, "NOT_FOUND"):
+                raise
+            return None
+        return value
+
+    def wait(self, key: str, timeout_s: float) -> bytes | None:
+        """Return the value of the key once it is set, None if it is not after `timeout_s`."""
+        if timeout_s < 0.001:
+            return self.look(key)
+        try:
+            value: bytes = self._client.blocking_key_value_get_bytes(key, int(timeout_s * 1000))
+        except jax.errors.JaxRuntimeError as error:
+            if not _says(error, "DEADLINE_EXCEEDED"):
+                raise
+            return None
+        return value
+
+    def list(self, prefix: str) -> Mapping[str, bytes]:
+        """Return all values whose keys begin with ``prefix/``, by the rest of their keys."""
+        start = f"{prefix}/"
+        return {
+            key.removeprefix(start): value
+            for key, value in self._client.key_value_dir_get_bytes(start)
+            if key.startswith(start)
+        }
+
+    def delete(self, prefix: str) -> None:
+        """Delete the key and all that begin with ``prefix/``."""
+        self._client.key_value_delete(prefix)
+        self._client.key_value_delete(f"{prefix}/")
+
+    def close(self) -> None:
+        """Do nothing: the client belongs to the runtime."""
+
+
+def _says(error: Exception, status: str) -> bool:
+    return str(error).startswith(status)

@@ -1,0 +1,56 @@
+"""Keys of a coordinator: what they and their values may be, and how often they are polled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from asyncckpt.errors import UsageError
+from asyncckpt.ports import MAX_MESSAGE_NBYTES
+
+PREFIX = "asyncckpt"
+"""First part of every key of this library: the services hold keys of others, too."""
+
+FIRST_PAUSE_S = 0.001
+"""First pause between two looks: most answers come within a few milliseconds."""
+
+LAST_PAUSE_S = 0.05
+"""Longest pause of few processes: waiting costs less than 1 % of a core."""
+
+PAUSE_PER_PROCESS_S = 50e-6
+"""Longest pause of many processes, by their number: one server answers about 20,000 looks a second,
+and 10,000 processes that all wait must leave it time for others."""
+
+_PART = r"(?!\.{1,2}(?:/|$))[A-Za-z0-9._-]+"
+_KEY = re.compile(rf"{_PART}(?:/{_PART})*")
+
+
+def check_key(key: str) -> None:
+    """Check that this is a key or a prefix of keys, as `ports.Coordinator` describes them."""
+    if not _KEY.fullmatch(key):
+        raise UsageError(
+            f"coordinator key {key!r}: pass parts of letters, digits, '.', '_' and '-', joined by "
+            "'/'",
+            found=key,
+        )
+
+
+def check_message(key: str, value: bytes) -> None:
+    """Check a key and the value that it is to have."""
+    check_key(key)
+    if not 0 < len(value) <= MAX_MESSAGE_NBYTES:
+        raise UsageError(
+            f"coordinator key {key}: the value has {len(value)} bytes; messages have 1 to "
+            f"{MAX_MESSAGE_NBYTES}, and larger ones are objects of the store",
+            expected=f"1 to {MAX_MESSAGE_NBYTES} bytes",
+            found=len(value),
+        )
+
+
+def pauses(process_count: int) -> Iterator[float]:
+    """Yield the pauses between looks at a key, in seconds; they double up to a limit."""
+    longest = max(LAST_PAUSE_S, PAUSE_PER_PROCESS_S * process_count)
+    pause = FIRST_PAUSE_S
+    while True:
+        yield pause
+        pause = min(2 * pause, longest)

@@ -1,0 +1,136 @@
+"""A handshake as its two sides share it: hellos, keys, and the errors for who is missing."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+
+from asyncckpt.coordinators.group import Group
+from asyncckpt.errors import UsageError
+from asyncckpt.ports import Coordinator
+from asyncckpt.version import VERSION
+
+NAMES_MAX = 8
+"""Processes that a message lists one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What a process says about itself.
+
+    Attributes:
+        nonce: 16 hex digits, new at every handshake.
+        host: name of its host.
+        pid: its process id.
+        version: release of this library.
+        run: the run id of the welcome that it acknowledges; empty before.
+    """
+
+    nonce: str
+    host: str
+    pid: int
+    version: str = VERSION
+    run: str = ""
+
+    def encoded(self) -> bytes:
+        """Return it as a message."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decoded(cls, data: bytes) -> Hello:
+        """Return the hello that a message says; other releases may say more."""
+        fields = json.loads(data)
+        return cls(**{field: fields[field] for field in cls.__slots__})
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host}"
+
+
+class Meeting:
+    """What both sides of a handshake need."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        place: str,
+        root: str,
+        opened: int,
+        hello: Hello,
+        arrival_s: float,
+    ) -> None:
+        self.coordinator = coordinator
+        self.index = coordinator.process_index
+        self.count = coordinator.process_count
+        self.place = place
+        self.root = root
+        self.opened = opened
+        self.hello = hello
+        self.arrival_s = arrival_s
+        self.end = time.monotonic() + arrival_s
+        self.prefix = f"{place}/{opened}"
+
+    def key(self, *parts: object) -> str:
+        return "/".join((self.prefix, *map(str, parts)))
+
+    async def say(self, hello: Hello) -> None:
+        self.hello = hello
+        await self.coordinator.put(self.key("hello", self.index), hello.encoded())
+
+    def group(self, run_id: str, hosts: Sequence[str]) -> Group:
+        return Group(self.coordinator, run_id, self.index, self.count, tuple(hosts), self.prefix)
+
+    async def absent(self, unheard: Collection[int]) -> UsageError:
+        """Return the error for processes that have not come in time.
+
+        Args:
+            unheard: processes that have not answered; their keys are of an earlier life.
+        """
+        come: list[int] = []
+        others: dict[int, int] = {}
+        for key in await self.coordinator.list(self.place):
+            opened, kind, process = (*key.split("/"), "", "")[:3]
+            if kind == "hello" and int(opened) != self.opened:
+                others[int(process)] = max(int(opened), others.get(int(process), 0))
+            elif kind == "hello" and int(process) not in unheard:
+                come.append(int(process))
+        missing = [process for process in range(self.count) if process not in come]
+        counts = [
+            f"process {process} has opened it {others[process]} times"
+            for process in missing
+            if process in others
+        ]
+        why = (
+            f"; {', '.join(counts[:NAMES_MAX])}, process {self.index} {self.opened} times: every "
+            "process must make the same Checkpointers"
+            if counts
+            else ""
+        )
+        return UsageError(
+            f"{self.root}: process {self.index} of {self.count} waited {self.arrival_s:g} s for "
+            f"{listed(missing)}; here: {listed(sorted(come))}{why}. All processes must make this "
+            'call; pass coordinator="single" if one alone is to work here',
+            location=self.root,
+            expected=self.count,
+            found=len(come),
+        )
+
+    def twice(self, process: int, one: str, other: str) -> UsageError:
+        """Return the error for two operating-system processes with one index."""
+        return UsageError(
+            f"{self.root}: process {process} of {self.count} runs twice: {one}, and {other}. Give "
+            "every process an index of its own, and end what an earlier run has left",
+            location=self.root,
+            expected=one,
+            found=other,
+        )
+
+
+def listed(processes: Sequence[int]) -> str:
+    """Return processes for a message, the first few one by one."""
+    if not processes:
+        return "no process"
+    names = ", ".join(map(str, processes[:NAMES_MAX]))
+    more = f" and {len(processes) - NAMES_MAX} more" if len(processes) > NAMES_MAX else ""
+    return f"process{'es' if len(processes) > 1 else ''} {names}{more}"

@@ -1,0 +1,112 @@
+"""Errors as messages between processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from asyncckpt import errors
+from asyncckpt.errors import AsyncCheckpointError, SaveAbortedError, SaveError
+
+ERROR_NBYTES = 60 << 10
+"""Largest encoded error: below `MAX_MESSAGE_NBYTES`, so that more can go into the same message."""
+
+FIELD_LIMITS = (16384, 4096, 1024, 256)
+"""Characters kept of each text; the largest that fits is taken. JSON may need six bytes for one."""
+
+CLASSES: Mapping[str, type[AsyncCheckpointError]] = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type)
+    and issubclass(kind, AsyncCheckpointError)
+    and not name.startswith("_")
+}
+
+TEXTS = ("path", "stage", "location", "expected", "found", "file", "host")
+FLAGS = ("retryable", "visible", "durable")
+NUMBERS = ("offset", "process")
+
+
+def encode_error(
+    error: BaseException,
+    *,
+    process: int,
+    host: str,
+    stage: str | None = None,
+    limit_nbytes: int = ERROR_NBYTES,
+) -> bytes:
+    """Return the message that tells other processes of an error.
+
+    Args:
+        error: an error of this process, or one that `decode_error` returned, which stays that of
+            the process where it was raised.
+        process: index of this process.
+        host: name of its host.
+        stage: where it failed, if the error does not say so.
+        limit_nbytes: size of the message; longer texts are cut. At least 16 KiB.
+    """
+    kind, text = _described(error)
+    fields: dict[str, Any] = {"kind": kind, "text": text}
+    for name in (*TEXTS, *FLAGS, *NUMBERS):
+        value = getattr(error, name, None) if isinstance(error, AsyncCheckpointError) else None
+        if value is not None:
+            fields[name] = _text(value) if name in TEXTS else value
+    fields.setdefault("process", process)
+    fields.setdefault("host", host)
+    if stage is not None:
+        fields.setdefault("stage", stage)
+    for limit in FIELD_LIMITS:
+        data = json.dumps({name: _cut(value, limit) for name, value in fields.items()}).encode()
+        if len(data) <= limit_nbytes:
+            break
+    return data
+
+
+def decode_error(data: bytes) -> AsyncCheckpointError:
+    """Return the error that a message describes, of the class that it had there.
+
+    Its text begins with the process and host that it comes from; `expected` and `found` are texts.
+    A message that is not one of `encode_error` becomes a `SaveError`.
+    """
+    try:
+        fields = json.loads(data)
+        process, host, text = int(fields["process"]), str(fields["host"]), str(fields["text"])
+        kind = CLASSES.get(fields["kind"], SaveError)
+    except (ValueError, TypeError, KeyError):
+        return SaveError(
+            f"another process failed and sent a message that cannot be read ({data[:80]!r}); "
+            "check that all processes run the same version of asyncckpt"
+        )
+    start = f"process {process} ({host}): "
+    error = kind(text if text.startswith(start) else start + text)
+    error.process, error.host = process, host
+    for name in (*TEXTS, *FLAGS, *NUMBERS):
+        if name in fields and hasattr(error, name):
+            setattr(error, name, fields[name])
+    return error
+
+
+def _described(error: BaseException) -> tuple[str, str]:
+    """Return the name of the nearest class of `errors`, and a text that says all."""
+    if isinstance(error, (asyncio.CancelledError, KeyboardInterrupt)):
+        return SaveAbortedError.__name__, "the call was cancelled there"
+    for kind in type(error).__mro__:
+        if CLASSES.get(kind.__name__) is kind:
+            return kind.__name__, str(error)
+    return SaveError.__name__, f"{type(error).__name__}: {_text(error)}"
+
+
+def _text(value: object) -> str:
+    # What a user passed may have a broken __str__, which must not hide the error.
+    try:
+        return str(value)
+    except Exception as error:
+        return f"{type(value).__name__} whose str() raised {type(error).__name__}"
+
+
+def _cut(value: Any, limit: int) -> Any:
+    if isinstance(value, str) and len(value) > limit:
+        return f"{value[: limit - 1]}…"
+    return value

@@ -1,0 +1,349 @@
+"""Rounds: what all processes of a group do together, one after the other.
+
+A round has messages of each process, answers of process 0, one decision and one outcome::
+
+    process p                 process 0
+    post("ready") ─────────►  gathered("ready")
+                              commit()            the decision, set once, by this or by `abort`
+                              finish(...)         the outcome
+    outcome() ◄─────────────
+
+Any process may `abort` with an error, until the decision is to commit. Whoever is in `watch` then
+raises that error.
+"""
+
+# Rule 1: the decision is set once: two processes that decide at the same time see one of both.
+# Rule 2: after a decision to commit, the outcome is what process 0 makes it. Where it falls silent,
+#   nobody else may say that the round has failed.
+# Rule 3: process 0 reads one directory, whatever the number of processes; each of the others waits
+#   for one key. A process that says nothing is found by its beats.
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from asyncckpt.coordinators.group import Group
+from asyncckpt.coordinators.messages import decode_error, encode_error
+from asyncckpt.coordinators.pulse import Pulse
+from asyncckpt.errors import (
+    AsyncCheckpointError,
+    SaveError,
+    SaveOutcomeUnknownError,
+    UsageError,
+)
+from asyncckpt.flow.shield import leading_error, to_completion
+
+T = TypeVar("T")
+
+COMMIT = b"+"
+_FAILED = b"-"
+
+LOOK_MIN_S = 0.001
+LOOK_MAX_S = 0.1
+"""Process 0 looks for messages this often, the longer it waits the more rarely."""
+
+POST_S = 0.3
+"""How long an error may take to be posted; where it cannot be, this process' silence tells."""
+
+SLICE_S = 1.0
+"""The others wait this long for the outcome before they look whether process 0 is alive."""
+
+
+class Round:
+    """One thing that all processes of a group do together.
+
+    Args:
+        group: the processes.
+        pulse: signs of life of all of them.
+        kind: which sequence of rounds this one belongs to, such as ``save``.
+        number: its number there, equal in all processes.
+        name: what was called, where the kind does not say it: must be equal, too.
+        arrival_s: how long processes may come after the first.
+        silence_s: how long a process may give no sign of life.
+
+    Attributes:
+        group: the processes.
+        number: number of this round.
+        leads: this is process 0.
+        result: what process 0 said when the round had succeeded; None before.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        pulse: Pulse,
+        kind: str,
+        number: int,
+        *,
+        name: str = "",
+        arrival_s: float,
+        silence_s: float,
+    ) -> None:
+        self.group = group
+        self._coordinator = group.coordinator
+        self._pulse = pulse
+        self._kind = kind
+        self._name = name
+        self.number = number
+        self._prefix = group.key(kind, str(number))
+        self._arrival_s = arrival_s
+        self._silence_s = silence_s
+        self._begun = time.monotonic()
+        self._found: Mapping[str, bytes] = {}
+        self._changed = asyncio.Event()
+        self._ended = asyncio.Event()
+        self.result: bytes | None = None
+        self.leads = group.process_index == 0
+
+    def __repr__(self) -> str:
+        return f"Round({self._prefix!r}, process {self.group.process_index})"
+
+    # -- every process
+
+    async def post(self, what: str, message: bytes) -> None:
+        """Tell process 0 something; `message` has at least one byte."""
+        await self._coordinator.put(f"{self._prefix}/{what}/{self.group.process_index}", message)
+
+    async def post_name(self) -> None:
+        """Tell process 0 what was called, so that it ends the round if that was something else."""
+        await self.post("name", self._name.encode())
+
+    async def abort(self, error: BaseException, stage: str | None = None) -> bool:
+        """End the round with an error for all, unless it is decided already.
+
+        Returns:
+            Whether the round fails; False where it was decided to commit.
+        """
+        failure = _FAILED + self._encoded(error, stage)
+        decision = await self._coordinator.put_once(f"{self._prefix}/decision", failure)
+        if decision == COMMIT and not self.leads:
+            return False
+        if self.leads:
+            # After its own decision to commit, process 0 alone knows that publishing failed.
+            await self._coordinator.put(
+                f"{self._prefix}/outcome", failure if decision == COMMIT else decision
+            )
+        return True
+
+    def begun(self) -> None:
+        """Note that this process has begun what the others join."""
+        self._pulse.reached(f"{self._kind}-begun", self.number)
+
+    def has_begun(self) -> bool:
+        """Return whether process 0 has begun what the others join."""
+        return self._pulse.last(0, f"{self._kind}-begun") >= self.number
+
+    async def watch(self) -> None:
+        """Return when the round has ended well; for the time of the round, in a task of its own.
+
+        Raises:
+            …: the error with which any process has ended it.
+            SaveError: a process has not come, or has fallen silent; names it.
+            SaveOutcomeUnknownError: process 0 has fallen silent after its decision to commit.
+        """
+        await (self._lead() if self.leads else self._follow())
+
+    async def run(self, part: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run this process' part of the round; its failure is that of all, and theirs is its own.
+
+        Raises:
+            …: the error of the process that failed first.
+        """
+        async with self.alive():
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    watching = tasks.create_task(self.watch())
+                    if self._name and not self.leads:
+                        await self.post_name()
+                    result = await part()
+                    watching.cancel()
+            except BaseException as raised:
+                error = leading_error(raised) if isinstance(raised, BaseExceptionGroup) else raised
+                await to_completion(briefly(self.abort(error)))
+                raise error from None
+        return result
+
+    @contextlib.asynccontextmanager
+    async def alive(self) -> AsyncIterator[None]:
+        """Give signs of life during the block."""
+        self._pulse.begin()
+        self._pulse.reached(self._kind, self.number)
+        try:
+            yield
+        finally:
+            await to_completion(briefly(self._pulse.end()))
+
+    # -- process 0
+
+    async def gathered(self, what: str, *, instead: str = "") -> dict[int, bytes]:
+        """Return what every other process has posted; needs `watch` to run.
+
+        Raises:
+            UsageError: a process has posted something that excludes this (`instead`).
+        """
+        wanted = self.group.process_count - 1
+        while True:
+            for key in self._found:
+                if instead and key.startswith(f"{instead}/"):
+                    raise self._out_of_step(int(key.rpartition("/")[2]))
+            found = {
+                int(key.rpartition("/")[2]): message
+                for key, message in self._found.items()
+                if key.startswith(f"{what}/")
+            }
+            if len(found) == wanted:
+                return found
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def answer(self, what: str, message: bytes) -> None:
+        """Tell all others something."""
+        await self._coordinator.put(f"{self._prefix}/{what}", message)
+
+    async def commit(self) -> None:
+        """Decide that the round succeeds.
+
+        Raises:
+            …: another process has aborted it.
+        """
+        decision = await self._coordinator.put_once(f"{self._prefix}/decision", COMMIT)
+        if decision != COMMIT:
+            raise await self._failed(decision)
+
+    async def finish(self, message: bytes = b"") -> None:
+        """Tell all others that the round has succeeded, after `commit`."""
+        await self._coordinator.put(f"{self._prefix}/outcome", COMMIT + message)
+        self._end(message)
+
+    # -- the others
+
+    async def answered(self, what: str) -> bytes:
+        """Return what process 0 tells; needs `watch` to run, which notices if it never does."""
+        while True:
+            message = await self._coordinator.wait(f"{self._prefix}/{what}", timeout_s=SLICE_S)
+            if message is not None:
+                return message
+
+    async def outcome(self) -> bytes:
+        """Return what process 0 says when the round has succeeded; needs `watch` to run."""
+        await self._ended.wait()
+        assert self.result is not None
+        return self.result
+
+    # -- watching
+
+    async def _lead(self) -> None:
+        delay, alive_at = LOOK_MIN_S, time.monotonic()
+        while self.result is None:
+            found = await self._coordinator.list(self._prefix)
+            decision = found.get("decision", COMMIT)
+            if decision != COMMIT:
+                raise await self._failed(decision)
+            if len(found) != len(self._found):
+                delay = LOOK_MIN_S
+            self._found = found
+            other_call = self._other_call()
+            if other_call is not None:
+                await self.abort(other_call)
+                raise other_call
+            self._changed.set()
+            if time.monotonic() - alive_at > SLICE_S:
+                alive_at = time.monotonic()
+                await self._check_alive(range(1, self.group.process_count))
+            await asyncio.sleep(delay)
+            delay = min(delay * 1.5, LOOK_MAX_S)
+
+    async def _follow(self) -> None:
+        key = f"{self._prefix}/outcome"
+        while self.result is None:
+            outcome = await self._coordinator.wait(key, timeout_s=SLICE_S)
+            if outcome is None:
+                await self._check_alive((0,))
+            elif outcome[:1] == COMMIT:
+                self._end(outcome[1:])
+            else:
+                raise decode_error(outcome[1:])
+
+    def _out_of_step(self, process: int) -> UsageError:
+        return UsageError(
+            f"{self.group.named(process)} and {self.group.named(0)} save with different plans: "
+            "one of them has saved this tree before, and for the other it is new, so that the "
+            "tree, its shardings or the options have changed on a part of the processes; nothing "
+            "was committed. Save the same tree on all processes"
+        )
+
+    def _encoded(self, error: BaseException, stage: str | None) -> bytes:
+        group = self.group
+        return encode_error(error, process=group.process_index, host=group.host, stage=stage)
+
+    def _other_call(self) -> UsageError | None:
+        """Return the error for a process that has called something else."""
+        for key, name in self._found.items():
+            if key.startswith("name/") and name.decode() != self._name:
+                other = self.group.named(int(key.removeprefix("name/")))
+                return UsageError(
+                    f"{other} called {name.decode()} where {self.group.named(0)} called "
+                    f"{self._name}: all processes make the same calls in the same order",
+                    expected=self._name,
+                    found=name.decode(),
+                )
+        return None
+
+    def _end(self, result: bytes) -> None:
+        self.result = result
+        self._ended.set()
+
+    async def _check_alive(self, processes: Any) -> None:
+        """Abort the round if one of these processes has not come, or has fallen silent."""
+        silent = [p for p in processes if self._pulse.silent(p)]
+        late = []
+        if time.monotonic() - self._begun > self._arrival_s:
+            late = [p for p in processes if self._pulse.last(p, self._kind) < self.number]
+        if not silent and not late:
+            return
+        error = self._absent(silent, late)
+        if await self.abort(error):
+            raise error
+        raise SaveOutcomeUnknownError(
+            f"{self.group.named(0)} has fallen silent after it had decided to commit: whether it "
+            "did is unknown; look at latest_step(), then save again"
+        )
+
+    def _absent(self, silent: list[int], late: list[int]) -> SaveError:
+        if silent:
+            names = ", ".join(map(self.group.named, silent[:10]))
+            return SaveError(
+                f"{names} gave no sign of life for {self._silence_s:g} s (silence_s) and "
+                "may have died; nothing was committed. Restart the job",
+                expected=self.group.process_count,
+                found=self.group.process_count - len(silent),
+            )
+        names = ", ".join(map(self.group.named, late[:10]))
+        come = self.group.process_count - len(late)
+        return SaveError(
+            f"{come} of {self.group.process_count} processes made this call; {names} did not "
+            f"within {self._arrival_s:g} s (arrival_s). Call it on all processes, or pass "
+            'coordinator="single" where one process is to do it alone',
+            expected=self.group.process_count,
+            found=come,
+        )
+
+    async def _failed(self, decision: bytes) -> BaseException:
+        """Pass a decision against the round on to all others; return its error."""
+        await self._coordinator.put(f"{self._prefix}/outcome", decision)
+        return decode_error(decision[1:])
+
+
+async def briefly(call: Coroutine[Any, Any, T]) -> T | None:
+    """Await a message; return None where the service does not take it at once.
+
+    For those who have been cancelled: a service that has stopped must not hold them up.
+    """
+    with contextlib.suppress(AsyncCheckpointError, TimeoutError):
+        async with asyncio.timeout(POST_S):
+            return await call
+    return None

@@ -1,0 +1,297 @@
+"""Coordinators on key-value services whose calls block.
+
+Such a call may block for as long as its server does not answer, whatever time limit it was given:
+with the server stopped, calls of torch's store with limits of 1 and 2 s returned after 10 and 21 s.
+So all calls of a coordinator are made by one daemon thread of its own, with a connection of its
+own, which can be abandoned and replaced.
+"""
+
+# Rule 1: an await never waits for the thread to leave a call: cancelling returns at once, and what
+#   the call would have changed may change later.
+#   (test_cancelling_returns_while_the_server_is_stopped)
+# Rule 2: calls are short, `SLICE_S` at most. Longer waits are made of many of them, and a call that
+#   waits gives way to those that do not, so that a beat is held up for one slice.
+#   (test_a_put_is_held_up_for_a_slice_at_most)
+# Rule 3: after an error the connection is not used again: torch's is broken then.
+# Rule 4: a thread that has been in one call for `CALL_LIMIT_S` is abandoned. The next call gets a
+#   new thread and connection; at most `ABANDONED_MAX` of them pile up.
+#   (test_a_call_without_an_answer_abandons_its_thread)
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, Generic, Protocol, TypeVar
+
+from asyncckpt.coordinators.keys import check_key, check_message, pauses
+from asyncckpt.errors import AsyncCheckpointError, ClosedError, StoreError
+from asyncckpt.flow.threads import thread_error
+
+SLICE_S = 0.5
+"""Longest time that a call may wait for a key."""
+
+CALL_LIMIT_S = 10.0
+"""A call that has not returned this long after its slice never does, or too late to be of use."""
+
+ABANDONED_MAX = 4
+"""Abandoned threads that may be alive; then calls fail at once. Each has a connection."""
+
+STOPPED_S = 0.2
+"""If this process itself was stopped, the answer has come meanwhile and is taken within this."""
+
+CLOSE_S = 1.0
+"""How long `close` waits for the thread."""
+
+CALL, WAIT, END = range(3)  # in the order in which the thread serves them
+
+
+class Service(Protocol):
+    """One connection to a key-value service. Only the thread that made it calls it.
+
+    The methods are those of `ports.Coordinator`. Any error means that the connection is broken.
+    """
+
+    def put(self, key: str, value: bytes) -> None:
+        """Set the key, whatever it was."""
+        ...
+
+    def put_once(self, key: str, value: bytes) -> bytes:
+        """Set the key if it was not set; return its value."""
+        ...
+
+    def look(self, key: str) -> bytes | None:
+        """Return the value of the key, None if it is not set."""
+        ...
+
+    def list(self, prefix: str) -> Mapping[str, bytes]:
+        """Return all values whose keys begin with ``prefix/``, by the rest of their keys."""
+        ...
+
+    def delete(self, prefix: str) -> None:
+        """Delete the key and all that begin with ``prefix/``."""
+        ...
+
+    def close(self) -> None:
+        """End the connection."""
+        ...
+
+
+S = TypeVar("S", bound=Service)
+T = TypeVar("T")
+
+
+class ServiceCoordinator(Generic[S]):
+    """A `ports.Coordinator` that makes the calls of a service in a thread of its own.
+
+    Attributes:
+        name: what it is called in messages.
+        process_index: number of this process.
+        process_count: number of processes.
+    """
+
+    def __init__(
+        self, name: str, process_index: int, process_count: int, connect: Callable[[], S]
+    ) -> None:
+        self.name = name
+        self.process_index = process_index
+        self.process_count = process_count
+        self._connect = connect
+        self._caller: _Caller[S] | None = None
+        self._started = 0
+        self._abandoned: list[threading.Thread] = []
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(process {self.process_index} of {self.process_count})"
+
+    async def put(self, key: str, value: bytes) -> None:
+        """Set `key`, whatever it was."""
+        check_message(key, value)
+        await self.call(f"put({key})", lambda service: service.put(key, value))
+
+    async def put_once(self, key: str, value: bytes) -> bytes:
+        """Set `key` if it was not set; return the value that was set first."""
+        check_message(key, value)
+        return await self.call(f"put_once({key})", lambda service: service.put_once(key, value))
+
+    async def look(self, key: str) -> bytes | None:
+        """Return the value of `key`, None if it is not set; without waiting for it."""
+        check_key(key)
+        return await self.call(f"look({key})", lambda service: service.look(key))
+
+    async def wait(self, key: str, *, timeout_s: float) -> bytes | None:
+        """Return the value of `key` once it is set, None if it is not after `timeout_s`."""
+        end = time.monotonic() + timeout_s
+        for pause in pauses(self.process_count):
+            value = await self.look(key)
+            left_s = end - time.monotonic()
+            if value is not None or left_s <= 0:
+                return value
+            await asyncio.sleep(min(pause, left_s))
+        raise AssertionError("pauses never end")
+
+    async def list(self, prefix: str) -> Mapping[str, bytes]:
+        """Return all values whose keys begin with ``prefix/``, by the rest of their keys."""
+        check_key(prefix)
+        return await self.call(f"list({prefix})", lambda service: service.list(prefix))
+
+    async def delete(self, prefix: str) -> None:
+        """Delete the key `prefix` and all that begin with ``prefix/``; there may be none."""
+        check_key(prefix)
+        await self.call(f"delete({prefix})", lambda service: service.delete(prefix))
+
+    async def close(self) -> None:
+        """End connection and thread. Idempotent; the service and its keys live on."""
+        self._closed = True
+        caller, self._caller = self._caller, None
+        if caller is None:
+            return
+        caller.end()
+        end = time.monotonic() + CLOSE_S
+        for pause in pauses(1):
+            if not caller.thread.is_alive() or time.monotonic() >= end:
+                return
+            await asyncio.sleep(pause)
+
+    async def call(self, what: str, function: Callable[[S], T], *, turn: int = CALL) -> T:
+        """Return the result of a call that the thread makes.
+
+        Cancellation: returns at once, see Rule 1.
+
+        Raises:
+            StoreError: the call failed or did not return.
+            ClosedError: the coordinator was closed.
+        """
+        caller = self._serving(what)
+        future = caller.submit(function, turn)
+        answer = asyncio.wrap_future(future)
+        try:
+            while not answer.done():
+                await asyncio.wait((answer,), timeout=caller.time_left_s())
+                if not answer.done() and caller.time_left_s() <= 0:
+                    await asyncio.wait((answer,), timeout=STOPPED_S)
+                    if not answer.done() and caller.time_left_s() <= 0:
+                        raise self._abandon(caller, what)
+        finally:
+            answer.cancel()
+        try:
+            return answer.result()
+        except AsyncCheckpointError:
+            raise
+        except Exception as error:
+            raise StoreError(
+                f"{self.name} coordinator, process {self.process_index} of {self.process_count}: "
+                f"{what} failed: {type(error).__name__}: {error}",
+                retryable=True,
+                found=str(error),
+            ) from error
+
+    def _serving(self, what: str) -> _Caller[S]:
+        if self._closed:
+            raise ClosedError(f"{self.name} coordinator: {what} after close()")
+        self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
+        if len(self._abandoned) >= ABANDONED_MAX:
+            raise self._no_answer(what, f"{ABANDONED_MAX} earlier calls are still waiting for it")
+        if self._caller is None:
+            self._started += 1
+            number = f"-{self._started}" if self._started > 1 else ""
+            name = f"asyncckpt-{self.name}-coordinator{number}"
+            self._caller = _Caller(name, self._connect)
+        return self._caller
+
+    def _abandon(self, caller: _Caller[S], what: str) -> StoreError:
+        # All calls that wait for this thread come here; the first one replaces it.
+        if self._caller is caller:
+            self._caller = None
+            self._abandoned.append(caller.thread)
+            caller.end()
+        return self._no_answer(
+            what,
+            f"no answer for {CALL_LIMIT_S + SLICE_S:.0f} s; the thread {caller.thread.name} was "
+            "abandoned",
+        )
+
+    def _no_answer(self, what: str, why: str) -> StoreError:
+        return StoreError(
+            f"{self.name} coordinator, process {self.process_index} of {self.process_count}: "
+            f"{what}: {why}. Check whether the process that serves the keys (usually process 0) "
+            "is stopped, and the network to its host",
+            retryable=True,
+        )
+
+
+class _Caller(Generic[S]):
+    """A thread with a connection, which makes one call after the other."""
+
+    def __init__(self, name: str, connect: Callable[[], S]) -> None:
+        self._connect = connect
+        self._queue: queue.PriorityQueue[tuple[int, int, Future[Any], Callable[[S], Any]]]
+        self._queue = queue.PriorityQueue()
+        self._numbers = itertools.count()
+        self._busy_since: float | None = None
+        self._ended = False
+        self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        try:
+            self.thread.start()
+        except RuntimeError as error:
+            raise thread_error(name, error) from error
+
+    def submit(self, function: Callable[[S], T], turn: int) -> Future[T]:
+        """Queue a call behind those of the same turn."""
+        future: Future[T] = Future()
+        self._queue.put((turn, next(self._numbers), future, function))
+        return future
+
+    def time_left_s(self) -> float:
+        """Return how long the thread may stay in its present call, or in the next one."""
+        since = self._busy_since
+        limit_s = CALL_LIMIT_S + SLICE_S
+        return limit_s if since is None else since + limit_s - time.monotonic()
+
+    def end(self) -> None:
+        """Let the thread end after its present call; it makes no other."""
+        self._ended = True
+        self.submit(lambda service: None, END)
+
+    def _serve(self) -> None:
+        service: S | None = None
+        while not self._ended:
+            _, _, future, function = self._queue.get()
+            if self._ended or not future.set_running_or_notify_cancel():
+                continue
+            self._busy_since = time.monotonic()
+            try:
+                if service is None:
+                    service = self._connect()
+                result = function(service)
+            except BaseException as error:
+                _close(service)
+                service = None
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+                del result
+            self._busy_since = None
+            del future, function
+        _close(service)
+        self._refuse_rest()
+
+    def _refuse_rest(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                _, _, future, _ = self._queue.get_nowait()
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(ClosedError("the coordinator was closed"))
+
+
+def _close(service: Service | None) -> None:
+    if service is not None:
+        # It is not used any more, whatever state it is in.
+        with contextlib.suppress(Exception):
+            service.close()

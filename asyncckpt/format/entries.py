@@ -1,0 +1,243 @@
+"""Entries: what one process has written of a checkpoint, for the process that commits it.
+
+Layout, all integers little endian: magic ``ACKE`` and version `uint32`; length of the header
+`uint32`; the header, a JSON object; the columns that it names, each with its type and number of
+values; then the CRC-32C `uint32` of all bytes before it. An entries object lives from the end of a
+process' writes until the record is published. It is no part of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.format.crc import crc32c
+from asyncckpt.format.damage import corrupt, path_fault
+from asyncckpt.format.fields import parse_json
+from asyncckpt.format.zarr3 import CRC_NBYTES
+from asyncckpt.options import MIB
+from asyncckpt.spec import Box
+
+MAGIC = b"ACKE"
+VERSION = 1
+
+MAX_HEADER_NBYTES = 64 * MIB
+"""Longest header: some hundred bytes per data file and per part of a small sharded leaf."""
+
+MAX_ENTRIES_NBYTES = 1 << 33
+"""Largest entries object: 28 bytes per chunk that the process has written."""
+
+_HEAD = struct.Struct("<4sII")
+
+_KINDS: Mapping[str, str] = {
+    "chunk": "<i8",
+    "file": "<i4",
+    "offset": "<i8",
+    "nbytes": "<i8",
+    "crc": "<u4",
+    "value_chunk": "<i8",
+    "value_nbytes": "<i4",
+    "checked": "<i8",
+    "checked_crc": "<u4",
+    "scalar": "<i8",
+    "scalar_crc": "<u4",
+    "values": "u1",
+    "part_values": "u1",
+}
+
+
+class WrittenFile(NamedTuple):
+    """A durable data file: its path in the database, its length, and its CRC-32C."""
+
+    path: str
+    nbytes: int
+    crc: int
+
+
+class Part(NamedTuple):
+    """One box of a small leaf that no process holds whole, and its values in C order."""
+
+    array: int
+    box: Box
+    values: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entries:
+    """What one process has written.
+
+    Attributes:
+        save_id: the attempt, 32 hex digits.
+        process: number of the process.
+        digest: of the schema that it planned by.
+        files: its data files.
+        chunk: number of every chunk that it has written to a file, `int64`.
+        file: index into `files` of each, `int64`.
+        offset: where each begins in its file, `int64`.
+        nbytes: stored length of each with its trailer, `int64`.
+        crc: CRC-32C of each without its trailer, `uint32`.
+        values: stored bytes, trailer included, of small chunks by number.
+        parts: boxes of small leaves that are sharded over several processes.
+        checked: numbers of chunks of which every holder has computed the checksum, `int64`.
+        checked_crc: CRC-32C of the payload of each, before any compression, `uint32`.
+        scalar: ordinals of the scalar leaves that the process has, `int64`.
+        scalar_crc: CRC-32C of type and value of each, `uint32`.
+        facts: what else the committing process has to know: JSON.
+    """
+
+    save_id: str
+    process: int
+    digest: str
+    files: Sequence[WrittenFile]
+    chunk: npt.NDArray[np.int64]
+    file: npt.NDArray[np.int64]
+    offset: npt.NDArray[np.int64]
+    nbytes: npt.NDArray[np.int64]
+    crc: npt.NDArray[np.uint32]
+    values: Mapping[int, bytes]
+    parts: Sequence[Part]
+    checked: npt.NDArray[np.int64]
+    checked_crc: npt.NDArray[np.uint32]
+    scalar: npt.NDArray[np.int64]
+    scalar_crc: npt.NDArray[np.uint32]
+    facts: Mapping[str, Any]
+
+
+def encode_entries(entries: Entries) -> bytes:
+    """Encode the entries."""
+    columns: dict[str, npt.NDArray[Any]] = {}
+    for name in ("chunk", "file", "offset", "nbytes", "crc", "checked", "checked_crc"):
+        columns[name] = getattr(entries, name)
+    columns["scalar"], columns["scalar_crc"] = entries.scalar, entries.scalar_crc
+    columns["value_chunk"] = np.array(list(entries.values), np.int64)
+    columns["value_nbytes"] = np.array(list(map(len, entries.values.values())), np.int64)
+    columns["values"] = np.frombuffer(b"".join(entries.values.values()), np.uint8)
+    columns["part_values"] = np.frombuffer(b"".join(p.values for p in entries.parts), np.uint8)
+    header = json.dumps(
+        {
+            "save_id": entries.save_id,
+            "process": entries.process,
+            "digest": entries.digest,
+            "files": [list(file) for file in entries.files],
+            "parts": [[p.array, p.box.offset, p.box.shape, len(p.values)] for p in entries.parts],
+            "facts": dict(entries.facts),
+            "columns": [[name, column.size] for name, column in columns.items()],
+        },
+        separators=(",", ":"),
+    ).encode()
+    blocks = [_HEAD.pack(MAGIC, VERSION, len(header)), header]
+    for name, column in columns.items():
+        blocks.append(column.astype(_KINDS[name], copy=False).tobytes())
+    data = b"".join(blocks)
+    return data + crc32c(data).to_bytes(CRC_NBYTES, "little")
+
+
+def decode_entries(data: bytes, *, file: str) -> Entries:
+    """Decode entries; `file` is named in errors.
+
+    Raises:
+        CorruptCheckpointError: they are damaged, or another release wrote them.
+    """
+
+    def fault(reason: str) -> CorruptCheckpointError:
+        return corrupt("the entries of a process", reason, file=file)
+
+    if len(data) < _HEAD.size + CRC_NBYTES:
+        raise fault(f"they have {len(data)} bytes")
+    magic, version, header_nbytes = _HEAD.unpack_from(data)
+    if magic != MAGIC or version != VERSION:
+        raise fault(f"they begin with {magic.hex()}, version {version}")
+    crc = crc32c(memoryview(data)[:-CRC_NBYTES])
+    if int.from_bytes(data[-CRC_NBYTES:], "little") != crc:
+        raise fault(f"their CRC-32C is {crc:08x}, another is stored")
+    body = _HEAD.size + header_nbytes
+    header = parse_json(
+        data[_HEAD.size : body], "a header of entries", file=file, most_nbytes=MAX_HEADER_NBYTES
+    )
+    try:
+        columns = _columns(data, body, header["columns"])
+        return _entries(header, columns)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise fault(f"{type(error).__name__}: {error}") from None
+
+
+def _columns(data: bytes, start: int, named: Sequence[Any]) -> dict[str, npt.NDArray[Any]]:
+    columns: dict[str, npt.NDArray[Any]] = {}
+    for name, count in named:
+        if type(count) is not int or count < 0:
+            raise ValueError(f"column {name!r:.40} has {count!r:.40} values")
+        column = np.frombuffer(data, _KINDS[name], count, start)
+        start += column.nbytes
+        if column.dtype.kind == "i":
+            column = column.astype(np.int64)
+            if count and int(column.min()) < 0:
+                raise ValueError(f"column {name} has negative values")
+        columns[name] = column
+    if columns.keys() != _KINDS.keys() or start != len(data) - CRC_NBYTES:
+        raise ValueError("its columns are not those of this version")
+    for group in (
+        ("chunk", "file", "offset", "nbytes", "crc"),
+        ("checked", "checked_crc"),
+        ("scalar", "scalar_crc"),
+    ):
+        if len({columns[name].size for name in group}) > 1:
+            raise ValueError(f"columns {', '.join(group)} differ in length")
+    return columns
+
+
+def _entries(header: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any]]) -> Entries:
+    files: list[WrittenFile] = []
+    for path, nbytes, crc in header["files"]:
+        if type(path) is not str or path_fault(path) is not None:
+            raise ValueError(f"a file is named {path!r:.80}")
+        if type(nbytes) is not int or type(crc) is not int or nbytes < 0:
+            raise ValueError(f"{path} has {nbytes!r:.40} bytes and checksum {crc!r:.40}")
+        files.append(WrittenFile(path, nbytes, crc))
+    if columns["file"].size and int(columns["file"].max()) >= len(files):
+        raise ValueError(f"a chunk is in file {int(columns['file'].max())} of {len(files)}")
+    sizes = columns["value_nbytes"]
+    ends = np.cumsum(sizes).tolist()
+    if sizes.size != columns["value_chunk"].size or (ends or [0])[-1] != columns["values"].size:
+        raise ValueError("small values and their lengths differ")
+    stored = columns["values"].tobytes()
+    starts = [0, *ends]
+    values = {
+        chunk: stored[starts[number] : end]
+        for number, (chunk, end) in enumerate(
+            zip(columns["value_chunk"].tolist(), ends, strict=True)
+        )
+    }
+    parts: list[Part] = []
+    held, at = columns["part_values"].tobytes(), 0
+    for array, offset, shape, nbytes in header["parts"]:
+        numbers = [array, nbytes, *offset, *shape]
+        if any(type(n) is not int or n < 0 for n in numbers) or len(offset) != len(shape):
+            raise ValueError("a part of a leaf has no valid place")
+        parts.append(Part(array, Box(tuple(offset), tuple(shape)), held[at : at + nbytes]))
+        at += nbytes
+    if at != len(held):
+        raise ValueError("parts of leaves and their lengths differ")
+    texts = header["save_id"], header["digest"]
+    if not all(type(text) is str for text in texts) or type(header["process"]) is not int:
+        raise ValueError("the save id, the digest or the process is missing")
+    if not isinstance(header["facts"], dict):
+        raise ValueError("the facts are no object")
+    written = ("chunk", "file", "offset", "nbytes", "crc")
+    compared = ("checked", "checked_crc", "scalar", "scalar_crc")
+    return Entries(
+        save_id=header["save_id"],
+        process=header["process"],
+        digest=header["digest"],
+        files=tuple(files),
+        values=values,
+        parts=tuple(parts),
+        facts=header["facts"],
+        **{name: columns[name] for name in written + compared},
+    )

@@ -1,0 +1,43 @@
+"""Which replicas are compared in a save, so that different values are noticed at a bounded cost."""
+
+# Rule 1: all holders of a chunk choose alike, although each knows its own chunks only: the choice
+#   depends on the chunk's place among all chunks of the checkpoint.
+
+from __future__ import annotations
+
+import numpy as np
+
+from asyncckpt.options import KIB, MIB
+from asyncckpt.planning.save import SavePlan
+from asyncckpt.planning.table import Column
+
+ALWAYS_NBYTES = 64 * KIB
+"""Leaves up to this size are compared in every save."""
+
+SHARE_NBYTES = 64 * MIB
+"""Of larger ones, a run of so many bytes of the checkpoint, which moves on with every save."""
+
+
+def checked_rows(plan: SavePlan, number: int, *, whole: bool) -> Column:
+    """Return the rows of which all holders compare the checksums.
+
+    Args:
+        plan: the plan of one process.
+        number: counts the saves of the run.
+        whole: compare all, as with the first save of a schema.
+    """
+    arrays = plan.arrays
+    if whole or not plan.row_shared.any():
+        return np.flatnonzero(plan.row_shared)
+    nbytes = arrays.part_payload[arrays.part]
+    own = np.ones(len(arrays.part), np.int64)
+    own[list(arrays.tied)] = 0
+    sizes = nbytes * arrays.part_chunks[arrays.part] * own
+    starts = np.cumsum(sizes) - sizes
+    total = int(sizes.sum())
+    cell = plan.row_chunk - arrays.first_chunk[plan.row_array]
+    place = starts[plan.row_array] + cell * plan.row_payload
+    turns = max(1, -(-total // SHARE_NBYTES))
+    in_turn = place // SHARE_NBYTES == number % turns
+    small = sizes[plan.row_array] <= ALWAYS_NBYTES
+    return np.flatnonzero(plan.row_shared & (small | in_turn))

@@ -1,0 +1,115 @@
+"""What one process contributes to a save of several: its entries, in place of index and record."""
+
+# Rule 1: entries are passed on when their files are durable; what follows from them is for the
+#   process that commits.
+# Rule 2: entries that are made again have another name, as an index has (`save/commit.py`).
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncckpt.flow.threads import Workers
+from asyncckpt.format.crc import crc32c
+from asyncckpt.format.entries import Entries, Part, WrittenFile, encode_entries
+from asyncckpt.ports import AttemptFiles
+from asyncckpt.save.commit import Committable
+from asyncckpt.save.index import Payload
+from asyncckpt.save.plan_cache import Layout
+from asyncckpt.save.snapshot import Snapshot
+
+
+class Contribution:
+    """Passes the entries of one process on.
+
+    Args:
+        attempt: where the files go.
+        layout: the plan.
+        snapshot: the tree.
+        save_id: identity of the save, 32 hex digits.
+        process: number of this process.
+        compute: threads that encode.
+
+    Attributes:
+        path: where the latest entries are.
+    """
+
+    def __init__(
+        self,
+        attempt: AttemptFiles,
+        layout: Layout,
+        snapshot: Snapshot,
+        *,
+        save_id: str,
+        process: int,
+        compute: Workers,
+    ) -> None:
+        self._attempt = attempt
+        self._layout = layout
+        self._snapshot = snapshot
+        self._save_id = save_id
+        self._process = process
+        self._compute = compute
+        self._numbers = itertools.count()
+        self.path = ""
+
+    async def put_orbax(self) -> None:
+        """Do nothing: process 0 writes Orbax's files."""
+
+    async def put_index(self, payload: Payload) -> Committable:
+        """Pass on what this process has written. May be called again; the last result counts."""
+        self.path = f"{self._save_id}-entries-{self._process}-{next(self._numbers)}"
+        entries = entries_of(
+            payload, self._layout, self._snapshot, save_id=self._save_id, process=self._process
+        )
+        data = await self._compute.run(encode_entries, entries)
+        await self._attempt.pass_on(self.path, data)
+        return Committable(b"", sum(file.nbytes for file in entries.files), len(entries.files))
+
+
+def entries_of(
+    payload: Payload, layout: Layout, snapshot: Snapshot, *, save_id: str, process: int
+) -> Entries:
+    """Return what a process has written."""
+    plan, extents = layout.plan, payload.chunks
+    written = np.flatnonzero((extents.file >= 0) & (plan.row_writer == process))
+    first_chunk = plan.arrays.first_chunk
+    values = {int(first_chunk[array]): value for array, value in payload.inline.items()}
+    return Entries(
+        save_id=save_id,
+        process=process,
+        digest=layout.schema_digest,
+        files=[WrittenFile(*file) for file in payload.files],
+        chunk=plan.row_chunk[written],
+        file=extents.file[written],
+        offset=extents.offset[written],
+        nbytes=extents.nbytes[written],
+        crc=extents.crc[written],
+        values=values,
+        parts=[Part(held.array, held.box, values) for held, values in payload.parts],
+        checked=plan.row_chunk[payload.checked],
+        checked_crc=payload.checked_crc,
+        scalar=np.array(list(snapshot.scalars), np.int64),
+        scalar_crc=scalar_checksums(snapshot),
+        facts={"scalars": _only_here(snapshot, process)},
+    )
+
+
+def _only_here(snapshot: Snapshot, process: int) -> list[tuple[int, Any]]:
+    """Return the scalars that process 0 lacks, if this is the lowest process that has them."""
+    lacking = snapshot.lacking
+    return [
+        (leaf, snapshot.values[leaf])
+        for leaf in snapshot.scalars
+        if min(lacking.get(leaf, (0,))) == process > 0
+    ]
+
+
+def scalar_checksums(snapshot: Snapshot) -> npt.NDArray[np.uint32]:
+    """Return the CRC-32C of every scalar's type and value, in leaf order."""
+    values = [[snapshot.kinds[leaf], snapshot.values[leaf]] for leaf in snapshot.scalars]
+    return np.array([crc32c(json.dumps(value).encode()) for value in values], np.uint32)

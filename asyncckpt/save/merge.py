@@ -1,0 +1,230 @@
+"""Merge: the entries of all processes become one index, made by the process that commits."""
+
+# Rule 1: every chunk of the plan is in exactly one place, or nothing is committed.
+# Rule 2: replicas are compared before anything is committed. A replica that differs would make
+#   parts of different values one array, and nobody would notice.
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from asyncckpt.coordinators.rounds import Round
+from asyncckpt.errors import MismatchError, UsageError
+from asyncckpt.format.crc import crc32c
+from asyncckpt.format.entries import MAX_ENTRIES_NBYTES, Entries, Part, decode_entries
+from asyncckpt.format.zarr3 import CRC_NBYTES
+from asyncckpt.options import INLINE_NBYTES
+from asyncckpt.save.commit import DATABASE, Commit, Committable
+from asyncckpt.save.contribution import entries_of
+from asyncckpt.save.index import Payload
+from asyncckpt.save.plan_cache import Layout
+from asyncckpt.save.serialize import Extents, trailed
+from asyncckpt.save.shared_plan import taken
+from asyncckpt.save.snapshot import Snapshot
+from asyncckpt.spec import DTYPES
+from asyncckpt.tree import where
+
+READS = 16
+"""Entries read at a time."""
+
+
+class MergingCommit(Commit):
+    """Commits what all processes have written.
+
+    Args:
+        round_: what the processes say to each other about this save.
+        Others: as `Commit`.
+    """
+
+    def __init__(self, *args: Any, round_: Round, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._round = round_
+        self._others: list[Entries] | None = None
+
+    async def put_index(self, payload: Payload) -> Committable:
+        """Write the index of what all processes have written, once all are ready.
+
+        Errors: as `Commit.put_index`, and:
+
+        Raises:
+            MismatchError: replicas or local values differ; names the leaf and the processes.
+            UsageError: entries of a process cannot be seen here; names it and its host.
+        """
+        if self._others is None:
+            instead = "" if self._layout.fresh else "plan"
+            ready = await self._round.gathered("ready", instead=instead)
+            self._others = await self._read(ready)
+        snapshot, layout = self._request.snapshot, self._layout
+        own = entries_of(payload, layout, snapshot, save_id=self._save_id, process=0)
+        entries = [own, *self._others]
+        for one in self._others:
+            for leaf, value in one.facts.get("scalars", ()):
+                snapshot.values[leaf] = value
+        run = self._compute.run
+        await run(compare, layout, snapshot, entries, self._round.group.named)
+        merged, late = await run(merge, layout, entries, self._round.group.named)
+        if late:
+            await self._put_late(merged, late)
+        return await super().put_index(merged)
+
+    async def _read(self, ready: Mapping[int, bytes]) -> list[Entries]:
+        waiting = iter(sorted(ready.items()))
+        found: dict[int, Entries] = {}
+
+        async def read() -> None:
+            for process, path in waiting:
+                found[process] = await self._read_one(path.decode())
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(READS, len(ready))):
+                group.create_task(read())
+        return [found[process] for process in sorted(found)]
+
+    async def _read_one(self, path: str) -> Entries:
+        data = await taken(self._attempt, path, self._round, max_nbytes=MAX_ENTRIES_NBYTES)
+        return await self._compute.run(decode_entries, data, file=path)
+
+    async def _put_late(self, merged: Payload, late: Mapping[int, bytes]) -> None:
+        """Write the chunks that were put together here, and add their places."""
+        path = f"d/{self._save_id}-parts{next(self._numbers)}"
+        data = b"".join(late.values())
+        file = await self._attempt.create(f"{DATABASE}/{path}", nbytes=len(data))
+        await file.write(0, np.frombuffer(data, np.uint8))
+        await file.seal(len(data))
+        chunks, offset = merged.chunks, 0
+        for chunk, stored in late.items():
+            chunks.file[chunk], chunks.offset[chunk] = len(merged.files), offset
+            chunks.nbytes[chunk] = len(stored)
+            chunks.crc[chunk] = int.from_bytes(stored[-CRC_NBYTES:], "little")
+            offset += len(stored)
+        merged.files.append((path, len(data), crc32c(data)))
+
+
+def merge(
+    layout: Layout, entries: Sequence[Entries], named: Any
+) -> tuple[Payload, dict[int, bytes]]:
+    """Return places and checksums of all chunks, and the stored bytes of those without a place.
+
+    The latter are small leaves whose parts several processes hold.
+
+    Raises:
+        UsageError: a chunk has no place, or two; names the processes.
+    """
+    arrays = layout.plan.arrays
+    count = arrays.chunk_count
+    file = np.full(count, -1, np.int64)
+    offset, nbytes = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    crc = np.zeros(count, np.uint32)
+    seen = np.zeros(count, np.int64)
+    files: list[tuple[str, int, int]] = []
+    small: dict[int, bytes] = {}
+    parts: dict[int, list[Part]] = defaultdict(list)
+    for one in entries:
+        if one.chunk.size and int(one.chunk.max()) >= count:
+            raise _disagreement(named(one.process))
+        np.add.at(seen, one.chunk, 1)
+        file[one.chunk] = one.file + len(files)
+        offset[one.chunk], nbytes[one.chunk], crc[one.chunk] = one.offset, one.nbytes, one.crc
+        files += one.files
+        for chunk, value in one.values.items():
+            small[chunk] = value
+            seen[chunk] += 1
+        for part in one.parts:
+            parts[part.array].append(part)
+    late: dict[int, bytes] = {}
+    for array, boxes in parts.items():
+        chunk = int(arrays.first_chunk[array])
+        if seen[chunk]:
+            continue  # a process holds all of it
+        seen[chunk] = 1
+        stored, _ = trailed(_joined(layout, array, boxes))
+        (small if len(stored) <= INLINE_NBYTES else late)[chunk] = stored
+    if (seen != 1).any():
+        chunk = int(np.flatnonzero(seen != 1)[0])
+        raise _disagreement(f"chunk {chunk} of {count} was written {seen[chunk]} times")
+    for chunk, value in small.items():
+        nbytes[chunk] = len(value)
+        crc[chunk] = int.from_bytes(value[-CRC_NBYTES:], "little")
+    array_of = dict(zip(arrays.first_chunk[arrays.inline].tolist(), arrays.inline, strict=True))
+    inline = {int(array_of[chunk]): value for chunk, value in small.items()}
+    return Payload(Extents(file, offset, nbytes, crc), inline, files), late
+
+
+def _joined(layout: Layout, array: int, parts: Iterable[Part]) -> bytes:
+    """Return the only chunk of a small array, out of the parts that processes hold."""
+    part = layout.plan.arrays.of(array)
+    dtype = DTYPES[part.spec.dtype]
+    values = np.zeros(part.grid.chunk_shape, dtype)
+    filled = 0
+    for piece in parts:
+        inside: Any = (*piece.box.relative_to(part.offset).slices(), ...)
+        values[inside] = np.frombuffer(piece.values, dtype).reshape(piece.box.shape)
+        filled += piece.box.size
+    if filled != part.spec.size:
+        raise _disagreement(f"{filled} of {part.spec.size} elements of one leaf were sent")
+    return values.tobytes()
+
+
+def _disagreement(reason: str) -> UsageError:
+    return UsageError(
+        f"the processes planned differently ({reason}); nothing was committed. Save again: all "
+        "plans that were kept are dropped"
+    )
+
+
+def compare(layout: Layout, snapshot: Snapshot, entries: Sequence[Entries], named: Any) -> None:
+    """Check that replicas and local values are equal on all processes.
+
+    Raises:
+        MismatchError: some are not; names the first such leaf and two processes.
+    """
+    for one in entries:
+        if one.digest != entries[0].digest:
+            raise _disagreement(f"{named(one.process)} has another schema than {named(0)}")
+    for what in ("scalar", "checked"):
+        found = _first_difference(entries, what)
+        if found is None:
+            continue
+        number, one_process, other_process = found
+        leaf = number if what == "scalar" else _leaf_of(layout, snapshot, number)
+        raise _difference(snapshot.paths[leaf], named(one_process), named(other_process))
+
+
+def _first_difference(entries: Sequence[Entries], what: str) -> tuple[int, int, int] | None:
+    """Return what differs first, by number, and two processes that have different checksums."""
+    numbers = np.concatenate([getattr(one, what) for one in entries])
+    crcs = np.concatenate([getattr(one, f"{what}_crc") for one in entries])
+    counts = [getattr(one, what).size for one in entries]
+    owners = np.repeat(np.array([one.process for one in entries], np.int64), counts)
+    order = np.lexsort((owners, numbers))
+    numbers, owners, crcs = numbers[order], owners[order], crcs[order]
+    differ = np.flatnonzero((numbers[1:] == numbers[:-1]) & (crcs[1:] != crcs[:-1]))
+    if not differ.size:
+        return None
+    at = int(differ[0])
+    return int(numbers[at]), int(owners[at]), int(owners[at + 1])
+
+
+def _leaf_of(layout: Layout, snapshot: Snapshot, chunk: int) -> int:
+    """Return the leaf that a chunk belongs to."""
+    arrays = layout.plan.arrays
+    array = int(np.flatnonzero(np.asarray(arrays.first_chunk) <= chunk)[-1])
+    return snapshot.array_leaf[int(arrays.leaf[array])]
+
+
+def _difference(path: str, one: str, other: str) -> MismatchError:
+    return MismatchError(
+        f"{where(path)}: {one} and {other} hold different values of this leaf, which each of them "
+        "holds whole: nothing was committed. If every process is to keep its own, wrap it in "
+        "asyncckpt.PerProcess; if the values may differ and one will do, as BatchNorm's statistics "
+        'do, return LeafOptions(replicas="first") for it in leaf_options; else find out why they '
+        "differ",
+        path=path,
+        expected="equal values",
+        found="different values",
+    )

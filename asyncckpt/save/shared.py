@@ -1,0 +1,370 @@
+"""One process' part in a save by several processes.
+
+::
+
+    process p                          process 0
+    join ◄──────────── mark ────────── begin
+    plan, stage, serialize, upload     plan, stage, serialize, upload
+    entries ──────── ready ──────────► merge, index
+                                       decision, record, publish
+    leave ◄───────── outcome ────────── report
+
+Whatever fails on one process ends the round, and with it the save on all.
+"""
+
+# Rule 1: nothing is waited for before the leaves are staged, if the plan is known: a process that
+#   comes early stages, and its first write waits for the attempt.
+# Rule 2: an error that begins here is posted before anything is cleaned up, so that the others
+#   stop at once; one that was posted elsewhere is not posted again.
+# Rule 3: plans that were kept are dropped after every failure: processes may disagree about them.
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from asyncckpt.coordinators.rounds import Round, briefly
+from asyncckpt.errors import (
+    AsyncCheckpointError,
+    CheckpointNotFoundError,
+    DeadlineExceededError,
+    SaveAbortedError,
+    SaveOutcomeUnknownError,
+    UsageError,
+)
+from asyncckpt.flow.shield import leading_error, to_completion
+from asyncckpt.format.record import save_id_of
+from asyncckpt.planning.replicas import checked_rows
+from asyncckpt.planning.table import Column
+from asyncckpt.ports import AttemptFiles, DataFile, JoinedAttempt, Sizes, Store
+from asyncckpt.reports import SaveReport
+from asyncckpt.runtime import Runtime
+from asyncckpt.save.commit import Commit, Committable
+from asyncckpt.save.contribution import Contribution
+from asyncckpt.save.merge import MergingCommit
+from asyncckpt.save.plan_cache import Layout, LayoutCache
+from asyncckpt.save.save import Save, SaveState, record_of
+from asyncckpt.save.shared_plan import SharedPlan
+from asyncckpt.save.snapshot import SaveRequest
+
+T = TypeVar("T")
+
+JOIN_S = 2.0
+"""How long an attempt is looked for before the question is whether process 0 has begun it."""
+
+UNSHARED_S = 15.0
+"""How long an attempt that process 0 has begun may stay invisible: network file systems keep what
+they know of a directory for some seconds."""
+
+OUTCOME_S = 60.0
+"""How long a record is looked for after process 0 fell silent between decision and outcome."""
+
+
+class Joining:
+    """The files of an attempt that this process is about to join; the first call waits for that."""
+
+    def __init__(self, location: str, joining: asyncio.Task[JoinedAttempt]) -> None:
+        self.location = location
+        self._joining = joining
+
+    async def attempt(self) -> JoinedAttempt:
+        """Return the attempt once it is joined."""
+        return await asyncio.shield(self._joining)
+
+    async def create(self, path: str, *, nbytes: int, window_nbytes: int | None = None) -> DataFile:
+        """Open a new data file, as `AttemptFiles.create`."""
+        attempt = await self.attempt()
+        return await attempt.create(path, nbytes=nbytes, window_nbytes=window_nbytes)
+
+    async def put(self, path: str, data: bytes | memoryview, *, in_record: bool = False) -> None:
+        """Make a small file durable, as `AttemptFiles.put`."""
+        await (await self.attempt()).put(path, data, in_record=in_record)
+
+    async def taken(self, path: str, *, max_nbytes: int) -> bytes | None:
+        """Return what a process has passed on, as `AttemptFiles.taken`."""
+        return await (await self.attempt()).taken(path, max_nbytes=max_nbytes)
+
+    async def pass_on(self, path: str, data: bytes | memoryview) -> None:
+        """Write a file for the other processes, as `AttemptFiles.pass_on`."""
+        await (await self.attempt()).pass_on(path, data)
+
+    async def abort(self) -> None:
+        """Remove what was written, if the attempt was joined at all."""
+        joined = await self._ended()
+        if joined is not None:
+            await joined.abort()
+
+    async def leave(self) -> None:
+        """End the share without touching what was written: it may be part of a checkpoint."""
+        joined = await self._ended()
+        if joined is not None:
+            await joined.leave()
+
+    async def _ended(self) -> JoinedAttempt | None:
+        self._joining.cancel()
+        await asyncio.wait((self._joining,))
+        failed = self._joining.cancelled() or self._joining.exception() is not None
+        return None if failed else self._joining.result()
+
+
+class SharedSave(Save):
+    """The part of this process in a save of several.
+
+    Args:
+        round_: what the processes say to each other about this save.
+        Others: as `Save`.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        store: Store,
+        layouts: LayoutCache,
+        request: SaveRequest,
+        state: SaveState,
+        staged: Callable[[], None],
+        round_: Round,
+    ) -> None:
+        super().__init__(runtime, store, layouts, request, state, staged)
+        self._round = round_
+        self._group = round_.group
+        identity = f"{self._group.run_id}\n{request.name}\n{round_.number}"
+        self._save_id = hashlib.sha256(identity.encode()).hexdigest()[:32]
+        self._process = self._group.process_index
+        self._stem = f"{self._save_id}-{self._process}" if self._process else self._save_id
+        self._ended_by_others = False
+        self._posted = False
+        self._kept = False  # what was written may be part of a checkpoint
+        self._contribution: Contribution | None = None
+
+    async def run(
+        self,
+        turn: asyncio.Lock,
+        retain: Callable[[SaveReport], Coroutine[Any, Any, SaveReport]] | None = None,
+    ) -> SaveReport:
+        """Take part in committing the checkpoint; as `Save.run`.
+
+        Raises:
+            …: the error of whichever process failed first, with its name.
+            SaveOutcomeUnknownError: process 0 fell silent after its decision to commit.
+        """
+        async with self._round.alive():
+            try:
+                return await super().run(turn, retain)
+            except BaseException as error:
+                await self._post(error)
+                raise
+
+    async def _run(self) -> SaveReport:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                self._watching = tasks.create_task(self._watch())
+                report = await super()._run()
+                self._watching.cancel()
+        except BaseException:
+            self._layouts.forget()
+            raise
+        return report
+
+    async def _watch(self) -> None:
+        """Return when all have succeeded; raise the error of a process that has failed."""
+        try:
+            await self._round.watch()
+        except SaveOutcomeUnknownError:
+            if not await self._is_committed():
+                self._ended_by_others = self._kept = True
+                raise
+        except Exception:
+            self._ended_by_others, self._kept = True, False
+            raise
+
+    async def _is_committed(self) -> bool:
+        """Look for the record until it must have been written by a process that is alive."""
+        files = self._store.files(self._request.name)
+        try:
+            end = time.monotonic() + OUTCOME_S
+            while time.monotonic() < end:
+                record = await record_of(files)
+                if record is not None and save_id_of(record) == self._save_id:
+                    return True
+                await asyncio.sleep(1.0)
+            return False
+        finally:
+            await files.close()
+
+    # -- stages
+
+    async def _refuse_existing(self) -> None:
+        if self._round.leads:
+            await super()._refuse_existing()
+
+    async def _plan(self, sizes: Sizes) -> Layout:
+        plan = SharedPlan(self._round, self._request, self._files)
+        snapshot, layout = await plan.agree(
+            sizes, runtime=self._runtime, store=self._store, cache=self._layouts
+        )
+        self._request = replace(self._request, snapshot=snapshot)
+        return layout
+
+    async def _begin(self) -> Any:
+        request = self._request
+        if self._attempt is None and not self._round.leads:
+            self._attempt = Joining(self._location, self._tasks.create_task(self._joined()))
+        elif self._attempt is None:
+            self._attempt = await self._store.begin(
+                request.name,
+                self._save_id,
+                overwrite=request.overwrite,
+                private=request.options.private,
+                shared=True,
+            )
+            self._round.begun()
+        return self._attempt
+
+    async def _files(self) -> AttemptFiles:
+        attempt = await self._begin()
+        return await attempt.attempt() if isinstance(attempt, Joining) else attempt
+
+    async def _joined(self) -> JoinedAttempt:
+        try:
+            return await self._join()
+        except Exception as error:
+            await self._post(error)  # before it cancels all the rest
+            raise
+
+    async def _join(self) -> JoinedAttempt:
+        """Join the attempt of process 0, once it is there.
+
+        Raises:
+            UsageError: process 0 has begun it, and it cannot be seen from here.
+        """
+        begun_at: float | None = None
+        while True:
+            try:
+                return await self._store.join(
+                    self._request.name,
+                    self._save_id,
+                    process=self._group.process_index,
+                    timeout_s=JOIN_S,
+                    private=self._request.options.private,
+                )
+            except CheckpointNotFoundError:
+                await self._round.post_name()
+                if begun_at is None and self._round.has_begun():
+                    begun_at = time.monotonic()
+            if begun_at is not None and time.monotonic() - begun_at > UNSHARED_S:
+                raise UsageError(
+                    f"{self._location}: {self._group.named(0)} has begun this save, and "
+                    f"{self._group.named(self._group.process_index)} cannot see it: this is no "
+                    "place that all processes share, as one host's disk and memory:// are not; "
+                    "pass a directory that every host mounts or the URL of a bucket, or "
+                    'coordinator="single" with a root per process',
+                    location=self._location,
+                )
+
+    def _committing(self, attempt: Any, layout: Layout) -> Commit | Contribution:
+        compute = self._runtime.engine.compute
+        if self._round.leads:
+            return MergingCommit(
+                attempt,
+                layout,
+                self._request,
+                save_id=self._save_id,
+                compute=compute,
+                writers=self._group.process_count,
+                round_=self._round,
+            )
+        self._contribution = Contribution(
+            attempt,
+            layout,
+            self._request.snapshot,
+            save_id=self._save_id,
+            process=self._group.process_index,
+            compute=compute,
+        )
+        return self._contribution
+
+    def _checked(self, layout: Layout) -> Column:
+        return checked_rows(layout.plan, self._round.number, whole=layout.fresh)
+
+    async def _conclude(self, attempt: Any, made: Committable) -> Committable:
+        if self._round.leads:
+            await self._round.commit()
+            await attempt.publish(made.record)
+            totals = {"stored_nbytes": made.stored_nbytes, "file_count": made.file_count}
+            await to_completion(briefly(self._round.finish(json.dumps(totals).encode())))
+            return made
+        assert self._contribution is not None
+        joined = await attempt.attempt()
+        await joined.settle()
+        self._kept = True
+        await self._round.post("ready", self._contribution.path.encode())
+        await self._outcome()
+        await joined.leave()
+        totals = json.loads(self._round.result or b"{}")
+        return Committable(b"", totals.get("stored_nbytes", 0), totals.get("file_count", 0))
+
+    async def _outcome(self) -> None:
+        """Wait until the save has succeeded.
+
+        Cancellation: withdraws from the save, unless its success is decided; then waits.
+        """
+        task = asyncio.current_task()
+        before = task.cancelling() if task is not None else 0
+        try:
+            await asyncio.wait((self._watching,))
+        except asyncio.CancelledError as error:
+            if self._watching.done() or await to_completion(self._withdraw(error)):
+                raise
+            await to_completion(_ended(self._watching))
+            while task is not None and task.cancelling() > before:
+                task.uncancel()
+
+    # -- failures
+
+    async def _give_up(self, error: BaseException) -> None:
+        await self._post(error)
+        if not self._kept:
+            await super()._give_up(error)
+        elif isinstance(self._attempt, Joining):
+            with contextlib.suppress(AsyncCheckpointError):
+                await to_completion(self._attempt.leave())
+
+    async def _post(self, error: BaseException) -> None:
+        """Tell all processes why this one has failed, unless one of them was the reason."""
+        if not self._ended_by_others and not self._posted:
+            await to_completion(self._withdraw(error))
+
+    async def _withdraw(self, error: BaseException) -> bool:
+        """Abort the save on all processes; return whether it is, False where it was decided."""
+        self._posted = True
+        aborted = await briefly(self._round.abort(self._reason(error), self._state.stage))
+        if aborted:
+            self._kept = False
+        return aborted is not False
+
+    def _reason(self, error: BaseException) -> BaseException:
+        if isinstance(error, BaseExceptionGroup):
+            error = leading_error(error)
+        if not isinstance(error, asyncio.CancelledError):
+            return error
+        if self._timeout is not None and self._timeout.expired():
+            return DeadlineExceededError(
+                f"{self._location}: the save did not finish within "
+                f"{self._request.options.deadline_s} s",
+                location=self._location,
+            )
+        return SaveAbortedError(
+            f"{self._location}: the save was cancelled", location=self._location
+        )
+
+
+async def _ended(task: asyncio.Task[Any]) -> None:
+    await asyncio.wait((task,))

@@ -1,0 +1,294 @@
+"""The plan of a save by several processes: agreed on once per schema, then kept by each."""
+
+# Rule 1: nothing is exchanged where this process knows the schema from an earlier save. Processes
+#   that do not agree on that find out before anything is committed.
+# Rule 2: what a chunk grid depends on is equal in all processes: the limits that memory and store
+#   put on chunks are those of the process with the lowest, settled with the first plan.
+# Rule 3: schemas that differ are merged by every process, from the same schemas to the same result.
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from asyncckpt.coordinators.rounds import Round
+from asyncckpt.errors import UsageError
+from asyncckpt.planning.merge import Merged, merge_schemas
+from asyncckpt.planning.schema import (
+    MAX_SCHEMA_NBYTES,
+    Schema,
+    SchemaLeaf,
+    decode_schema,
+    encode_schema,
+    schema_digest,
+)
+from asyncckpt.ports import AttemptFiles, Sizes, Store
+from asyncckpt.runtime import Runtime
+from asyncckpt.save.plan_cache import Layout, LayoutCache, layout_of, options_of_leaf
+from asyncckpt.save.snapshot import SaveRequest, Snapshot, completed
+
+NO_LIMIT = 1 << 62
+
+VISIBLE_S = 15.0
+"""How long what was passed on may stay invisible on a network file system."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What memory and store of a process allow for chunks, in bytes.
+
+    Attributes:
+        budget_nbytes: memory for chunks that are held whole.
+        chunk_nbytes: target size at most.
+        chunk_limit_nbytes: largest chunk that can be stored.
+    """
+
+    budget_nbytes: int
+    chunk_nbytes: int
+    chunk_limit_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Agreement:
+    """What all processes agreed on for one schema.
+
+    Attributes:
+        digest: of the schema, or of all that were merged.
+        limits: the lowest of all processes.
+        merged: what all save together; None where their schemas are equal.
+    """
+
+    digest: str
+    limits: Limits
+    merged: Merged | None = None
+
+
+class SharedPlan:
+    """How this process plans its part in a save.
+
+    Args:
+        round_: what the processes say to each other about this save.
+        request: what is saved.
+        attempt: returns the files of the attempt, once there are any.
+    """
+
+    def __init__(
+        self,
+        round_: Round,
+        request: SaveRequest,
+        attempt: Callable[[], Awaitable[AttemptFiles]],
+    ) -> None:
+        self._round = round_
+        self._request = request
+        self._attempt = attempt
+        self.fresh = False
+
+    async def agree(
+        self, sizes: Sizes, *, runtime: Runtime, store: Store, cache: LayoutCache
+    ) -> tuple[Snapshot, Layout]:
+        """Return the tree, with what other processes have of it, and this process' layout.
+
+        Raises:
+            MismatchError: the trees do not go together; names path and processes.
+            UsageError: as `make_layout`.
+        """
+        request, group = self._request, self._round.group
+        key = schema_key(request)
+        agreed: Agreement | None = cache.agreement(key)
+        fresh = agreed is None
+        if agreed is None:
+            agreed = await self._agreement(runtime, sizes)
+            cache.agree(key, agreed)
+        limits = agreed.limits
+        snapshot = request.snapshot
+        if agreed.merged is not None:
+            snapshot = completed(snapshot, agreed.merged, group.process_index, group.process_count)
+        layout = await layout_of(
+            snapshot,
+            request.options,
+            replace(
+                sizes,
+                chunk_nbytes=_limit(limits.chunk_nbytes),
+                chunk_limit_nbytes=_limit(limits.chunk_limit_nbytes),
+            ),
+            runtime=runtime,
+            store=store,
+            cache=cache,
+            budget_nbytes=limits.budget_nbytes,
+            process=group.process_index,
+            process_count=group.process_count,
+        )
+        return snapshot, replace(layout, schema_digest=agreed.digest, fresh=fresh)
+
+    # -- when the schema is new
+
+    async def _agreement(self, runtime: Runtime, sizes: Sizes) -> Agreement:
+        limits = Limits(
+            runtime.budget_nbytes,
+            sizes.chunk_nbytes or NO_LIMIT,
+            sizes.chunk_limit_nbytes or NO_LIMIT,
+        )
+        run = runtime.engine.compute.run
+        schema = await run(schema_of, self._request)
+        digest = await run(schema_digest, schema)
+        partial = any(leaf.partial for leaf in schema.leaves)
+        own = [digest, partial, *_values(limits)]
+        answer = await (self._settle(own) if self._round.leads else self._propose(own))
+        agreed = Agreement(digest, Limits(*answer["limits"]))
+        if not answer["merge"]:
+            return agreed
+        schemas = await self._exchange(schema)
+        merged = await run(merge_schemas, schemas, self._tree())
+        return replace(agreed, digest=merged.digest, merged=merged)
+
+    async def _settle(self, own: list[Any]) -> dict[str, Any]:
+        """Look whether all save the same, as process 0."""
+        found = await self._round.gathered("plan", instead="ready")
+        proposals = [own, *(json.loads(message) for message in found.values())]
+        answer = {
+            "merge": any(partial or digest != own[0] for digest, partial, *_ in proposals),
+            "limits": [min(limit) for limit in zip(*(p[2:] for p in proposals), strict=True)],
+        }
+        await self._round.answer("planned", json.dumps(answer).encode())
+        return answer
+
+    async def _propose(self, own: list[Any]) -> dict[str, Any]:
+        """Tell process 0 what this process saves, and return what it answers."""
+        await self._round.post("plan", json.dumps(own).encode())
+        answer: dict[str, Any] = json.loads(await self._round.answered("planned"))
+        return answer
+
+    async def _exchange(self, own: Schema) -> dict[int, Schema]:
+        """Return the schemas of all processes, which go through the store."""
+        attempt = await self._attempt()
+        index = self._round.group.process_index
+        if not self._round.leads:
+            path = f"schema-{index}"
+            await attempt.pass_on(path, encode_schema(own))
+            await self._round.post("schema", path.encode())
+            bundle = await self._taken(attempt, (await self._round.answered("schemas")).decode())
+            schemas: dict[int, Schema] = {}
+            for processes, data in json.loads(bundle):
+                schema = decode_schema(base64.b64decode(data), file="schemas")
+                schemas.update(dict.fromkeys(processes, schema))
+            return schemas
+        distinct: dict[bytes, list[int]] = {encode_schema(own): [0]}
+        for process, message in sorted((await self._round.gathered("schema")).items()):
+            data = await self._taken(attempt, message.decode())
+            distinct.setdefault(data, []).append(process)
+        bundle = json.dumps(
+            [[processes, base64.b64encode(data).decode()] for data, processes in distinct.items()]
+        ).encode()
+        await attempt.pass_on("schemas", bundle)
+        await self._round.answer("schemas", b"schemas")
+        schemas = {}
+        for data, processes in distinct.items():
+            schema = decode_schema(data, file=f"schema of process {processes[0]}")
+            schemas.update(dict.fromkeys(processes, schema))
+        return schemas
+
+    async def _taken(self, attempt: AttemptFiles, path: str) -> bytes:
+        return await taken(attempt, path, self._round, max_nbytes=2 * MAX_SCHEMA_NBYTES)
+
+    def _tree(self) -> Literal["same", "union"]:
+        tree = self._request.options.tree
+        if tree == "auto":
+            return "same" if self._round.group.coordinator.name == "jax" else "union"
+        return tree
+
+
+async def taken(attempt: AttemptFiles, path: str, round_: Round, *, max_nbytes: int) -> bytes:
+    """Return what another process has passed on and said so.
+
+    Raises:
+        UsageError: it cannot be seen here.
+    """
+    loop = asyncio.get_running_loop()
+    end = loop.time() + VISIBLE_S
+    while (data := await attempt.taken(path, max_nbytes=max_nbytes)) is None:
+        if loop.time() > end:
+            group = round_.group
+            raise UsageError(
+                f"{attempt.location}: {group.named(group.process_index)} cannot see {path!r}, "
+                "which another process has written: this is no place that all processes share; "
+                "pass a directory that every host mounts, or the URL of a bucket",
+                location=attempt.location,
+                found=path,
+            )
+        await asyncio.sleep(0.1)
+    return data
+
+
+def _values(limits: Limits) -> list[int]:
+    return [limits.budget_nbytes, limits.chunk_nbytes, limits.chunk_limit_nbytes]
+
+
+def _limit(nbytes: int) -> int | None:
+    return None if nbytes == NO_LIMIT else nbytes
+
+
+def schema_key(request: SaveRequest) -> Sequence[Any]:
+    """Return what this process' part of the schema is made of; compared part by part."""
+    snapshot = request.snapshot
+    return [
+        snapshot.paths,
+        snapshot.kinds,
+        [(source.spec, source.shards, source.partition) for source in snapshot.sources],
+        snapshot.tied,
+        snapshot.extra,
+        snapshot.structure,
+        _shared_options(request),
+        request.options.leaf_options,
+    ]
+
+
+def schema_of(request: SaveRequest) -> Schema:
+    """Return what the other processes need to know of this one's tree.
+
+    Raises:
+        …: as `leaf_options` raises; a note names the path.
+    """
+    snapshot, options = request.snapshot, request.options
+    number_of = {leaf: number for number, leaf in enumerate(snapshot.array_leaf)}
+    leaves: list[SchemaLeaf] = []
+    for leaf, kind in enumerate(snapshot.kinds):
+        number = number_of.get(leaf)
+        if number is None:
+            leaves.append(SchemaLeaf(kind))
+            continue
+        source = snapshot.sources[number]
+        tied = snapshot.tied.get(number)
+        boxes = None
+        if source.partition is None and source.shards is not None:
+            boxes = tuple([shard.box for shard in source.shards])
+        leaves.append(
+            SchemaLeaf(
+                kind,
+                source.spec,
+                options_of_leaf(options, snapshot.paths[leaf], source.spec),
+                json.dumps(dict(source.extra), sort_keys=True) if source.extra else "",
+                None if tied is None else snapshot.array_leaf[tied],
+                source.partition,
+                boxes,
+                source.partial,
+            )
+        )
+    return Schema(snapshot.structure, tuple(leaves), _shared_options(request))
+
+
+def _shared_options(request: SaveRequest) -> dict[str, Any]:
+    """Return the arguments that all processes must give alike."""
+    options = request.options
+    return {
+        "chunk_nbytes": options.chunk_nbytes,
+        "compression": options.compression,
+        "compression_level": options.compression_level,
+        "layout": options.layout,
+        "tree": options.tree,
+        "private": options.private,
+        "overwrite": request.overwrite,
+    }

@@ -1,0 +1,162 @@
+"""The processes of one session: chosen at first use, introduced once, counted through its calls."""
+
+# Rule 1: calls are counted in the caller's thread, before anything in them can fail: processes
+#   that make the same calls in the same order mean the same by a number.
+# Rule 2: a call that fails before its round exists ends that round for all, or they would wait.
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar, cast
+
+from asyncckpt.coordinators.beats import Beats
+from asyncckpt.coordinators.choice import choose
+from asyncckpt.coordinators.group import Group, part
+from asyncckpt.coordinators.handshake import shake_hands
+from asyncckpt.coordinators.pulse import Pulse
+from asyncckpt.coordinators.rounds import Round, briefly
+from asyncckpt.ports import Coordinator
+from asyncckpt.runtime import Runtime
+
+T = TypeVar("T")
+
+_opened: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
+"""How often this process has opened each root together with others."""
+
+
+class Processes:
+    """The processes that save and restore together.
+
+    Args:
+        runtime: what processes of one host divide between them.
+        root: path or URL of the run.
+        coordinator: ``"auto"``, ``"single"`` or an object.
+        arrival_s: how long processes may come after the first.
+        silence_s: how long a process may give no sign of life.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        root: str,
+        coordinator: object,
+        *,
+        arrival_s: float,
+        silence_s: float,
+    ) -> None:
+        self._runtime = runtime
+        self._root = root
+        self._given = coordinator
+        self._arrival_s = arrival_s
+        self._silence_s = silence_s
+        self._lock = threading.Lock()
+        self._chosen: Coordinator | None = None
+        self._counts: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        self._meeting = asyncio.Lock()
+        self._opened = -1
+        self._group: Group | None = None
+        self._pulse: Pulse | None = None
+
+    def __repr__(self) -> str:
+        if self._chosen is None:
+            return f"Processes({self._given!r})"
+        chosen = self._chosen
+        return f"Processes({chosen.name}, {chosen.process_index} of {chosen.process_count})"
+
+    # -- in the caller's thread
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The coordinator, chosen at first use.
+
+        Raises:
+            UsageError: there are several processes, and nothing by which they could coordinate.
+        """
+        with self._lock:
+            if self._chosen is None:
+                self._chosen = choose(self._given)
+            return self._chosen
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process saves and restores by itself."""
+        return self.coordinator.process_count == 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is process 0, or the only one."""
+        return self.coordinator.process_index == 0
+
+    def count(self, kind: str) -> int:
+        """Return the number of this call among those of its kind."""
+        with self._lock:
+            return next(self._counts[kind])
+
+    # -- on the engine
+
+    async def round(self, kind: str, number: int, name: str = "") -> Round:
+        """Begin a round of this process; the first one shakes hands.
+
+        Args:
+            kind: ``save``, or ``call`` for all other calls.
+            number: its number among those of its kind.
+            name: what was called, where the kind does not say it.
+        """
+        group, pulse = await self._met()
+        return Round(
+            group,
+            pulse,
+            kind,
+            number,
+            name=name,
+            arrival_s=self._arrival_s,
+            silence_s=self._silence_s,
+        )
+
+    async def once(
+        self, name: str, number: int, function: Callable[[], Coroutine[Any, Any, T]]
+    ) -> T:
+        """Run the coroutine on process 0; return its result, a JSON value, on all processes."""
+        round_ = await self.round("call", number, name)
+
+        async def on_this() -> T:
+            if not round_.leads:
+                return cast("T", json.loads(await round_.outcome()))
+            # Nothing is done before all processes have made this very call.
+            await round_.gathered("name")
+            result = await function()
+            await round_.commit()
+            await round_.finish(json.dumps(result).encode())
+            return result
+
+        return await round_.run(on_this)
+
+    async def refuse(self, kind: str, number: int, error: BaseException) -> None:
+        """End a round with an error that came before it."""
+        await (await self.round(kind, number)).abort(error)
+
+    async def _met(self) -> tuple[Group, Pulse]:
+        async with self._meeting:
+            if self._group is None or self._pulse is None:
+                coordinator = self.coordinator
+                if self._opened < 0:
+                    self._opened = next(_opened[self._root, coordinator.process_index])
+                self._group = await shake_hands(
+                    coordinator, root=self._root, opened=self._opened, arrival_s=self._arrival_s
+                )
+                self._runtime.share_host(self._group.processes_on_host)
+                beats = Beats(self._group, self._silence_s)
+                self._pulse = Pulse(self._runtime.engine, beats)
+            return self._group, self._pulse
+
+    async def release(self) -> None:
+        """Say good-bye, and close what was opened here."""
+        if self._group is not None:
+            await briefly(part(self._group))
+        if self._chosen is not None and self._chosen is not self._given:
+            await self._chosen.close()

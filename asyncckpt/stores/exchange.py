@@ -1,0 +1,114 @@
+"""The mark of an attempt that several processes share, and the names of files that they pass on.
+
+Process 0 writes the mark when the attempt can be joined. The other processes read it through the
+store before their first write, so that a root that is not shared is found out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import time
+from collections.abc import Awaitable, Callable
+
+from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
+
+MARK = ".begun"
+"""Name of the mark, which `check_passed` refuses."""
+
+MARK_NBYTES = 4096
+"""Longest mark that is read."""
+
+# Hidden names are the mark's and those of files that are being written.
+_PASSED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+
+
+def mark_of(save_id: str, host: str) -> bytes:
+    """Return the content of the mark of an attempt; people look at the host."""
+    return f"{save_id} {host}\n".encode()
+
+
+def is_mark_of(save_id: str, data: bytes | None) -> bool:
+    """Return whether this is the content of the mark of this attempt."""
+    return data is not None and data.startswith(f"{save_id} ".encode())
+
+
+def check_process(process: int) -> int:
+    """Return the number of a process that joins.
+
+    Raises:
+        UsageError: it is not above zero.
+    """
+    if process < 1:
+        raise UsageError(
+            f"process={process}: pass a number above zero; process 0 begins the attempt",
+            found=process,
+        )
+    return process
+
+
+def check_passed(path: str, location: str) -> str:
+    """Return the path if a file of this name can be passed on.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if not _PASSED.fullmatch(path):
+        raise UsageError(
+            f"{path!r} cannot be passed on: pass 1 to 64 of the characters A-Z a-z 0-9 . _ -, "
+            "the first of them neither '.' nor '-'",
+            location=location,
+            found=path,
+        )
+    return path
+
+
+def too_large(path: str, location: str, nbytes: int, max_nbytes: int) -> CorruptCheckpointError:
+    """Return the error for a file that another process has passed on and that is too large."""
+    return CorruptCheckpointError(
+        f"{location}: {nbytes} bytes were passed on as {path!r}, expected at most {max_nbytes}; "
+        "the processes disagree about what they save: run one version of the library everywhere",
+        file=path,
+        location=location,
+        expected=max_nbytes,
+        found=nbytes,
+    )
+
+
+async def find_mark(
+    look: Callable[[], Awaitable[bool]],
+    *,
+    location: str,
+    save_id: str,
+    timeout_s: float,
+    pauses_s: tuple[float, float],
+) -> None:
+    """Look until the attempt can be joined.
+
+    Args:
+        look: returns whether it was found.
+        location: of the checkpoint.
+        save_id: of the attempt.
+        timeout_s: how long to look.
+        pauses_s: between two looks at first, and at most.
+
+    Raises:
+        CheckpointNotFoundError: it was not found for so long.
+    """
+    end = time.monotonic() + timeout_s
+    pause_s, longest_s = pauses_s
+    while not await look():
+        left_s = end - time.monotonic()
+        if left_s <= 0:
+            host = socket.gethostname()
+            raise CheckpointNotFoundError(
+                f"{location}: no attempt with save id {save_id} was found here from host {host} "
+                f"within {timeout_s:g} s; either process 0 has not begun it or has given it up, "
+                "or the two do not see the same storage: pass a root that all processes share",
+                location=location,
+                expected=save_id,
+                found=host,
+            )
+        await asyncio.sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, longest_s)

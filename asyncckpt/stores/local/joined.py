@@ -1,0 +1,94 @@
+"""A share in an attempt that another process has begun in the same directory."""
+
+# Rule 1: the attempt's directory, and that of its epoch, are never made here: where they are not
+#   seen, the root is not shared.
+
+from __future__ import annotations
+
+import os
+
+from asyncckpt.stores.local.failures import reported
+from asyncckpt.stores.local.locks import leads_to
+from asyncckpt.stores.local.owners import has_mark, make_owner_file
+from asyncckpt.stores.local.posix import Descriptor
+from asyncckpt.stores.local.tree import AttemptTree
+
+
+class LocalJoinedAttempt(AttemptTree):
+    """A share in an attempt, made by `LocalStore.join`."""
+
+    def look(self, epoch: int, process: int) -> bool:
+        """Take part in the attempt if it is there; return whether it is. Blocking.
+
+        Raises:
+            UsageError: a process of this number takes part in it already.
+            StoreError: it cannot be looked for, or the owner file cannot be made.
+        """
+        base = self._context.layout.attempt(epoch, self._name, self._save_id)
+        with reported("joining a save", self.location):
+            for path in _attempts(base):
+                try:
+                    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                except (FileNotFoundError, NotADirectoryError):
+                    continue
+                directory = Descriptor(fd)
+                try:
+                    if has_mark(fd, self._save_id) and self._take_part(path, directory, process):
+                        return True
+                finally:
+                    if self._directory is not directory:
+                        directory.close()
+        return False
+
+    def _take_part(self, path: str, directory: Descriptor, process: int) -> bool:
+        """Make the own owner file; return whether the attempt was not being removed meanwhile."""
+        context = self._context
+        try:
+            owner_file = make_owner_file(
+                path, process, context.machine(), self._name, self._save_id, self._file_mode
+            )
+        except FileNotFoundError:  # the epoch's directory was tidied up
+            return False
+        if owner_file is None:
+            return False
+        self._path, self._directory, self._owner_file = path, directory, owner_file
+        with directory.use() as fd:
+            if has_mark(fd, self._save_id) and leads_to(path, fd):
+                if self._guard.ended:  # this thread was abandoned, and has returned
+                    self._remove()
+                return True
+        self._remove()  # the process that removes the attempt may have left it to this one
+        self._path, self._directory, self._owner_file = "", None, None
+        return False
+
+    async def settle(self) -> None:
+        """Flush the directories with own files. As `JoinedAttempt.settle`.
+
+        Cancellation: waits for the threads, then raises.
+        """
+        self._check_sealed()
+        await self._flush(*self._directories, ".")
+
+    async def leave(self) -> None:
+        """End the share. As `JoinedAttempt.leave`.
+
+        Cancellation: finishes, then raises.
+        """
+        # A process 0 that was stopped may go on and publish: only the whole attempt is removed,
+        # once all of its processes are gone.
+        self._own.clear()
+        await self.abort()
+
+
+def _attempts(base: str) -> list[str]:
+    """Return the paths that an attempt may have; listing also makes NFS look for new names."""
+    epoch, name = os.path.split(base)
+    try:
+        found = os.listdir(epoch)
+    except FileNotFoundError:
+        return []
+    return [
+        os.path.join(epoch, this)
+        for this in sorted(found)
+        if this == name or (this.startswith(f"{name}.") and this[len(name) + 1 :].isdecimal())
+    ]

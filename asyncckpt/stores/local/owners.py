@@ -1,0 +1,218 @@
+"""Attempts in which several processes write: their owner files, the mark, and passed-on files.
+
+Each of the processes, process 0 too, has `<attempt>.owner-<p>`, which it keeps locked while it may
+write and removes when it does not any more.
+"""
+
+# Rule 1: a process that joins sees the mark, makes its owner file and looks for the mark again. A
+#   process that removes the attempt removes the mark before it looks for owner files. In every
+#   order of the two, one sees the other.
+#   (test_a_process_that_joins_while_the_attempt_is_removed_notices_it)
+# Rule 2: a process that gives up removes its own owner file before it looks for others. Of several,
+#   the last one therefore finds none, and removes what is left. Looking takes shared locks, which
+#   two that look at the same time do not mistake for an owner's.
+#   (test_a_process_that_looks_for_owners_is_not_taken_for_one)
+# Rule 3: `<attempt>.owner` goes last: until then a sweep can prove that a directory is dead, at
+#   whatever moment its remover was killed. (tests/stores/local/test_shared_kills.py)
+# Rule 4: process 0 is the only one that publishes. Once it is dead, nothing in the attempt can
+#   become visible, and taking it from the others costs them an error, never data.
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+
+from asyncckpt.errors import UsageError
+from asyncckpt.stores.exchange import MARK, MARK_NBYTES, is_mark_of
+from asyncckpt.stores.local.locks import (
+    Machine,
+    fill_owner,
+    leads_to,
+    parse_owner,
+    remove_owner,
+    try_lock,
+    unlock,
+)
+from asyncckpt.stores.local.posix import checked_regular, remove_tree, write_all
+from asyncckpt.stores.paths import CONTROL, OWNER_SUFFIX, RECORD_FILE
+
+EXCHANGE = f"{CONTROL}-exchange"
+"""Directory in an attempt for the mark and what its processes pass on."""
+
+_PROCESS = re.compile(rf"(.+){re.escape(OWNER_SUFFIX)}-[0-9]{{1,9}}", re.DOTALL)
+
+
+class OwnerFile:
+    """The locked owner file of this process. Made by `make_owner_file`."""
+
+    def __init__(self, path: str, fd: int) -> None:
+        self._path = path
+        self._fd = fd
+
+    def drop(self) -> None:
+        """Remove the owner file, unless another one has its name. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
+        try:
+            if leads_to(self._path, fd):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._path)
+        finally:
+            unlock(fd)
+            os.close(fd)
+
+
+def make_owner_file(
+    attempt: str, process: int, machine: Machine, name: str, save_id: str, mode: int
+) -> OwnerFile | None:
+    """Make and lock the owner file of a process; return None if it was swept meanwhile.
+
+    Raises:
+        UsageError: there is one of this number.
+    """
+    path = f"{attempt}{OWNER_SUFFIX}-{process}"
+    try:
+        # NFS locks only what is open for writing.
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    except FileExistsError:
+        raise UsageError(
+            f"{path}: process {process} takes part in this attempt already; give every process a "
+            "number of its own, and let each join once",
+            location=path,
+            found=process,
+        ) from None
+    owner_file = OwnerFile(path, fd)
+    alive = False
+    try:
+        if try_lock(fd) is not False and leads_to(path, fd):
+            fill_owner(fd, machine, name, save_id)
+            alive = True
+    finally:
+        if not alive:
+            owner_file.drop()
+    return owner_file if alive else None
+
+
+def owned_by_process(path: str) -> str | None:
+    """Return the attempt of which `path` is the owner file of one process, else None."""
+    match = _PROCESS.fullmatch(path)
+    return match[1] if match else None
+
+
+def owner_files(attempt: str) -> Iterator[str]:
+    """Yield the paths of the owner files of the processes that share an attempt."""
+    epoch, name = os.path.split(attempt)
+    try:
+        found = os.listdir(epoch)
+    except FileNotFoundError:
+        return
+    yield from (os.path.join(epoch, this) for this in found if owned_by_process(this) == name)
+
+
+def is_abandoned(attempt: str, directory: int, machine: Machine, root: str) -> bool:
+    """Return whether every process is proven dead that shares the attempt, process 0 aside.
+
+    Then no other process joins it any more.
+
+    Args:
+        attempt: its path.
+        directory: a descriptor of it.
+        machine: where this process runs.
+        root: of the store.
+    """
+    if any(not _is_dead(path, machine, root) for path in owner_files(attempt)):
+        return False
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(f"{EXCHANGE}/{MARK}", dir_fd=directory)
+    return all(_is_dead(path, machine, root) for path in owner_files(attempt))
+
+
+def remove_abandoned(attempt: str, directory: int, machine: Machine, root: str) -> None:
+    """Remove a shared attempt that is still there, unless one of its processes is alive."""
+    if leads_to(attempt, directory) and is_abandoned(attempt, directory, machine, root):
+        remove_attempt(attempt)
+
+
+def remove_attempt(attempt: str) -> None:
+    """Remove an attempt with all of its owner files. Others may be removing it too."""
+    remove_tree(attempt, first=RECORD_FILE)
+    for path in owner_files(attempt):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    remove_owner(attempt)
+
+
+def remove_dead_owner_files(attempt: str, machine: Machine, root: str) -> None:
+    """Remove the owner files of dead processes of an attempt whose directory is gone."""
+    for path in owner_files(attempt):
+        if _is_dead(path, machine, root):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+def is_locked(path: str) -> bool:
+    """Return whether a process holds the lock of an owner file, as far as locks reach."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    except OSError:  # another user's
+        return True
+    try:
+        return try_lock(fd, shared=True) is False
+    finally:
+        unlock(fd)
+        os.close(fd)
+
+
+def _is_dead(path: str, machine: Machine, root: str) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    try:
+        locked = try_lock(fd, shared=True)
+        owner = None if locked is False else parse_owner(fd)
+        # Torn: killed while it was written, or being written; then its process looks again.
+        return locked is True if owner is None else owner.is_dead(machine, locked, root)
+    finally:
+        unlock(fd)
+        os.close(fd)
+
+
+# ------------------------------------------------------------------------------------- exchange
+
+
+def write_exchange(directory: int, name: str, data: memoryview, mode: int) -> None:
+    """Write a file for the other processes; they see all of it, or nothing."""
+    aside = f"{EXCHANGE}/.{name}.new"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    fd = os.open(aside, flags, mode, dir_fd=directory)
+    try:
+        write_all(fd, data, 0)
+    finally:
+        os.close(fd)
+    os.rename(aside, f"{EXCHANGE}/{name}", src_dir_fd=directory, dst_dir_fd=directory)
+
+
+def read_exchange(directory: int, name: str, max_nbytes: int) -> bytes | int | None:
+    """Return what was passed on, or its size if that exceeds `max_nbytes`; None if it is absent."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        fd = checked_regular(os.open(f"{EXCHANGE}/{name}", flags, dir_fd=directory))
+    except FileNotFoundError:
+        return None
+    with open(fd, "rb", buffering=0) as file:
+        nbytes = os.fstat(fd).st_size
+        return nbytes if nbytes > max_nbytes else file.readall()
+
+
+def has_mark(directory: int, save_id: str) -> bool:
+    """Return whether the attempt with this directory can be joined."""
+    found = read_exchange(directory, MARK, MARK_NBYTES)
+    return isinstance(found, bytes) and is_mark_of(save_id, found)

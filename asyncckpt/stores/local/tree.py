@@ -1,0 +1,267 @@
+"""The directory of an attempt, and the files that this process writes in it."""
+
+# Rule 1: a directory is flushed by every process that has names in it: the others' flushes may have
+#   come before these names.
+# Rule 2: own files of a shared attempt are removed by their paths, never through the directory's
+#   descriptor: if process 0 publishes meanwhile, the paths lead nowhere.
+#   (test_an_abort_that_comes_after_publication_removes_nothing)
+# Rule 3: once a thread was abandoned, the mount does not answer, and clean-up waits until the
+#   thread returns. (tests/cancellation/test_stuck_mount.py)
+
+from __future__ import annotations
+
+import contextlib
+import os
+import posixpath
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import aiofiles
+
+from asyncckpt.errors import AsyncCheckpointError, UsageError
+from asyncckpt.flow.shield import run_all
+from asyncckpt.stores.exchange import check_passed, too_large
+from asyncckpt.stores.local.context import Context
+from asyncckpt.stores.local.datafile import LocalDataFile
+from asyncckpt.stores.local.failures import Guard, reported
+from asyncckpt.stores.local.locks import leads_to, unlock
+from asyncckpt.stores.local.owners import (
+    EXCHANGE,
+    OwnerFile,
+    read_exchange,
+    remove_abandoned,
+    write_exchange,
+)
+from asyncckpt.stores.local.posix import Descriptor, flush_directory, flush_file
+from asyncckpt.stores.paths import RECORD_FILE, check_file
+
+
+class AttemptTree:
+    """What every process of an attempt does in its directory.
+
+    Subclasses open the directory, and say how an attempt ends.
+    """
+
+    def __init__(self, context: Context, name: str, save_id: str, *, private: bool) -> None:
+        self.location = context.layout.target(name)
+        self._context = context
+        self._name = name
+        self._save_id = save_id
+        self._file_mode = 0o600 if private else 0o666
+        self._directory_mode = 0o700 if private else 0o777
+        self._guard = Guard(self.location, context.workers)
+        self._path = ""
+        self._directory: Descriptor | None = None
+        self._owner_file: OwnerFile | None = None
+        self._files: list[LocalDataFile] = []
+        self._own: list[str] = []
+        self._directories: set[str] = set()
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._path!r})"
+
+    # ------------------------------------------------------------------------------------ files
+
+    async def create(
+        self, path: str, *, nbytes: int, window_nbytes: int | None = None
+    ) -> LocalDataFile:
+        """Open a new data file; `nbytes` of space are reserved where possible.
+
+        Writes may be of any size and in any order, whatever `window_nbytes`.
+        """
+        self._guard.check()
+        check_file(path, self.location)
+        location = posixpath.join(self._path, path)
+        file = LocalDataFile(path, location, self._guard, self._context.direct)
+        self._files.append(file)
+        await self._guard.run(self._open_file, file, nbytes)
+        return file
+
+    def _open_file(self, file: LocalDataFile, nbytes: int) -> None:
+        with self._step("creating a data file", file.path) as directory:
+            self._make_parents(file.path, directory)
+            file.open(directory, self._file_mode, nbytes)
+            self._own.append(file.path)
+            if self._guard.ended:  # aborted meanwhile
+                file.close()
+
+    async def put(self, path: str, data: bytes | memoryview, *, in_record: bool = False) -> None:
+        """Write a small file, durably. Cancellation: waits until it is closed, then raises."""
+        self._guard.check()
+        check_file(path, self.location)
+        writing = self._write_file(path, memoryview(data).cast("B"), flush=True)
+        with self._guard.step():
+            await self._context.workers.complete(writing, f"writing {path}")
+
+    async def _write_file(self, path: str, data: memoryview, *, flush: bool) -> None:
+        workers = self._context.workers
+        with self._step(f"writing {len(data)} bytes", path) as directory:
+            if posixpath.dirname(path) not in self._directories | {""}:
+                await workers.run(self._make_parents, path, directory)
+            # "x" makes the flags O_CREAT | O_EXCL, which also refuse a link.
+            opener = partial(os.open, mode=self._file_mode, dir_fd=directory)
+            file = await aiofiles.open(path, "xb", buffering=0, opener=opener, executor=workers)
+            self._own.append(path)
+            try:
+                while len(data):
+                    data = data[await file.write(data) :]
+                if flush:
+                    await workers.run(flush_file, file.fileno())
+            finally:
+                await file.close()  # `async with` would close it in a thread that is not ours
+
+    def _make_parents(self, path: str, directory: int) -> None:
+        parts = path.split("/")
+        for depth in range(1, len(parts)):
+            parent = "/".join(parts[:depth])
+            if parent not in self._directories:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(parent, self._directory_mode, dir_fd=directory)
+                with self._lock:
+                    self._directories.add(parent)
+
+    @contextlib.contextmanager
+    def _step(self, action: str, path: str) -> Iterator[int]:
+        """Yield the attempt's directory for work on `path` in it; see `Guard.step`."""
+        assert self._directory is not None
+        location = posixpath.join(self._path, path)
+        with self._guard.step(action, location), self._directory.use() as directory:
+            yield directory
+
+    # --------------------------------------------------------------------------------- exchange
+
+    async def pass_on(self, path: str, data: bytes | memoryview) -> None:
+        """Write a file for the other processes, not durably. As `AttemptFiles.pass_on`.
+
+        Cancellation: waits for the thread, then raises.
+        """
+        self._check_exchange(path)
+        await self._guard.run(self._pass_on, path, memoryview(data).cast("B"))
+
+    def _pass_on(self, path: str, data: memoryview) -> None:
+        where = f"{EXCHANGE}/{path}"
+        with self._step(f"passing on {len(data)} bytes", where) as directory:
+            write_exchange(directory, path, data, self._file_mode)
+            self._own.append(where)
+
+    async def taken(self, path: str, *, max_nbytes: int) -> bytes | None:
+        """Return what a process has passed on, or None. As `AttemptFiles.taken`.
+
+        Cancellation: waits for the thread, then raises.
+        """
+        self._check_exchange(path)
+        found = await self._context.workers.run(self._taken, path, max_nbytes)
+        if isinstance(found, int):
+            raise too_large(path, self.location, found, max_nbytes)
+        return found
+
+    def _taken(self, path: str, max_nbytes: int) -> bytes | int | None:
+        assert self._directory is not None
+        location = posixpath.join(self._path, EXCHANGE, path)
+        with reported("reading what was passed on", location), self._directory.use() as directory:
+            return read_exchange(directory, path, max_nbytes)
+
+    def _check_exchange(self, path: str) -> None:
+        self._guard.check()
+        check_passed(path, self.location)
+        if self._owner_file is None:
+            raise UsageError(
+                f"{self.location}: this attempt has one process; begin it with shared=True to "
+                "pass files on",
+                location=self.location,
+            )
+
+    # ------------------------------------------------------------------------------------ flush
+
+    def _check_sealed(self) -> None:
+        self._guard.check()
+        for file in self._files:
+            if not file.sealed:
+                raise UsageError(
+                    f"{file.path}: the data file is not sealed", location=self.location
+                )
+
+    async def _flush(self, *paths: str) -> None:
+        """Flush the record file and directories, all at the same time."""
+        await run_all(self._context.workers, [partial(self._flush_one, path) for path in paths])
+
+    def _flush_one(self, path: str) -> None:
+        if path != RECORD_FILE:
+            with self._step("flushing the directory", path) as directory:
+                flush_directory(path, dir_fd=directory)
+            return
+        with self._step("flushing the record", path) as directory:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory)
+            try:
+                flush_file(fd)
+            finally:
+                os.close(fd)
+
+    # ------------------------------------------------------------------------------------ abort
+
+    async def abort(self) -> None:
+        """Remove everything of the attempt; do nothing if it has ended.
+
+        Of a shared one, remove what this process has written, and the rest if no other process of
+        it is alive. After a thread was abandoned, this happens when that thread returns, or a sweep
+        does it.
+
+        Cancellation: finishes, then raises.
+
+        Raises:
+            StoreError: files could not be removed; `LocalStore.sweep` will try again.
+            ThreadAbandonedError: the file system does not answer.
+        """
+        if self._guard.ended:
+            return
+        self._guard.ended = True
+        if self._guard.stuck is not None:
+            self._guard.stuck.add_done_callback(self._remove_later)
+        else:
+            await self._context.workers.clean_up(self._remove)
+
+    def _remove_later(self, _: Future[Any]) -> None:
+        try:
+            self._context.workers.submit(self._remove)
+        except RuntimeError:  # the engine has ended: this is the thread that was stuck
+            with contextlib.suppress(AsyncCheckpointError):
+                self._remove()
+
+    def _remove(self) -> None:
+        for file in self._files:
+            file.close()
+        try:
+            if self._path:
+                with reported("removing the attempt", self._path):
+                    self._remove_files()
+        finally:
+            self._release()
+
+    def _remove_files(self) -> None:
+        """Remove own files and the own owner file, then all if no other process is alive."""
+        assert self._directory is not None and self._owner_file is not None
+        with self._directory.use() as directory:
+            try:
+                if leads_to(self._path, directory):
+                    # The record first: without it, nothing here looks like a checkpoint.
+                    for path in sorted(self._own, key=lambda path: path != RECORD_FILE):
+                        with contextlib.suppress(FileNotFoundError):
+                            os.unlink(os.path.join(self._path, path))
+            finally:
+                self._owner_file.drop()
+                unlock(directory)  # of process 0
+            context = self._context
+            remove_abandoned(self._path, directory, context.machine(), context.layout.root)
+
+    def _release(self) -> None:
+        if self._owner_file is not None:
+            with contextlib.suppress(OSError):
+                self._owner_file.drop()
+        if self._directory is not None:
+            with contextlib.suppress(OSError), self._directory.use() as fd:
+                unlock(fd)
+            self._directory.close()

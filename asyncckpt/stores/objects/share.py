@@ -1,0 +1,211 @@
+"""The share of one process in an attempt on an object store: what it writes, and passes on."""
+
+# Rule 1: nothing is written under a name without the save id.
+# Rule 2: a name is written with one content only, so that a request that lands late changes
+#   nothing.
+# Rule 3: process 0 alone writes fixed names and the record, and removes what was exchanged.
+# Rule 4: nothing that a record may refer to is removed while the record may still arrive.
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from asyncckpt.errors import UsageError
+from asyncckpt.stores.exchange import MARK, MARK_NBYTES, check_passed, is_mark_of, too_large
+from asyncckpt.stores.objects.clients.client import Body, RequestError
+from asyncckpt.stores.objects.context import Context, owned, read_record
+from asyncckpt.stores.objects.datafile import ABORT_S, ObjectDataFile, Sending, open_file
+from asyncckpt.stores.objects.failures import reported, store_error
+from asyncckpt.stores.objects.layout import exchange_path, join
+from asyncckpt.stores.paths import check_file
+
+log = logging.getLogger("asyncckpt.stores")
+
+
+class ObjectShare:
+    """What every process of an attempt does, process 0 too. Subclasses say how it ends."""
+
+    def __init__(self, context: Context, name: str, save_id: str, *, shared: bool) -> None:
+        self.location = context.requests.location(name)
+        self._context = context
+        self._name = name
+        self._save_id = save_id
+        self._shared = shared
+        self._sending = Sending(context, name)
+        self._files: list[ObjectDataFile] = []
+        self._exchanged: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.location!r}, {self._save_id})"
+
+    # ------------------------------------------------------------------------------------- files
+
+    async def create(
+        self, path: str, *, nbytes: int, window_nbytes: int | None = None
+    ) -> ObjectDataFile:
+        """Open a new data file, of one window if at all; no request is made. As `Attempt.create`.
+
+        Raises:
+            UsageError: the path lacks the save id, or the file does not fit one request.
+        """
+        self._sending.check()
+        check_file(path, self.location)
+        self._check_own(path)
+        file = open_file(self._sending, path, nbytes, window_nbytes)
+        self._files.append(file)
+        return file
+
+    def _check_own(self, path: str) -> None:
+        if self._save_id not in path:
+            raise UsageError(
+                f"{path!r}: another attempt could write this name too; put the save id "
+                f"{self._save_id} into it",
+                location=self.location,
+                found=path,
+            )
+
+    # ---------------------------------------------------------------------------------- exchange
+
+    async def pass_on(self, path: str, data: bytes | memoryview) -> None:
+        """Store an object for the other processes. As `AttemptFiles.pass_on`."""
+        self._check_exchange(path)
+        await self._exchange(path, await owned(self._context, data))
+
+    async def taken(self, path: str, *, max_nbytes: int) -> bytes | None:
+        """Return what a process has passed on, or None. As `AttemptFiles.taken`."""
+        self._check_exchange(path)
+        key = self._exchange_key(path)
+        requests = self._context.requests
+        try:
+            data = await requests.read(key, max_nbytes=max_nbytes)
+            if data is None:
+                nbytes = await requests.size(key)
+                raise too_large(path, self.location, nbytes, max_nbytes)
+        except RequestError as error:
+            if error.kind == "missing":
+                return None
+            location = requests.location(key)
+            raise store_error("reading what was passed on", location, error) from error
+        self._exchanged.add(key)
+        return data
+
+    async def _exchange(self, path: str, data: Body) -> None:
+        key = self._exchange_key(path)
+        self._exchanged.add(key)
+        await self._sending.send_named(key, data)
+
+    def _exchange_key(self, path: str) -> str:
+        return join(self._name, exchange_path(self._save_id, path))
+
+    def _check_exchange(self, path: str) -> None:
+        self._sending.check()
+        check_passed(path, self.location)
+        if not self._shared:
+            raise UsageError(
+                f"{self.location}: this attempt has one process; begin it with shared=True to "
+                "pass files on",
+                location=self.location,
+            )
+
+    # ------------------------------------------------------------------------------------- abort
+
+    async def abort(self) -> None:
+        """Remove everything that this process has written; do nothing if the attempt has ended.
+
+        Cancellation: finishes, then raises.
+
+        Raises:
+            StoreError: something could not be removed; gc does so later.
+        """
+        await self._sending.end(
+            self._remove,
+            "removing what an aborted save has written",
+            "'asyncckpt gc' removes it later",
+        )
+
+    async def _remove(self) -> None:
+        async with self._context.requests.cleaning_up(ABORT_S):
+            await self._context.requests.delete(sorted(self._removed()))
+
+    def _removed(self) -> set[str]:
+        """Return the keys to remove when the attempt is aborted."""
+        return self._sending.keys
+
+
+class ObjectJoinedAttempt(ObjectShare):
+    """A share in an attempt, made by `ObjectStore.join`.
+
+    Args:
+        in_background: takes work for after the end of the share, and returns at once.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        name: str,
+        save_id: str,
+        *,
+        in_background: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        super().__init__(context, name, save_id, shared=True)
+        self._in_background = in_background
+
+    async def look(self) -> bool:
+        """Return whether the attempt's mark is there.
+
+        Raises:
+            StoreError: it cannot be looked for.
+        """
+        key = self._exchange_key(MARK)
+        requests = self._context.requests
+        with reported("looking for the attempt to join", requests.location(key)):
+            try:
+                mark = await requests.read(key, max_nbytes=MARK_NBYTES)
+            except RequestError as error:
+                if error.kind != "missing":
+                    raise
+                return False
+        return is_mark_of(self._save_id, mark)
+
+    async def put(self, path: str, data: bytes | memoryview, *, in_record: bool = False) -> None:
+        """Make a small file durable, whose path has the save id. As `AttemptFiles.put`.
+
+        Raises:
+            UsageError: its path lacks the save id: only process 0 gives files such names.
+        """
+        self._sending.check()
+        check_file(path, self.location)
+        self._check_own(path)
+        await self._sending.send_named(join(self._name, path), await owned(self._context, data))
+
+    async def settle(self) -> None:
+        """Check that every own file is sealed: then it is durable. As `JoinedAttempt.settle`."""
+        self._sending.check_sealed(self._files)
+
+    async def leave(self) -> None:
+        """End the share. As `JoinedAttempt.leave`; no request is waited for."""
+        if self._sending.ended:
+            return
+        self._sending.ended = True
+        if self._sending.orphans:
+            self._in_background(self._remove_orphans())
+
+    async def _remove_orphans(self) -> None:
+        try:
+            await self._context.requests.delete(sorted(self._sending.orphans))
+        except RequestError as error:
+            log.warning(
+                "%s: objects that were sent twice could not be removed: %s; 'asyncckpt gc' does "
+                "so later",
+                self.location,
+                error,
+            )
+
+    async def _remove(self) -> None:
+        # Process 0 was not to publish, but a mistake about that would cost a checkpoint.
+        async with self._context.requests.cleaning_up(ABORT_S):
+            record = await read_record(self._context, self._name)
+        if record is None or record.save_id != self._save_id:
+            await super()._remove()

@@ -1,0 +1,90 @@
+"""Cases that run in several real processes of one job, all in one launch.
+
+A module of cases has `CASES`, functions by name, which run in every process in this order, and
+`join(index, count, address)`, which makes the process part of the job. What a case returns is JSON.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from asyncckpt.planning.tiling import tiling_fault
+from asyncckpt.spec import Box
+from tests import children
+
+PROGRAM = "from tests.adapters.processes import serve; serve()"
+
+
+class Results:
+    """What the cases returned, by process."""
+
+    def __init__(self, answers: list[dict[str, Any]]) -> None:
+        self._answers = answers
+
+    def __getitem__(self, name: str) -> list[Any]:
+        """What a case returned in each process; it must have raised in none."""
+        answers = [answer[name] for answer in self._answers]
+        faults = [f"process {n}:\n{answer['fault']}" for n, answer in enumerate(answers)]
+        assert not any(answer["fault"] for answer in answers), "\n".join(faults)
+        return [answer["result"] for answer in answers]
+
+
+def launch(module: str, count: int) -> Results:
+    """Every process has run all cases of the module and ended by itself."""
+    with socket.create_server(("localhost", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"
+    processes = [
+        children.start(PROGRAM, module, index, count, address, warnings="default")
+        for index in range(count)
+    ]
+    ends = [children.finish(process) for process in processes]
+    for index, (status, out, err) in enumerate(ends):
+        assert status == 0, f"process {index} ended with status {status}\n{out}\n{err}"
+    return Results([json.loads(out.splitlines()[-1]) for _, out, _ in ends])
+
+
+def check_whole(found: Sequence[Mapping[str, Any]]) -> None:
+    """The shards of all processes tile the array along its cuts, and name their holders.
+
+    Each has the `shape`, `partition` and `shards` of a source in one of the processes.
+    """
+    one = found[0]
+    assert all(answer["partition"] == one["partition"] for answer in found)
+    assert all(answer["shape"] == one["shape"] for answer in found)
+    held: dict[Box, list[int]] = {}
+    stated: dict[Box, list[int]] = {}
+    for process, answer in enumerate(found):
+        for offset, shape, holders in answer["shards"]:
+            box = Box(tuple(offset), tuple(shape))
+            held.setdefault(box, []).append(process)
+            assert stated.setdefault(box, holders) == holders
+    assert held == stated
+    assert tiling_fault(Box.whole(tuple(one["shape"])), list(held)) is None
+    cuts, _, processes = one["partition"]
+    assert {process for holders in held.values() for process in holders} <= set(processes)
+    for axis, (cut, length) in enumerate(zip(cuts, one["shape"], strict=True)):
+        if held:
+            starts = sorted({box.offset[axis] for box in held})
+            assert starts == ([0, *cut] if isinstance(cut, list) else [*range(0, length, cut)])
+
+
+def serve() -> None:
+    """Run in each process: the cases that the command line names."""
+    name, index, count, address = sys.argv[1:]
+    module = importlib.import_module(name)
+    module.join(int(index), int(count), address)
+    answers = {key: _answer(case) for key, case in module.CASES.items()}
+    print(json.dumps(answers), flush=True)
+
+
+def _answer(case: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        return {"result": case(), "fault": None}
+    except Exception:
+        return {"result": None, "fault": traceback.format_exc()}

@@ -1,0 +1,255 @@
+"""`DTensor` at every coordinate of a mesh, one after the other in one process.
+
+The process group is PyTorch's own fake: each process shards what it has, and communicates nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from asyncckpt import errors
+from asyncckpt.adapters import adapters_for_loaded_frameworks
+from asyncckpt.adapters.dtensor import DTensorAdapter
+from asyncckpt.planning.tiling import tiling_fault
+from asyncckpt.spec import Box, Partition
+
+adapter = DTensorAdapter()
+
+
+@contextlib.contextmanager
+def rank_of(rank: int, count: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Whole:
+    """What all ranks have opened of one tensor."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data.numpy().copy()
+        self.held: dict[Box, list[int]] = {}
+        self.stated: dict[Box, tuple[int, ...]] = {}
+        self.partitions: set[Partition] = set()
+
+    def add(self, rank: int, leaf: DTensor) -> None:
+        """The rank's shards have the right values."""
+        source = adapter.source("p", leaf)
+        assert source.shards is not None
+        assert source.partition is not None
+        self.partitions.add(source.partition)
+        for shard, view in zip(source.shards, source.views, strict=True):
+            np.testing.assert_array_equal(view, self.data[(*shard.box.slices(), ...)])
+            self.held.setdefault(shard.box, []).append(rank)
+            assert self.stated.setdefault(shard.box, shard.holders) is shard.holders
+
+    def check(self) -> None:
+        """The shards tile the tensor, and each names all ranks that hold it."""
+        assert len(self.partitions) == 1
+        assert tiling_fault(Box.whole(self.data.shape), list(self.held)) is None
+        assert {box: tuple(ranks) for box, ranks in self.held.items()} == self.stated
+
+
+def numbered(*shape: int) -> torch.Tensor:
+    return torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "names"),
+    [
+        ((3, 2), ("dp", "tp")),
+        ((2, 3), ("dp", "tp")),
+        ((4, 2), ("dp", "tp")),
+        ((2, 2, 2), ("replicate", "dp", "tp")),
+    ],
+)
+def test_fully_shard_over_tensor_parallelism(
+    mesh_shape: tuple[int, ...], names: tuple[str, ...]
+) -> None:
+    """Shards are where PyTorch really cut them; among them 13 and 7 rows on 3 x 2."""
+    count = math.prod(mesh_shape)
+    lengths = (1, 4, 5, 7, 8, 10, 13)
+    wholes: dict[tuple[int, str], Whole] = {}
+    for rank in range(count):
+        with rank_of(rank, count):
+            mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+            for rows in lengths:
+                net = torch.nn.Sequential(torch.nn.Linear(3, rows), torch.nn.Linear(rows, 3))
+                with torch.no_grad():
+                    for parameter in net.parameters():
+                        parameter.copy_(numbered(*parameter.shape))
+                for name, value in net.state_dict().items():
+                    wholes.setdefault((rows, name), Whole(value))
+                plan: Any = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+                parallelize_module(net, mesh["tp"], plan, src_data_rank=None)
+                fully_shard(net, mesh=mesh[names[:-1]])
+                for name, parameter in net.named_parameters():
+                    wholes[rows, name].add(rank, parameter)
+    for whole in wholes.values():
+        whole.check()
+
+
+@pytest.mark.parametrize("mesh_shape", [(3, 2), (2, 2), (2, 2, 2)])
+def test_strided_shards_are_those_of_the_tensor_or_refused(mesh_shape: tuple[int, ...]) -> None:
+    """`distribute_tensor` reads placements from left to right, and uneven shards may then differ.
+
+    Where they do, some process finds that its local tensor has another shape.
+    """
+    count = math.prod(mesh_shape)
+    placements: list[Placement] = [_StridedShard(0, split_factor=2), Shard(0)]
+    placements = [Replicate()] * (len(mesh_shape) - 2) + placements
+    refused: set[int] = set()
+    wrong: set[int] = set()
+    for rank in range(count):
+        with rank_of(rank, count):
+            mesh = init_device_mesh("cpu", mesh_shape)
+            for length in range(20):
+                leaf = distribute_tensor(numbered(length), mesh, placements, src_data_rank=None)
+                try:
+                    source = adapter.source("p", leaf)
+                except errors.UnsupportedLeafError:
+                    refused.add(length)
+                    continue
+                for shard, view in zip(source.shards or (), source.views, strict=True):
+                    if not np.array_equal(view, numbered(length)[shard.box.slices()]):
+                        wrong.add(length)
+    assert wrong <= refused
+    assert not refused & set(range(0, 20, math.prod(mesh_shape[-2:])))
+    if mesh_shape == (3, 2):
+        assert {7, 13} <= refused
+
+
+def test_a_process_that_gets_another_rank_opens_its_new_shards() -> None:
+    """Meshes of the same ranks are equal, whichever of them this process is."""
+    whole = Whole(numbered(7))
+    for rank in (2, 0, 1, 3):
+        with rank_of(rank, 4):
+            mesh = init_device_mesh("cpu", (4,))
+            data = numbered(7)
+            whole.add(rank, distribute_tensor(data, mesh, [Shard(0)], src_data_rank=None))
+    whole.check()
+
+
+def test_a_mesh_of_one_process_is_local() -> None:
+    with rank_of(0, 1):
+        data = numbered(4, 3)
+        leaf = distribute_tensor(data, init_device_mesh("cpu", (1,)), [Shard(0)])
+        source = adapter.source("p", leaf)
+        assert (source.partition, source.shards) == (None, None)
+        np.testing.assert_array_equal(source.view, numbered(4, 3))
+        target = adapter.target("p", leaf, in_place=False)
+        assert target.boxes == (Box((0, 0), (4, 3)),)
+        made = adapter.place(target, numbered(4, 3).numpy() + 1)
+        assert torch.equal(made.to_local(), numbered(4, 3) + 1)
+
+
+def test_restored_memory_is_adopted_where_it_is_one_box() -> None:
+    with rank_of(1, 4):
+        mesh = init_device_mesh("cpu", (4,))
+        like = distribute_tensor(numbered(8, 2), mesh, [Shard(0)], src_data_rank=None)
+        target = adapter.target("p", like, in_place=False)
+        part = np.arange(4, dtype=np.float32).reshape(2, 2)
+        made = adapter.place_parts(target, [part])
+        assert made.to_local().data_ptr() == part.ctypes.data
+
+
+def test_a_target_is_checked_and_its_kind_is_kept() -> None:
+    with rank_of(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        plain = distribute_tensor(numbered(4), mesh, [Shard(0)], src_data_rank=None)
+        frozen = torch.nn.Parameter(plain, requires_grad=False)
+        for like in (plain, frozen, torch.nn.Parameter(plain), plain.clone().requires_grad_()):
+            target = adapter.target("a/b", like, in_place=False)
+            made = adapter.place_parts(target, [np.zeros(2, np.float32)])
+            assert isinstance(made, torch.nn.Parameter) == isinstance(like, torch.nn.Parameter)
+            assert made.requires_grad == like.requires_grad
+            with pytest.raises(errors.ShapeMismatchError, match=r"^a/b: "):
+                adapter.place_parts(target, [np.zeros(3, np.float32)])
+            with pytest.raises(errors.DtypeMismatchError, match=r"^a/b: "):
+                adapter.place_parts(target, [np.zeros(2)])
+
+
+def test_filling_is_seen_by_autograd() -> None:
+    with rank_of(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        leaf = distribute_tensor(numbered(4), mesh, [Replicate()], src_data_rank=None)
+        leaf = leaf.requires_grad_()
+        result = (leaf * leaf).to_local().sum()
+        target = adapter.target("p", leaf, in_place=True)
+        target.buffers[0][...] = 7
+        assert adapter.place_parts(target, target.buffers) is leaf
+        assert leaf.to_local().tolist() == [7] * 4
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.backward()
+
+
+def test_tensors_are_tied_by_memory_and_layout_also_where_they_are_empty() -> None:
+    for rank in range(3):
+        with rank_of(rank, 3):
+            mesh = init_device_mesh("cpu", (3,))
+
+            def make(shape: tuple[int, ...], mesh: Any = mesh) -> DTensor:
+                return distribute_tensor(numbered(*shape), mesh, [Shard(0)], src_data_rank=None)
+
+            leaf = make((1, 2))
+            identity = adapter.source("p", leaf).identity
+            assert identity == adapter.source("q", leaf.detach()).identity
+            assert identity != adapter.source("q", make((1, 2))).identity
+            if rank == 2:  # it holds nothing of a tensor of two rows, either
+                larger = DTensor.from_local(
+                    leaf.to_local(), mesh, [Shard(0)], shape=torch.Size((2, 2)), stride=(2, 1)
+                )
+                assert identity != adapter.source("q", larger).identity
+
+
+def test_other_placements_are_refused_by_name() -> None:
+    class Ragged(Shard):
+        pass
+
+    with rank_of(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        leaf = distribute_tensor(numbered(4), mesh, [Shard(0)], src_data_rank=None)
+        leaf._spec.placements = (Ragged(0),)
+        with pytest.raises(errors.UnsupportedLeafError, match=r"^a/b: .*Ragged, .*redistribute"):
+            adapter.source("a/b", leaf)
+
+
+def test_it_is_found_before_the_adapter_of_plain_tensors() -> None:
+    found = adapters_for_loaded_frameworks()
+    with rank_of(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        leaf = distribute_tensor(numbered(4), mesh, [Shard(0)], src_data_rank=None)
+        for kind in (type(leaf), type(torch.nn.Parameter(leaf))):
+            assert isinstance(found.resolve(kind), DTensorAdapter)
+    taking = found.expected_by(torch.nn.Linear)
+    assert taking is not None
+    assert taking.name == "torch"
+
+
+def test_without_it_nothing_of_torch_distributed_is_imported() -> None:
+    code = (
+        "import sys, torch, asyncckpt.adapters as a; s = a.adapters_for_loaded_frameworks();"
+        "print([x.name for x in s.adapters], 'torch.distributed.tensor' in sys.modules)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout
+    assert found.strip() == "['numpy', 'torch'] False"

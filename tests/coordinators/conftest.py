@@ -1,0 +1,3 @@
+"""Real processes for the tests of coordinators."""
+
+from tests.processes.fixtures import pools as pools

@@ -1,0 +1,130 @@
+"""The directory coordinator: values appear whole, and nothing is left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import asyncckpt
+from asyncckpt.coordinators.directory import DirectoryCoordinator, DirectoryService
+from asyncckpt.errors import StoreError, UsageError
+
+
+def test_it_is_public_and_checks_its_path() -> None:
+    assert asyncckpt.DirectoryCoordinator is DirectoryCoordinator
+    with pytest.raises(UsageError, match="path=5: pass a directory"):
+        DirectoryCoordinator(5, process_index=0, process_count=1)  # type: ignore[arg-type]
+
+
+async def test_making_it_touches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    coordinator = DirectoryCoordinator("keys", process_index=0, process_count=2)
+    assert list(tmp_path.iterdir()) == []
+    # A program that changes its directory means the first one.
+    monkeypatch.chdir("/")
+    await coordinator.put("a/b", b"x")
+    assert (tmp_path / "keys" / "a" / "b=").read_bytes() == b"x"
+    await coordinator.close()
+
+
+def test_no_file_is_left_behind(tmp_path: Path) -> None:
+    service = DirectoryService(tmp_path)
+    for turn in range(3):
+        service.put("a/b", b"x")
+        service.put_once("a/c", b"%d" % turn)
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["b=", "c="]
+    service.delete("a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_aside_is_no_key(tmp_path: Path) -> None:
+    service = DirectoryService(tmp_path)
+    service.put("a/b", b"x")
+    (tmp_path / "a" / "c=0123456789abcdef").write_bytes(b"of a process that was killed")
+    assert service.list("a") == {"b": b"x"}
+    assert service.look("a/c") is None
+    service.delete("a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_value_is_never_seen_in_part(tmp_path: Path) -> None:
+    service = DirectoryService(tmp_path)
+    values = {b"a" * 50_000, b"b" * 60_000}
+    service.put("k/v", b"a" * 50_000)
+    ended = threading.Event()
+
+    def write() -> None:
+        for _ in range(100):
+            for value in values:
+                service.put("k/v", value)
+        ended.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = set()
+    while not ended.is_set():
+        seen.add(service.look("k/v"))
+        seen.update(service.list("k").values())
+    writer.join()
+    assert seen <= values
+
+
+def test_setting_and_deleting_at_the_same_time_is_no_error(tmp_path: Path) -> None:
+    service = DirectoryService(tmp_path)
+    ended = threading.Event()
+
+    def delete() -> None:
+        while not ended.is_set():
+            service.delete("a")
+
+    deleter = threading.Thread(target=delete)
+    deleter.start()
+    try:
+        for turn in range(100):
+            try:
+                service.put("a/b/c", b"%d" % turn)
+                service.put_once(f"a/b/{turn}", b"x")
+            except StoreError as error:
+                assert error.retryable
+            service.list("a")
+    finally:
+        ended.set()
+        deleter.join()
+
+
+def test_a_file_system_without_links_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(*_: Any) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(StoreError, match="hard links are not supported here"):
+        DirectoryService(tmp_path).put_once("a/b", b"x")
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_a_link_whose_answer_was_lost_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linked = os.link
+
+    def link(source: Path, target: Path) -> None:
+        linked(source, target)
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+
+    monkeypatch.setattr(os, "link", link)
+    assert DirectoryService(tmp_path).put_once("a/b", b"mine") == b"mine"
+
+
+async def test_a_directory_that_cannot_be_made_is_a_store_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    coordinator = DirectoryCoordinator(tmp_path / "file", process_index=0, process_count=1)
+    with pytest.raises(StoreError, match=r"NotADirectoryError|FileExistsError"):
+        await coordinator.put("a/b", b"x")
+    await coordinator.close()

@@ -1,0 +1,236 @@
+"""Rounds: messages, one decision, one outcome, and every way in which a process can be missing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from asyncckpt.coordinators import beats as beats_module
+from asyncckpt.coordinators import rounds
+from asyncckpt.coordinators.beats import Beats
+from asyncckpt.coordinators.group import Group
+from asyncckpt.coordinators.pulse import Pulse
+from asyncckpt.coordinators.rounds import Round
+from asyncckpt.coordinators.single import SingleCoordinator
+from asyncckpt.errors import (
+    MismatchError,
+    SaveAbortedError,
+    SaveError,
+    SaveOutcomeUnknownError,
+    UsageError,
+)
+from asyncckpt.flow.engine import Engine
+
+COUNT = 3
+
+Part = Callable[[Round], Coroutine[Any, Any, Any]]
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine("rounds")
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beats_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(rounds, "SLICE_S", 0.05)
+
+
+def play(
+    engine: Engine,
+    parts: dict[int, Part],
+    *,
+    name: str | dict[int, str] = "",
+    arrival_s: float = 20.0,
+    silence_s: float = 20.0,
+) -> dict[int, Any]:
+    """Let each process play its part in one round; return results and errors."""
+
+    async def everybody() -> dict[int, Any]:
+        service = SingleCoordinator()
+
+        async def one(process: int, part: Part) -> Any:
+            group = Group(service, "a" * 32, process, COUNT, ("h0", "h1", "h2"), "asyncckpt/x")
+            round_ = Round(
+                group,
+                Pulse(engine, Beats(group, silence_s, every_s=0.05)),
+                "save",
+                7,
+                name=name if isinstance(name, str) else name[process],
+                arrival_s=arrival_s,
+                silence_s=silence_s,
+            )
+            try:
+                return await round_.run(lambda: part(round_))
+            except (Exception, asyncio.CancelledError) as error:
+                return error
+
+        results = await asyncio.gather(*(one(*item) for item in parts.items()))
+        return dict(zip(parts, results, strict=True))
+
+    return engine.submit(everybody).result()
+
+
+async def lead(round_: Round) -> Any:
+    found = await round_.gathered("ready")
+    await round_.commit()
+    await round_.finish(b"result")
+    return found
+
+
+async def follow(round_: Round) -> Any:
+    await round_.post("ready", b"me")
+    return await round_.outcome()
+
+
+def test_all_succeed_with_the_result_of_process_0(engine: Engine) -> None:
+    results = play(engine, {0: lead, 1: follow, 2: follow})
+    assert results == {0: {1: b"me", 2: b"me"}, 1: b"result", 2: b"result"}
+
+
+def test_answers_come_before_the_outcome(engine: Engine) -> None:
+    async def asks(round_: Round) -> Any:
+        await round_.post("question", b"?")
+        answer = await round_.answered("answer")
+        return answer, await follow(round_)
+
+    async def answers(round_: Round) -> Any:
+        await round_.gathered("question")
+        await round_.answer("answer", b"!")
+        return await lead(round_)
+
+    results = play(engine, {0: answers, 1: asks, 2: asks})
+    assert results[1] == (b"!", b"result")
+
+
+@pytest.mark.parametrize("failing", range(COUNT))
+def test_one_error_is_raised_by_all_with_the_process_and_host(engine: Engine, failing: int) -> None:
+    async def fail(round_: Round) -> Any:
+        raise MismatchError("w: the values differ", path="w")
+
+    parts: dict[int, Part] = {0: lead, 1: follow, 2: follow}
+    results = play(engine, parts | {failing: fail})
+    for process, error in results.items():
+        assert isinstance(error, MismatchError)
+        assert error.path == "w"
+        assert (f"process {failing} (h{failing})" in str(error)) == (process != failing)
+
+
+def test_of_two_errors_all_raise_the_first(engine: Engine) -> None:
+    async def fail(round_: Round) -> Any:
+        raise MismatchError(f"from {round_.group.process_index}")
+
+    results = play(engine, {0: lead, 1: fail, 2: fail})
+    assert isinstance(results[0], MismatchError)
+    assert {str(results[1]), str(results[2])} == {"from 1", "from 2"}
+
+
+def test_after_the_decision_nobody_can_abort(engine: Engine) -> None:
+    decided = asyncio.Event()
+
+    async def slow(round_: Round) -> Any:
+        await round_.gathered("ready")
+        await round_.commit()
+        decided.set()
+        await asyncio.sleep(0.2)
+        await round_.finish(b"late")
+
+    async def withdraws(round_: Round) -> Any:
+        await round_.post("ready", b"me")
+        await decided.wait()
+        assert not await round_.abort(SaveAbortedError("too late"))
+        return await round_.outcome()
+
+    results = play(engine, {0: slow, 1: withdraws, 2: follow})
+    assert results[1] == results[2] == b"late"
+
+
+def test_an_abort_before_the_decision_wins(engine: Engine) -> None:
+    async def withdraws(round_: Round) -> Any:
+        await round_.post("ready", b"me")
+        assert await round_.abort(SaveAbortedError("cancelled"))
+        return await round_.outcome()
+
+    async def waits(round_: Round) -> Any:
+        await asyncio.sleep(0.3)
+        return await lead(round_)
+
+    results = play(engine, {0: waits, 1: withdraws, 2: follow})
+    assert all(isinstance(error, SaveAbortedError) for error in results.values())
+
+
+def test_a_failure_of_process_0_after_its_decision_is_the_outcome(engine: Engine) -> None:
+    async def fails_to_publish(round_: Round) -> Any:
+        await round_.gathered("ready")
+        await round_.commit()
+        raise SaveError("no space left")
+
+    results = play(engine, {0: fails_to_publish, 1: follow, 2: follow})
+    assert [str(results[p]) for p in (1, 2)] == ["process 0 (h0): no space left"] * 2
+
+
+@pytest.mark.parametrize("missing", range(COUNT))
+def test_a_process_that_never_comes_is_named_on_all_others(engine: Engine, missing: int) -> None:
+    parts: dict[int, Part] = {0: lead, 1: follow, 2: follow}
+    del parts[missing]
+    results = play(engine, parts, arrival_s=0.3)
+    for error in results.values():
+        assert isinstance(error, SaveError)
+        assert f"process {missing} (h{missing})" in str(error)
+        assert 'coordinator="single"' in str(error)
+
+
+def test_process_0_that_falls_silent_between_decision_and_outcome_leaves_it_unknown(
+    engine: Engine,
+) -> None:
+    async def stops(round_: Round) -> Any:
+        await round_.gathered("ready")
+        await round_.commit()
+        # As if the process were stopped: its beats end, and so does everything else.
+        pulse = round_._pulse
+        assert pulse._beating is not None
+        pulse._beating.cancel()
+        await asyncio.sleep(1.5)
+        await round_.finish(b"late")
+
+    results = play(engine, {0: stops, 1: follow, 2: follow}, silence_s=0.3)
+    for process in (1, 2):
+        assert isinstance(results[process], SaveOutcomeUnknownError)
+        assert "process 0 (h0)" in str(results[process])
+
+
+def test_a_process_that_falls_silent_is_named(engine: Engine) -> None:
+    async def stops(round_: Round) -> Any:
+        await asyncio.sleep(0.2)  # until it was heard once
+        pulse = round_._pulse
+        assert pulse._beating is not None
+        pulse._beating.cancel()
+        await asyncio.sleep(1.5)
+
+    results = play(engine, {0: lead, 1: stops, 2: follow}, silence_s=0.3)
+    for process in (0, 2):
+        assert isinstance(results[process], SaveError)
+        assert "process 1 (h1) gave no sign of life" in str(results[process])
+
+
+def test_other_calls_on_other_processes_are_an_error_on_all(engine: Engine) -> None:
+    names = {0: "delete(3)", 1: "delete(3)", 2: "latest_step()"}
+    results = play(engine, {0: lead, 1: follow, 2: follow}, name=names)
+    for error in results.values():
+        assert isinstance(error, UsageError)
+        assert "process 2 (h2) called latest_step()" in str(error)
+
+
+def test_a_message_that_excludes_what_is_waited_for_ends_the_round(engine: Engine) -> None:
+    async def plans(round_: Round) -> Any:
+        await round_.gathered("plan", instead="ready")
+
+    results = play(engine, {0: plans, 1: follow, 2: follow})
+    assert all(isinstance(error, UsageError) for error in results.values())
+    assert "different plans" in str(results[0])

@@ -1,0 +1,244 @@
+"""Calls that block: they are given up, not waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+
+import pytest
+
+from asyncckpt.coordinators import service
+from asyncckpt.coordinators.service import ServiceCoordinator
+from asyncckpt.errors import ClosedError, StoreError
+from tests.coordinators.remote import (
+    answers_again,
+    await_silence,
+    cancel_while_stopped,
+    give_up_while_stopped,
+    open_coordinator,
+)
+from tests.processes.fixtures import Pools
+
+
+class Server:
+    """Holds keys, and can be stopped."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.running = threading.Event()
+        self.running.set()
+        self.connections = 0
+        self.closed = 0
+        self.error: Exception | None = None
+
+    def connect(self) -> Connection:
+        self.connections += 1
+        return Connection(self)
+
+
+class Connection:
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def _answer(self) -> dict[str, bytes]:
+        assert self._server.running.wait(30)
+        if self._server.error is not None:
+            raise self._server.error
+        return self._server.values
+
+    def put(self, key: str, value: bytes) -> None:
+        self._answer()[key] = value
+
+    def put_once(self, key: str, value: bytes) -> bytes:
+        return self._answer().setdefault(key, value)
+
+    def look(self, key: str) -> bytes | None:
+        return self._answer().get(key)
+
+    def list(self, prefix: str) -> Mapping[str, bytes]:
+        return self._answer()
+
+    def delete(self, prefix: str) -> None:
+        self._answer().clear()
+
+    def close(self) -> None:
+        self._server.closed += 1
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.running.set()
+    assert no_threads()
+
+
+def names() -> set[str]:
+    return {t.name for t in threading.enumerate() if t.name.startswith("asyncckpt-test-")}
+
+
+def no_threads() -> bool:
+    for _ in range(200):
+        if not names():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@asynccontextmanager
+async def coordinating(server: Server) -> AsyncIterator[ServiceCoordinator[Connection]]:
+    made = ServiceCoordinator("test", 1, 2, server.connect)
+    yield made
+    await made.close()
+
+
+async def test_one_thread_serves_until_close(server: Server) -> None:
+    async with coordinating(server) as coordinator:
+        assert names() == set()
+        await coordinator.put("a", b"x")
+        assert await coordinator.look("a") == b"x"
+        assert names() == {"asyncckpt-test-coordinator"}
+        assert server.connections == 1
+    assert names() == set()
+    assert server.closed == 1
+    with pytest.raises(ClosedError, match=r"look\(a\) after close"):
+        await coordinator.look("a")
+
+
+async def test_cancelling_returns_while_the_server_is_stopped(server: Server) -> None:
+    async with coordinating(server) as coordinator:
+        await coordinator.put("a", b"x")
+        server.running.clear()
+        begun = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            calls = [group.create_task(coordinator.look("a")) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            for call in calls:
+                call.cancel()
+        assert time.monotonic() - begun < 0.5
+        server.running.set()
+        assert await coordinator.look("a") == b"x"
+        assert server.connections == 1
+
+
+async def test_a_call_without_an_answer_abandons_its_thread(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "CALL_LIMIT_S", -0.3)
+    async with coordinating(server) as coordinator:
+        await coordinator.put("a", b"x")
+        server.running.clear()
+        errors = []
+        async with asyncio.TaskGroup() as group:
+
+            async def look() -> None:
+                with pytest.raises(StoreError) as info:
+                    await coordinator.look("a")
+                errors.append(str(info.value))
+
+            for _ in range(3):
+                group.create_task(look())
+        for error in errors:
+            assert error.startswith("test coordinator, process 1 of 2: look(a): no answer for")
+            assert "the thread asyncckpt-test-coordinator was abandoned" in error
+        server.running.set()
+        # A new thread with a new connection.
+        assert await coordinator.look("a") == b"x"
+        assert server.connections == 2
+        assert "asyncckpt-test-coordinator-2" in names()
+
+
+async def test_abandoned_threads_do_not_pile_up(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "CALL_LIMIT_S", -0.45)
+    async with coordinating(server) as coordinator:
+        server.running.clear()
+        for _ in range(service.ABANDONED_MAX):
+            with pytest.raises(StoreError, match="was abandoned"):
+                await coordinator.look("a")
+        for _ in range(3):
+            begun = time.monotonic()
+            with pytest.raises(StoreError, match="4 earlier calls are still waiting"):
+                await coordinator.look("a")
+            assert time.monotonic() - begun < 0.1
+        assert len(names()) == service.ABANDONED_MAX
+        server.running.set()
+        assert no_threads()
+        assert await coordinator.look("a") is None
+
+
+async def test_close_does_not_wait_for_a_stopped_server(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "CLOSE_S", 0.1)
+    coordinator = ServiceCoordinator("test", 0, 2, server.connect)
+    server.running.clear()
+    call = asyncio.ensure_future(coordinator.look("a"))
+    waiting = asyncio.ensure_future(coordinator.put("a", b"x"))
+    await asyncio.sleep(0.05)
+    begun = time.monotonic()
+    await coordinator.close()
+    assert time.monotonic() - begun < 1
+    assert names() == {"asyncckpt-test-coordinator"}
+    server.running.set()
+    # The call that was under way ends; the one behind it is never made.
+    assert await call is None
+    with pytest.raises(ClosedError):
+        await waiting
+    assert server.values == {}
+
+
+async def test_an_error_is_told_and_ends_the_connection(server: Server) -> None:
+    async with coordinating(server) as coordinator:
+        server.error = ConnectionResetError("reset by peer")
+        with pytest.raises(StoreError, match=r"put\(a\) failed: ConnectionResetError: reset"):
+            await coordinator.put("a", b"x")
+        server.error = None
+        await coordinator.put("a", b"x")
+        assert (server.connections, server.closed) == (2, 1)
+
+
+async def test_a_put_is_held_up_for_a_slice_at_most(server: Server) -> None:
+    """A call that waits gives way to those that do not, though it came first."""
+    async with coordinating(server) as coordinator:
+        order: list[str] = []
+
+        def act(name: str) -> None:
+            order.append(name)
+            time.sleep(0.05)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(coordinator.call("first", lambda _: act("first")))
+            await asyncio.sleep(0.01)
+            for turn, name in ((service.WAIT, "wait"), (service.CALL, "put")):
+                group.create_task(
+                    coordinator.call(name, lambda _, name=name: act(name), turn=turn)  # type: ignore[misc]
+                )
+        assert order == ["first", "put", "wait"]
+
+
+def test_torch_returns_when_cancelled_while_its_server_is_stopped(pools: Pools) -> None:
+    pool = pools("torch", 2)
+    pool.all(open_coordinator)
+    pool.stop(0)
+    try:
+        cancelled_s, closed_s, left = pool.run(1, cancel_while_stopped, timeout_s=20)
+        errors, abandoned = pool.run(1, give_up_while_stopped, timeout_s=20)
+    finally:
+        pool.resume(0)
+    assert cancelled_s < 1
+    assert closed_s < 2
+    # Only the thread that is in the call; no task, and it is a daemon.
+    assert left == ["asyncckpt-torch-coordinator"]
+    assert len(errors) == 2
+    for error, name in zip(errors, abandoned, strict=True):
+        assert "process 1 of 2: look(asyncckpt/x): no answer for" in error
+        assert f"the thread {name} was abandoned" in error
+    assert abandoned == ["asyncckpt-torch-coordinator", "asyncckpt-torch-coordinator-2"]
+    # Goes on as soon as the server does, and the abandoned threads end.
+    assert pool.run(1, answers_again, timeout_s=20) == b"value"
+    assert pool.run(1, await_silence, timeout_s=20) == []

@@ -1,0 +1,111 @@
+"""Entries of a process: encoded, decoded, and refused where they are damaged."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.format import entries as module
+from asyncckpt.format.crc import crc32c
+from asyncckpt.format.entries import Entries, Part, WrittenFile, decode_entries, encode_entries
+from asyncckpt.spec import Box
+
+
+def some(chunks: int = 3, values: dict[int, bytes] | None = None) -> Entries:
+    return Entries(
+        save_id="0" * 32,
+        process=2,
+        digest="ab" * 32,
+        files=[WrittenFile("d/x-2-0", 4096, 7), WrittenFile("d/x-2-1", 10, 2**32 - 1)],
+        chunk=np.arange(10, 10 + chunks),
+        file=np.arange(chunks) % 2,
+        offset=np.arange(chunks) * 2**40,
+        nbytes=np.arange(chunks) + 4,
+        crc=np.arange(chunks).astype(np.uint32) + 2**31,
+        values={5: b"value", 6: b""} if values is None else values,
+        parts=[Part(3, Box((1, 2), (2, 3)), bytes(range(24))), Part(4, Box((), ()), b"scalar")],
+        checked=np.array([1, 99]),
+        checked_crc=np.array([3, 4], np.uint32),
+        scalar=np.array([5]),
+        scalar_crc=np.array([8], np.uint32),
+        facts={"host": "a"},
+    )
+
+
+@given(
+    st.integers(0, 50),
+    st.dictionaries(st.integers(0, 2**62), st.binary(max_size=40), max_size=5),
+)
+def test_what_is_encoded_is_decoded(chunks: int, values: dict[int, bytes]) -> None:
+    encoded = encode_entries(some(chunks, values))
+    decoded = decode_entries(encoded, file="entries")
+    assert encode_entries(decoded) == encoded
+    assert decoded.chunk.tolist() == list(range(10, 10 + chunks))
+    assert decoded.values == values
+    assert decoded.parts[0] == Part(3, Box((1, 2), (2, 3)), bytes(range(24)))
+
+
+@given(st.data())
+def test_a_changed_byte_is_noticed(data: st.DataObject) -> None:
+    encoded = bytearray(encode_entries(some()))
+    at = data.draw(st.integers(0, len(encoded) - 1))
+    encoded[at] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(CorruptCheckpointError, match="entries"):
+        decode_entries(bytes(encoded), file="entries")
+
+
+@given(st.integers(0, 10_000))
+def test_a_cut_file_is_noticed(length: int) -> None:
+    encoded = encode_entries(some())
+    with pytest.raises(CorruptCheckpointError):
+        decode_entries(encoded[: length % len(encoded)], file="entries")
+
+
+def forged(change: Any) -> bytes:
+    """Return entries whose header was changed, with valid checksums."""
+    data = encode_entries(some())
+    head = module._HEAD
+    magic, version, nbytes = head.unpack_from(data)
+    header = json.loads(data[head.size : head.size + nbytes])
+    change(header)
+    text = json.dumps(header).encode()
+    body = head.pack(magic, version, len(text)) + text + data[head.size + nbytes : -4]
+    return body + crc32c(body).to_bytes(4, "little")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda h: h.pop("columns"),
+        lambda h: h["columns"].pop(),
+        lambda h: h["columns"][0].__setitem__(1, -1),
+        lambda h: h["columns"][0].__setitem__(1, 2**40),
+        lambda h: h["columns"][0].__setitem__(1, 2),
+        lambda h: h["columns"][0].__setitem__(0, "other"),
+        lambda h: h.__setitem__("files", []),
+        lambda h: h["files"][0].__setitem__(0, "../../etc/passwd"),
+        lambda h: h["files"][0].__setitem__(1, -4),
+        lambda h: h["parts"][0].__setitem__(3, 2**40),
+        lambda h: h["parts"][0].__setitem__(1, [1]),
+        lambda h: h["parts"][0].__setitem__(0, "x"),
+        lambda h: h.__setitem__("process", None),
+        lambda h: h.__setitem__("save_id", 3),
+        lambda h: h.__setitem__("facts", []),
+    ],
+)
+def test_a_forged_header_is_refused(change: Any) -> None:
+    with pytest.raises(CorruptCheckpointError, match="entries"):
+        decode_entries(forged(change), file="entries")
+
+
+def test_another_version_is_refused() -> None:
+    data = encode_entries(some())
+    other = data[:4] + (9).to_bytes(4, "little") + data[8:-4]
+    with pytest.raises(CorruptCheckpointError, match="version 9"):
+        decode_entries(other + crc32c(other).to_bytes(4, "little"), file="entries")

@@ -1,0 +1,462 @@
+"""Saves and restores by several `Checkpointer`s that coordinate, in threads of one process.
+
+Real processes, kills and runtimes are in `tests/processes`; what can be seen without them is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncckpt
+from asyncckpt import (
+    Checkpointer,
+    DirectoryCoordinator,
+    LeafOptions,
+    RestoreOptions,
+    SaveOptions,
+    ShardedArray,
+)
+from asyncckpt.errors import (
+    AsyncCheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    DeadlineExceededError,
+    MismatchError,
+    SaveAbortedError,
+    SaveError,
+    TreeMismatchError,
+    UnsupportedLeafError,
+    UsageError,
+)
+
+Part = Callable[[Checkpointer, int], Coroutine[Any, Any, Any]]
+
+
+class Job:
+    """Processes that share a root, each played by a thread with an event loop."""
+
+    def __init__(self, path: Path, count: int) -> None:
+        self.root = path / "root"
+        self.keys = path / "keys"
+        self.count = count
+
+    def coordinator(self, process: int) -> DirectoryCoordinator:
+        return DirectoryCoordinator(self.keys, process_index=process, process_count=self.count)
+
+    def play(self, part: Part, *, only: set[int] | None = None, **options: Any) -> list[Any]:
+        """Let every process play its part with a `Checkpointer`; return results and errors."""
+
+        async def main(process: int) -> Any:
+            async with Checkpointer(
+                self.root, coordinator=self.coordinator(process), **options
+            ) as ckpt:
+                return await part(ckpt, process)
+
+        return self.run(main, only)
+
+    def run(
+        self, main: Callable[[int], Coroutine[Any, Any, Any]], only: set[int] | None = None
+    ) -> list[Any]:
+        results: list[Any] = [None] * self.count
+
+        def one(process: int) -> None:
+            try:
+                results[process] = asyncio.run(main(process))
+            except Exception as error:
+                results[process] = error
+
+        threads = [
+            threading.Thread(target=one, args=(process,), daemon=True)
+            for process in range(self.count)
+            if only is None or process in only
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive(), "a process hangs"
+        return results
+
+    def left(self) -> list[Path]:
+        """Return all files of unfinished attempts."""
+        control = self.root / ".asyncckpt"
+        return [path for path in control.rglob("*") if path.is_file() and path.name != "lock"]
+
+
+@pytest.fixture(params=[2, 4])
+def job(tmp_path: Path, request: pytest.FixtureRequest) -> Job:
+    return Job(tmp_path, request.param)
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    random = np.random.default_rng(seed)
+    return {
+        "params": {"w": random.random((300, 4001)), "b": random.random(7).astype(np.float32)},
+        "step": 12,
+        "name": "run",
+        "empty": np.zeros((0, 3)),
+        "bytes": b"x" * 5000,
+        "scalar": np.array(2.5),
+    }
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
+    return type(one) is type(other) and bool(np.array_equal(one, other))
+
+
+def test_all_processes_save_one_checkpoint_and_restore_it(job: Job) -> None:
+    tree = state()
+
+    async def part(ckpt: Checkpointer, process: int) -> Any:
+        first = await ckpt.save(1, tree)
+        pending = await ckpt.start_save(2, tree)
+        second = await pending
+        assert second.plan_cached and not first.plan_cached
+        assert await ckpt.latest_step() == 2
+        assert equal(await ckpt.restore(like=tree), tree)
+        return second
+
+    reports = job.play(part)
+    assert not [r for r in reports if isinstance(r, BaseException)], reports
+    assert len({r.save_id for r in reports}) == 1
+    assert len({r.stored_nbytes for r in reports}) == 1
+    assert job.left() == []
+    # Any single process reads it, and verifies every byte.
+    assert asyncio.run(asyncckpt.verify(job.root / "2")).ok
+    assert equal(asyncio.run(asyncckpt.restore(job.root / "1", coordinator="single")), tree)
+
+
+def test_the_bytes_are_spread_over_the_processes_and_written_once(job: Job) -> None:
+    tree = {f"w{i}": np.full((64, 64, 64), i, np.float32) for i in range(32)}  # 1 MiB each
+
+    async def part(ckpt: Checkpointer, process: int) -> Any:
+        return await ckpt.save(1, tree)
+
+    report = job.play(part)[0]
+    assert report.nbytes <= report.stored_nbytes <= 1.02 * report.nbytes + 65536
+    nbytes: dict[str, int] = {}
+    for path in (job.root / "1/default/d").iterdir():
+        process = path.name[33:].partition("-")[0] if path.name.count("-") > 1 else "0"
+        if not path.name.endswith("-index"):
+            nbytes[process] = nbytes.get(process, 0) + path.stat().st_size
+    assert len(nbytes) == job.count
+    assert max(nbytes.values()) <= 1.05 * sum(nbytes.values()) / job.count
+
+
+def test_sharded_arrays_are_saved_in_parts_and_restored_on_another_count(tmp_path: Path) -> None:
+    four, two = Job(tmp_path, 4), Job(tmp_path, 2)
+    whole = np.arange(4 * 6 * 1000, dtype=np.float64).reshape(24, 1000)
+    small = np.arange(8, dtype=np.int32)
+
+    def tree(process: int, count: int, *, filled: bool) -> dict[str, Any]:
+        parts = {}
+        for name, array in (("w", whole), ("s", small)):
+            rows = len(array) // count
+            held = array[process * rows : (process + 1) * rows]
+            offset = (process * rows, *(0,) * (array.ndim - 1))
+            shard = held.copy() if filled else np.zeros_like(held)
+            parts[name] = ShardedArray(array.shape, array.dtype, [(offset, shard)])
+        return parts
+
+    async def save(ckpt: Checkpointer, process: int) -> Any:
+        return await ckpt.save(5, tree(process, 4, filled=True))
+
+    reports = four.play(save)
+    assert not [r for r in reports if isinstance(r, BaseException)], reports
+    restored = asyncio.run(asyncckpt.restore(four.root / "5", coordinator="single"))
+    assert np.array_equal(restored["w"], whole)
+    assert np.array_equal(restored["s"], small)
+
+    async def restore(ckpt: Checkpointer, process: int) -> Any:
+        target = tree(process, 2, filled=False)
+        await ckpt.restore_into(target)
+        wanted = tree(process, 2, filled=True)
+        return all(
+            np.array_equal(target[name].shards[0][1], wanted[name].shards[0][1]) for name in wanted
+        )
+
+    assert two.play(restore) == [True, True]
+
+
+# ------------------------------------------------------------------------------- every failure
+
+
+def fails(
+    job: Job, part: Part, kind: type[BaseException], *words: str, **options: Any
+) -> list[Any]:
+    """Check that all processes raise this error, that nothing is left, and the next save works."""
+    results = job.play(part, **options)
+    for error in results:
+        assert isinstance(error, kind), results
+        for word in words:
+            assert word in str(error), error
+    assert job.left() == []
+
+    async def again(ckpt: Checkpointer, process: int) -> Any:
+        assert 1 not in await ckpt.steps()
+        return await ckpt.save(1, state())
+
+    assert [r.step for r in job.play(again)] == [1] * job.count
+    return results
+
+
+def on(process: int, error: Callable[[], Any]) -> Part:
+    """Return a part in which one process saves what `error` returns, all others the state."""
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        return await ckpt.save(1, error() if this == process else state())
+
+    return part
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_an_unsupported_leaf_on_one_process(job: Job, process: int) -> None:
+    part = on(process, lambda: {**state(), "odd": object()})
+    fails(job, part, UnsupportedLeafError, "odd")
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_another_tree_on_one_process(job: Job, process: int) -> None:
+    part = on(process, lambda: {**state(), "more": np.ones(3)})
+    fails(job, part, MismatchError, save_options=SaveOptions(tree="same"))
+
+
+@pytest.mark.parametrize("name", ["w", "b"])
+def test_replicas_that_differ(job: Job, name: str) -> None:
+    def other() -> dict[str, Any]:
+        tree = state()
+        tree["params"][name].flat[3] += 1
+        return tree
+
+    fails(job, on(1, other), MismatchError, f"params/{name}", "process 0", "process 1")
+
+
+def test_a_scalar_that_differs(job: Job) -> None:
+    fails(job, on(1, lambda: {**state(), "step": 13}), MismatchError, "step")
+
+
+def test_replicas_that_may_differ_are_those_of_the_first_process(job: Job) -> None:
+    options = SaveOptions(
+        leaf_options=lambda path, spec: LeafOptions(replicas="first") if "w" in path else None
+    )
+
+    async def part(ckpt: Checkpointer, process: int) -> Any:
+        tree = state()
+        tree["params"]["w"] += process
+        return await ckpt.save(1, tree, options=options)
+
+    assert [r.step for r in job.play(part)] == [1] * job.count
+    restored = asyncio.run(asyncckpt.restore(job.root / "1", coordinator="single"))
+    assert equal(restored, state())
+
+
+def test_a_step_that_exists(job: Job) -> None:
+    async def part(ckpt: Checkpointer, process: int) -> Any:
+        await ckpt.save(1, state())
+        return await ckpt.save(1, state())
+
+    results = job.play(part)
+    assert all(isinstance(error, CheckpointExistsError) for error in results), results
+    assert job.left() == []
+
+
+def test_overwrite_replaces_a_step(job: Job) -> None:
+    async def part(ckpt: Checkpointer, process: int) -> Any:
+        await ckpt.save(1, state())
+        return await ckpt.save(1, state(1), overwrite=True)
+
+    assert [r.step for r in job.play(part)] == [1] * job.count
+    assert equal(asyncio.run(asyncckpt.restore(job.root / "1", coordinator="single")), state(1))
+    assert job.left() == []
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_that_never_comes(job: Job, process: int) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        return await ckpt.save(1, state())
+
+    others = set(range(job.count)) - {process}
+    options = SaveOptions(arrival_s=1.0)
+    results = job.play(part, only=others, save_options=options)
+    for this in others:
+        assert isinstance(results[this], AsyncCheckpointError)
+        assert 'coordinator="single"' in str(results[this])
+    assert job.left() == []
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_cancelling_on_one_process_aborts_on_all(job: Job, process: int) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        pending = await ckpt.start_save(1, {"w": np.ones((4000, 5000))})
+        if this == process:
+            pending.cancel()
+        return await pending
+
+    results = job.play(part)
+    for error in results:
+        assert isinstance(error, (SaveAbortedError, asyncckpt.SaveReport)), results
+    kinds = {type(result) for result in results}
+    assert len(kinds) == 1, "some say that it was saved, others that it was not"
+    assert job.left() == []
+
+
+def test_a_deadline_that_passes(job: Job) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        if this == 1:
+            await asyncio.sleep(1.0)
+        return await ckpt.save(1, state(), options=SaveOptions(deadline_s=0.5))
+
+    fails(job, part, DeadlineExceededError)
+
+
+def test_another_step_on_one_process(job: Job) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        return await ckpt.save(1 + this, state())
+
+    fails(job, part, UsageError, "save(1)", save_options=SaveOptions(arrival_s=3.0))
+
+
+def test_a_root_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncckpt.save import shared
+
+    monkeypatch.setattr(shared, "JOIN_S", 0.2)
+    monkeypatch.setattr(shared, "UNSHARED_S", 0.5)
+    job = Job(tmp_path, 2)
+
+    async def main(process: int) -> Any:
+        # The processes call it by one name, and each sees another directory.
+        root = tmp_path / f"host{process}"
+        async with Checkpointer(root, coordinator=job.coordinator(process)) as ckpt:
+            ckpt._session.processes._root = "one name"
+            return await ckpt.save(1, state())
+
+    results = job.run(main)
+    for error in results:
+        assert isinstance(error, UsageError), results
+        assert "share" in str(error)
+    assert not [p for p in tmp_path.glob("host*/**/d/*") if p.is_file()]
+
+
+def test_retention_is_that_of_process_0(job: Job) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        for step in range(4):
+            await ckpt.save(step, state())
+        await ckpt.wait()
+        await ckpt.latest_step()
+        return await ckpt.steps()
+
+    assert job.play(part, keep=asyncckpt.KeepLast(2)) == [[2, 3]] * job.count
+
+
+def test_deleting_is_done_once(job: Job) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        for step in range(4):
+            await ckpt.save(step, state())
+        await ckpt.delete(0)
+        assert await ckpt.delete_after(1) == [2, 3]
+        with pytest.raises(CheckpointNotFoundError, match="no checkpoint"):
+            await ckpt.delete(0)
+        return await ckpt.steps()
+
+    assert job.play(part) == [[1]] * job.count
+
+
+def test_other_calls_on_one_process(job: Job) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(1, state())
+        return await (ckpt.latest_step() if this else ckpt.delete(1))
+
+    results = job.play(part)
+    assert all(isinstance(error, UsageError) for error in results), results
+
+
+# ------------------------------------------------------------------------------------- restores
+
+
+def test_a_target_that_does_not_fit_on_one_process_reads_nothing_on_any(job: Job) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(1, state())
+        like = state(1)
+        if this == 1:
+            like["params"]["w"] = np.zeros((2, 2))
+        await ckpt.restore_into(like)
+
+    results = job.play(part)
+    for error in results:
+        assert isinstance(error, MismatchError), results
+        assert "params/w" in str(error)
+
+
+def test_what_no_process_wants_is_unexpected_and_what_one_wants_is_not(job: Job) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(1, state())
+        one = {"params": state()["params"]}
+        two = {key: value for key, value in state().items() if key != "params"}
+        mine = await ckpt.restore(like=two if this else one)
+        assert equal(mine, two if this else one)
+        with pytest.raises(TreeMismatchError, match="no process") as caught:
+            await ckpt.restore(like=one)
+        return str(caught.value)
+
+    for text in job.play(part):
+        assert "step" in text and "params" not in text, text
+
+
+def test_different_steps_are_refused(job: Job) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(1, state())
+        await ckpt.save(2, state())
+        return await ckpt.restore(1 if this == 0 else 2)
+
+    assert all(isinstance(error, UsageError) for error in job.play(part))
+
+
+def test_without_a_checkpoint_all_say_so(job: Job) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        assert await ckpt.latest_step() is None
+        return await ckpt.restore()
+
+    assert all(isinstance(error, CheckpointNotFoundError) for error in job.play(part))
+
+
+def test_one_shot_functions_coordinate_and_leave_no_keys(job: Job) -> None:
+    async def main(process: int) -> Any:
+        coordinator = job.coordinator(process)
+        await asyncckpt.save(job.root / "final", state(), coordinator=coordinator)
+        tree = await asyncckpt.restore(job.root / "final", coordinator=coordinator)
+        return equal(tree, state())
+
+    assert job.run(main) == [True] * job.count
+    time.sleep(0.1)
+    assert [path for path in job.keys.rglob("*") if path.is_file()] == []
+
+
+def test_a_second_save_waits_for_nobody_before_it_returns(job: Job) -> None:
+    gate = threading.Event()
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(1, state())
+        if this == 1:
+            await asyncio.to_thread(gate.wait, 20)
+        pending = await ckpt.start_save(2, state())
+        if this == 0:
+            assert not pending.done()
+            gate.set()
+        return (await pending).step
+
+    assert job.play(part) == [2] * job.count
+
+
+def test_nothing_is_left_after_an_error_without_a_message(job: Job) -> None:
+    assert issubclass(SaveError, AsyncCheckpointError)
+    assert RestoreOptions().arrival_s == SaveOptions().arrival_s == 300.0
