@@ -457,6 +457,32 @@ def test_a_second_save_waits_for_nobody_before_it_returns(job: Job) -> None:
     assert job.play(part) == [2] * job.count
 
 
+@pytest.mark.parametrize("choice", ["skip", "error"])
+def test_process_0_decides_whether_saves_overlap(job: Job, choice: Any) -> None:
+    options = SaveOptions(on_overlap=choice)
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(1, state())
+        first = await ckpt.start_save(2, {"w": np.ones((3000, 4000))}, options=options)
+        if this:
+            await first  # so that this process has none in flight; the word of process 0 counts
+        try:
+            second = await ckpt.start_save(3, state(), options=options)
+        except UsageError as error:
+            await first
+            return str(error)
+        report = await second
+        await first
+        return second.skipped, report.skipped
+
+    results = job.play(part)
+    assert len({str(r) for r in results}) == 1 or choice == "error", results
+    if choice == "skip":
+        assert results[0] in ((True, True), (False, False))
+    else:
+        assert all("in flight" in str(r) or r == (False, False) for r in results), results
+
+
 def test_nothing_is_left_after_an_error_without_a_message(job: Job) -> None:
     assert issubclass(SaveError, AsyncCheckpointError)
     assert RestoreOptions().arrival_s == SaveOptions().arrival_s == 300.0
