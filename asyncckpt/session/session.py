@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Self, TypeVar
 
-from asyncckpt.adapters import AdapterSet
+from asyncckpt.adapters import AdapterSet, adapters_for_loaded_frameworks
 from asyncckpt.arguments import (
     check_coordinator,
     check_keep,
@@ -190,7 +190,8 @@ class Session:
             self.saves.raise_unseen(options)
             if number is None and stall_first and not self.saves.admits(options, location):
                 return skipped(kind, engine, location, step)
-            snapshot = take_snapshot(tree)
+            process = processes.coordinator.process_index
+            snapshot = take_snapshot(tree, adapters_for_loaded_frameworks(process))
             if number is None:
                 check_alone(snapshot)
             request = SaveRequest(
@@ -272,6 +273,8 @@ class Session:
             cast=cast,
             options=options,
             progress=guarded(progress),
+            process=self.processes.coordinator.process_index,
+            process_count=self.processes.coordinator.process_count,
         )
 
     # -- on the engine
