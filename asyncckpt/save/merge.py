@@ -229,7 +229,9 @@ def _first_difference(entries: Sequence[Entries], what: str) -> tuple[int, int, 
 def _leaf_of(layout: Layout, snapshot: Snapshot, chunk: int) -> int:
     """Return the leaf that a chunk belongs to."""
     arrays = layout.plan.arrays
-    array = int(np.flatnonzero(np.asarray(arrays.first_chunk) <= chunk)[-1])
+    first = arrays.first_chunk.copy()
+    first[list(arrays.tied)] = arrays.chunk_count  # they have the numbers of earlier arrays
+    array = int(np.flatnonzero(first <= chunk)[-1])
     return snapshot.array_leaf[int(arrays.leaf[array])]
 
 
