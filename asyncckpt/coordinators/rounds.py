@@ -49,6 +49,9 @@ LOOK_MAX_S = 0.1
 POST_S = 0.3
 """How long an error may take to be posted; where it cannot be, this process' silence tells."""
 
+KEPT = 2
+"""Rounds of a kind whose messages stay: a process may be that much behind."""
+
 SLICE_S = 1.0
 """The others wait this long for the outcome before they look whether process 0 is alive."""
 
@@ -68,6 +71,7 @@ class Round:
     Attributes:
         group: the processes.
         number: number of this round.
+        silence_s: how long a process may give no sign of life.
         leads: this is process 0.
         result: what process 0 said when the round had succeeded; None before.
     """
@@ -91,7 +95,7 @@ class Round:
         self.number = number
         self._prefix = group.key(kind, str(number))
         self._arrival_s = arrival_s
-        self._silence_s = silence_s
+        self.silence_s = silence_s
         self._begun = time.monotonic()
         self._found: Mapping[str, bytes] = {}
         self._changed = asyncio.Event()
@@ -175,21 +179,38 @@ class Round:
         try:
             yield
         finally:
-            await to_completion(briefly(self._pulse.end()))
+            await to_completion(briefly(self._rest()))
+
+    async def _rest(self) -> None:
+        await self._pulse.end()
+        if self.leads and self.number >= KEPT:
+            old = self.group.key(self._kind, str(self.number - KEPT))
+            await self._coordinator.delete(old)
 
     # -- process 0
 
-    async def gathered(self, what: str, *, instead: str = "") -> dict[int, bytes]:
+    async def gathered(
+        self,
+        what: str,
+        *,
+        instead: str = "",
+        refuse: Callable[[int, bytes], Exception] | None = None,
+    ) -> dict[int, bytes]:
         """Return what every other process has posted; needs `watch` to run.
 
+        Args:
+            what: the messages.
+            instead: messages that exclude these: a process that posts one will not post `what`.
+            refuse: returns the error for such a process and its message.
+
         Raises:
-            UsageError: a process has posted something that excludes this (`instead`).
+            …: what `refuse` returns.
         """
         wanted = self.group.process_count - 1
         while True:
-            for key in self._found:
-                if instead and key.startswith(f"{instead}/"):
-                    raise self._out_of_step(int(key.rpartition("/")[2]))
+            for key, message in self._found.items():
+                if refuse is not None and key.startswith(f"{instead}/"):
+                    raise refuse(int(key.rpartition("/")[2]), message)
             found = {
                 int(key.rpartition("/")[2]): message
                 for key, message in self._found.items()
@@ -268,14 +289,6 @@ class Round:
             else:
                 raise decode_error(outcome[1:])
 
-    def _out_of_step(self, process: int) -> UsageError:
-        return UsageError(
-            f"{self.group.named(process)} and {self.group.named(0)} save with different plans: "
-            "one of them has saved this tree before, and for the other it is new, so that the "
-            "tree, its shardings or the options have changed on a part of the processes; nothing "
-            "was committed. Save the same tree on all processes"
-        )
-
     def _encoded(self, error: BaseException, stage: str | None) -> bytes:
         group = self.group
         return encode_error(error, process=group.process_index, host=group.host, stage=stage)
@@ -317,7 +330,7 @@ class Round:
         if silent:
             names = ", ".join(map(self.group.named, silent[:10]))
             return SaveError(
-                f"{names} gave no sign of life for {self._silence_s:g} s (silence_s) and "
+                f"{names} gave no sign of life for {self.silence_s:g} s (silence_s) and "
                 "may have died; nothing was committed. Restart the job",
                 expected=self.group.process_count,
                 found=self.group.process_count - len(silent),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from asyncckpt.save.contribution import entries_of, part_of
 from asyncckpt.save.index import Payload
 from asyncckpt.save.plan_cache import Layout
 from asyncckpt.save.serialize import Extents, trailed
-from asyncckpt.save.shared_plan import taken
+from asyncckpt.save.shared_plan import out_of_step, taken
 from asyncckpt.save.snapshot import Snapshot
 from asyncckpt.spec import DTYPES
 from asyncckpt.tree import where
@@ -69,8 +70,8 @@ class MergingCommit(Commit):
             UsageError: entries of a process cannot be seen here; names it and its host.
         """
         if self._others is None:
-            instead = "" if self._layout.fresh else "plan"
-            ready = await self._round.gathered("ready", instead=instead)
+            refuse = None if self._layout.fresh else partial(out_of_step, self._round)
+            ready = await self._round.gathered("ready", instead="plan", refuse=refuse)
             self._others = await self._read(ready)
         snapshot, layout = self._request.snapshot, self._layout
         own = entries_of(payload, layout, snapshot, save_id=self._save_id, process=0)

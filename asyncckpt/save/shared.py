@@ -50,7 +50,7 @@ from asyncckpt.save.contribution import Contribution
 from asyncckpt.save.merge import MergingCommit
 from asyncckpt.save.plan_cache import Layout, LayoutCache
 from asyncckpt.save.save import Save, SaveState, record_of
-from asyncckpt.save.shared_plan import SharedPlan
+from asyncckpt.save.shared_plan import KNOWN, SharedPlan
 from asyncckpt.save.snapshot import SaveRequest
 
 T = TypeVar("T")
@@ -61,9 +61,6 @@ JOIN_S = 2.0
 UNSHARED_S = 15.0
 """How long an attempt that process 0 has begun may stay invisible: network file systems keep what
 they know of a directory for some seconds."""
-
-OUTCOME_S = 60.0
-"""How long a record is looked for after process 0 fell silent between decision and outcome."""
 
 
 class Joining:
@@ -140,6 +137,7 @@ class SharedSave(Save):
         self._stem = f"{self._save_id}-{self._process}" if self._process else self._save_id
         self._ended_by_others = False
         self._posted = False
+        self._known = False  # the plan is that of an earlier save
         self._kept = False  # what was written may be part of a checkpoint
         self._contribution: Contribution | None = None
         self._commit: MergingCommit | Contribution | None = None
@@ -190,7 +188,7 @@ class SharedSave(Save):
         """Look for the record until it must have been written by a process that is alive."""
         files = self._store.files(self._request.name)
         try:
-            end = time.monotonic() + OUTCOME_S
+            end = time.monotonic() + self._round.silence_s
             while time.monotonic() < end:
                 record = await record_of(files)
                 if record is not None and save_id_of(record) == self._save_id:
@@ -212,6 +210,7 @@ class SharedSave(Save):
             sizes, runtime=self._runtime, store=self._store, cache=self._layouts
         )
         self._request = replace(self._request, snapshot=snapshot)
+        self._known = not layout.fresh
         return layout
 
     async def _begin(self) -> Any:
@@ -258,6 +257,8 @@ class SharedSave(Save):
                 )
             except CheckpointNotFoundError:
                 await self._round.post_name()
+                if self._known:
+                    await self._round.post(KNOWN, b"+")
                 if begun_at is None and self._round.has_begun():
                     begun_at = time.monotonic()
             if begun_at is not None and time.monotonic() - begun_at > UNSHARED_S:

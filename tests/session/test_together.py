@@ -568,3 +568,43 @@ def test_a_value_per_process_of_a_single_process(tmp_path: Path) -> None:
         asyncckpt.restore(tmp_path / "x", like={**tree, "rng": asyncckpt.PerProcess.all})
     )
     assert len(everything["rng"]) == 1
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_leaf_that_changes_on_one_process_is_named(job: Job, process: int) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(0, state())
+        tree = state()
+        if this == process:
+            tree["params"]["w"] = np.ones((2, 3))
+        with pytest.raises(UsageError, match=f"params/w.*process {process}"):
+            await ckpt.save(1, tree)
+        return (await ckpt.save(2, state())).plan_cached
+
+    assert job.play(part) == [False] * job.count
+    assert job.left() == []
+
+
+def test_processes_of_one_host_divide_memory_and_threads(job: Job) -> None:
+    alone = Checkpointer(job.root / "alone")._session.runtime
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(0, state())
+        runtime = ckpt._session.runtime
+        return runtime.budget_nbytes, runtime.engine.compute.count
+
+    threads = max(1, alone.engine.compute.count // job.count)
+    for nbytes, count in job.play(part):
+        assert nbytes <= alone.budget_nbytes // job.count
+        assert count == threads
+
+
+def test_a_round_leaves_the_messages_of_two_at_most(job: Job) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        for step in range(6):
+            await ckpt.save(step, state())
+        await ckpt.latest_step()
+        return len([path for path in job.keys.rglob("*") if path.is_file()])
+
+    # Hellos and beats, and of each of two or three rounds what every process has posted.
+    assert max(job.play(part)) <= 10 + 12 * job.count
