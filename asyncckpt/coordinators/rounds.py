@@ -74,6 +74,7 @@ class Round:
         silence_s: how long a process may give no sign of life.
         leads: this is process 0.
         result: what process 0 said when the round had succeeded; None before.
+        failed: it is certain that the round has failed, and cannot succeed any more.
     """
 
     def __init__(
@@ -100,6 +101,8 @@ class Round:
         self._found: Mapping[str, bytes] = {}
         self._changed = asyncio.Event()
         self._ended = asyncio.Event()
+        self._decided = False
+        self.failed = False
         self.result: bytes | None = None
         self.leads = group.process_index == 0
 
@@ -131,6 +134,7 @@ class Round:
             await self._coordinator.put(
                 f"{self._prefix}/outcome", failure if decision == COMMIT else decision
             )
+        self.failed = True
         return True
 
     def begun(self) -> None:
@@ -234,6 +238,8 @@ class Round:
         decision = await self._coordinator.put_once(f"{self._prefix}/decision", COMMIT)
         if decision != COMMIT:
             raise await self._failed(decision)
+        # From here on, whether other processes are alive is no reason to fail.
+        self._decided = True
 
     async def finish(self, message: bytes = b"") -> None:
         """Tell all others that the round has succeeded, after `commit`."""
@@ -259,7 +265,7 @@ class Round:
 
     async def _lead(self) -> None:
         delay, alive_at = LOOK_MIN_S, time.monotonic()
-        while self.result is None:
+        while not self._decided:
             found = await self._coordinator.list(self._prefix)
             decision = found.get("decision", COMMIT)
             if decision != COMMIT:
@@ -287,6 +293,7 @@ class Round:
             elif outcome[:1] == COMMIT:
                 self._end(outcome[1:])
             else:
+                self.failed = True
                 raise decode_error(outcome[1:])
 
     def _encoded(self, error: BaseException, stage: str | None) -> bytes:
@@ -347,6 +354,7 @@ class Round:
 
     async def _failed(self, decision: bytes) -> BaseException:
         """Pass a decision against the round on to all others; return its error."""
+        self.failed = True
         await self._coordinator.put(f"{self._prefix}/outcome", decision)
         return decode_error(decision[1:])
 

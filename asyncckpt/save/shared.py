@@ -176,13 +176,25 @@ class SharedSave(Save):
         """Return when all have succeeded; raise the error of a process that has failed."""
         try:
             await self._round.watch()
-        except SaveOutcomeUnknownError:
-            if not await self._is_committed():
-                self._ended_by_others = self._kept = True
+        except Exception as error:
+            if self._kept and not self._round.failed:
+                # Process 0 has fallen silent, or its messages do not come through.
+                if await self._is_committed():
+                    return
+                self._ended_by_others = True
+                if not isinstance(error, SaveOutcomeUnknownError):
+                    raise self._unknown() from error
                 raise
-        except Exception:
             self._ended_by_others, self._kept = True, False
             raise
+
+    def _unknown(self) -> SaveOutcomeUnknownError:
+        return SaveOutcomeUnknownError(
+            f"{self._location}: the coordinator failed after this process had written its part, "
+            "and the record has not appeared; whether the save succeeds is unknown: look at "
+            "latest_step(), then save again",
+            location=self._location,
+        )
 
     async def _is_committed(self) -> bool:
         """Look for the record until it must have been written by a process that is alive."""
@@ -359,7 +371,7 @@ class SharedSave(Save):
         """Abort the save on all processes; return whether it is, False where it was decided."""
         self._posted = True
         aborted = await briefly(self._round.abort(self._reason(error), self._state.stage))
-        if aborted:
+        if aborted or self._round.failed:
             self._kept = False
         return aborted is not False
 
