@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from asyncckpt.adapters import placements as arithmetic
 from asyncckpt.adapters.arrays import check_values
+from asyncckpt.adapters.meshes import Mesh
 from asyncckpt.adapters.placements import Layout
 from asyncckpt.adapters.torch import TorchAdapter, tensor_view
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
@@ -92,7 +93,7 @@ class DTensorAdapter:
             "torch",
             shards=division.shards,
             views=(None,) * len(division.shards),
-            stream=local,
+            stream=(division, local),
             partition=division.partition,
         )
         if local.view is not None:
@@ -102,14 +103,14 @@ class DTensorAdapter:
         return source
 
     def fetch(self, source: Source, box: Box, out: npt.NDArray[Any]) -> None:
-        division = _division(source.leaf)
-        for shard, local in zip(division.shards, division.local, strict=True):
+        division, local = source.stream
+        for shard, place in zip(division.shards, division.local, strict=True):
             common = shard.box.intersect(box)
             if common is not None:
                 inside = common.relative_to(shard.box.offset)
-                offset = tuple(o + p for o, p in zip(local.offset, inside.offset, strict=True))
+                offset = tuple(o + p for o, p in zip(place.offset, inside.offset, strict=True))
                 part = out[_selection(common.relative_to(box.offset))]
-                self._local.fetch(source.stream, Box(offset, common.shape), part)
+                self._local.fetch(local, Box(offset, common.shape), part)
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
         division, tensor = _open(path, leaf)
@@ -263,8 +264,8 @@ def _divide(
 
 
 @lru_cache(maxsize=64)
-def _ranks(mesh: DeviceMesh) -> arithmetic.Mesh:
-    return arithmetic.Mesh(mesh.mesh.cpu().numpy())
+def _ranks(mesh: DeviceMesh) -> Mesh:
+    return Mesh(mesh.mesh.cpu().numpy())
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

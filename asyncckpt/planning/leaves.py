@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from asyncckpt.errors import UsageError
 from asyncckpt.options import MAX_PIECES
+from asyncckpt.planning.balance import Holders
 from asyncckpt.planning.grid import choose_grid
-from asyncckpt.planning.holders import Holders
 from asyncckpt.planning.pack import TRAILER_NBYTES
 from asyncckpt.planning.table import Column
 from asyncckpt.spec import ArraySpec, ChunkGrid, Partition, Shard

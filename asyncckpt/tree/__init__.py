@@ -22,11 +22,11 @@ share a path. The path of a tree that is one leaf is empty.
 from __future__ import annotations
 
 from asyncckpt.tree.flatten import Flat, flatten
-from asyncckpt.tree.merge import MergedTree, merge_trees
 from asyncckpt.tree.names import Key, array_names, escape, match_glob, unescape, where
 from asyncckpt.tree.structure import MAX_DEPTH, Kind, Node, Structure
 from asyncckpt.tree.types import NodeRegistry
 from asyncckpt.tree.unflatten import unflatten, unflatten_like
+from asyncckpt.tree.union import MergedTree, merge_trees
 
 __all__ = [
     "MAX_DEPTH",

@@ -10,13 +10,14 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -148,6 +149,18 @@ def test_a_process_that_gets_another_rank_opens_its_new_shards() -> None:
     whole.check()
 
 
+def test_an_opened_tensor_is_read_without_torch_distributed() -> None:
+    """A save goes on in the background when the job has shut it down."""
+    with rank_of(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        source = adapter.source(
+            "p", distribute_tensor(numbered(8), mesh, [Shard(0)], src_data_rank=None)
+        )
+    out = np.full(4, -1, np.float32)
+    adapter.fetch(source, Box((2,), (4,)), out)
+    assert out.tolist() == [-1, -1, 4, 5]
+
+
 def test_a_mesh_of_one_process_is_local() -> None:
     with rank_of(0, 1):
         data = numbered(4, 3)
@@ -169,6 +182,40 @@ def test_restored_memory_is_adopted_where_it_is_one_box() -> None:
         part = np.arange(4, dtype=np.float32).reshape(2, 2)
         made = adapter.place_parts(target, [part])
         assert made.to_local().data_ptr() == part.ctypes.data
+
+
+def test_parts_are_filled_where_memory_cannot_be_shown_to_numpy() -> None:
+    values = (np.arange(4) + 1j).astype(np.complex64)
+    with rank_of(1, 2), ThreadPoolExecutor(1) as worker:
+        mesh = init_device_mesh("cpu", (2,))
+        local = torch.zeros(2, dtype=torch.complex64).conj()
+        shape, stride = torch.Size((4,)), (1,)
+        leaf = DTensor.from_local(local, mesh, [Shard(0)], shape=shape, stride=stride)
+        target = adapter.target("p", leaf, in_place=True)
+        assert target.fill
+        assert target.buffers == ()
+        assert worker.submit(adapter.place_parts, target, [values[2:]]).result() is leaf
+        assert leaf.to_local().tolist() == values[2:].tolist()
+        source = adapter.source("p", leaf)
+        assert source.views == (None,)
+        out = np.empty(3, np.complex64)
+        worker.submit(adapter.fetch, source, Box((1,), (3,)), out).result()
+        np.testing.assert_array_equal(out[1:], values[2:])
+
+
+def test_a_tensor_kept_off_the_devices_of_its_mesh_is_restored_where_it_is() -> None:
+    """As with `CPUOffloadPolicy`: the mesh is one of CUDA devices, the local tensors are not."""
+    with rank_of(1, 4):
+        like = distribute_tensor(
+            numbered(8, 2), init_device_mesh("cpu", (4,)), [Shard(0)], src_data_rank=None
+        )
+        like._spec.mesh = DeviceMesh("cuda", [0, 1, 2, 3])
+        target = adapter.target("p", like, in_place=False)
+        made = adapter.place_parts(target, [np.full((2, 2), 7, np.float32)])
+        assert made.device_mesh == like.device_mesh
+        assert made.to_local().device.type == "cpu"
+        assert made.to_local().tolist() == [[7, 7], [7, 7]]
+        assert like.to_local().tolist() == [[4, 5], [6, 7]]
 
 
 def test_a_target_is_checked_and_its_kind_is_kept() -> None:
