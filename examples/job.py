@@ -1,4 +1,4 @@
-"""Launcher of the examples of several processes: four are killed in the middle of a save, two go on.
+"""Launcher of the examples of several processes: four save, one is killed, and two go on.
 
 A job is a number of processes that run the same script, each with a `Part`. One of the first job
 is killed (SIGKILL) while all are saving; the others are ended then, as a scheduler would do. A job
@@ -276,7 +276,10 @@ def demonstrate(script: Path, folder: Path, scale: Scale) -> None:
         raise JobError(f"{root} lists the steps {listed}, expected {before}")
     say(f"Listed steps: {listed}. Step {step} is not among them.")
 
-    say(f"\n2  {SECOND} processes restore step {before[-1]} and train to step {scale.steps - 1}.", "")
+    say(
+        f"\n2  {SECOND} processes restore step {before[-1]} and train to step {scale.steps - 1}.",
+        "",
+    )
     with Job(script, folder, "second", SECOND, scale) as second:
         second.finish()
     logs = [read_log(log) for log in second.logs]

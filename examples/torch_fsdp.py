@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import asyncckpt
 from asyncckpt import blocking
 
 
@@ -102,9 +101,7 @@ def train(part: job.Part) -> None:
 def run(part: job.Part) -> None:
     """Join the job of this part, and train."""
     address = f"tcp://localhost:{part.port}"
-    dist.init_process_group(
-        "gloo", init_method=address, world_size=part.count, rank=part.process
-    )
+    dist.init_process_group("gloo", init_method=address, world_size=part.count, rank=part.process)
     try:
         train(part)
     finally:
