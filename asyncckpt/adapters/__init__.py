@@ -16,6 +16,7 @@ from asyncckpt.adapters.python import ScalarKind, scalar_kind
 from asyncckpt.errors import UsageError
 from asyncckpt.ports import ArrayAdapter, NodeAdapter
 from asyncckpt.spec import ArraySpec
+from asyncckpt.tree import PerProcessNodes
 
 _FRAMEWORKS = {"jax": ("Array", "JaxAdapter"), "torch": ("Tensor", "TorchAdapter")}
 """Framework -> an attribute that is there once its import is complete, and our adapter's class."""
@@ -92,13 +93,14 @@ class AdapterSet:
         return made
 
 
-def adapters_for_loaded_frameworks() -> AdapterSet:
+def adapters_for_loaded_frameworks(process: int = 0) -> AdapterSet:
     """Return the adapters of NumPy, and of what is imported of JAX, PyTorch and our own.
 
-    Each type belongs to the first that owns it: a `DTensor` is a `torch.Tensor`, too.
+    `process` is the number of this process, for values that differ by process. Each type belongs
+    to the first that owns it: a `DTensor` is a `torch.Tensor`, too.
     """
     adapters: list[ArrayAdapter] = [NumpyAdapter()]
-    nodes: list[NodeAdapter] = []
+    nodes: list[NodeAdapter] = [PerProcessNodes(process)]
     if hasattr(sys.modules.get(_SHARDED), "ShardedArray"):
         adapters.append(_module("sharded").ShardedAdapter())
     if hasattr(sys.modules.get(_DTENSOR), "DTensor"):

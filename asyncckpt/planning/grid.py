@@ -107,6 +107,11 @@ def choose_grid(
     return _follow_cuts(spec, cuts, chunk_nbytes, strict, regular=regular)
 
 
+def travels_in_parts(spec: ArraySpec, division: tuple[Shard, ...] | Partition | None) -> bool:
+    """Return whether the leaf is so small that its shards are put together to one chunk."""
+    return 0 < spec.nbytes <= WHOLE_NBYTES and _cuts_of(spec, division).count > 1
+
+
 def cell_starts(shape: tuple[int, ...], partition: Partition) -> tuple[Sequence[int], ...]:
     """Return per axis where the cells of a partition begin; a range where the cells are equal.
 

@@ -16,7 +16,7 @@ from asyncckpt.options import RestoreOptions
 from asyncckpt.ports import ArrayAdapter, Target
 from asyncckpt.reports import Progress
 from asyncckpt.spec import ArraySpec
-from asyncckpt.tree import Flat, Key, flatten
+from asyncckpt.tree import Flat, Key, PerProcess, flatten, per_process_paths
 
 Mode = Literal["saved", "like", "into"]
 
@@ -93,6 +93,8 @@ class RestoreRequest:
         progress: called with every step forward.
         stateful: by path, the target's objects with a state dict.
         loaded: adapters of the frameworks that are imported.
+        per_process: paths of the target at which every process has its own values.
+        process_count: number of processes that restore.
         agree: awaited with the checkpoint, what matches, and `strict`, before any payload is read:
             where other processes restore it too.
     """
@@ -107,6 +109,8 @@ class RestoreRequest:
     progress: Callable[[Progress], None] | None
     stateful: Mapping[str, StatefulTarget] = field(default_factory=dict)
     loaded: Sequence[ArrayAdapter] = ()
+    per_process: Sequence[str] = ()
+    process_count: int = 1
     agree: Callable[..., Awaitable[None]] | None = None
 
 
@@ -120,6 +124,8 @@ def restore_request(
     cast: bool,
     options: RestoreOptions,
     progress: Callable[[Progress], None] | None,
+    process: int = 0,
+    process_count: int = 1,
 ) -> tuple[RestoreRequest, Flat | None, AdapterSet]:
     """Return the request, the target taken apart (if there is one), and the adapters.
 
@@ -127,7 +133,7 @@ def restore_request(
         UnsupportedLeafError: nothing can be restored to a leaf of the target; names its path.
         UsageError: `leaves` is no framework, or the target is no tree.
     """
-    adapters = adapters_for_loaded_frameworks()
+    adapters = adapters_for_loaded_frameworks(process)
     flat = None if mode == "saved" else flatten(like, adapters.nodes)
     request = RestoreRequest(
         mode=mode,
@@ -142,6 +148,8 @@ def restore_request(
         if flat is None
         else {path: _stateful(owner, adapters) for path, owner in flat.stateful},
         loaded=adapters.adapters,
+        per_process=() if flat is None else per_process_paths(flat.structure),
+        process_count=process_count,
     )
     return request, flat, adapters
 
@@ -192,6 +200,9 @@ def wanted_leaves(flat: Flat, adapters: AdapterSet, *, in_place: bool) -> list[W
     immutable: list[int] = []
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         adapter = adapters.resolve(type(leaf))
+        if leaf is PerProcess.all and not in_place:
+            wanted.append(Wanted(path, leaf))
+            continue
         if adapter is None:
             raise unsupported(path, leaf)
         if isinstance(adapter, str):

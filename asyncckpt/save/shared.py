@@ -43,7 +43,7 @@ from asyncckpt.format.record import save_id_of
 from asyncckpt.planning.replicas import checked_rows
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import AttemptFiles, DataFile, JoinedAttempt, Sizes, Store
-from asyncckpt.reports import SaveReport
+from asyncckpt.reports import ProcessPart, SaveReport
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.contribution import Contribution
@@ -142,6 +142,7 @@ class SharedSave(Save):
         self._posted = False
         self._kept = False  # what was written may be part of a checkpoint
         self._contribution: Contribution | None = None
+        self._commit: MergingCommit | Contribution | None = None
 
     async def run(
         self,
@@ -272,7 +273,7 @@ class SharedSave(Save):
     def _committing(self, attempt: Any, layout: Layout) -> Commit | Contribution:
         compute = self._runtime.engine.compute
         if self._round.leads:
-            return MergingCommit(
+            self._commit = MergingCommit(
                 attempt,
                 layout,
                 self._request,
@@ -280,16 +281,27 @@ class SharedSave(Save):
                 compute=compute,
                 writers=self._group.process_count,
                 round_=self._round,
+                times=self._times,
             )
-        self._contribution = Contribution(
+            return self._commit
+        self._commit = self._contribution = Contribution(
             attempt,
             layout,
             self._request.snapshot,
             save_id=self._save_id,
             process=self._group.process_index,
+            host=self._group.host,
             compute=compute,
+            times=self._times,
         )
         return self._contribution
+
+    def _times(self) -> tuple[float, float]:
+        """Return the seconds until all was staged, and until now."""
+        return self._state.blocked_s, time.perf_counter() - self._request.begun
+
+    def _parts(self) -> tuple[ProcessPart, ...]:
+        return self._commit.parts if self._commit is not None else ()
 
     def _checked(self, layout: Layout) -> Column:
         return checked_rows(layout.plan, self._round.number, whole=layout.fresh)

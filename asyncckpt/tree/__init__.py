@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from asyncckpt.tree.flatten import Flat, flatten
 from asyncckpt.tree.names import Key, array_names, escape, match_glob, unescape, where
+from asyncckpt.tree.per_process import PerProcess, PerProcessNodes, per_process_paths
 from asyncckpt.tree.structure import MAX_DEPTH, Kind, Node, Structure
 from asyncckpt.tree.types import NodeRegistry
 from asyncckpt.tree.unflatten import unflatten, unflatten_like
@@ -36,12 +37,15 @@ __all__ = [
     "MergedTree",
     "Node",
     "NodeRegistry",
+    "PerProcess",
+    "PerProcessNodes",
     "Structure",
     "array_names",
     "escape",
     "flatten",
     "match_glob",
     "merge_trees",
+    "per_process_paths",
     "unescape",
     "unflatten",
     "unflatten_like",
