@@ -15,6 +15,7 @@ from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.adapters.python import ScalarKind, scalar_kind
 from asyncckpt.errors import UsageError
 from asyncckpt.ports import ArrayAdapter, NodeAdapter
+from asyncckpt.spec import ArraySpec
 from asyncckpt.tree import PerProcessNodes
 
 _FRAMEWORKS = {"jax": ("Array", "JaxAdapter"), "torch": ("Tensor", "TorchAdapter")}
@@ -74,6 +75,22 @@ class AdapterSet:
             return None
         required: Callable[[str], str | None] | None = _module("torch").required_keys(owner)
         return required
+
+    def fresh_state_of(self, owner: object) -> Callable[[str, ArraySpec], Any] | None:
+        """Return what makes the arrays that an object's state dict does not have yet, if known.
+
+        The result maps a path in the state dict and what was saved there to an array to restore
+        into, or to None.
+        """
+        wanting = self.expected_by(type(owner))
+        if (
+            wanting is None
+            or wanting.name != "torch"
+            or not any(adapter.name == "dtensor" for adapter in self.adapters)
+        ):
+            return None
+        made: Callable[[str, ArraySpec], Any] = _module("dtensor").state_like_parameters(owner)
+        return made
 
 
 def adapters_for_loaded_frameworks(process: int = 0) -> AdapterSet:

@@ -331,7 +331,13 @@ class _Matcher:
             if root is None:
                 self._unexpected.append(path)
             else:
-                self._leaves.append(saved_leaf(self._opened, path, leaf, self._arrays[leaf]))
+                found = saved_leaf(self._opened, path, leaf, self._arrays[leaf])
+                fresh = self._stateful[root].fresh
+                if fresh is not None and found.spec is not None:
+                    want = fresh(path, path[len(root) + bool(root) :], found.spec)
+                    if want is not None:
+                        found = found._replace(want=want, target=want.target)
+                self._leaves.append(found)
 
     def _is_other(self, root: str, want: Wanted, saved: int) -> bool:
         """Return whether a leaf of a state dict has become something else, which is no fault.

@@ -15,6 +15,7 @@ from asyncckpt.adapters.python import unsupported
 from asyncckpt.options import RestoreOptions
 from asyncckpt.ports import ArrayAdapter, Target
 from asyncckpt.reports import Progress
+from asyncckpt.spec import ArraySpec
 from asyncckpt.tree import Flat, Key, PerProcess, flatten, per_process_paths
 
 Mode = Literal["saved", "like", "into"]
@@ -55,6 +56,9 @@ class Wanted(NamedTuple):
     fixed: bool = False
 
 
+Fresh = Callable[[str, str, ArraySpec], Wanted | None]
+
+
 class StatefulTarget(NamedTuple):
     """An object of the target whose `load_state_dict` gets what was saved at its path.
 
@@ -63,11 +67,15 @@ class StatefulTarget(NamedTuple):
         required: maps a path in its state dict to a key that the present and the saved state must
             both have, or to None where they may differ; None where nothing is known.
         takes_strict: whether its `load_state_dict` has a parameter `strict`.
+        fresh: returns a new leaf to restore into where the state dict has none yet, or None; gets
+            its path, the part of that in the state dict, and what was saved. None where nothing is
+            known.
     """
 
     adapter: ArrayAdapter | None
     required: Callable[[str], str | None] | None
     takes_strict: bool
+    fresh: Fresh | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,7 +159,23 @@ def _stateful(owner: Any, adapters: AdapterSet) -> StatefulTarget:
         adapters.expected_by(type(owner)),
         adapters.required_by(owner),
         takes_strict(owner.load_state_dict),
+        _fresh(owner, adapters),
     )
+
+
+def _fresh(owner: Any, adapters: AdapterSet) -> Fresh | None:
+    make = adapters.fresh_state_of(owner)
+    if make is None:
+        return None
+
+    def wanted(path: str, key: str, spec: ArraySpec) -> Wanted | None:
+        leaf = make(key, spec)
+        adapter = None if leaf is None else adapters.resolve(type(leaf))
+        if adapter is None or isinstance(adapter, str):
+            return None
+        return Wanted(path, leaf, adapter, adapter.target(path, leaf, in_place=True))
+
+    return wanted
 
 
 def takes_strict(load_state_dict: Callable[..., Any]) -> bool:

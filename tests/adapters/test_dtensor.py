@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from asyncckpt import errors
+from asyncckpt import blocking, errors
 from asyncckpt.adapters import adapters_for_loaded_frameworks
 from asyncckpt.adapters.dtensor import DTensorAdapter
 from asyncckpt.planning.tiling import tiling_fault
@@ -265,6 +266,28 @@ def test_tensors_are_tied_by_memory_and_layout_also_where_they_are_empty() -> No
                     leaf.to_local(), mesh, [Shard(0)], shape=torch.Size((2, 2)), stride=(2, 1)
                 )
                 assert identity != adapter.source("q", larger).identity
+
+
+def test_the_state_of_a_fresh_optimizer_is_divided_as_its_parameters(tmp_path: Path) -> None:
+    net = torch.nn.Linear(3, 8)
+    trained = torch.optim.AdamW(net.parameters())
+    net(torch.ones(2, 3)).sum().backward()
+    trained.step()
+    blocking.save(tmp_path / "x", {"opt": trained}, coordinator="single")
+    for rank in range(3):
+        with rank_of(rank, 3):
+            again = torch.nn.Linear(3, 8)
+            fully_shard(again, mesh=init_device_mesh("cpu", (3,)))
+            fresh = torch.optim.AdamW(again.parameters())
+            blocking.restore_into(tmp_path / "x", {"opt": fresh}, coordinator="single")
+            for had, has in zip(net.parameters(), again.parameters(), strict=True):
+                assert isinstance(has, DTensor)
+                for name in ("exp_avg", "exp_avg_sq"):
+                    moment = fresh.state[has][name]
+                    assert moment.placements == has.placements
+                    part = trained.state[had][name].chunk(3)[rank]
+                    assert torch.equal(moment.to_local(), part)
+                assert not isinstance(fresh.state[has]["step"], DTensor)
 
 
 def test_other_placements_are_refused_by_name() -> None:
