@@ -1,8 +1,8 @@
 """The four seams of the library: stores, array adapters, coordinators and host memory.
 
 A protocol here declares what the pipeline relies on, and nothing else. Implementations are in
-`stores/`, `adapters/` and `coordinators/`; `asyncckpt.testing` holds the conformance suite that
-every `Store` must pass.
+`stores/`, `adapters/` and `coordinators/`; `asyncckpt.testing` holds the conformance suites that
+every `Store` and every `Coordinator` must pass.
 """
 
 # Rule 1: stores see opaque bytes and relative paths; they know no arrays, chunks or records.

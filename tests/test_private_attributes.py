@@ -41,6 +41,8 @@ PRIVATE: dict[tuple[str, str], str] = {
     ("jax.Array", "_single_device_array_to_np_array_did_copy"): "a view of an array on a CPU",
     # Set where XLA has put the devices in an order that no spec can say; no public way to see it.
     ("jax.sharding.NamedSharding", "_logical_device_ids"): "whether mesh and spec say it all",
+    # The coordinator's keys live there, and no public function returns it.
+    ("torch.distributed.distributed_c10d", "_get_default_store"): "the store to clone",
     ("threading", "_register_atexit"): "the only hook that runs before threads are joined",
     ("sys", "_getframe"): "the line of the user's code that a warning names",
 }

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from asyncckpt.coordinators.keys import pauses
+from asyncckpt.coordinators.key_values import pauses
 from asyncckpt.coordinators.service import ServiceCoordinator
 from asyncckpt.errors import StoreError, UsageError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncckpt.coordinators.keys import PREFIX
+from asyncckpt.coordinators.key_values import PREFIX
 from asyncckpt.ports import Coordinator
 
 

@@ -2,22 +2,25 @@
 
 Each process posts a hello with a fresh nonce. Process 0 posts a welcome, which has the run id and
 repeats the nonces it has seen; a process believes a welcome only if its own nonce is in it. It
-acknowledges with another hello, and once all have done so, process 0 posts that they agree. Keys of
-an earlier life of the job, which many services keep, thus never match.
+acknowledges by posting its hello again with the run id, and once all have done so, process 0 posts
+that they agree. Keys of an earlier life of the job, which many services keep, thus never match.
 """
 
 # Rule 1: every process but 0 polls one key, and process 0 one directory: its number of calls does
 #   not grow with the number of processes (welcomes are pages of `PAGE` processes).
 # Rule 2: process 0 alone decides whether all agree. It refuses in the same place, so that every
 #   living process gets the same error.
-# Rule 3: a hello may change until its process has acknowledged: what process 0 sees first may be
-#   that of an earlier life. (test_a_restarted_process_does_not_believe_its_predecessor)
+# Rule 3: a hello that is not acknowledged may be of an earlier life, and proves nothing.
+#   (test_process_0_does_not_believe_the_predecessors_of_others)
+# Rule 4: a hello has a key of its own. If two processes have one index, both acknowledge.
+#   (test_a_process_that_comes_twice_is_an_error_for_all)
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import secrets
@@ -28,7 +31,7 @@ from dataclasses import replace
 from typing import Any
 
 from asyncckpt.coordinators.group import Group
-from asyncckpt.coordinators.keys import PREFIX, pauses
+from asyncckpt.coordinators.key_values import PREFIX, pauses
 from asyncckpt.coordinators.meeting import Hello, Meeting
 from asyncckpt.coordinators.messages import decode_error, encode_error
 from asyncckpt.errors import AsyncCheckpointError, UsageError
@@ -36,7 +39,10 @@ from asyncckpt.ports import Coordinator
 from asyncckpt.version import VERSION
 
 PAGE = 256
-"""Processes in one welcome: nonce and host of each, in one message."""
+"""Processes in one welcome: the nonces of ten lives of the job fit into a message."""
+
+RUNS = 512
+"""Hosts in one message, each with the number of successive processes that it has."""
 
 HOST_LENGTH = 64
 """Characters kept of the name of a host; Linux allows no more."""
@@ -52,9 +58,9 @@ ROLL_CALL_S = 1.0
 do not acknowledge are of an earlier life."""
 
 SETTLE_S = 0.5
-"""When a hello has changed, its predecessor has this long to say that it is alive, too."""
+"""If there are several hellos of one process, the others have this long to acknowledge, too."""
 
-LEAVE_S = 1.0
+LEAVE_S = 0.5
 """How long a process that fails or is cancelled may take to tell the others."""
 
 REFUSAL_NBYTES = 32 << 10
@@ -94,68 +100,83 @@ class _Host:
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
         self._run_id = secrets.token_hex(16)
-        self._hellos: dict[int, Hello] = {}
-        self._settled = 0.0
+        self._hellos: dict[int, list[Hello]] = {}
         self._posted: dict[int, bytes] = {}
 
     async def gather(self) -> Group:
         """Return the group once all have acknowledged; refuse all that have come on an error."""
+        meeting = self._meeting
         try:
-            await self._gather()
+            hosts = await self._gather()
         except BaseException as error:
             with contextlib.suppress(AsyncCheckpointError, TimeoutError):
                 async with asyncio.timeout(LEAVE_S):
                     await self._post("refused", error)
+                    # Another process 0 sees this change, and that it is not the only one.
+                    await meeting.say(replace(meeting.hello, run=""))
             raise
-        hosts = [self._hellos[process].host for process in range(self._meeting.count)]
-        return self._meeting.group(self._run_id, hosts)
+        await meeting.forget_predecessors()
+        return meeting.group(self._run_id, hosts)
 
-    async def _gather(self) -> None:
+    async def _gather(self) -> list[str]:
+        """Return the hosts of all processes once all have acknowledged."""
         meeting = self._meeting
+        before = await meeting.coordinator.list(meeting.key("hello", 0))
         await meeting.say(replace(meeting.hello, run=self._run_id))
+        settled = 0.0
         for pause in pauses(meeting.count):
-            met = await meeting.coordinator.list(meeting.prefix)
-            self._read(met)
-            self._check(met)
-            waiting = [p for p in range(meeting.count) if not self._acknowledged(p)]
+            self._hellos = _hellos(await meeting.coordinator.list(meeting.key("hello")))
+            self._check(before)
             now = time.monotonic()
-            if not waiting and now >= self._settled:
-                return await self._post("agreed")
+            waiting = [p for p in range(meeting.count) if not self._live(p)]
+            if waiting:
+                several = any(len(hellos) > 1 for hellos in self._hellos.values())
+                settled = now + (SETTLE_S if several else 0.0)
+            elif now >= settled:
+                hosts = [self._live(process)[0].host for process in range(meeting.count)]
+                await self._post_hosts(hosts)
+                await self._post("agreed")
+                return hosts
             if len(self._hellos) == meeting.count or now >= meeting.end - ROLL_CALL_S:
                 await self._post("welcome")
             if now >= meeting.end:
                 raise await meeting.absent(waiting)
             await asyncio.sleep(pause)
+        raise AssertionError("pauses never end")
 
-    def _acknowledged(self, process: int) -> bool:
-        return process in self._hellos and self._hellos[process].run == self._run_id
+    def _live(self, process: int) -> list[Hello]:
+        """Return the hellos of a process that have acknowledged this run."""
+        return [h for h in self._hellos.get(process, ()) if h.run == self._run_id]
 
-    def _read(self, met: Mapping[str, bytes]) -> None:
-        before, self._hellos = self._hellos, {}
-        for process in range(self._meeting.count):
-            value = met.get(f"hello/{process}")
-            if value is not None:
-                hello = self._hellos[process] = Hello.decoded(value)
-                if process in before and before[process].nonce != hello.nonce:
-                    self._settled = time.monotonic() + SETTLE_S
+    def _check(self, before: Mapping[str, bytes]) -> None:
+        """Raise if a process has come twice or runs another release.
 
-    def _check(self, met: Mapping[str, bytes]) -> None:
+        Args:
+            before: the hellos of process 0 that were there before its own, by nonce.
+        """
         meeting = self._meeting
-        for process, hello in self._hellos.items():
-            if process == 0 and hello.nonce != meeting.hello.nonce:
-                raise meeting.twice(0, str(meeting.hello), str(hello))
-            # A complaint that names another nonce is of an earlier life.
-            nonce, one, other = json.loads(met.get(f"twice/{process}", b'["", "", ""]'))
-            if nonce == hello.nonce:
-                raise meeting.twice(process, one, other)
-            if hello.version != VERSION and self._acknowledged(process):
-                raise UsageError(
-                    f"process {process} ({hello}) runs asyncckpt {hello.version}, process 0 "
-                    f"({meeting.hello}) runs {VERSION}: install the same release everywhere",
-                    location=meeting.root,
-                    expected=VERSION,
-                    found=hello.version,
-                )
+        for other in self._hellos.get(0, ()):
+            if other.nonce != meeting.hello.nonce and before.get(other.nonce) != other.encoded():
+                raise meeting.twice(0, meeting.hello, other)
+        for process in self._hellos:
+            for number, hello in enumerate(self._live(process)):
+                if number > 0:
+                    raise meeting.twice(process, self._live(process)[0], hello)
+                if hello.version != VERSION:
+                    raise UsageError(
+                        f"process {process} ({hello}) runs asyncckpt {hello.version}, process 0 "
+                        f"({meeting.hello}) runs {VERSION}: install the same release everywhere",
+                        location=meeting.root,
+                        expected=VERSION,
+                        found=hello.version,
+                    )
+
+    async def _post_hosts(self, hosts: Sequence[str]) -> None:
+        meeting = self._meeting
+        runs = [(host, len(list(same))) for host, same in itertools.groupby(hosts)]
+        for page, start in enumerate(range(0, len(runs), RUNS)):
+            value = json.dumps(runs[start : start + RUNS]).encode()
+            await meeting.coordinator.put(meeting.key("hosts", page), value)
 
     async def _post(self, state: str, error: BaseException | None = None) -> None:
         """Post the welcomes that have changed."""
@@ -172,12 +193,10 @@ class _Host:
             refusal = json.loads(data)
         for page in range(-(-meeting.count // PAGE)):
             here = range(page * PAGE, min((page + 1) * PAGE, meeting.count))
-            hellos = [self._hellos.get(process) for process in here]
             welcome = {
                 "state": state,
                 "run": self._run_id,
-                "nonces": [hello.nonce if hello else "" for hello in hellos],
-                "hosts": [hello.host if hello else "" for hello in hellos],
+                "nonces": [h.nonce for p in here for h in self._hellos.get(p, ())],
                 "refusal": refusal,
             }
             value = json.dumps(welcome).encode()
@@ -191,36 +210,36 @@ class _Guest:
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
-        self._page, self._slot = divmod(meeting.index, PAGE)
-        self._replaced = False
 
     async def arrive(self) -> Group:
         """Return the group once process 0 says that all agree."""
         meeting = self._meeting
         try:
-            return await self._arrive()
+            run_id = await self._arrive()
+            hosts = await self._hosts()
         except BaseException:
             # An acknowledgement that stays behind would be taken for a process that goes on.
-            if meeting.hello.run and not self._replaced:
+            if meeting.hello.run:
                 with contextlib.suppress(AsyncCheckpointError, TimeoutError):
                     async with asyncio.timeout(LEAVE_S):
-                        await meeting.coordinator.delete(meeting.key("hello", meeting.index))
+                        await meeting.coordinator.delete(meeting.own_key)
             raise
+        await meeting.forget_predecessors()
+        return meeting.group(run_id, hosts)
 
-    async def _arrive(self) -> Group:
+    async def _arrive(self) -> str:
+        """Return the run id once all agree."""
         meeting = self._meeting
         await meeting.say(meeting.hello)
         for pause in pauses(meeting.count):
-            welcome = await self._welcome(self._page)
-            if welcome is not None and echoes(welcome, self._slot, meeting.hello.nonce):
+            welcome = await self._look("welcome", meeting.index // PAGE)
+            if welcome is not None and echoes(welcome, meeting.hello.nonce):
                 if welcome["state"] == "refused":
                     raise decode_error(json.dumps(welcome["refusal"]).encode())
                 if welcome["run"] != meeting.hello.run:
                     await meeting.say(replace(meeting.hello, run=welcome["run"]))
                 elif welcome["state"] == "agreed":
-                    return meeting.group(welcome["run"], await self._hosts())
-            elif welcome is not None:
-                await self._check_own()
+                    return meeting.hello.run
             acknowledged = meeting.hello.run != ""
             grace_s = ANSWER_S if acknowledged else REFUSAL_S
             if time.monotonic() >= meeting.end + grace_s:
@@ -228,28 +247,29 @@ class _Guest:
             await asyncio.sleep(pause)
         raise AssertionError("pauses never end")
 
-    async def _welcome(self, page: int) -> dict[str, Any] | None:
-        value = await self._meeting.coordinator.look(self._meeting.key("welcome", page))
+    async def _hosts(self) -> list[str]:
+        hosts: list[str] = []
+        page = 0
+        while len(hosts) < self._meeting.count:
+            # They were posted before process 0 said that all agree.
+            for host, count in await self._look("hosts", page):
+                hosts += [host] * count
+            page += 1
+        return hosts
+
+    async def _look(self, *parts: object) -> Any:
+        value = await self._meeting.coordinator.look(self._meeting.key(*parts))
         return None if value is None else json.loads(value)
 
-    async def _hosts(self) -> list[str]:
-        # All pages were posted, though perhaps not yet all as "agreed".
-        pages = [await self._welcome(p) for p in range(-(-self._meeting.count // PAGE))]
-        return [host for page in pages if page is not None for host in page["hosts"]]
 
-    async def _check_own(self) -> None:
-        """Raise if another process of this index has come, and tell process 0."""
-        meeting = self._meeting
-        value = await meeting.coordinator.look(meeting.key("hello", meeting.index))
-        other = meeting.hello if value is None else Hello.decoded(value)
-        if other.nonce != meeting.hello.nonce:
-            self._replaced = True
-            told = json.dumps((other.nonce, str(meeting.hello), str(other))).encode()
-            await meeting.coordinator.put(meeting.key("twice", meeting.index), told)
-            raise meeting.twice(meeting.index, str(meeting.hello), str(other))
-
-
-def echoes(welcome: Mapping[str, Any], slot: int, nonce: str) -> bool:
+def echoes(welcome: Mapping[str, Any], nonce: str) -> bool:
     """Return whether a welcome answers the hello with this nonce, not one of an earlier life."""
-    nonces: Sequence[str] = welcome["nonces"]
-    return slot < len(nonces) and nonces[slot] == nonce
+    return nonce in welcome["nonces"]
+
+
+def _hellos(met: Mapping[str, bytes]) -> dict[int, list[Hello]]:
+    """Return the hellos of each process, from their keys below ``hello/``."""
+    hellos: dict[int, list[Hello]] = {}
+    for key in sorted(met):
+        hellos.setdefault(int(key.partition("/")[0]), []).append(Hello.decoded(met[key]))
+    return hellos

@@ -16,7 +16,7 @@ import jax
 import jax.distributed
 from jax._src import distributed, xla_bridge
 
-from asyncckpt.coordinators.keys import check_key
+from asyncckpt.coordinators.key_values import check_key, longest_pause_s
 from asyncckpt.coordinators.service import SLICE_S, WAIT, ServiceCoordinator
 from asyncckpt.errors import UsageError
 
@@ -61,6 +61,7 @@ class JaxCoordinator(ServiceCoordinator["JaxService"]):
                 "shared directory with coordinator=DirectoryCoordinator(...)"
             )
         super().__init__("jax", *processes, lambda: JaxService(client))
+        self._slice_s = min(longest_pause_s(self.process_count), SLICE_S)
         self._waits = 0
 
     async def wait(self, key: str, *, timeout_s: float) -> bytes | None:
@@ -74,7 +75,7 @@ class JaxCoordinator(ServiceCoordinator["JaxService"]):
         try:
             while True:
                 # Waits take turns in the thread: the more there are, the shorter a turn is.
-                slice_s = min(max(end - time.monotonic(), 0.0), SLICE_S / self._waits)
+                slice_s = min(max(end - time.monotonic(), 0.0), self._slice_s / self._waits)
                 value = await self._wait_once(key, slice_s)
                 if value is not None or time.monotonic() >= end:
                     return value

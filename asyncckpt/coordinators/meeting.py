@@ -74,9 +74,19 @@ class Meeting:
     def key(self, *parts: object) -> str:
         return "/".join((self.prefix, *map(str, parts)))
 
+    @property
+    def own_key(self) -> str:
+        return self.key("hello", self.index, self.hello.nonce)
+
     async def say(self, hello: Hello) -> None:
         self.hello = hello
-        await self.coordinator.put(self.key("hello", self.index), hello.encoded())
+        await self.coordinator.put(self.own_key, hello.encoded())
+
+    async def forget_predecessors(self) -> None:
+        """Delete what this process said in earlier lives, or the welcomes would grow with them."""
+        for nonce in await self.coordinator.list(self.key("hello", self.index)):
+            if nonce != self.hello.nonce:
+                await self.coordinator.delete(self.key("hello", self.index, nonce))
 
     def group(self, run_id: str, hosts: Sequence[str]) -> Group:
         return Group(self.coordinator, run_id, self.index, self.count, tuple(hosts), self.prefix)
@@ -87,14 +97,16 @@ class Meeting:
         Args:
             unheard: processes that have not answered; their keys are of an earlier life.
         """
-        come: list[int] = []
+        come: set[int] = set()
         others: dict[int, int] = {}
         for key in await self.coordinator.list(self.place):
-            opened, kind, process = (*key.split("/"), "", "")[:3]
-            if kind == "hello" and int(opened) != self.opened:
-                others[int(process)] = max(int(opened), others.get(int(process), 0))
-            elif kind == "hello" and int(process) not in unheard:
-                come.append(int(process))
+            opened, kind, place, *_ = (*key.split("/"), "", "")
+            if kind == "hello":
+                process = int(place)
+                if int(opened) != self.opened:
+                    others[process] = max(int(opened), others.get(process, 0))
+                elif process not in unheard:
+                    come.add(process)
         missing = [process for process in range(self.count) if process not in come]
         counts = [
             f"process {process} has opened it {others[process]} times"
@@ -116,14 +128,14 @@ class Meeting:
             found=len(come),
         )
 
-    def twice(self, process: int, one: str, other: str) -> UsageError:
+    def twice(self, process: int, one: Hello, other: Hello) -> UsageError:
         """Return the error for two operating-system processes with one index."""
         return UsageError(
             f"{self.root}: process {process} of {self.count} runs twice: {one}, and {other}. Give "
             "every process an index of its own, and end what an earlier run has left",
             location=self.root,
-            expected=one,
-            found=other,
+            expected=str(one),
+            found=str(other),
         )
 
 

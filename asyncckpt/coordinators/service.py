@@ -29,9 +29,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
-from asyncckpt.coordinators.keys import check_key, check_message, pauses
+from asyncckpt.coordinators.key_values import check_key, check_message, pauses
 from asyncckpt.errors import AsyncCheckpointError, ClosedError, StoreError
-from asyncckpt.flow.threads import thread_error
+from asyncckpt.flow.threads import seen, thread_error
 
 SLICE_S = 0.5
 """Longest time that a call may wait for a key."""
@@ -180,6 +180,7 @@ class ServiceCoordinator(Generic[S]):
                         raise self._abandon(caller, what)
         finally:
             answer.cancel()
+            seen(answer)
         try:
             return answer.result()
         except AsyncCheckpointError:

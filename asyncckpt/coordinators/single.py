@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from asyncckpt.coordinators.keys import check_key, check_message
+from asyncckpt.coordinators.key_values import check_key, check_message
 
 
 class SingleCoordinator:

@@ -48,6 +48,12 @@ class TorchCoordinator(ServiceCoordinator["TorchService"]):
             )
         # The reference keeps the server alive after the process group was destroyed.
         store = distributed_c10d._get_default_store()
+        if store is None:
+            raise UsageError(
+                "the default process group of torch.distributed has no store (MPI has none): "
+                "initialise it with another backend, or coordinate through a shared directory with "
+                "coordinator=DirectoryCoordinator(...)"
+            )
         super().__init__("torch", *processes, lambda: TorchService(store))
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping
 
-from asyncckpt.coordinators.keys import pauses
+from asyncckpt.coordinators.key_values import pauses
 from asyncckpt.coordinators.single import SingleCoordinator
 
 

@@ -102,6 +102,22 @@ def of_process(worker: Worker) -> Coordinator:
     )
 
 
+def chosen(worker: Worker) -> tuple[str, int, int]:
+    """What `auto` chooses: name, index and count."""
+    coordinator = choose("auto")
+    return coordinator.name, coordinator.process_index, coordinator.process_count
+
+
+def missing_methods(worker: Worker) -> list[str]:
+    """What the client of the runtime lacks of what is used of it."""
+    from jax._src import distributed
+
+    from asyncckpt.coordinators.jax import CLIENT_METHODS
+
+    client = distributed.global_state.client
+    return [name for name in CLIENT_METHODS if not callable(getattr(client, name, None))]
+
+
 # ------------------------------------------------------- while the server of the store is stopped
 
 

@@ -12,14 +12,12 @@ from asyncckpt.arguments import check_coordinator
 from asyncckpt.coordinators import choice
 from asyncckpt.coordinators.choice import Processes, choose
 from asyncckpt.coordinators.directory import DirectoryCoordinator
-from asyncckpt.coordinators.jax import CLIENT_METHODS, JaxCoordinator
+from asyncckpt.coordinators.jax import JaxCoordinator
 from asyncckpt.coordinators.single import SingleCoordinator
 from asyncckpt.coordinators.torch import TorchCoordinator
 from asyncckpt.errors import UsageError
 from tests import children
 from tests.coordinators.members import members
-from tests.processes.fixtures import Pools
-from tests.processes.worker import Worker
 
 
 def test_one_process_works_alone() -> None:
@@ -48,17 +46,6 @@ def test_choosing_imports_nothing_and_starts_no_backend() -> None:
         """
     )
     assert out.splitlines() == ["SingleCoordinator()", "[]", "SingleCoordinator() False"]
-
-
-@pytest.mark.parametrize("kind", ["jax", "torch"])
-def test_the_runtime_is_chosen_that_was_initialised(pools: Pools, kind: str) -> None:
-    expected = [(kind, index, 2) for index in range(2)]
-    assert pools(kind, 2).all(chosen) == expected
-
-
-def chosen(worker: Worker) -> tuple[str, int, int]:
-    coordinator = choose("auto")
-    return coordinator.name, coordinator.process_index, coordinator.process_count
 
 
 def runtimes(patch: pytest.MonkeyPatch, jax: Processes | None, torch: Processes | None) -> None:
@@ -129,17 +116,6 @@ def test_a_runtime_that_is_not_initialised_is_an_error() -> None:
         JaxCoordinator()
     with pytest.raises(UsageError, match=r"call torch\.distributed\.init_process_group"):
         TorchCoordinator()
-
-
-def test_the_client_has_the_methods_that_are_used(pools: Pools) -> None:
-    assert pools("jax", 2).all(missing_methods) == [[], []]
-
-
-def missing_methods(worker: Worker) -> list[str]:
-    from jax._src import distributed
-
-    client = distributed.global_state.client
-    return [name for name in CLIENT_METHODS if not callable(getattr(client, name, None))]
 
 
 def test_a_client_without_them_is_refused_by_release(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import threading
@@ -11,7 +12,10 @@ from typing import Any
 import pytest
 
 import asyncckpt
+from asyncckpt.coordinators.beats import Beats
 from asyncckpt.coordinators.directory import DirectoryCoordinator, DirectoryService
+from asyncckpt.coordinators.group import part
+from asyncckpt.coordinators.handshake import shake_hands
 from asyncckpt.errors import StoreError, UsageError
 
 
@@ -128,3 +132,28 @@ async def test_a_directory_that_cannot_be_made_is_a_store_error(tmp_path: Path) 
     with pytest.raises(StoreError, match=r"NotADirectoryError|FileExistsError"):
         await coordinator.put("a/b", b"x")
     await coordinator.close()
+
+
+async def test_nothing_blocks_the_loop_and_nothing_is_left(
+    tmp_path: Path, no_blocking: list[str], leak_check: None
+) -> None:
+    """From the handshake to the last one out."""
+    coordinators = [
+        DirectoryCoordinator(tmp_path / "keys", process_index=index, process_count=2)
+        for index in range(2)
+    ]
+    async with asyncio.TaskGroup() as tasks:
+        calls = [
+            tasks.create_task(shake_hands(c, root="/run", opened=1, arrival_s=10))
+            for c in coordinators
+        ]
+    groups = [call.result() for call in calls]
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(Beats(group, 60.0, every_s=0.01).run()) for group in groups]
+        await asyncio.sleep(0.1)
+        for task in running:
+            task.cancel()
+    for group in groups:
+        await part(group)
+        await group.coordinator.close()
+    assert list((tmp_path / "keys").iterdir()) == []

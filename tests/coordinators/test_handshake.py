@@ -18,8 +18,6 @@ from asyncckpt.coordinators.meeting import Hello
 from asyncckpt.errors import AsyncCheckpointError, UsageError
 from asyncckpt.version import VERSION
 from tests.coordinators.members import Member, members
-from tests.coordinators.remote import shake_in_process
-from tests.processes.fixtures import Pools
 
 ARRIVAL_S = 20.0
 SOON_S = 0.3
@@ -167,8 +165,7 @@ async def test_a_process_that_comes_twice_is_an_error_for_all(twice: int) -> Non
     errors = await outcomes(shake(m, arrival_s=2.0) for m in job)
     assert all(isinstance(error, UsageError) for error in errors)
     told = [error for error in errors if f"process {twice} of 3 runs twice: pid" in str(error)]
-    # The second process 0 refuses nobody: all have gone when it looks.
-    assert len(told) >= (4 if twice else 3)
+    assert len(told) == 4
 
 
 class OfAnotherRelease(Member):
@@ -221,7 +218,7 @@ async def test_a_process_that_acknowledged_and_was_cancelled_withdraws() -> None
         gathering = group.create_task(outcomes([shake(host, arrival_s=0.9)]))
         arriving = group.create_task(shake(guest))
         await asyncio.sleep(0.2)
-        (hello,) = (value for key, value in values.items() if key.endswith("hello/1"))
+        (hello,) = (value for key, value in values.items() if "/hello/1/" in key)
         assert Hello.decoded(hello).run
         arriving.cancel()
     assert "for processes 1, 2; here: process 0" in str(gathering.result()[0])
@@ -248,17 +245,3 @@ async def test_the_last_one_out_deletes_all_keys() -> None:
     assert values == {}
     (alone,) = await outcomes(map(shake, members(1)))
     await part(alone)
-
-
-@pytest.mark.parametrize("kind", ["jax", "torch", "numpy"])
-def test_real_processes_shake_hands_and_part(pools: Pools, kind: str) -> None:
-    pool = pools(kind, 2)
-    runs = []
-    for parting in (False, True):
-        # Each time as if it were the first: the keys of the first are still there.
-        shaken = pool.all(shake_in_process, parting)
-        assert len({run for run, *_ in shaken}) == 1
-        assert {on_host for _, on_host, _ in shaken} == {2}
-        runs.append(shaken[0][0])
-    assert runs[0] != runs[1]
-    assert all(left == 0 for _, _, left in pool.all(shake_in_process, True))

@@ -13,14 +13,6 @@ import pytest
 from asyncckpt.coordinators import service
 from asyncckpt.coordinators.service import ServiceCoordinator
 from asyncckpt.errors import ClosedError, StoreError
-from tests.coordinators.remote import (
-    answers_again,
-    await_silence,
-    cancel_while_stopped,
-    give_up_while_stopped,
-    open_coordinator,
-)
-from tests.processes.fixtures import Pools
 
 
 class Server:
@@ -219,26 +211,3 @@ async def test_a_put_is_held_up_for_a_slice_at_most(server: Server) -> None:
                     coordinator.call(name, lambda _, name=name: act(name), turn=turn)  # type: ignore[misc]
                 )
         assert order == ["first", "put", "wait"]
-
-
-def test_torch_returns_when_cancelled_while_its_server_is_stopped(pools: Pools) -> None:
-    pool = pools("torch", 2)
-    pool.all(open_coordinator)
-    pool.stop(0)
-    try:
-        cancelled_s, closed_s, left = pool.run(1, cancel_while_stopped, timeout_s=20)
-        errors, abandoned = pool.run(1, give_up_while_stopped, timeout_s=20)
-    finally:
-        pool.resume(0)
-    assert cancelled_s < 1
-    assert closed_s < 2
-    # Only the thread that is in the call; no task, and it is a daemon.
-    assert left == ["asyncckpt-torch-coordinator"]
-    assert len(errors) == 2
-    for error, name in zip(errors, abandoned, strict=True):
-        assert "process 1 of 2: look(asyncckpt/x): no answer for" in error
-        assert f"the thread {name} was abandoned" in error
-    assert abandoned == ["asyncckpt-torch-coordinator", "asyncckpt-torch-coordinator-2"]
-    # Goes on as soon as the server does, and the abandoned threads end.
-    assert pool.run(1, answers_again, timeout_s=20) == b"value"
-    assert pool.run(1, await_silence, timeout_s=20) == []

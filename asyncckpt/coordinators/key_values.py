@@ -1,4 +1,4 @@
-"""Keys of a coordinator: what they and their values may be, and how often they are polled."""
+"""Keys and values of a coordinator: what they may be, and how often they are polled."""
 
 from __future__ import annotations
 
@@ -47,10 +47,15 @@ def check_message(key: str, value: bytes) -> None:
         )
 
 
+def longest_pause_s(process_count: int) -> float:
+    """Return the longest pause between two looks at a key."""
+    return max(LAST_PAUSE_S, PAUSE_PER_PROCESS_S * process_count)
+
+
 def pauses(process_count: int) -> Iterator[float]:
     """Yield the pauses between looks at a key, in seconds; they double up to a limit."""
-    longest = max(LAST_PAUSE_S, PAUSE_PER_PROCESS_S * process_count)
-    pause = FIRST_PAUSE_S
+    longest_s = longest_pause_s(process_count)
+    pause_s = FIRST_PAUSE_S
     while True:
-        yield pause
-        pause = min(2 * pause, longest)
+        yield pause_s
+        pause_s = min(2 * pause_s, longest_s)

@@ -1,0 +1,88 @@
+"""The laws of coordinators fail where a coordinator breaks them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from asyncckpt.coordinators.single import SingleCoordinator
+from asyncckpt.ports import Coordinator
+from asyncckpt.testing.coordinator_conformance import CoordinatorConformance
+
+LAWS = [name for name in vars(CoordinatorConformance) if name.startswith("test_")]
+
+
+class Overwriting(SingleCoordinator):
+    async def put_once(self, key: str, value: bytes) -> bytes:
+        await self.put(key, value)
+        return value
+
+
+class Forgetful(SingleCoordinator):
+    async def put(self, key: str, value: bytes) -> None:
+        if key not in self._values:
+            await super().put(key, value)
+
+
+class Greedy(SingleCoordinator):
+    async def delete(self, prefix: str) -> None:
+        for key in list(self._values):
+            if key.startswith(prefix):
+                del self._values[key]
+
+
+class Shallow(SingleCoordinator):
+    async def list(self, prefix: str) -> Mapping[str, bytes]:
+        found = await super().list(prefix)
+        return {key: value for key, value in found.items() if "/" not in key}
+
+
+class Impatient(SingleCoordinator):
+    async def wait(self, key: str, *, timeout_s: float) -> bytes | None:
+        return await self.look(key)
+
+
+class Stubborn(SingleCoordinator):
+    async def wait(self, key: str, *, timeout_s: float) -> bytes | None:
+        try:
+            return await super().wait(key, timeout_s=timeout_s)
+        except asyncio.CancelledError:
+            await asyncio.sleep(1.1)
+            raise
+
+
+class Careless(SingleCoordinator):
+    async def put(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+
+    async def look(self, key: str) -> bytes | None:
+        return self._values.get(key)
+
+
+@pytest.mark.parametrize(
+    ("broken", "law"),
+    [
+        (Overwriting, "test_a_key_that_was_put_is_not_set_once_more"),
+        (Forgetful, "test_put_replaces_the_value"),
+        (Greedy, "test_delete_takes_a_key_and_all_below_it"),
+        (Shallow, "test_a_list_has_the_keys_below_a_prefix"),
+        (Impatient, "test_a_wait_ends_when_the_key_is_set"),
+        (Stubborn, "test_cancelling_a_wait_returns_at_once"),
+        (Careless, "test_odd_keys_and_values_are_refused"),
+    ],
+)
+async def test_a_broken_coordinator_fails(
+    tmp_path: Path, broken: type[SingleCoordinator], law: str
+) -> None:
+    class Suite(CoordinatorConformance):
+        @asynccontextmanager
+        async def opened(self, place: Path) -> AsyncIterator[Sequence[Coordinator]]:
+            yield [broken()]
+
+    assert law in LAWS
+    with pytest.raises((AssertionError, pytest.fail.Exception, ExceptionGroup)):
+        await getattr(Suite(), law)(tmp_path)
