@@ -86,7 +86,7 @@ def state(worker: Worker, kind: str, seed: int) -> dict[str, Any]:
         "seen": array("seen", (1000,), "int64", seed=seed),
         "step": 100 + seed,
         "lr": 0.1 / (seed + 1),
-        "run": f"run {seed}",
+        "run": "llama",
         "done": bool(seed % 2),
     }
     return shuffled(worker, tree)  # type: ignore[no-any-return]
