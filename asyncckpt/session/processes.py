@@ -25,8 +25,8 @@ from asyncckpt.runtime import Runtime
 
 T = TypeVar("T")
 
-_opened: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
-"""How often this process has opened each root together with others."""
+_opened: defaultdict[tuple[str, int, int], Iterator[int]] = defaultdict(itertools.count)
+"""How often this process, by root, its number and their count, has opened a root with others."""
 
 
 class Processes:
@@ -145,7 +145,8 @@ class Processes:
             if self._group is None or self._pulse is None:
                 coordinator = self.coordinator
                 if self._opened < 0:
-                    self._opened = next(_opened[self._root, coordinator.process_index])
+                    place = coordinator.process_index, coordinator.process_count
+                    self._opened = next(_opened[self._root, *place])
                 self._group = await shake_hands(
                     coordinator, root=self._root, opened=self._opened, arrival_s=self._arrival_s
                 )

@@ -130,9 +130,7 @@ async def save_twice(worker: Worker, root: str) -> list[tuple[str, bool, int, in
     async with Checkpointer(root) as ckpt:
         for seed in (1, 2):
             report = await ckpt.save(seed, state(worker, "mesh", seed))
-            told.append(
-                (report.save_id, report.plan_cached, report.nbytes, report.stored_nbytes)
-            )
+            told.append((report.save_id, report.plan_cached, report.nbytes, report.stored_nbytes))
         assert await ckpt.latest_step() == 2
     return told
 
