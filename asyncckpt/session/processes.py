@@ -26,8 +26,8 @@ from asyncckpt.runtime import Runtime
 T = TypeVar("T")
 
 _agreed: Counter[tuple[str, int, int]] = Counter()
-"""How often this process, by root, its number and their count, has met others; a meeting that failed does not count, so that
-one process that came alone is not out of step for good."""
+"""How often this process has met others, by root, its number and their count. A meeting that failed
+does not count, so that a process that came alone is not out of step for good."""
 
 
 class Processes:
