@@ -101,7 +101,7 @@ def leading_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     errors.sort(key=lambda error: isinstance(error, asyncio.CancelledError))
     first = errors[0]
     for other in errors[1:]:
-        if not isinstance(other, asyncio.CancelledError) and str(other) != str(first):
+        if not isinstance(other, asyncio.CancelledError) and str(other) not in str(first):
             first.add_note(f"at the same time: {type(other).__name__}: {other}")
     for note in notes:
         first.add_note(note)

@@ -25,9 +25,9 @@ from asyncckpt.runtime import Runtime
 
 T = TypeVar("T")
 
-_agreed: Counter[tuple[str, int]] = Counter()
-"""How often this process has met others on each root; a meeting that failed does not count, so that
-one process that came alone is not out of step for good."""
+_agreed: Counter[tuple[str, int, int]] = Counter()
+"""How often this process has met others, by root, its number and their count. A meeting that failed
+does not count, so that a process that came alone is not out of step for good."""
 
 
 class Processes:
@@ -144,7 +144,7 @@ class Processes:
         async with self._meeting:
             if self._group is None or self._pulse is None:
                 coordinator = self.coordinator
-                place = self._root, coordinator.process_index
+                place = self._root, coordinator.process_index, coordinator.process_count
                 self._group = await shake_hands(
                     coordinator,
                     root=self._root,

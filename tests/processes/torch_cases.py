@@ -1,0 +1,274 @@
+"""What ranks of a torch job do in tests: sharded modules with optimizers, DTensors, a trainer."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import Placement
+
+from asyncckpt import blocking
+from tests.processes.values import array, same, shuffled
+from tests.processes.worker import Worker
+
+Prints = dict[str, str]
+
+
+class Model(nn.Module):
+    """Layers of uneven sizes, one of them with fewer rows than ranks, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(63, 127)
+        self.norm = nn.LayerNorm(127)
+        self.second = nn.Linear(127, 13, bias=False)
+        self.last = nn.Linear(13, 3)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.second(self.norm(torch.relu(self.first(x))))))
+
+
+def mesh(kind: str) -> DeviceMesh:
+    """A mesh over all ranks."""
+    world = dist.get_world_size()
+    if kind == "fsdp":
+        return init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    names = {"hsdp": ("replicas", "shards"), "fsdp over tp": ("dp", "tp")}[kind]
+    return init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=names)
+
+
+def job(kind: str, seed: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model that is distributed in this way, trained for some steps."""
+    torch.manual_seed(seed)
+    model: nn.Module = Model()
+    if kind != "plain":
+        where = mesh(kind)
+        data_parallel = where
+        if kind == "fsdp over tp":
+            plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+            # Between both, activations have the layout that the norm takes.
+            model.norm = nn.Identity()
+            parallelize_module(model, where["tp"], plan)
+            data_parallel = where["dp"]
+        for layer in (model.first, model.second, model.last):
+            fully_shard(layer, mesh=data_parallel)
+        fully_shard(model, mesh=data_parallel)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01 * seed)
+    for step in range(steps):
+        optimizer.zero_grad()
+        inputs = torch.from_numpy(array("inputs", (8, 63), seed=seed + step))
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        model.count += 1
+    return model, optimizer
+
+
+def whole(value: Any) -> Any:
+    """The value with all of its shards. Of a DTensor, a collective call."""
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.detach().numpy() if isinstance(value, torch.Tensor) else value
+
+
+def prints(tree: Any, path: str = "") -> Prints:
+    """A fingerprint of every leaf of a tree, put together from all ranks."""
+    if hasattr(tree, "state_dict"):
+        tree = tree.state_dict()
+    if isinstance(tree, dict) or isinstance(tree, list | tuple):
+        found: Prints = {}
+        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        for key, value in sorted(items, key=lambda item: str(item[0])):
+            found |= prints(value, f"{path}/{key}")
+        return found
+    value = whole(tree)
+    if isinstance(value, np.ndarray):
+        data = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()[:16]
+        return {path: f"{value.dtype}{list(value.shape)} {data}"}
+    return {path: repr(value)}
+
+
+def tree_of(worker: Worker, kind: str, form: str, seed: int, steps: int) -> dict[str, Any]:
+    """A train state: the objects themselves, or what their state dicts are."""
+    model, optimizer = job(kind, seed, steps)
+    objects: dict[str, Any] = {"model": model, "opt": optimizer}
+    if form == "state dicts":
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        objects = {"model": model_state, "opt": optimizer_state}
+    tree = {
+        **objects,
+        "seen": torch.arange(5) + steps,
+        "order": array("order", (100,), "int64", seed=steps),
+        "name": "run",
+        "rate": 0.5,
+    }
+    worker.state["objects"] = model, optimizer
+    return shuffled(worker, tree)  # type: ignore[no-any-return]
+
+
+# --------------------------------------------------------------------------------------- calls
+
+
+def save(worker: Worker, root: str, kind: str, form: str) -> Prints:
+    """Save two steps; fingerprints of the second."""
+    tree = tree_of(worker, kind, form, seed=1, steps=1)
+    with blocking.Checkpointer(root) as ckpt:
+        ckpt.save(1, tree)
+        tree = tree_of(worker, kind, form, seed=1, steps=2)
+        pending = ckpt.start_save(2, tree)
+        before = prints(tree)
+        for parameter in worker.state["objects"][0].parameters():
+            parameter.data.zero_()
+        report = pending.result()
+        assert report.plan_cached
+    return before
+
+
+def restore(worker: Worker, root: str, kind: str, form: str, coordinator: str = "auto") -> Prints:
+    """Restore into another model; its fingerprints."""
+    tree = tree_of(worker, kind, form, seed=2, steps=1)
+    with blocking.Checkpointer(root, coordinator=coordinator) as ckpt:
+        assert ckpt.latest_step() == 2
+        ckpt.restore_into(tree)
+    if form == "state dicts":
+        model, optimizer = worker.state["objects"]
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=tree["model"],
+            optim_state_dict=tree["opt"],
+        )
+        after = prints(model.state_dict(), "/model")
+        assert after.items() <= prints(tree).items()
+    return prints(tree)
+
+
+TENSORS: dict[str, tuple[int, ...]] = {
+    "thirteen": (13,),
+    "seven": (7,),
+    "matrix": (127, 63),
+    "large": (513, 701),
+    "two rows": (2, 3),
+    "no rows": (0, 3),
+    "one": (1, 1),
+}
+
+
+def placed(kind: str, seed: int) -> dict[str, DTensor]:
+    """The tensors, each distributed in this way."""
+    world = dist.get_world_size()
+    flat = init_device_mesh("cpu", (world,))
+    grid = init_device_mesh("cpu", (world // 2, 2))
+    tensors = {}
+    for name, shape in TENSORS.items():
+        data = torch.from_numpy(array(name, shape, seed=seed))
+        last = len(shape) - 1
+        where: tuple[DeviceMesh, Sequence[Placement]] = {
+            "rows": (flat, [Shard(0)]),
+            "columns": (flat, [Shard(last)]),
+            "replicated": (flat, [Replicate()]),
+            "tiles": (grid, [Shard(0), Shard(last)]),
+            "rows twice": (grid, [Shard(0), Shard(0)]),
+            "replicas of columns": (grid, [Replicate(), Shard(last)]),
+        }[kind]
+        tensors[name] = distribute_tensor(data, *where)
+    return tensors
+
+
+def save_tensors(worker: Worker, root: str, kind: str) -> None:
+    """Save DTensors beside local leaves."""
+    tree = {**placed(kind, 1), "local": torch.ones(3), "host": np.arange(4), "step": 1}
+    with blocking.Checkpointer(root) as ckpt:
+        ckpt.save(1, shuffled(worker, tree))
+
+
+def restore_tensors(worker: Worker, root: str, kinds: Sequence[str]) -> list[str]:
+    """Restore DTensors placed in each of these ways; the names of wrong ones."""
+    bad = []
+    with blocking.Checkpointer(root) as ckpt:
+        for kind in kinds:
+            like: dict[str, Any] = {**placed(kind, 9), "local": torch.zeros(3)}
+            like |= {"host": np.zeros(4, np.int64), "step": 0}
+            tree = ckpt.restore(1, like=shuffled(worker, like))
+            for name, shape in TENSORS.items():
+                assert tree[name].placements == like[name].placements
+                if not same(whole(tree[name]), array(name, shape, seed=1)):
+                    bad.append(f"{kind}: {name}")
+            if not torch.equal(tree["local"], torch.ones(3)) or tree["step"] != 1:
+                bad.append(f"{kind}: local")
+    return bad
+
+
+# ------------------------------------------------------------------------------------- trainer
+
+
+class Trainer(threading.Thread):
+    """A thread that runs collectives with known results until it is told to stop."""
+
+    def __init__(self, index: int, count: int) -> None:
+        super().__init__(daemon=True)
+        self._index = index
+        self._count = count
+        self.rounds = 0
+        self.wrong: list[str] = []
+        self.ending = threading.Event()
+
+    def run(self) -> None:
+        while True:
+            number = self.rounds
+            # The ranks come to each collective at other times.
+            threading.Event().wait(0.002 * ((self._index + number) % self._count))
+            values = torch.full((1000,), float(number * self._count + self._index))
+            stop = torch.tensor([int(self.ending.is_set())])
+            dist.all_reduce(values)
+            dist.all_reduce(stop, op=dist.ReduceOp.MIN)
+            total = sum(number * self._count + index for index in range(self._count))
+            if not torch.equal(values, torch.full((1000,), float(total))):
+                self.wrong.append(f"round {number}: {values[0].item()} is not {total}")
+            self.rounds += 1
+            if stop.item():
+                return
+
+    def await_rounds(self, count: int) -> None:
+        """Wait until so many more rounds are done."""
+        wanted = self.rounds + count
+        while self.rounds < wanted:
+            assert self.is_alive()
+            threading.Event().wait(0.005)
+
+
+def save_while_training(worker: Worker, root: str) -> list[str]:
+    """Save while a trainer runs, the last rank coming late to each save; what went wrong."""
+    tree = {**placed("rows", 1), "local": torch.ones(1000), "host": np.arange(4), "step": 1}
+    trainer = Trainer(worker.index, worker.count)
+    trainer.start()
+    late = worker.index == worker.count - 1
+    with blocking.Checkpointer(root) as ckpt:
+        for step in range(4):
+            if late:
+                trainer.await_rounds(20)
+            pending = ckpt.start_save(step, tree)
+            if not late:
+                # These rounds end while the save waits for the last rank.
+                trainer.await_rounds(10)
+            pending.result()
+    trainer.ending.set()
+    trainer.join(20)
+    if trainer.is_alive():
+        trainer.wrong.append("the trainer hangs")
+    return trainer.wrong
