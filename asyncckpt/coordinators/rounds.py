@@ -356,12 +356,12 @@ class Round:
         return decode_error(decision[1:])
 
 
-async def briefly(call: Coroutine[Any, Any, T]) -> T | None:
+async def briefly(call: Coroutine[Any, Any, T], *, limit_s: float = POST_S) -> T | None:
     """Await a message; return None where the service does not take it at once.
 
     For those who have been cancelled: a service that has stopped must not hold them up.
     """
     with contextlib.suppress(AsyncCheckpointError, TimeoutError):
-        async with asyncio.timeout(POST_S):
+        async with asyncio.timeout(limit_s):
             return await call
     return None
