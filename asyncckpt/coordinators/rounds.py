@@ -68,6 +68,7 @@ class Round:
     Attributes:
         group: the processes.
         number: number of this round.
+        silence_s: how long a process may give no sign of life.
         leads: this is process 0.
         result: what process 0 said when the round had succeeded; None before.
     """
@@ -91,7 +92,7 @@ class Round:
         self.number = number
         self._prefix = group.key(kind, str(number))
         self._arrival_s = arrival_s
-        self._silence_s = silence_s
+        self.silence_s = silence_s
         self._begun = time.monotonic()
         self._found: Mapping[str, bytes] = {}
         self._changed = asyncio.Event()
@@ -317,7 +318,7 @@ class Round:
         if silent:
             names = ", ".join(map(self.group.named, silent[:10]))
             return SaveError(
-                f"{names} gave no sign of life for {self._silence_s:g} s (silence_s) and "
+                f"{names} gave no sign of life for {self.silence_s:g} s (silence_s) and "
                 "may have died; nothing was committed. Restart the job",
                 expected=self.group.process_count,
                 found=self.group.process_count - len(silent),

@@ -50,8 +50,7 @@ def holds(
     assert undisturbed["calls"] >= 20
     points = list(range(first, undisturbed["calls"] + 1, every))
     found = visit(forks, scratch, name, victim, mode, points)
-    for point, one in zip(points, found, strict=True):
-        assert one["wrong"] == [], f"{mode} of process {victim} at {point}: {one}"
+    assert [one for one in found if one["wrong"]] == []
     hit = [one for one in found if one["at"]]
     slowest_s = max(one["took_s"] for one in found)
     print(f"{name}, process {victim}: {mode} at {len(hit)} of {undisturbed['calls']} calls")
