@@ -163,9 +163,7 @@ def _part(root: Path, process: int, name: str, fault: tuple[str, int, Path] | No
         mode, point, log = fault
         loaded = LoadedLibrary()
         request = {"prefix": str(root.parent), "mode": mode, "n": point, "errno": 0, "only": ()}
-        loaded.configure(
-            {**request, "persistent": False}, os.open(log, os.O_WRONLY | os.O_APPEND)
-        )
+        loaded.configure({**request, "persistent": False}, os.open(log, os.O_WRONLY | os.O_APPEND))
         loaded.arm()
     failure = None
     try:
@@ -225,9 +223,7 @@ def _restart(root: Path, process: int, name: str) -> Any:
         found, wrong = look(
             blocking.Checkpointer(root, save_options=OPTIONS, coordinator="single"), scenario.rows
         )
-    coordinator = DirectoryCoordinator(
-        root.parent / "keys", process_index=process, process_count=2
-    )
+    coordinator = DirectoryCoordinator(root.parent / "keys", process_index=process, process_count=2)
     with blocking.Checkpointer(root, save_options=PATIENT, coordinator=coordinator) as ckpt:
         if found is not None and ckpt.steps() != sorted(found):
             wrong.append(f"listed after a sweep is {ckpt.steps()} instead of {found}")

@@ -18,7 +18,8 @@ from tests.crash.pairs import BATCH, IMPORTS, PAIRS
 WIDTH = 8
 """Pairs at a time: most of them wait until somebody is silent."""
 
-EVERY = 5
+FEW = 28
+"""Calls between two points, where not every call is visited. It begins at another one each time."""
 
 
 @pytest.fixture(scope="module")
@@ -63,4 +64,26 @@ def holds(
 def test_a_kill_leaves_the_old_steps_or_the_new_ones(
     forks: ForkServer, scratch: Path, name: str, victim: int
 ) -> None:
-    holds(forks, scratch, name, victim, "kill", EVERY)
+    holds(forks, scratch, name, victim, "kill", FEW, first=1 + 7 * list(PAIRS).index(name))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_kill_before_any_call(forks: ForkServer, scratch: Path, name: str, victim: int) -> None:
+    holds(forks, scratch, name, victim, "kill", 1)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("name", ["overwrite", "delete"])
+def test_a_process_that_was_stopped_commits_nothing_twice(
+    forks: ForkServer, scratch: Path, name: str, victim: int
+) -> None:
+    holds(forks, scratch, name, victim, "stop", FEW, first=5 + 11 * victim)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_stop_before_any_call(forks: ForkServer, scratch: Path, name: str, victim: int) -> None:
+    holds(forks, scratch, name, victim, "stop", 2)
