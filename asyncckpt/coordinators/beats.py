@@ -59,6 +59,8 @@ class Beats:
         self._every_s = every_s
         if group.process_count > MANY_PROCESSES:
             self._every_s = max(every_s, SLOW_BEAT_S)
+        # Whatever the caller calls silence, several beats come within it.
+        self._every_s = min(self._every_s, silence_s / 3)
         # Two observations at least make a silence, however long this process was stopped.
         self._longest_s = min(self._every_s + CALL_LIMIT_S, silence_s / 2)
         self._count = 0
