@@ -18,6 +18,7 @@ from asyncckpt.version import VERSION as __version__
 logging.getLogger("asyncckpt").addHandler(logging.NullHandler())
 
 _EXPORTS = {
+    "PerProcess": "tree.per_process",
     "ShardedArray": "adapters.sharded_array",
     "Checkpointer": "checkpointer",
     "DirectoryCoordinator": "coordinators.directory",

@@ -119,7 +119,9 @@ class Checkpointer(OpenRun):
         save_options: defaults of every save, and the byte budget.
         restore_options: defaults of every restore.
         storage_options: options of the file system for URLs.
-        coordinator: ``"auto"`` or ``"single"``: this release saves from one process.
+        coordinator: ``"auto"``: all processes of the runtime that the program has initialised save
+            and restore together; ``"single"``: this process alone; or an object, such as a
+            `DirectoryCoordinator`.
 
     Raises:
         UsageError: an argument is wrong.

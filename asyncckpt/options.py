@@ -86,6 +86,9 @@ STEP_MAX = 10**19 - 1
 class LeafOptions:
     """How one leaf is stored; None means as the `SaveOptions` say.
 
+    A leaf of at most 64 KiB whose shards are on several processes is one uncompressed chunk,
+    whatever is asked for.
+
     Attributes:
         chunk_nbytes: target size of a chunk in bytes.
         chunk_shape: exact chunk shape in elements; wins over `chunk_nbytes`.

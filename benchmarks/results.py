@@ -21,6 +21,9 @@ KEPT_LAST, KEPT_ALL = "KeepLast(1)", "no retention"
 IN_PLACE, OWN = "in place", "own memory"
 OURS, SAFETENSORS, ORBAX = "asyncckpt", "safetensors", "Orbax"
 
+PROCESS_COUNTS = (100, 10_000)
+"""Processes among which one plans what it holds: the time must hardly depend on their number."""
+
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
@@ -116,6 +119,11 @@ class Results:
 
 
 # --------------------------------------------------------------------------- with more leaves
+
+
+def own_shards(process_count: int) -> str:
+    """Return the column of plans of one process among so many."""
+    return f"save, own shards among {process_count}"
 
 
 def by_size(results: Results, scenario: str, subject: str, column: str) -> list[Measurement]:

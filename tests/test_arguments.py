@@ -36,6 +36,8 @@ OUT_OF_RANGE: list[tuple[Callable[..., Any], str, list[Any]]] = [
     (asyncckpt.SaveOptions, "direct_io", [None, 1, 0, "yes"]),
     (asyncckpt.SaveOptions, "deadline_s", [0, -1, math.nan, math.inf, "1", True]),
     (asyncckpt.SaveOptions, "exit_deadline_s", [None, 0, -1, math.nan, math.inf, "1", True]),
+    (asyncckpt.SaveOptions, "silence_s", [None, 0, -1, math.nan, math.inf, "1", True]),
+    (asyncckpt.SaveOptions, "arrival_s", [None, 0, -1, math.nan, math.inf, "1", True]),
     (asyncckpt.SaveOptions, "snapshot", [None, "none", True]),
     (asyncckpt.SaveOptions, "on_overlap", [None, "queue"]),
     (asyncckpt.SaveOptions, "on_failed_save", [None, "ignore"]),
@@ -47,12 +49,15 @@ OUT_OF_RANGE: list[tuple[Callable[..., Any], str, list[Any]]] = [
     (asyncckpt.RestoreOptions, "atomic", [None, 1, "yes"]),
     (asyncckpt.RestoreOptions, "broadcast", [None, 1, "yes"]),
     (asyncckpt.RestoreOptions, "deadline_s", [0, -1, math.nan, math.inf, "1", True]),
+    (asyncckpt.RestoreOptions, "silence_s", [None, 0, -1, math.nan, math.inf, "1", True]),
+    (asyncckpt.RestoreOptions, "arrival_s", [None, 0, -1, math.nan, math.inf, "1", True]),
     (asyncckpt.RestoreOptions, "host_memory_nbytes", [0, 64 * MIB - 1, 1e9, True]),
     (asyncckpt.LeafOptions, "chunk_nbytes", [0, -1, 16 * GIB + 1, 1.0, True]),
     (asyncckpt.LeafOptions, "chunk_shape", [(0,), (-1, 2), (1.0,), 5, "ab", (True,), [2]]),
     (asyncckpt.LeafOptions, "dtype", [3, "float", "f4", []]),
     (asyncckpt.LeafOptions, "compression", ["gzip", True]),
     (asyncckpt.LeafOptions, "compression_level", [0, 23, 3.0, True]),
+    (asyncckpt.LeafOptions, "replicas", [None, "", "last", True]),
     (asyncckpt.KeepLast, "n", [0, -1, 1.5, "3", True, None]),
 ]
 
@@ -326,12 +331,14 @@ async def test_odd_values_are_usage_errors(tmp_path: Path, odd: Any) -> None:
             await call()
 
 
-async def test_a_job_of_several_processes_is_told_to_save_from_one(
+async def test_a_job_of_several_processes_without_a_runtime_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(UsageError, match=r"WORLD_SIZE=8.*call it on rank 0 only"):
+    with pytest.raises(UsageError, match=r"WORLD_SIZE=8.*init_process_group"):
         await asyncckpt.save(tmp_path / "x", TREE)
+    with pytest.raises(UsageError, match=r"WORLD_SIZE=8.*init_process_group"):
+        await asyncckpt.restore(tmp_path / "x")
     await asyncckpt.save(tmp_path / "x", TREE, coordinator="single")
 
 

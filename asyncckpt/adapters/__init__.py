@@ -15,6 +15,8 @@ from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.adapters.python import ScalarKind, scalar_kind
 from asyncckpt.errors import UsageError
 from asyncckpt.ports import ArrayAdapter, NodeAdapter
+from asyncckpt.spec import ArraySpec
+from asyncckpt.tree import PerProcessNodes
 
 _FRAMEWORKS = {"jax": ("Array", "JaxAdapter"), "torch": ("Tensor", "TorchAdapter")}
 """Framework -> an attribute that is there once its import is complete, and our adapter's class."""
@@ -74,14 +76,31 @@ class AdapterSet:
         required: Callable[[str], str | None] | None = _module("torch").required_keys(owner)
         return required
 
+    def fresh_state_of(self, owner: object) -> Callable[[str, ArraySpec], Any] | None:
+        """Return what makes the arrays that an object's state dict does not have yet, if known.
 
-def adapters_for_loaded_frameworks() -> AdapterSet:
+        The result maps a path in the state dict and what was saved there to an array to restore
+        into, or to None.
+        """
+        wanting = self.expected_by(type(owner))
+        if (
+            wanting is None
+            or wanting.name != "torch"
+            or not any(adapter.name == "dtensor" for adapter in self.adapters)
+        ):
+            return None
+        made: Callable[[str, ArraySpec], Any] = _module("dtensor").state_like_parameters(owner)
+        return made
+
+
+def adapters_for_loaded_frameworks(process: int = 0) -> AdapterSet:
     """Return the adapters of NumPy, and of what is imported of JAX, PyTorch and our own.
 
-    Each type belongs to the first that owns it: a `DTensor` is a `torch.Tensor`, too.
+    `process` is the number of this process, for values that differ by process. Each type belongs
+    to the first that owns it: a `DTensor` is a `torch.Tensor`, too.
     """
     adapters: list[ArrayAdapter] = [NumpyAdapter()]
-    nodes: list[NodeAdapter] = []
+    nodes: list[NodeAdapter] = [PerProcessNodes(process)]
     if hasattr(sys.modules.get(_SHARDED), "ShardedArray"):
         adapters.append(_module("sharded").ShardedAdapter())
     if hasattr(sys.modules.get(_DTENSOR), "DTensor"):

@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,11 +22,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from asyncckpt.adapters import placements as arithmetic
 from asyncckpt.adapters.arrays import check_values
+from asyncckpt.adapters.meshes import Mesh
 from asyncckpt.adapters.placements import Layout
-from asyncckpt.adapters.torch import TorchAdapter, tensor_view
+from asyncckpt.adapters.torch import TORCH_DTYPES, TorchAdapter, tensor_view
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
 from asyncckpt.ports import Source, Target
-from asyncckpt.spec import Box, Partition, array_spec
+from asyncckpt.spec import ArraySpec, Box, Partition, array_spec
 from asyncckpt.spec import Shard as HeldBox
 
 Placements = tuple[Placement, ...]
@@ -92,7 +94,7 @@ class DTensorAdapter:
             "torch",
             shards=division.shards,
             views=(None,) * len(division.shards),
-            stream=local,
+            stream=(division, local),
             partition=division.partition,
         )
         if local.view is not None:
@@ -102,14 +104,14 @@ class DTensorAdapter:
         return source
 
     def fetch(self, source: Source, box: Box, out: npt.NDArray[Any]) -> None:
-        division = _division(source.leaf)
-        for shard, local in zip(division.shards, division.local, strict=True):
+        division, local = source.stream
+        for shard, place in zip(division.shards, division.local, strict=True):
             common = shard.box.intersect(box)
             if common is not None:
                 inside = common.relative_to(shard.box.offset)
-                offset = tuple(o + p for o, p in zip(local.offset, inside.offset, strict=True))
+                offset = tuple(o + p for o, p in zip(place.offset, inside.offset, strict=True))
                 part = out[_selection(common.relative_to(box.offset))]
-                self._local.fetch(source.stream, Box(offset, common.shape), part)
+                self._local.fetch(local, Box(offset, common.shape), part)
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
         division, tensor = _open(path, leaf)
@@ -157,6 +159,32 @@ class DTensorAdapter:
 
     def leaf(self, path: str, values: npt.NDArray[Any], extra: Mapping[str, Any]) -> Any:
         return self._local.leaf(path, values, extra)
+
+
+_MOMENT = re.compile(r"state/(0|[1-9][0-9]*)/[^/]+")
+
+
+def state_like_parameters(owner: object) -> Callable[[str, ArraySpec], Any]:
+    """Return what makes the tensors that a fresh optimizer does not have yet.
+
+    The result maps a path in its state dict and what was saved there to a new tensor, divided as
+    the parameter is to which it belongs, if it has the shape of that: a moment has. It is None for
+    everything else.
+    """
+    groups = getattr(owner, "param_groups", ()) if isinstance(owner, torch.optim.Optimizer) else ()
+    parameters = [parameter for group in groups for parameter in group["params"]]
+
+    def make(path: str, spec: ArraySpec) -> Any:
+        found = _MOMENT.fullmatch(path)
+        if found is None or int(found[1]) >= len(parameters):
+            return None
+        parameter = parameters[int(found[1])]
+        dtype = TORCH_DTYPES.get(spec.dtype)
+        if not isinstance(parameter, DTensor) or dtype is None or parameter.shape != spec.shape:
+            return None
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+
+    return make
 
 
 def layout_of(placements: Sequence[Placement], mesh_shape: Sequence[int], rank: int) -> Layout:
@@ -263,8 +291,8 @@ def _divide(
 
 
 @lru_cache(maxsize=64)
-def _ranks(mesh: DeviceMesh) -> arithmetic.Mesh:
-    return arithmetic.Mesh(mesh.mesh.cpu().numpy())
+def _ranks(mesh: DeviceMesh) -> Mesh:
+    return Mesh(mesh.mesh.cpu().numpy())
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.adapters import jax_memory, placements
+from asyncckpt.adapters import jax_memory, meshes, placements
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.spec import Box, Partition, Shard
 
@@ -155,14 +155,14 @@ def process_of(device: jax.Device) -> int:
 
 
 @lru_cache(maxsize=64)
-def _mesh(mesh: jax.sharding.Mesh) -> placements.Mesh:
+def _mesh(mesh: jax.sharding.Mesh) -> meshes.Mesh:
     devices = mesh.devices
     processes = np.fromiter(map(process_of, devices.flat), np.int64, devices.size)
-    return placements.Mesh(processes.reshape(devices.shape))
+    return meshes.Mesh(processes.reshape(devices.shape))
 
 
 @lru_cache(maxsize=64)
-def own_coordinates(mesh: jax.sharding.Mesh) -> tuple[placements.Coordinate, ...]:
+def own_coordinates(mesh: jax.sharding.Mesh) -> tuple[meshes.Coordinate, ...]:
     """Return where the devices of this process are in the mesh."""
     return _mesh(mesh).coordinates(mesh.devices.flat[0].client.process_index())
 

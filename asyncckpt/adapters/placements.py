@@ -1,4 +1,4 @@
-"""Which boxes of an array each process of a mesh holds, by arithmetic alone."""
+"""Boxes of an array that the processes of a mesh hold, by arithmetic alone."""
 
 # Rule 1: no list of all shards. The cost of `hold` is that of the given coordinates; only axes
 #   that are cut unevenly have their cuts enumerated, once per length.
@@ -7,25 +7,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
+from asyncckpt.adapters.meshes import Coordinate, Mesh, interned, shortened
 from asyncckpt.spec import Box, Partition, Shard
 
 Run = tuple[int, int]
 """First and one-past-last index along one axis of an array."""
-
-Coordinate = tuple[int, ...]
-"""Position in a mesh, one index per mesh axis."""
-
-_TEXT_LENGTH = 200
-"""Texts that are longer are replaced by their SHA-256: every leaf of a schema has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,38 +40,6 @@ class Cut:
 
 Layout = tuple[tuple[Cut, ...], ...]
 """The cuts of each array axis, in the order in which they are made."""
-
-
-class Mesh:
-    """An array of processes, some of which may be in several places. Compared by identity.
-
-    Attributes:
-        processes: the process at each coordinate.
-        members: the processes of the mesh, each once, in ascending order.
-        text: shape and processes, as a canonical text.
-    """
-
-    __slots__ = ("_coordinates", "members", "processes", "text")
-
-    def __init__(self, processes: npt.ArrayLike) -> None:
-        self.processes = np.asarray(processes, np.int64)
-        self.members = _interned(tuple(np.unique(self.processes).tolist()))
-        shape = "x".join(map(str, self.processes.shape))
-        self.text = f"{shape}[{','.join(_runs_text(self.processes.ravel()))}]"
-        self._coordinates: dict[int, tuple[Coordinate, ...]] = {}
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Length of each mesh axis."""
-        return self.processes.shape
-
-    def coordinates(self, process: int) -> tuple[Coordinate, ...]:
-        """Return where a process is, in C order."""
-        found = self._coordinates.get(process)
-        if found is None:
-            places = np.argwhere(self.processes == process).tolist()
-            found = self._coordinates[process] = tuple(map(tuple, places))
-        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +70,7 @@ def hold(
         fixed = tuple((axis, coordinate[axis]) for axis in used)
         for box in boxes:
             if box not in holders:
-                holders[box] = _holders(mesh, fixed)
+                holders[box] = mesh.holders(fixed)
     distinct = sorted(holders, key=lambda box: box.offset)
     number = {box: n for n, box in enumerate(distinct)}
     return Holding(
@@ -208,6 +169,8 @@ def axis_cuts(length: int, steps: tuple[tuple[int, int], ...]) -> int | tuple[in
         cell = -(-cell // size)
     else:
         return cell
+    if all(stride == 1 for _, stride in steps):
+        return _regular(length, _nested_starts(length, [size for size, _ in steps]))
     # Each step is a mesh axis of its own here.
     mesh_shape = tuple(size for size, _ in steps)
     axis = [Cut(number, stride) for number, (_, stride) in enumerate(steps)]
@@ -229,7 +192,7 @@ def enumerated(
         processes: every distinct box, and the processes that hold it.
         own: the box of each coordinate that is asked for.
     """
-    holders = {box: _interned(tuple(sorted(set(held)))) for box, held in processes.items()}
+    holders = {box: interned(tuple(sorted(set(held)))) for box, held in processes.items()}
     boxes = sorted((box for box in holders if box.size), key=lambda box: box.offset)
     cuts = tuple(
         _regular(length, sorted({box.offset[axis] for box in boxes}))
@@ -239,11 +202,11 @@ def enumerated(
     distinct = sorted({box for box in mine if box.size}, key=lambda box: box.offset)
     number = {box: n for n, box in enumerate(distinct)}
     text = "boxes " + ";".join(",".join(map(str, holders[box])) for box in boxes)
-    members = _interned(tuple(sorted(set().union(*holders.values()))))
+    members = interned(tuple(sorted(set().union(*holders.values()))))
     return Holding(
         shards=tuple(Shard(box, holders[box]) for box in distinct),
         numbers=tuple((number[box],) if box in number else () for box in mine),
-        partition=Partition(cuts, _shortened(text), members),
+        partition=Partition(cuts, shortened(text), members),
     )
 
 
@@ -262,6 +225,18 @@ def _part(runs: list[Run], count: int, index: int) -> list[Run]:
     return found
 
 
+def _nested_starts(length: int, sizes: Sequence[int]) -> list[int]:
+    """Return where the cells begin when each part is divided again, without empty ones."""
+    starts, lengths = np.zeros(1, np.int64), np.full(1, length, np.int64)
+    for size in sizes:
+        cells = -(-lengths // size)
+        offsets = np.minimum(np.outer(cells, np.arange(size + 1)).T, lengths).T
+        starts = (starts[:, None] + offsets[:, :-1]).ravel()
+        lengths = np.diff(offsets).ravel()
+    found: list[int] = starts[lengths > 0].tolist()
+    return found
+
+
 def _regular(length: int, starts: list[int]) -> int | tuple[int, ...]:
     """Return the cuts between cells that begin at `starts`: one length, where that says it."""
     if len(starts) < 2:
@@ -270,20 +245,6 @@ def _regular(length: int, starts: list[int]) -> int | tuple[int, ...]:
     if starts == list(range(0, length, cell)):
         return cell
     return tuple(starts[1:])
-
-
-@lru_cache(maxsize=1 << 16)
-def _holders(mesh: Mesh, fixed: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-    """Return the processes at the coordinates with these indices along these mesh axes."""
-    index: list[int | slice] = [slice(None)] * len(mesh.shape)
-    for axis, place in fixed:
-        index[axis] = place
-    return _interned(tuple(np.unique(mesh.processes[tuple(index)]).tolist()))
-
-
-@lru_cache(maxsize=1 << 16)
-def _interned(holders: tuple[int, ...]) -> tuple[int, ...]:
-    return holders
 
 
 @lru_cache(maxsize=1024)
@@ -297,29 +258,4 @@ def _layout_text(mesh: Mesh, layout: Layout) -> str:
         )
         for cuts in layout
     ]
-    return _shortened(f"{mesh.text} {','.join(axes)}")
-
-
-def _runs_text(processes: npt.NDArray[np.int64]) -> list[str]:
-    """Return the numbers, with runs of equal ones and of ascending ones written short."""
-    numbers = processes.tolist()
-    found: list[str] = []
-    at = 0
-    while at < len(numbers):
-        for step, sign in ((0, "x"), (1, "+")):
-            end = at + 1
-            while end < len(numbers) and numbers[end] == numbers[end - 1] + step:
-                end += 1
-            if end - at > 1:
-                found.append(f"{numbers[at]}{sign}{end - at}")
-                break
-        else:
-            found.append(str(numbers[at]))
-        at = end
-    return found
-
-
-def _shortened(text: str) -> str:
-    if len(text) <= _TEXT_LENGTH:
-        return text
-    return "sha256 " + hashlib.sha256(text.encode()).hexdigest()
+    return shortened(f"{mesh.text} {','.join(axes)}")

@@ -48,7 +48,7 @@ _NAMES: dict[torch.dtype, str] = {
     torch.complex64: "complex64",
     torch.complex128: "complex128",
 }
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+TORCH_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 _CARRIERS: dict[torch.dtype, tuple[torch.dtype, np.dtype[Any]]] = {
     dtype: (torch.int16 if dtype.itemsize == 2 else torch.uint8, DTYPES[name])
@@ -176,13 +176,13 @@ class TorchAdapter:
         return tensor.requires_grad_(like.requires_grad)
 
     def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
-        if dtype in _DTYPES:
+        if dtype in TORCH_DTYPES:
             return None
         return DtypeMismatchError(
             f"{path}: the checkpoint holds {dtype}, which PyTorch does not have; restore it with "
             'leaves="numpy" or "jax"',
             path=path,
-            expected=tuple(_DTYPES),
+            expected=tuple(TORCH_DTYPES),
             found=dtype,
         )
 
@@ -227,7 +227,7 @@ def numpy_view(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 def tensor_view(array: npt.NDArray[Any]) -> torch.Tensor:
     """Return a CPU tensor of the array's memory."""
-    dtype = _DTYPES[DTYPE_NAMES[array.dtype]]
+    dtype = TORCH_DTYPES[DTYPE_NAMES[array.dtype]]
     carrier = _CARRIERS.get(dtype)
     if carrier is None:
         return torch.from_numpy(array)

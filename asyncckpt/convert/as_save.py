@@ -14,11 +14,11 @@ from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.convert.destination import Facts, Target, is_banded
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.convert.source import Origin
+from asyncckpt.convert.tiles import chunk_shape_for
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.format.record import STEP_NAME, decode_scalar
 from asyncckpt.options import INLINE_NBYTES, LeafOptions, SaveOptions
 from asyncckpt.planning.pack import TRAILER_NBYTES
-from asyncckpt.planning.tiles import chunk_shape_for
 from asyncckpt.ports import Source
 from asyncckpt.save.plan_cache import LayoutCache, layout_of, sizes_for
 from asyncckpt.save.save import Save, SaveState

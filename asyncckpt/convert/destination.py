@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from asyncckpt.convert.reader import LeafReader
+from asyncckpt.convert.tiles import band_nbytes
 from asyncckpt.errors import UsageError
 from asyncckpt.format.foreign.safetensors import SUFFIX
 from asyncckpt.options import GIB, MIB, SaveOptions
-from asyncckpt.planning.tiles import band_nbytes
 from asyncckpt.ports import Store
 from asyncckpt.reports import Progress
 from asyncckpt.runtime import Runtime

@@ -14,10 +14,10 @@ from asyncckpt.arguments import guarded, typed
 from asyncckpt.convert.differences import Difference, Values, described, notes
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.convert.source import Origin, Work, options_of, shares
+from asyncckpt.convert.tiles import band_nbytes, runs, tiles
 from asyncckpt.errors import DeadlineExceededError
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.options import RestoreOptions
-from asyncckpt.planning.tiles import band_nbytes, runs, tiles
 from asyncckpt.reports import DiffReport, LeafDifference, Progress
 from asyncckpt.spec import DTYPES, ArraySpec, Box
 

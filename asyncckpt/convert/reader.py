@@ -21,13 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint
+from asyncckpt.convert.tiles import Part
 from asyncckpt.flow.arena import Arena
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.format.record import Piece
 from asyncckpt.options import ALIGNED_CHUNK_NBYTES, MIB
 from asyncckpt.planning.overlap import BoxIndex
 from asyncckpt.planning.restore import Request, cells_overlapping, intersection, plan_restore
-from asyncckpt.planning.tiles import Part
 from asyncckpt.restore.decode import Destination, flat_target
 from asyncckpt.restore.fetch import Fetch
 from asyncckpt.runtime import Runtime

@@ -26,12 +26,12 @@ from asyncckpt.convert.destination import Facts, Target, is_banded
 from asyncckpt.convert.reader import LeafReader
 from asyncckpt.convert.safetensors_plan import FilesPlan, Tensor, plan_files
 from asyncckpt.convert.source import Origin
+from asyncckpt.convert.tiles import tiles
 from asyncckpt.errors import AsyncCheckpointError, UsageError
 from asyncckpt.flow.buffers import Slot, SlotPool
 from asyncckpt.flow.shield import leading_error, to_completion
 from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.planning.pack import Window
-from asyncckpt.planning.tiles import tiles
 from asyncckpt.ports import (
     Bytes,
     DataFile,

@@ -49,6 +49,9 @@ LOOK_MAX_S = 0.1
 POST_S = 0.3
 """How long an error may take to be posted; where it cannot be, this process' silence tells."""
 
+KEPT = 2
+"""Rounds of a kind whose messages stay: a process may be that much behind."""
+
 SLICE_S = 1.0
 """The others wait this long for the outcome before they look whether process 0 is alive."""
 
@@ -68,8 +71,10 @@ class Round:
     Attributes:
         group: the processes.
         number: number of this round.
+        silence_s: how long a process may give no sign of life.
         leads: this is process 0.
         result: what process 0 said when the round had succeeded; None before.
+        failed: it is certain that the round has failed, and cannot succeed any more.
     """
 
     def __init__(
@@ -91,11 +96,13 @@ class Round:
         self.number = number
         self._prefix = group.key(kind, str(number))
         self._arrival_s = arrival_s
-        self._silence_s = silence_s
+        self.silence_s = silence_s
         self._begun = time.monotonic()
         self._found: Mapping[str, bytes] = {}
         self._changed = asyncio.Event()
         self._ended = asyncio.Event()
+        self._decided = False
+        self.failed = False
         self.result: bytes | None = None
         self.leads = group.process_index == 0
 
@@ -127,6 +134,7 @@ class Round:
             await self._coordinator.put(
                 f"{self._prefix}/outcome", failure if decision == COMMIT else decision
             )
+        self.failed = True
         return True
 
     def begun(self) -> None:
@@ -175,21 +183,38 @@ class Round:
         try:
             yield
         finally:
-            await to_completion(briefly(self._pulse.end()))
+            await to_completion(briefly(self._rest()))
+
+    async def _rest(self) -> None:
+        await self._pulse.end()
+        if self.leads and self.number >= KEPT:
+            old = self.group.key(self._kind, str(self.number - KEPT))
+            await self._coordinator.delete(old)
 
     # -- process 0
 
-    async def gathered(self, what: str, *, instead: str = "") -> dict[int, bytes]:
+    async def gathered(
+        self,
+        what: str,
+        *,
+        instead: str = "",
+        refuse: Callable[[int, bytes], Exception] | None = None,
+    ) -> dict[int, bytes]:
         """Return what every other process has posted; needs `watch` to run.
 
+        Args:
+            what: the messages.
+            instead: messages that exclude these: a process that posts one will not post `what`.
+            refuse: returns the error for such a process and its message.
+
         Raises:
-            UsageError: a process has posted something that excludes this (`instead`).
+            …: what `refuse` returns.
         """
         wanted = self.group.process_count - 1
         while True:
-            for key in self._found:
-                if instead and key.startswith(f"{instead}/"):
-                    raise self._out_of_step(int(key.rpartition("/")[2]))
+            for key, message in self._found.items():
+                if refuse is not None and key.startswith(f"{instead}/"):
+                    raise refuse(int(key.rpartition("/")[2]), message)
             found = {
                 int(key.rpartition("/")[2]): message
                 for key, message in self._found.items()
@@ -213,6 +238,8 @@ class Round:
         decision = await self._coordinator.put_once(f"{self._prefix}/decision", COMMIT)
         if decision != COMMIT:
             raise await self._failed(decision)
+        # From here on, whether other processes are alive is no reason to fail.
+        self._decided = True
 
     async def finish(self, message: bytes = b"") -> None:
         """Tell all others that the round has succeeded, after `commit`."""
@@ -238,7 +265,7 @@ class Round:
 
     async def _lead(self) -> None:
         delay, alive_at = LOOK_MIN_S, time.monotonic()
-        while self.result is None:
+        while not self._decided:
             found = await self._coordinator.list(self._prefix)
             decision = found.get("decision", COMMIT)
             if decision != COMMIT:
@@ -266,15 +293,8 @@ class Round:
             elif outcome[:1] == COMMIT:
                 self._end(outcome[1:])
             else:
+                self.failed = True
                 raise decode_error(outcome[1:])
-
-    def _out_of_step(self, process: int) -> UsageError:
-        return UsageError(
-            f"{self.group.named(process)} and {self.group.named(0)} save with different plans: "
-            "one of them has saved this tree before, and for the other it is new, so that the "
-            "tree, its shardings or the options have changed on a part of the processes; nothing "
-            "was committed. Save the same tree on all processes"
-        )
 
     def _encoded(self, error: BaseException, stage: str | None) -> bytes:
         group = self.group
@@ -317,7 +337,7 @@ class Round:
         if silent:
             names = ", ".join(map(self.group.named, silent[:10]))
             return SaveError(
-                f"{names} gave no sign of life for {self._silence_s:g} s (silence_s) and "
+                f"{names} gave no sign of life for {self.silence_s:g} s (silence_s) and "
                 "may have died; nothing was committed. Restart the job",
                 expected=self.group.process_count,
                 found=self.group.process_count - len(silent),
@@ -334,6 +354,7 @@ class Round:
 
     async def _failed(self, decision: bytes) -> BaseException:
         """Pass a decision against the round on to all others; return its error."""
+        self.failed = True
         await self._coordinator.put(f"{self._prefix}/outcome", decision)
         return decode_error(decision[1:])
 

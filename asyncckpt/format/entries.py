@@ -107,7 +107,7 @@ class Entries:
     checked_crc: npt.NDArray[np.uint32]
     scalar: npt.NDArray[np.int64]
     scalar_crc: npt.NDArray[np.uint32]
-    facts: Mapping[str, Any]
+    facts: dict[str, Any]
 
 
 def encode_entries(entries: Entries) -> bytes:
@@ -127,7 +127,7 @@ def encode_entries(entries: Entries) -> bytes:
             "digest": entries.digest,
             "files": [list(file) for file in entries.files],
             "parts": [[p.array, p.box.offset, p.box.shape, len(p.values)] for p in entries.parts],
-            "facts": dict(entries.facts),
+            "facts": entries.facts,
             "columns": [[name, column.size] for name, column in columns.items()],
         },
         separators=(",", ":"),

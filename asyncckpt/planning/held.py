@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.planning.grid import WHOLE_NBYTES, cell_starts, contiguous_runs, runs_within
-from asyncckpt.planning.holders import Holders
+from asyncckpt.planning.balance import Holders
+from asyncckpt.planning.grid import WHOLE_NBYTES, cell_starts
 from asyncckpt.planning.leaves import Arrays, LeafLayout, Part
-from asyncckpt.planning.overlap import BoxIndex
+from asyncckpt.planning.overlap import BoxIndex, contiguous_runs, runs_within
 from asyncckpt.planning.table import Column
 from asyncckpt.planning.tiling import box_text
 from asyncckpt.spec import Box, ChunkGrid, Partition, Shard
@@ -125,9 +125,10 @@ class HeldShards:
         self._index = BoxIndex(boxes)
         self._starts = np.array([box.offset for box in boxes], np.int64).reshape(len(boxes), rank)
         self._shapes = np.array([box.shape for box in boxes], np.int64).reshape(len(boxes), rank)
-        distinct = {box for box in boxes if box.size}
+        size = layout.spec.size
         self._everything = holders.process_count == 1 or (
-            sum(box.size for box in distinct) == layout.spec.size
+            int(self._shapes.prod(axis=1).sum()) >= size  # at least so many, replicas included
+            and sum(box.size for box in set(boxes)) == size
         )
         small = layout.spec.nbytes <= WHOLE_NBYTES
         self.in_parts = small and not self._everything

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ import numpy.typing as npt
 
 from asyncckpt.errors import UsageError
 from asyncckpt.options import MAX_PIECES
-from asyncckpt.planning.grid import choose_grid
-from asyncckpt.planning.holders import Holders
+from asyncckpt.planning.balance import Holders
+from asyncckpt.planning.grid import choose_grid, travels_in_parts
 from asyncckpt.planning.pack import TRAILER_NBYTES
 from asyncckpt.planning.table import Column
 from asyncckpt.spec import ArraySpec, ChunkGrid, Partition, Shard
@@ -232,6 +233,10 @@ class _Layouts:
         """Return the number of a new layout."""
         number = self.numbers[key] = len(self.layouts)
         self.layouts.append(leaf)
+        division = leaf.shards if leaf.partition is None else leaf.partition
+        if self._holders.process_count > 1 and travels_in_parts(leaf.spec, division):
+            # Process 0 makes its chunk out of what the others send: one, stored as it is.
+            leaf = dataclasses.replace(leaf, chunk_shape=None, zstd_level=None)
         self.parts.append(_parts(leaf, self._regular))
         return number
 

@@ -1,4 +1,4 @@
-"""Overlaps among many boxes by a sweep along one axis, and boxes of a run of elements."""
+"""Overlaps among many boxes, boxes of a run of elements, and runs of chunks in boxes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from asyncckpt.planning.table import Column
-from asyncckpt.spec import Box
+from asyncckpt.spec import Box, ChunkGrid
 
 
 class BoxIndex:
@@ -79,3 +79,61 @@ def boxes_of_run(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]
 def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
     for box in boxes_of_run(shape[1:], start, stop):
         yield Box((index, *box.offset), (1, *box.shape))
+
+
+def contiguous_runs(
+    grid: ChunkGrid, itemsize: int, rows: Column, box: Box
+) -> tuple[Column, Column]:
+    """Return, per chunk, its position in the C-order memory of `box`, and its bytes.
+
+    The first is the byte offset in `box` of a chunk that lies in it as a whole, as one run of
+    bytes that is also the beginning of the chunk's payload (so that padding trails); -1 for all
+    others. The second is the size in bytes of the chunk clipped to the array.
+
+    Args:
+        grid: grid of the array.
+        itemsize: bytes per element.
+        rows: chunk numbers in the array, in C order.
+        box: a part of the array, or of what the array is a part of: it may reach past it.
+    """
+    if len(rows) == 1 and grid.chunk_shape == grid.shape == box.shape and not any(box.offset):
+        return np.zeros(1, np.int64), np.array([math.prod(grid.shape) * itemsize], np.int64)
+    return runs_within(grid, itemsize, rows, box.offset, box.shape)
+
+
+def runs_within(
+    grid: ChunkGrid,
+    itemsize: int,
+    rows: Column,
+    offsets: Sequence[int | Column],
+    shapes: Sequence[int | Column],
+) -> tuple[Column, Column]:
+    """Do as `contiguous_runs`, with a box per row: one column of offsets and lengths per axis."""
+    if not len(rows) or not grid.shape:
+        return np.zeros(len(rows), np.int64), np.full(len(rows), itemsize, np.int64)
+    cells = np.unravel_index(rows, grid.counts)
+    inside = np.ones(len(rows), bool)
+    in_box, box_full, in_chunk, chunk_full = (np.ones(len(rows), bool) for _ in range(4))
+    offset = np.zeros(len(rows), np.int64)
+    nbytes = np.full(len(rows), itemsize, np.int64)
+    stride: int | Column = itemsize
+    for cell, n, c, first, length in zip(
+        cells[::-1],
+        grid.shape[::-1],
+        grid.chunk_shape[::-1],
+        offsets[::-1],
+        shapes[::-1],
+        strict=True,
+    ):
+        start = cell.astype(np.int64) * c - first
+        held = np.minimum(c, n - first - start)
+        inside &= (start >= 0) & (start + held <= length)
+        # A part is one run of what encloses it when, after ones, at most one axis is not full.
+        in_box = ((held == 1) & in_box) | box_full
+        in_chunk = ((held == 1) & in_chunk) | chunk_full
+        box_full &= held == length
+        chunk_full &= held == c
+        offset += start * stride
+        nbytes *= held
+        stride = stride * length
+    return np.where(inside & in_box & in_chunk, offset, -1), nbytes

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.planning.coalesce import coalesce
-from asyncckpt.planning.grid import contiguous_runs
+from asyncckpt.planning.overlap import contiguous_runs
 from asyncckpt.planning.table import Column, Table
 from asyncckpt.spec import Box, ChunkGrid
 

@@ -7,22 +7,21 @@ slot each: the unit of staging, checksumming and writing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.planning.balance import assign_writers
-from asyncckpt.planning.digest import plan_digest
+from asyncckpt.planning.balance import Holders, assign_writers
 from asyncckpt.planning.held import NOTHING, HeldBox, held_chunks
-from asyncckpt.planning.holders import Holders
 from asyncckpt.planning.leaves import Arrays, LeafLayout, plan_arrays
-from asyncckpt.planning.pack import Piece, Window, cut_windows, pack
+from asyncckpt.planning.pack import Piece, Window, cut_windows, even_data_files, pack
 from asyncckpt.planning.table import Column
-from asyncckpt.planning.waves import even_data_files
 
 __all__ = [
     "PLANNER_VERSION",
@@ -177,7 +176,7 @@ def plan_save(
         windows=cut_windows(
             planned, rows.array, row_file, row_offset, rows.payload, file_nbytes, slot_nbytes
         ),
-        digest=plan_digest(
+        digest=_digest(
             PLANNER_VERSION,
             [*(options if process_count == 1 else ()), int(regular)],
             list(map(attrgetter("name"), leaves)),
@@ -242,3 +241,54 @@ def _rows(arrays: Arrays, holders: Holders) -> tuple[_Rows, tuple[HeldBox, ...]]
         arrays.part_is_compressed[row_part],
     )
     return rows, tuple(boxes)
+
+
+def _digest(
+    version: int,
+    options: Sequence[int],
+    names: Sequence[str],
+    kind: Column,
+    tied: Mapping[int, int],
+    layouts: Iterable[LeafLayout],
+) -> str:
+    """Return the SHA-256 (hex) of a plan.
+
+    The encoding is unambiguous: lengths come before the text that they measure.
+
+    Args:
+        version: version of the planner.
+        options: its options.
+        names: name per leaf.
+        kind: index into `layouts` per leaf.
+        tied: per tied leaf the one it shares.
+        layouts: a leaf of each distinct layout.
+    """
+    header = json.dumps(
+        {
+            "version": version,
+            "options": options,
+            "leaves": len(names),
+            "tied": sorted(tied.items()),
+            "layouts": list(map(_known, layouts)),
+        },
+        sort_keys=True,
+        separators=(",", ":"),
+    ).encode()
+    text = "".join(names).encode("utf-8", "surrogatepass")
+    lengths = np.fromiter(map(len, names), "<i8", len(names))
+    parts = [len(header).to_bytes(8, "little"), header, lengths.tobytes()]
+    return hashlib.sha256(b"".join([*parts, kind.astype("<i8").tobytes(), text])).hexdigest()
+
+
+def _known(leaf: LeafLayout) -> list[Any]:
+    """Return what all processes know of a layout: of a partition, not their own shards."""
+    spec = leaf.spec
+    own = [spec.shape, spec.dtype, leaf.chunk_nbytes, leaf.chunk_shape, leaf.zstd_level]
+    if leaf.partition is not None:
+        return [*own, [leaf.partition.cuts, leaf.partition.holders]]
+    if leaf.shards is not None:
+        shards = leaf.shards and [
+            [shard.box.offset, shard.box.shape, sorted(set(shard.holders))] for shard in leaf.shards
+        ]
+        return [*own, shards]
+    return [*own, None] if leaf.holders is None else [*own, None, sorted(set(leaf.holders))]

@@ -5,7 +5,7 @@ Not here: how a report comes about, and how the command line prints it (`cli`).
 
 from asyncckpt.reports.contents import CheckpointInfo, FileInfo, LeafInfo
 from asyncckpt.reports.findings import Damage, DiffReport, LeafDifference, VerifyReport
-from asyncckpt.reports.outcomes import ConvertReport, RestoreReport, SaveReport
+from asyncckpt.reports.outcomes import ConvertReport, ProcessPart, RestoreReport, SaveReport
 from asyncckpt.reports.progress import Progress
 from asyncckpt.reports.texts import nbytes_text, rate_text
 
@@ -17,6 +17,7 @@ __all__ = [
     "FileInfo",
     "LeafDifference",
     "LeafInfo",
+    "ProcessPart",
     "Progress",
     "RestoreReport",
     "SaveReport",

@@ -10,6 +10,33 @@ from asyncckpt.reports.texts import nbytes_text, rate_text
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessPart:
+    """What one of several processes did for a checkpoint.
+
+    Attributes:
+        process: its number.
+        host: name of its host.
+        written_nbytes: bytes of the data files that it wrote.
+        file_count: number of them.
+        blocked_s: seconds from its call until its state might be mutated again.
+        written_s: seconds from its call until its files were durable.
+    """
+
+    process: int
+    host: str
+    written_nbytes: int
+    file_count: int
+    blocked_s: float
+    written_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"process {self.process} ({self.host}): {nbytes_text(self.written_nbytes)} in "
+            f"{self.written_s:.2f} s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class SaveReport:
     """A committed checkpoint.
 
@@ -35,6 +62,8 @@ class SaveReport:
         orbax: whether Orbax can restore this checkpoint.
         skipped: nothing was saved, because another save was in flight (`on_overlap="skip"`).
         notes: anything a person should know.
+        processes: what each of several processes did; process 0 knows all of them, every other
+            one only itself.
     """
 
     location: str
@@ -57,6 +86,7 @@ class SaveReport:
     orbax: bool = True
     skipped: bool = False
     notes: tuple[str, ...] = ()
+    processes: tuple[ProcessPart, ...] = ()
 
     def __str__(self) -> str:
         if self.skipped:

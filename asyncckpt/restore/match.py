@@ -31,7 +31,7 @@ from asyncckpt.restore.mismatch import (
 )
 from asyncckpt.restore.request import RestoreRequest, Wanted, enclosing
 from asyncckpt.spec import ArraySpec, numeric_class
-from asyncckpt.tree import Structure, match_glob, where
+from asyncckpt.tree import PerProcess, Structure, match_glob, per_process_paths, where
 
 NO_FACTS: Mapping[str, Any] = {}
 
@@ -231,6 +231,7 @@ class _Matcher:
         if request.include is not None:
             self._refuse_parts(request.include)
         absent = self._absent() if request.include is None else []
+        self._check_process_counts()
         seen = self._match_wanted(absent)
         some_wanted = bool(self._leaves)
         self._match_rest(seen)
@@ -265,6 +266,9 @@ class _Matcher:
             zip(self._request.wanted, self._wanted_in, strict=True)
         ):
             saved = place.get(want.path)
+            if want.leaf is PerProcess.all:
+                seen.update(self._match_all(want.path))
+                continue
             if selected is not None and saved not in selected:
                 continue
             if saved is None:
@@ -284,6 +288,41 @@ class _Matcher:
             self._leaves.append(leaf)
         return seen
 
+    def _match_all(self, path: str) -> range:
+        """Match the values of all processes; return the ordinals of the saved leaves."""
+        self._wanted += 1
+        saved = path in per_process_paths(self._structure)
+        if not saved:
+            self._missing.append(path)
+            return range(0)
+        self._matched += 1
+        ordinals = self._structure.subtrees([path])[path][1]
+        for leaf in ordinals:
+            self._leaves.append(
+                saved_leaf(self._opened, self._paths[leaf], leaf, self._arrays[leaf])
+            )
+        return ordinals
+
+    def _check_process_counts(self) -> None:
+        """Compare the numbers of processes where each wants the value that it has saved."""
+        wanted = self._request.per_process
+        if not wanted:
+            return
+        saved = dict(zip(self._structure.node_paths(), self._structure.nodes, strict=True))
+        for path in wanted:
+            count = len(saved[path].keys) if path in saved else self._request.process_count
+            if count != self._request.process_count:
+                self._mismatches.add(
+                    MismatchError,
+                    path,
+                    f"{count} processes have saved a value of their own here, and "
+                    f"{self._request.process_count} restore",
+                    expected=self._request.process_count,
+                    found=count,
+                    advice="Pass PerProcess.all in its place in like= for the list of all values.",
+                )
+        self._mismatches.raise_any(self._opened.location)
+
     def _match_rest(self, seen: Collection[int]) -> None:
         """Give what no leaf of the target wants to the objects whose state it is."""
         for leaf, (path, root) in enumerate(zip(self._paths, self._saved_in, strict=True)):
@@ -292,7 +331,13 @@ class _Matcher:
             if root is None:
                 self._unexpected.append(path)
             else:
-                self._leaves.append(saved_leaf(self._opened, path, leaf, self._arrays[leaf]))
+                found = saved_leaf(self._opened, path, leaf, self._arrays[leaf])
+                fresh = self._stateful[root].fresh
+                if fresh is not None and found.spec is not None:
+                    want = fresh(path, path[len(root) + bool(root) :], found.spec)
+                    if want is not None:
+                        found = found._replace(want=want, target=want.target)
+                self._leaves.append(found)
 
     def _is_other(self, root: str, want: Wanted, saved: int) -> bool:
         """Return whether a leaf of a state dict has become something else, which is no fault.

@@ -13,7 +13,7 @@ from asyncckpt.errors import RestoreError, RestoreWarning
 from asyncckpt.reports import RestoreReport
 from asyncckpt.restore.restore import ABSENT, RestoreOutcome
 from asyncckpt.restore.state_dicts import as_it_was, in_kind
-from asyncckpt.tree import Flat, escape, match_glob, unflatten, unflatten_like, where
+from asyncckpt.tree import Flat, PerProcess, escape, match_glob, unflatten, unflatten_like, where
 
 
 def finish_tree(outcome: RestoreOutcome, flat: Flat | None, adapters: AdapterSet) -> Any:
@@ -22,12 +22,24 @@ def finish_tree(outcome: RestoreOutcome, flat: Flat | None, adapters: AdapterSet
         _warn(outcome.report)
     if flat is not None:
         leaves = [
-            leaf if restored is ABSENT else restored
-            for restored, leaf in zip(outcome.leaves, flat.leaves, strict=True)
+            _of_all(outcome, path)
+            if leaf is PerProcess.all
+            else (leaf if restored is ABSENT else restored)
+            for path, restored, leaf in zip(flat.paths, outcome.leaves, flat.leaves, strict=True)
         ]
         return unflatten_like(flat, leaves, adapters.nodes)
     tree = unflatten(outcome.structure, outcome.leaves)
     return tree if outcome.request.include is None else _prune(tree)[0]
+
+
+def _of_all(outcome: RestoreOutcome, path: str) -> Any:
+    """Return the values that all processes have saved at a path, by process."""
+    found = outcome.structure.subtrees([path]).get(path)
+    if found is None:
+        return PerProcess.all  # strict=False: the checkpoint has none
+    structure, ordinals = found
+    values = unflatten(structure, [outcome.given[ordinal] for ordinal in ordinals])
+    return [values[process] for process in sorted(values)]
 
 
 def _warn(report: RestoreReport) -> None:

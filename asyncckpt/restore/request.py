@@ -15,7 +15,8 @@ from asyncckpt.adapters.python import unsupported
 from asyncckpt.options import RestoreOptions
 from asyncckpt.ports import ArrayAdapter, Target
 from asyncckpt.reports import Progress
-from asyncckpt.tree import Flat, Key, flatten
+from asyncckpt.spec import ArraySpec
+from asyncckpt.tree import Flat, Key, PerProcess, flatten, per_process_paths
 
 Mode = Literal["saved", "like", "into"]
 
@@ -55,6 +56,9 @@ class Wanted(NamedTuple):
     fixed: bool = False
 
 
+Fresh = Callable[[str, str, ArraySpec], Wanted | None]
+
+
 class StatefulTarget(NamedTuple):
     """An object of the target whose `load_state_dict` gets what was saved at its path.
 
@@ -63,11 +67,15 @@ class StatefulTarget(NamedTuple):
         required: maps a path in its state dict to a key that the present and the saved state must
             both have, or to None where they may differ; None where nothing is known.
         takes_strict: whether its `load_state_dict` has a parameter `strict`.
+        fresh: returns a new leaf to restore into where the state dict has none yet, or None; gets
+            its path, the part of that in the state dict, and what was saved. None where nothing is
+            known.
     """
 
     adapter: ArrayAdapter | None
     required: Callable[[str], str | None] | None
     takes_strict: bool
+    fresh: Fresh | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,6 +93,8 @@ class RestoreRequest:
         progress: called with every step forward.
         stateful: by path, the target's objects with a state dict.
         loaded: adapters of the frameworks that are imported.
+        per_process: paths of the target at which every process has its own values.
+        process_count: number of processes that restore.
         agree: awaited with the checkpoint, what matches, and `strict`, before any payload is read:
             where other processes restore it too.
     """
@@ -99,6 +109,8 @@ class RestoreRequest:
     progress: Callable[[Progress], None] | None
     stateful: Mapping[str, StatefulTarget] = field(default_factory=dict)
     loaded: Sequence[ArrayAdapter] = ()
+    per_process: Sequence[str] = ()
+    process_count: int = 1
     agree: Callable[..., Awaitable[None]] | None = None
 
 
@@ -112,6 +124,8 @@ def restore_request(
     cast: bool,
     options: RestoreOptions,
     progress: Callable[[Progress], None] | None,
+    process: int = 0,
+    process_count: int = 1,
 ) -> tuple[RestoreRequest, Flat | None, AdapterSet]:
     """Return the request, the target taken apart (if there is one), and the adapters.
 
@@ -119,7 +133,7 @@ def restore_request(
         UnsupportedLeafError: nothing can be restored to a leaf of the target; names its path.
         UsageError: `leaves` is no framework, or the target is no tree.
     """
-    adapters = adapters_for_loaded_frameworks()
+    adapters = adapters_for_loaded_frameworks(process)
     flat = None if mode == "saved" else flatten(like, adapters.nodes)
     request = RestoreRequest(
         mode=mode,
@@ -134,6 +148,8 @@ def restore_request(
         if flat is None
         else {path: _stateful(owner, adapters) for path, owner in flat.stateful},
         loaded=adapters.adapters,
+        per_process=() if flat is None else per_process_paths(flat.structure),
+        process_count=process_count,
     )
     return request, flat, adapters
 
@@ -143,7 +159,23 @@ def _stateful(owner: Any, adapters: AdapterSet) -> StatefulTarget:
         adapters.expected_by(type(owner)),
         adapters.required_by(owner),
         takes_strict(owner.load_state_dict),
+        _fresh(owner, adapters),
     )
+
+
+def _fresh(owner: Any, adapters: AdapterSet) -> Fresh | None:
+    make = adapters.fresh_state_of(owner)
+    if make is None:
+        return None
+
+    def wanted(path: str, key: str, spec: ArraySpec) -> Wanted | None:
+        leaf = make(key, spec)
+        adapter = None if leaf is None else adapters.resolve(type(leaf))
+        if adapter is None or isinstance(adapter, str):
+            return None
+        return Wanted(path, leaf, adapter, adapter.target(path, leaf, in_place=True))
+
+    return wanted
 
 
 def takes_strict(load_state_dict: Callable[..., Any]) -> bool:
@@ -168,6 +200,9 @@ def wanted_leaves(flat: Flat, adapters: AdapterSet, *, in_place: bool) -> list[W
     immutable: list[int] = []
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         adapter = adapters.resolve(type(leaf))
+        if leaf is PerProcess.all and not in_place:
+            wanted.append(Wanted(path, leaf))
+            continue
         if adapter is None:
             raise unsupported(path, leaf)
         if isinstance(adapter, str):

@@ -38,7 +38,8 @@ class RestoreOutcome:
         form: its format, as `OpenCheckpoint.format`.
         leaves: by ordinal of the target's leaf, or of the saved leaf where there is no target;
             `ABSENT` for those that were not restored.
-        given: by ordinal of the saved leaf, what objects with a state dict get.
+        given: by ordinal of the saved leaf, what objects with a state dict get, and what
+            `PerProcess.all` stands for.
         replaced: paths and holders of immutable leaves, and what to put in their place.
         written: paths of the targets whose own memory was written.
         report: what happened.
@@ -120,7 +121,10 @@ def _outcome(
         like = request.mode == "like"
         leaves = [ABSENT] * (len(request.wanted) if like else matching.structure.leaf_count)
         for leaf, value in zip(matching.leaves, pipeline.results, strict=True):
-            leaves[leaf.number] = value
+            if like and leaf.want is None:
+                given[leaf.saved] = value  # a part of `PerProcess.all`
+            else:
+                leaves[leaf.number] = value
     written = pipeline.written() if replaced or given else []
     return RestoreOutcome(
         request, matching.structure, form, leaves, given, replaced, written, report

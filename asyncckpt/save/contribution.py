@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.entries import Entries, Part, WrittenFile, encode_entries
 from asyncckpt.ports import AttemptFiles
+from asyncckpt.reports import ProcessPart
 from asyncckpt.save.commit import Committable
 from asyncckpt.save.index import Payload
 from asyncckpt.save.plan_cache import Layout
@@ -32,10 +34,13 @@ class Contribution:
         snapshot: the tree.
         save_id: identity of the save, 32 hex digits.
         process: number of this process.
+        host: name of its host.
         compute: threads that encode.
+        times: returns the seconds until all was staged, and until now.
 
     Attributes:
         path: where the latest entries are.
+        parts: what this process did, for the report.
     """
 
     def __init__(
@@ -46,16 +51,21 @@ class Contribution:
         *,
         save_id: str,
         process: int,
+        host: str,
         compute: Workers,
+        times: Callable[[], tuple[float, float]],
     ) -> None:
         self._attempt = attempt
         self._layout = layout
         self._snapshot = snapshot
         self._save_id = save_id
         self._process = process
+        self._host = host
         self._compute = compute
+        self._times = times
         self._numbers = itertools.count()
         self.path = ""
+        self.parts: tuple[ProcessPart, ...] = ()
 
     async def put_orbax(self) -> None:
         """Do nothing: process 0 writes Orbax's files."""
@@ -66,6 +76,8 @@ class Contribution:
         entries = entries_of(
             payload, self._layout, self._snapshot, save_id=self._save_id, process=self._process
         )
+        entries.facts["times"] = self._times()
+        self.parts = (part_of(entries, self._host),)
         data = await self._compute.run(encode_entries, entries)
         await self._attempt.pass_on(self.path, data)
         return Committable(b"", sum(file.nbytes for file in entries.files), len(entries.files))
@@ -97,6 +109,12 @@ def entries_of(
         scalar_crc=scalar_checksums(snapshot),
         facts={"scalars": _only_here(snapshot, process)},
     )
+
+
+def part_of(entries: Entries, host: str) -> ProcessPart:
+    """Return what a process did, as its entries tell."""
+    nbytes = sum(file.nbytes for file in entries.files)
+    return ProcessPart(entries.process, host, nbytes, len(entries.files), *entries.facts["times"])
 
 
 def _only_here(snapshot: Snapshot, process: int) -> list[tuple[int, Any]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,13 @@ from asyncckpt.format.crc import crc32c
 from asyncckpt.format.entries import MAX_ENTRIES_NBYTES, Entries, Part, decode_entries
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import INLINE_NBYTES
+from asyncckpt.reports import ProcessPart
 from asyncckpt.save.commit import DATABASE, Commit, Committable
-from asyncckpt.save.contribution import entries_of
+from asyncckpt.save.contribution import entries_of, part_of
 from asyncckpt.save.index import Payload
 from asyncckpt.save.plan_cache import Layout
 from asyncckpt.save.serialize import Extents, trailed
-from asyncckpt.save.shared_plan import taken
+from asyncckpt.save.shared_plan import out_of_step, taken
 from asyncckpt.save.snapshot import Snapshot
 from asyncckpt.spec import DTYPES
 from asyncckpt.tree import where
@@ -38,12 +40,24 @@ class MergingCommit(Commit):
 
     Args:
         round_: what the processes say to each other about this save.
+        times: returns the seconds until all was staged, and until now.
         Others: as `Commit`.
+
+    Attributes:
+        parts: what each process did, for the report.
     """
 
-    def __init__(self, *args: Any, round_: Round, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        round_: Round,
+        times: Callable[[], tuple[float, float]],
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._round = round_
+        self._times = times
+        self.parts: tuple[ProcessPart, ...] = ()
         self._others: list[Entries] | None = None
 
     async def put_index(self, payload: Payload) -> Committable:
@@ -56,12 +70,15 @@ class MergingCommit(Commit):
             UsageError: entries of a process cannot be seen here; names it and its host.
         """
         if self._others is None:
-            instead = "" if self._layout.fresh else "plan"
-            ready = await self._round.gathered("ready", instead=instead)
+            refuse = None if self._layout.fresh else partial(out_of_step, self._round)
+            ready = await self._round.gathered("ready", instead="plan", refuse=refuse)
             self._others = await self._read(ready)
         snapshot, layout = self._request.snapshot, self._layout
         own = entries_of(payload, layout, snapshot, save_id=self._save_id, process=0)
+        own.facts["times"] = self._times()
         entries = [own, *self._others]
+        hosts = self._round.group.hosts
+        self.parts = tuple([part_of(one, hosts[one.process]) for one in entries])
         for one in self._others:
             for leaf, value in one.facts.get("scalars", ()):
                 snapshot.values[leaf] = value
@@ -213,7 +230,9 @@ def _first_difference(entries: Sequence[Entries], what: str) -> tuple[int, int, 
 def _leaf_of(layout: Layout, snapshot: Snapshot, chunk: int) -> int:
     """Return the leaf that a chunk belongs to."""
     arrays = layout.plan.arrays
-    array = int(np.flatnonzero(np.asarray(arrays.first_chunk) <= chunk)[-1])
+    first = arrays.first_chunk.copy()
+    first[list(arrays.tied)] = arrays.chunk_count  # they have the numbers of earlier arrays
+    array = int(np.flatnonzero(first <= chunk)[-1])
     return snapshot.array_leaf[int(arrays.leaf[array])]
 
 

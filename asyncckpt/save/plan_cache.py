@@ -109,6 +109,10 @@ class LayoutCache:
         """Return what processes agreed on for an equal schema, or None."""
         return next((agreed for known, agreed in self._agreements if known == key), None)
 
+    def latest_agreed(self) -> Sequence[object] | None:
+        """Return the schema that was agreed on last, or None."""
+        return self._agreements[0][0] if self._agreements else None
+
     def agree(self, key: Sequence[object], agreed: Any) -> None:
         """Keep what processes agreed on, until other schemas have pushed it out."""
         self._agreements.insert(0, (key, agreed))

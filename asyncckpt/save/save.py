@@ -34,7 +34,7 @@ from asyncckpt.format.record import is_record
 from asyncckpt.options import MAX_RECORD_NBYTES, SLOT_NBYTES
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import AttemptFiles, CheckpointFiles, Sizes, Store
-from asyncckpt.reports import Progress, SaveReport
+from asyncckpt.reports import ProcessPart, Progress, SaveReport
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.contribution import Contribution
@@ -215,6 +215,7 @@ class Save:
             peak_staged_nbytes=budget.peak * SLOT_NBYTES,
             orbax=layout.orbax is not None,
             notes=(*layout.notes, *sizes.notes, *progress_notes(request.progress)),
+            processes=self._parts(),
         )
 
     # -- what a save of several processes does otherwise
@@ -243,6 +244,10 @@ class Save:
         """Return what writes the index, or what it is made of."""
         compute = self._runtime.engine.compute
         return Commit(attempt, layout, self._request, save_id=self._save_id, compute=compute)
+
+    def _parts(self) -> tuple[ProcessPart, ...]:
+        """Return what is known of the part of each process."""
+        return ()
 
     def _checked(self, layout: Layout) -> Column:
         """Return the rows that are compared with the replicas of other processes."""

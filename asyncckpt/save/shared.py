@@ -43,14 +43,14 @@ from asyncckpt.format.record import save_id_of
 from asyncckpt.planning.replicas import checked_rows
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import AttemptFiles, DataFile, JoinedAttempt, Sizes, Store
-from asyncckpt.reports import SaveReport
+from asyncckpt.reports import ProcessPart, SaveReport
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.contribution import Contribution
 from asyncckpt.save.merge import MergingCommit
 from asyncckpt.save.plan_cache import Layout, LayoutCache
 from asyncckpt.save.save import Save, SaveState, record_of
-from asyncckpt.save.shared_plan import SharedPlan
+from asyncckpt.save.shared_plan import KNOWN, SharedPlan
 from asyncckpt.save.snapshot import SaveRequest
 
 T = TypeVar("T")
@@ -61,9 +61,6 @@ JOIN_S = 2.0
 UNSHARED_S = 15.0
 """How long an attempt that process 0 has begun may stay invisible: network file systems keep what
 they know of a directory for some seconds."""
-
-OUTCOME_S = 60.0
-"""How long a record is looked for after process 0 fell silent between decision and outcome."""
 
 
 class Joining:
@@ -140,8 +137,10 @@ class SharedSave(Save):
         self._stem = f"{self._save_id}-{self._process}" if self._process else self._save_id
         self._ended_by_others = False
         self._posted = False
+        self._known = False  # the plan is that of an earlier save
         self._kept = False  # what was written may be part of a checkpoint
         self._contribution: Contribution | None = None
+        self._commit: MergingCommit | Contribution | None = None
 
     async def run(
         self,
@@ -177,19 +176,31 @@ class SharedSave(Save):
         """Return when all have succeeded; raise the error of a process that has failed."""
         try:
             await self._round.watch()
-        except SaveOutcomeUnknownError:
-            if not await self._is_committed():
-                self._ended_by_others = self._kept = True
+        except Exception as error:
+            if self._kept and not self._round.failed:
+                # Process 0 has fallen silent, or its messages do not come through.
+                if await self._is_committed():
+                    return
+                self._ended_by_others = True
+                if not isinstance(error, SaveOutcomeUnknownError):
+                    raise self._unknown() from error
                 raise
-        except Exception:
             self._ended_by_others, self._kept = True, False
             raise
+
+    def _unknown(self) -> SaveOutcomeUnknownError:
+        return SaveOutcomeUnknownError(
+            f"{self._location}: the coordinator failed after this process had written its part, "
+            "and the record has not appeared; whether the save succeeds is unknown: look at "
+            "latest_step(), then save again",
+            location=self._location,
+        )
 
     async def _is_committed(self) -> bool:
         """Look for the record until it must have been written by a process that is alive."""
         files = self._store.files(self._request.name)
         try:
-            end = time.monotonic() + OUTCOME_S
+            end = time.monotonic() + self._round.silence_s
             while time.monotonic() < end:
                 record = await record_of(files)
                 if record is not None and save_id_of(record) == self._save_id:
@@ -211,6 +222,7 @@ class SharedSave(Save):
             sizes, runtime=self._runtime, store=self._store, cache=self._layouts
         )
         self._request = replace(self._request, snapshot=snapshot)
+        self._known = not layout.fresh
         return layout
 
     async def _begin(self) -> Any:
@@ -257,6 +269,8 @@ class SharedSave(Save):
                 )
             except CheckpointNotFoundError:
                 await self._round.post_name()
+                if self._known:
+                    await self._round.post(KNOWN, b"+")
                 if begun_at is None and self._round.has_begun():
                     begun_at = time.monotonic()
             if begun_at is not None and time.monotonic() - begun_at > UNSHARED_S:
@@ -272,7 +286,7 @@ class SharedSave(Save):
     def _committing(self, attempt: Any, layout: Layout) -> Commit | Contribution:
         compute = self._runtime.engine.compute
         if self._round.leads:
-            return MergingCommit(
+            self._commit = MergingCommit(
                 attempt,
                 layout,
                 self._request,
@@ -280,16 +294,27 @@ class SharedSave(Save):
                 compute=compute,
                 writers=self._group.process_count,
                 round_=self._round,
+                times=self._times,
             )
-        self._contribution = Contribution(
+            return self._commit
+        self._commit = self._contribution = Contribution(
             attempt,
             layout,
             self._request.snapshot,
             save_id=self._save_id,
             process=self._group.process_index,
+            host=self._group.host,
             compute=compute,
+            times=self._times,
         )
         return self._contribution
+
+    def _times(self) -> tuple[float, float]:
+        """Return the seconds until all was staged, and until now."""
+        return self._state.blocked_s, time.perf_counter() - self._request.begun
+
+    def _parts(self) -> tuple[ProcessPart, ...]:
+        return self._commit.parts if self._commit is not None else ()
 
     def _checked(self, layout: Layout) -> Column:
         return checked_rows(layout.plan, self._round.number, whole=layout.fresh)
@@ -346,7 +371,7 @@ class SharedSave(Save):
         """Abort the save on all processes; return whether it is, False where it was decided."""
         self._posted = True
         aborted = await briefly(self._round.abort(self._reason(error), self._state.stage))
-        if aborted:
+        if aborted or self._round.failed:
             self._kept = False
         return aborted is not False
 

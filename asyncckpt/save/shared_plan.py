@@ -33,6 +33,9 @@ from asyncckpt.save.snapshot import SaveRequest, Snapshot, completed
 
 NO_LIMIT = 1 << 62
 
+KNOWN = "known"
+"""What a process posts that has a plan already, and waits for an attempt that does not come."""
+
 VISIBLE_S = 15.0
 """How long what was passed on may stay invisible on a network file system."""
 
@@ -101,7 +104,8 @@ class SharedPlan:
         agreed: Agreement | None = cache.agreement(key)
         fresh = agreed is None
         if agreed is None:
-            agreed = await self._agreement(runtime, sizes)
+            change = first_change(cache.latest_agreed(), key)
+            agreed = await self._agreement(runtime, sizes, change)
             cache.agree(key, agreed)
         limits = agreed.limits
         snapshot = request.snapshot
@@ -126,7 +130,7 @@ class SharedPlan:
 
     # -- when the schema is new
 
-    async def _agreement(self, runtime: Runtime, sizes: Sizes) -> Agreement:
+    async def _agreement(self, runtime: Runtime, sizes: Sizes, change: str) -> Agreement:
         limits = Limits(
             runtime.budget_nbytes,
             sizes.chunk_nbytes or NO_LIMIT,
@@ -136,7 +140,7 @@ class SharedPlan:
         schema = await run(schema_of, self._request)
         digest = await run(schema_digest, schema)
         partial = any(leaf.partial for leaf in schema.leaves)
-        own = [digest, partial, *_values(limits)]
+        own = [change, digest, partial, *_values(limits)]
         answer = await (self._settle(own) if self._round.leads else self._propose(own))
         agreed = Agreement(digest, Limits(*answer["limits"]))
         if not answer["merge"]:
@@ -147,11 +151,15 @@ class SharedPlan:
 
     async def _settle(self, own: list[Any]) -> dict[str, Any]:
         """Look whether all save the same, as process 0."""
-        found = await self._round.gathered("plan", instead="ready")
+        found = await self._round.gathered(
+            "plan",
+            instead=KNOWN,
+            refuse=lambda process, _: _out_of_step(self._round, 0, process, own[0]),
+        )
         proposals = [own, *(json.loads(message) for message in found.values())]
         answer = {
-            "merge": any(partial or digest != own[0] for digest, partial, *_ in proposals),
-            "limits": [min(limit) for limit in zip(*(p[2:] for p in proposals), strict=True)],
+            "merge": any(partial or digest != own[1] for _, digest, partial, *_ in proposals),
+            "limits": [min(limit) for limit in zip(*(p[3:] for p in proposals), strict=True)],
         }
         await self._round.answer("planned", json.dumps(answer).encode())
         return answer
@@ -201,6 +209,35 @@ class SharedPlan:
         return tree
 
 
+def out_of_step(round_: Round, process: int, message: bytes) -> UsageError:
+    """Return the error for a process that plans anew while process 0 uses an earlier plan."""
+    return _out_of_step(round_, process, 0, json.loads(message)[0])
+
+
+def _out_of_step(round_: Round, changed: int, other: int, change: str) -> UsageError:
+    group = round_.group
+    return UsageError(
+        f"{change or 'the tree'}: this has changed on {group.named(changed)} since an earlier "
+        f"save, or is new to it, and not on {group.named(other)}; nothing was saved. Save the "
+        "same tree, with the same shardings and options, on all processes",
+        path=change or None,
+    )
+
+
+def first_change(before: Sequence[Any] | None, after: Sequence[Any]) -> str:
+    """Return the path of the first leaf that differs from an earlier save, if there is one."""
+    if before is None:
+        return ""
+    old, new = ({path: n for n, path in enumerate(key[0])} for key in (before, after))
+    for path in after[0]:
+        if path not in old or before[1][old[path]] != after[1][new[path]]:
+            return str(path)
+    for path in before[0]:
+        if path not in new:
+            return str(path)
+    return ""
+
+
 async def taken(attempt: AttemptFiles, path: str, round_: Round, *, max_nbytes: int) -> bytes:
     """Return what another process has passed on and said so.
 
@@ -234,10 +271,12 @@ def _limit(nbytes: int) -> int | None:
 def schema_key(request: SaveRequest) -> Sequence[Any]:
     """Return what this process' part of the schema is made of; compared part by part."""
     snapshot = request.snapshot
+    of_leaf: list[Any] = list(snapshot.kinds)
+    for leaf, source in zip(snapshot.array_leaf, snapshot.sources, strict=True):
+        of_leaf[leaf] = source.spec, source.shards, source.partition
     return [
         snapshot.paths,
-        snapshot.kinds,
-        [(source.spec, source.shards, source.partition) for source in snapshot.sources],
+        of_leaf,
         snapshot.tied,
         snapshot.extra,
         snapshot.structure,

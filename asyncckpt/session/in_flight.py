@@ -98,19 +98,22 @@ class InFlight:
         if options.on_overlap == "wait" or not (pending := self.pending()):
             return True
         if options.on_overlap == "error":
-            raise UsageError(
-                f"{location}: another save is in flight ({pending[0]!r}) and "
-                'on_overlap="error"; await it first',
-                location=location,
-            )
+            raise overlap_error(location, pending[0])
         return False
 
 
-def skipped(
-    kind: type[PendingSave], engine: Engine, location: str, step: int | None
-) -> PendingSave:
-    """Return a save that ended before it began, because another one was in flight."""
-    report = SaveReport(
+def overlap_error(location: str, other: PendingSave | None = None) -> UsageError:
+    """Return the error for a save that may not begin while another one is in flight."""
+    which = "" if other is None else f" ({other!r})"
+    return UsageError(
+        f'{location}: another save is in flight{which} and on_overlap="error"; await it first',
+        location=location,
+    )
+
+
+def skipped_report(location: str, step: int | None) -> SaveReport:
+    """Return the report of a save that was not begun, because another one was in flight."""
+    return SaveReport(
         location=location,
         step=step,
         save_id="",
@@ -124,8 +127,14 @@ def skipped(
         skipped=True,
         notes=("another save was in flight",),
     )
+
+
+def skipped(
+    kind: type[PendingSave], engine: Engine, location: str, step: int | None
+) -> PendingSave:
+    """Return a save that ended before it began, because another one was in flight."""
     job: Job[SaveReport] = Job(engine)
-    job.future.set_result(report)
+    job.future.set_result(skipped_report(location, step))
     staged: Future[None] = Future()
     staged.set_result(None)
     return kind(job, staged, SaveState(), location=location, step=step, skipped=True)

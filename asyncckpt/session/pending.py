@@ -69,6 +69,10 @@ class PendingSave:
         """
         return self._wait().__await__()
 
+    def _note_skipped(self, job: Future[SaveReport]) -> None:
+        """Note whether the processes have skipped the save together."""
+        self.skipped = job.exception() is None and job.result().skipped
+
     def done(self) -> bool:
         """Return whether the save has ended, in success or failure."""
         return self._job.done()

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import json
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar, cast
 
@@ -25,8 +25,9 @@ from asyncckpt.runtime import Runtime
 
 T = TypeVar("T")
 
-_opened: defaultdict[tuple[str, int, int], Iterator[int]] = defaultdict(itertools.count)
-"""How often this process, by root, its number and their count, has opened a root with others."""
+_agreed: Counter[tuple[str, int, int]] = Counter()
+"""How often this process, by root, its number and their count, has met others; a meeting that failed does not count, so that
+one process that came alone is not out of step for good."""
 
 
 class Processes:
@@ -58,7 +59,6 @@ class Processes:
         self._chosen: Coordinator | None = None
         self._counts: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._meeting = asyncio.Lock()
-        self._opened = -1
         self._group: Group | None = None
         self._pulse: Pulse | None = None
 
@@ -144,12 +144,14 @@ class Processes:
         async with self._meeting:
             if self._group is None or self._pulse is None:
                 coordinator = self.coordinator
-                if self._opened < 0:
-                    place = coordinator.process_index, coordinator.process_count
-                    self._opened = next(_opened[self._root, *place])
+                place = self._root, coordinator.process_index, coordinator.process_count
                 self._group = await shake_hands(
-                    coordinator, root=self._root, opened=self._opened, arrival_s=self._arrival_s
+                    coordinator,
+                    root=self._root,
+                    opened=_agreed[place] + 1,
+                    arrival_s=self._arrival_s,
                 )
+                _agreed[place] += 1
                 self._runtime.share_host(self._group.processes_on_host)
                 beats = Beats(self._group, self._silence_s)
                 self._pulse = Pulse(self._runtime.engine, beats)

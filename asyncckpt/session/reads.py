@@ -107,8 +107,13 @@ class Reads:
 
         async def on_this() -> RestoreOutcome:
             chosen = await agreement.step(step, self._latest)
-            outcome = await self.restore(chosen, request)
-            await agreement.restored()
+            name = self._root.name or str(chosen)
+            self.pinned[name] += 1  # until the last process has read it
+            try:
+                outcome = await self.restore(chosen, request)
+                await agreement.restored()
+            finally:
+                self.pinned[name] -= 1
             return outcome
 
         return await agreement.round.run(on_this)

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Self, TypeVar
 
-from asyncckpt.adapters import AdapterSet
+from asyncckpt.adapters import AdapterSet, adapters_for_loaded_frameworks
 from asyncckpt.arguments import (
     check_coordinator,
     check_keep,
@@ -25,6 +25,7 @@ from asyncckpt.arguments import (
     guarded,
     typed,
 )
+from asyncckpt.coordinators.rounds import Round
 from asyncckpt.errors import DeadlineExceededError, UsageError
 from asyncckpt.flow.engine import Job, ended
 from asyncckpt.flow.shield import uninterrupted
@@ -38,7 +39,7 @@ from asyncckpt.save.plan_cache import LayoutCache, sizes_for
 from asyncckpt.save.save import Save, SaveState
 from asyncckpt.save.shared import SharedSave
 from asyncckpt.save.snapshot import SaveRequest, check_alone, take_snapshot
-from asyncckpt.session.in_flight import InFlight, skipped
+from asyncckpt.session.in_flight import InFlight, overlap_error, skipped, skipped_report
 from asyncckpt.session.pending import PendingSave
 from asyncckpt.session.processes import Processes
 from asyncckpt.session.pruning import Pruner
@@ -189,7 +190,8 @@ class Session:
             self.saves.raise_unseen(options)
             if number is None and stall_first and not self.saves.admits(options, location):
                 return skipped(kind, engine, location, step)
-            snapshot = take_snapshot(tree)
+            process = processes.coordinator.process_index
+            snapshot = take_snapshot(tree, adapters_for_loaded_frameworks(process))
             if number is None:
                 check_alone(snapshot)
             request = SaveRequest(
@@ -217,10 +219,15 @@ class Session:
             if not staged.done():
                 staged.set_result(None)
 
-        job = self.call(partial(self._save, request, state, let_go, number))
+        busy: bool | None = None
+        if number is not None and stall_first and options.on_overlap != "wait":
+            busy = bool(self.saves.pending())  # that of process 0 counts
+        job = self.call(partial(self._save, request, state, let_go, number, busy))
         # Whatever ends the job also ends the wait for staging.
         job.future.add_done_callback(let_go)
         pending = kind(job, staged, state, location=location, step=step)
+        if busy is not None:
+            job.future.add_done_callback(pending._note_skipped)
         self.saves.add(pending)
         self.root.to_sweep = not self.root.swept and processes.leads
         return pending
@@ -266,6 +273,8 @@ class Session:
             cast=cast,
             options=options,
             progress=guarded(progress),
+            process=self.processes.coordinator.process_index,
+            process_count=self.processes.coordinator.process_count,
         )
 
     # -- on the engine
@@ -276,6 +285,7 @@ class Session:
         state: SaveState,
         staged: Callable[[], None],
         number: int | None,
+        busy: bool | None,
     ) -> SaveReport:
         given = (self.runtime, self.root.store, self._layouts, request, state, staged)
         if number is None:
@@ -291,11 +301,27 @@ class Session:
                     f"{request.options.deadline_s} s; raise SaveOptions.deadline_s",
                     location=self.root.url,
                 ) from None
+            if busy is not None and await self._overlaps(round_, busy):
+                location = f"{self.root.url}/{request.name}"
+                if request.options.on_overlap == "error":
+                    raise overlap_error(location)
+                return skipped_report(location, request.step)
             save = SharedSave(*given, round_)
         retain = None
         if self._pruner is not None and self.processes.leads:
             retain = self._pruner.retain
         return await save.run(self._turn, retain)
+
+    async def _overlaps(self, round_: Round, busy: bool) -> bool:
+        """Return whether a save was in flight on process 0 at its call, whose word counts."""
+
+        async def on_this() -> bool:
+            if round_.leads:
+                await round_.answer("busy", b"1" if busy else b"0")
+                return busy
+            return await round_.answered("busy") == b"1"
+
+        return await round_.run(on_this)
 
     async def prepare(self, tree_nbytes: int) -> int:
         """Allocate and touch staging memory for a state of this size; return its bytes."""

@@ -22,11 +22,12 @@ share a path. The path of a tree that is one leaf is empty.
 from __future__ import annotations
 
 from asyncckpt.tree.flatten import Flat, flatten
-from asyncckpt.tree.merge import MergedTree, merge_trees
 from asyncckpt.tree.names import Key, array_names, escape, match_glob, unescape, where
+from asyncckpt.tree.per_process import PerProcess, PerProcessNodes, per_process_paths
 from asyncckpt.tree.structure import MAX_DEPTH, Kind, Node, Structure
 from asyncckpt.tree.types import NodeRegistry
 from asyncckpt.tree.unflatten import unflatten, unflatten_like
+from asyncckpt.tree.union import MergedTree, merge_trees
 
 __all__ = [
     "MAX_DEPTH",
@@ -36,12 +37,15 @@ __all__ = [
     "MergedTree",
     "Node",
     "NodeRegistry",
+    "PerProcess",
+    "PerProcessNodes",
     "Structure",
     "array_names",
     "escape",
     "flatten",
     "match_glob",
     "merge_trees",
+    "per_process_paths",
     "unescape",
     "unflatten",
     "unflatten_like",

@@ -27,10 +27,10 @@ from asyncckpt.planning.save import LeafLayout, SavePlan, plan_save
 from asyncckpt.ports import Sizes, StoreCapabilities
 from asyncckpt.save.plan_cache import LayoutCache, layout_key, make_layout
 from asyncckpt.save.snapshot import take_snapshot
-from asyncckpt.spec import ChunkGrid, Shard, array_spec
+from asyncckpt.spec import Box, ChunkGrid, Partition, Shard, array_spec
 from benchmarks.local.suite import Suite
 from benchmarks.measure import Case
-from benchmarks.results import OURS, PLAN
+from benchmarks.results import OURS, PLAN, PROCESS_COUNTS, own_shards
 from benchmarks.workloads import Tree, Workload, flat_arrays
 
 LEAVES_PER_SHARD = 20
@@ -85,7 +85,12 @@ def planned(tree: Tree) -> list[Planned]:
         for path, array in flat_arrays(tree).items()
     ]
     sharded = sharded_leaf(max(1, len(leaves) // LEAVES_PER_SHARD))
-    return [*_plans("leaves", len(leaves), leaves), *_plans("shards", *sharded), _cached(tree)]
+    return [
+        *_plans("leaves", len(leaves), leaves),
+        *_plans("shards", *sharded),
+        *(_own_shards(len(leaves), processes) for processes in PROCESS_COUNTS),
+        _cached(tree),
+    ]
 
 
 def _plans(what: str, count: int, leaves: list[LeafLayout]) -> list[Planned]:
@@ -96,7 +101,26 @@ def _plans(what: str, count: int, leaves: list[LeafLayout]) -> list[Planned]:
     ]
 
 
-def save(leaves: list[LeafLayout]) -> SavePlan:
+def _own_shards(count: int, process_count: int) -> Planned:
+    """Plan `count` leaves in rows over the processes: as many own shards."""
+    height, width = SHARD_SHAPE
+    spec = array_spec((process_count * height, width), "float32")
+    partition = Partition((height, width), f"rows over {process_count}", (*range(process_count),))
+    process = process_count // 2
+    # As adapters do, which divide arrays of one shape once.
+    own = (Shard(Box((process * height, 0), SHARD_SHAPE), (process,)),)
+    leaves = [
+        LeafLayout(f"w{n}", spec, options.DEFAULT_CHUNK_NBYTES, shards=own, partition=partition)
+        for n in range(count)
+    ]
+    return Planned(
+        own_shards(process_count),
+        count,
+        lambda: save(leaves, process=process, process_count=process_count),
+    )
+
+
+def save(leaves: list[LeafLayout], *, process: int = 0, process_count: int = 1) -> SavePlan:
     """Plan a save as the library does."""
     return plan_save(
         leaves,
@@ -105,6 +129,8 @@ def save(leaves: list[LeafLayout]) -> SavePlan:
         page_nbytes=options.PAGE_NBYTES,
         aligned_chunk_nbytes=options.ALIGNED_CHUNK_NBYTES,
         inline_nbytes=options.INLINE_NBYTES,
+        process=process,
+        process_count=process_count,
     )
 
 

@@ -12,6 +12,7 @@ from benchmarks.results import (
     OURS,
     OWN,
     PLAN,
+    PROCESS_COUNTS,
     RESHARD,
     RETENTION,
     SAFETENSORS,
@@ -23,6 +24,7 @@ from benchmarks.results import (
     Verdict,
     by_size,
     exponent,
+    own_shards,
     slope_s,
     speedup,
 )
@@ -32,6 +34,9 @@ PER_LEAF_S = 10e-6
 PLAN_100K_S = 0.15
 CACHE_HIT_PER_LEAF_S = 0.5e-6
 EXPONENT = 1.05
+MORE_PROCESSES = 1.2
+"""Most that a hundred times as many processes may multiply the time of a plan by."""
+
 RETAINED = 1.05
 """Most that `KeepLast(1)` may multiply the time of a durable save by."""
 
@@ -133,6 +138,13 @@ def _planning_verdicts(results: Results) -> list[Verdict]:
             status = "PASS" if power <= EXPONENT else "MISS"
             name = f"{column}: grows with the power"
             made.append(Verdict(_span(sizes), name, f"≤ {EXPONENT}", f"{power:.2f}", status))
+    few, many = (by_size(results, PLAN, OURS, own_shards(count)) for count in PROCESS_COUNTS)
+    if few and many:
+        ratio = many[-1].wall_s / few[-1].wall_s
+        status = "PASS" if ratio <= MORE_PROCESSES else "MISS"
+        name = f"own shards among {PROCESS_COUNTS[1]} processes, to {PROCESS_COUNTS[0]}"
+        limit = f"≤ {MORE_PROCESSES} ×"
+        made.append(Verdict(many[-1].workload, name, limit, f"{ratio:.2f} ×", status))
     return made
 
 

@@ -10,20 +10,22 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from asyncckpt import errors
+from asyncckpt import blocking, errors
 from asyncckpt.adapters import adapters_for_loaded_frameworks
 from asyncckpt.adapters.dtensor import DTensorAdapter
 from asyncckpt.planning.tiling import tiling_fault
@@ -148,6 +150,18 @@ def test_a_process_that_gets_another_rank_opens_its_new_shards() -> None:
     whole.check()
 
 
+def test_an_opened_tensor_is_read_without_torch_distributed() -> None:
+    """A save goes on in the background when the job has shut it down."""
+    with rank_of(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        source = adapter.source(
+            "p", distribute_tensor(numbered(8), mesh, [Shard(0)], src_data_rank=None)
+        )
+    out = np.full(4, -1, np.float32)
+    adapter.fetch(source, Box((2,), (4,)), out)
+    assert out.tolist() == [-1, -1, 4, 5]
+
+
 def test_a_mesh_of_one_process_is_local() -> None:
     with rank_of(0, 1):
         data = numbered(4, 3)
@@ -169,6 +183,40 @@ def test_restored_memory_is_adopted_where_it_is_one_box() -> None:
         part = np.arange(4, dtype=np.float32).reshape(2, 2)
         made = adapter.place_parts(target, [part])
         assert made.to_local().data_ptr() == part.ctypes.data
+
+
+def test_parts_are_filled_where_memory_cannot_be_shown_to_numpy() -> None:
+    values = (np.arange(4) + 1j).astype(np.complex64)
+    with rank_of(1, 2), ThreadPoolExecutor(1) as worker:
+        mesh = init_device_mesh("cpu", (2,))
+        local = torch.zeros(2, dtype=torch.complex64).conj()
+        shape, stride = torch.Size((4,)), (1,)
+        leaf = DTensor.from_local(local, mesh, [Shard(0)], shape=shape, stride=stride)
+        target = adapter.target("p", leaf, in_place=True)
+        assert target.fill
+        assert target.buffers == ()
+        assert worker.submit(adapter.place_parts, target, [values[2:]]).result() is leaf
+        assert leaf.to_local().tolist() == values[2:].tolist()
+        source = adapter.source("p", leaf)
+        assert source.views == (None,)
+        out = np.empty(3, np.complex64)
+        worker.submit(adapter.fetch, source, Box((1,), (3,)), out).result()
+        np.testing.assert_array_equal(out[1:], values[2:])
+
+
+def test_a_tensor_kept_off_the_devices_of_its_mesh_is_restored_where_it_is() -> None:
+    """As with `CPUOffloadPolicy`: the mesh is one of CUDA devices, the local tensors are not."""
+    with rank_of(1, 4):
+        like = distribute_tensor(
+            numbered(8, 2), init_device_mesh("cpu", (4,)), [Shard(0)], src_data_rank=None
+        )
+        like._spec.mesh = DeviceMesh("cuda", [0, 1, 2, 3])
+        target = adapter.target("p", like, in_place=False)
+        made = adapter.place_parts(target, [np.full((2, 2), 7, np.float32)])
+        assert made.device_mesh == like.device_mesh
+        assert made.to_local().device.type == "cpu"
+        assert made.to_local().tolist() == [[7, 7], [7, 7]]
+        assert like.to_local().tolist() == [[4, 5], [6, 7]]
 
 
 def test_a_target_is_checked_and_its_kind_is_kept() -> None:
@@ -218,6 +266,28 @@ def test_tensors_are_tied_by_memory_and_layout_also_where_they_are_empty() -> No
                     leaf.to_local(), mesh, [Shard(0)], shape=torch.Size((2, 2)), stride=(2, 1)
                 )
                 assert identity != adapter.source("q", larger).identity
+
+
+def test_the_state_of_a_fresh_optimizer_is_divided_as_its_parameters(tmp_path: Path) -> None:
+    net = torch.nn.Linear(3, 8)
+    trained = torch.optim.AdamW(net.parameters())
+    net(torch.ones(2, 3)).sum().backward()
+    trained.step()
+    blocking.save(tmp_path / "x", {"opt": trained}, coordinator="single")
+    for rank in range(3):
+        with rank_of(rank, 3):
+            again = torch.nn.Linear(3, 8)
+            fully_shard(again, mesh=init_device_mesh("cpu", (3,)))
+            fresh = torch.optim.AdamW(again.parameters())
+            blocking.restore_into(tmp_path / "x", {"opt": fresh}, coordinator="single")
+            for had, has in zip(net.parameters(), again.parameters(), strict=True):
+                assert isinstance(has, DTensor)
+                for name in ("exp_avg", "exp_avg_sq"):
+                    moment = fresh.state[has][name]
+                    assert moment.placements == has.placements
+                    part = trained.state[had][name].chunk(3)[rank]
+                    assert torch.equal(moment.to_local(), part)
+                assert not isinstance(fresh.state[has]["step"], DTensor)
 
 
 def test_other_placements_are_refused_by_name() -> None:

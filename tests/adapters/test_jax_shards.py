@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDevi
 from jax.sharding import PartitionSpec as P
 
 from asyncckpt import errors
-from asyncckpt.adapters import jax_memory, jax_shards, placements
+from asyncckpt.adapters import jax_memory, jax_shards, meshes, placements
 from asyncckpt.adapters.jax import JaxAdapter
 from asyncckpt.flow.arena import Arena
 from asyncckpt.spec import DTYPES, ArraySpec, Box
@@ -591,7 +591,7 @@ def test_arithmetic_gives_each_process_what_jax_gives_its_devices(
     for order in (1, 3):  # in the order of the processes, and mixed
         process = {d: n * order % 8 // per_process for n, d in enumerate(devices.flat)}
         owners = np.array([process[d] for d in devices.flat]).reshape(devices.shape)
-        mesh = placements.Mesh(owners)
+        mesh = meshes.Mesh(owners)
         expected: dict[Box, set[int]] = {}
         held: dict[int, set[Box]] = {}
         for device, index in where.devices_indices_map(SHAPE).items():

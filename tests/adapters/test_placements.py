@@ -16,7 +16,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from asyncckpt.adapters import placements as arithmetic
 from asyncckpt.adapters.dtensor import layout_of
-from asyncckpt.adapters.placements import Cut, Layout, Mesh, axis_cuts, hold, partition
+from asyncckpt.adapters.meshes import Mesh
+from asyncckpt.adapters.placements import Cut, Layout, axis_cuts, hold, partition
 from asyncckpt.planning.tiling import tiling_fault
 from asyncckpt.spec import Box, Partition
 
@@ -271,6 +272,20 @@ def test_cuts_are_one_length_where_cells_are_regular(
     length: int, steps: tuple[tuple[int, int], ...], cuts: Any
 ) -> None:
     assert axis_cuts(length, steps) == cuts
+
+
+@given(st.integers(0, 60), st.lists(st.integers(1, 5), max_size=3))
+def test_cuts_are_where_parts_that_are_divided_again_begin(length: int, sizes: list[int]) -> None:
+    parts = [range(length)]
+    for size in sizes:
+        cells = [-(-len(part) // size) for part in parts]
+        parts = [
+            part[n * cell : (n + 1) * cell]
+            for part, cell in zip(parts, cells, strict=True)
+            for n in range(size)
+        ]
+    expected = sorted({part[0] for part in parts if part} - {0})
+    assert edges(axis_cuts(length, tuple((size, 1) for size in sizes)), length) == expected
 
 
 def test_cuts_of_many_processes_are_not_listed() -> None:

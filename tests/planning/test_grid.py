@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from asyncckpt.errors import UsageError
 from asyncckpt.options import KIB, MIB
-from asyncckpt.planning.grid import choose_grid, contiguous_runs
+from asyncckpt.planning.grid import choose_grid
+from asyncckpt.planning.overlap import contiguous_runs
 from asyncckpt.spec import ArraySpec, Box, ChunkGrid, Shard
 
 DTYPE_NAMES = st.sampled_from(["bool", "bfloat16", "float32", "float64", "complex128"])

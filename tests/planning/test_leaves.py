@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from asyncckpt.errors import UsageError
 from asyncckpt.options import KIB, MIB
+from asyncckpt.planning.balance import Holders
 from asyncckpt.planning.held import HeldChunks, HeldShards
-from asyncckpt.planning.holders import Holders
 from asyncckpt.planning.leaves import LeafLayout
 from asyncckpt.planning.save import SavePlan, plan_save
 from asyncckpt.spec import ArraySpec, Box, ChunkGrid, Shard

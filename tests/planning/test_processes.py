@@ -209,6 +209,22 @@ def test_tied_leaves_have_one_writer_and_one_number() -> None:
     assert sorted(plans[0].row_writer.tolist()) == [0, 0, 1, 1]
 
 
+def test_small_shards_make_one_plain_chunk_whatever_is_asked_for() -> None:
+    spec = ArraySpec((60, 60), "float32")
+    own = Shard(Box((30, 0), (30, 60)), (1,))
+    leaf = LeafLayout(
+        "w", spec, MIB, (7, 60), 3, shards=(own,), partition=Partition((30, 60), "rows")
+    )
+    plan = plan_save([leaf], **SIZES, process=1, process_count=2)
+    part = plan.arrays.of(0)
+    assert (part.grid.chunk_shape, part.zstd_level) == ((60, 60), None)
+    assert plan.parts == ((0, own.box, 0, 1),) and not len(plan.row_chunk)
+    # A leaf that each process holds whole is stored as asked for.
+    whole = dataclasses.replace(leaf, partition=Partition((60, 60), "all"), shards=None)
+    part = plan_save([whole], **SIZES, process=1, process_count=2).arrays.of(0)
+    assert (part.grid.chunk_shape, part.zstd_level) == ((7, 60), 3)
+
+
 def test_shards_that_do_not_follow_their_partition_are_refused() -> None:
     leaf = LeafLayout(
         "w",

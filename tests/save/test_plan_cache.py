@@ -16,8 +16,8 @@ import torch
 import asyncckpt
 from asyncckpt import LeafOptions, SaveOptions, ShardedArray
 from asyncckpt.options import GIB, SLOT_NBYTES
+from asyncckpt.planning.merge import OwnPart
 from asyncckpt.ports import Sizes
-from asyncckpt.save import plan_cache as layout
 from asyncckpt.save.plan_cache import LayoutCache, layout_key, make_layout
 from asyncckpt.save.snapshot import Snapshot, take_snapshot
 from asyncckpt.spec import Shard
@@ -192,24 +192,25 @@ def flat(key: list[object]) -> list[object]:
 
 
 def key_with(
-    monkeypatch: pytest.MonkeyPatch,
     value: Any,
     options: SaveOptions | None = None,
     budget: int = GIB,
     holders: tuple[int, ...] | None = None,
+    process: int = 0,
     processes: int = 1,
     sizes: Sizes = SIZES,
+    held: dict[int, OwnPart] | None = None,
 ) -> list[object]:
     found = taken(value)
+    found.held = held or {}
     if holders is not None:
         for source in found.sources:
             if source.shards is not None:
                 source.shards = tuple(Shard(shard.box, holders) for shard in source.shards)
-    monkeypatch.setattr(layout, "PROCESS_COUNT", processes)
-    return layout_key(found, options or SaveOptions(), budget, sizes)
+    return layout_key(found, options or SaveOptions(), budget, sizes, process, processes)
 
 
-def test_every_part_of_the_key_is_changed_by_something(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_part_of_the_key_is_changed_by_something() -> None:
     changed: set[int] = set()
     cache = LayoutCache()
 
@@ -225,15 +226,17 @@ def test_every_part_of_the_key_is_changed_by_something(monkeypatch: pytest.Monke
         assert cache.misses == misses + 1
 
     for before, after in SCHEMAS.values():
-        compare(key_with(monkeypatch, before()), key_with(monkeypatch, after()))
-    base = key_with(monkeypatch, tree())
+        compare(key_with(before()), key_with(after()))
+    base = key_with(tree())
     for options in OPTIONS.values():
         size = options.target_data_file_nbytes
         sizes = SIZES if size == "auto" else Sizes(size, SLOT_NBYTES, 6)
-        compare(base, key_with(monkeypatch, tree(), options, sizes=sizes))
-    compare(base, key_with(monkeypatch, tree(), budget=2 * GIB))
-    compare(base, key_with(monkeypatch, tree(), holders=(0, 1)))
-    compare(base, key_with(monkeypatch, tree(), processes=2))
+        compare(base, key_with(tree(), options, sizes=sizes))
+    compare(base, key_with(tree(), budget=2 * GIB))
+    compare(base, key_with(tree(), holders=(0, 1)))
+    compare(base, key_with(tree(), processes=2))
+    compare(base, key_with(tree(), process=1))
+    compare(base, key_with(tree(), held={0: OwnPart(None, None, (0, 2))}))
     for sizes in (
         Sizes(2 * GIB, SLOT_NBYTES, 6),
         Sizes(GIB, 2 * SLOT_NBYTES, 6),
@@ -241,16 +244,14 @@ def test_every_part_of_the_key_is_changed_by_something(monkeypatch: pytest.Monke
         dataclasses.replace(SIZES, chunk_limit_nbytes=GIB),
         dataclasses.replace(SIZES, even_streams=8),
     ):
-        compare(base, key_with(monkeypatch, tree(), sizes=sizes))
+        compare(base, key_with(tree(), sizes=sizes))
     # Writes in flight change nothing of what is written.
-    assert key_with(monkeypatch, tree(), sizes=Sizes(GIB, SLOT_NBYTES, 9)) == base
+    assert key_with(tree(), sizes=Sizes(GIB, SLOT_NBYTES, 9)) == base
     # The device of a typed key needs a second device; see below.
     (devices,) = set(range(len(flat(base)))) - changed
     assert flat(base)[devices] == {}
-    assert flat(key_with(monkeypatch, {"k": jax.random.key(1)}))[devices] == {
-        0: str(jax.devices()[0])
-    }
-    assert flat(key_with(monkeypatch, tree())) == flat(base)
+    assert flat(key_with({"k": jax.random.key(1)}))[devices] == {0: str(jax.devices()[0])}
+    assert flat(key_with(tree())) == flat(base)
 
 
 def test_equal_keys_give_equal_layouts() -> None:
@@ -276,6 +277,8 @@ def test_the_options_that_a_layout_does_not_depend_on_are_known() -> None:
         "on_failed_save",
         "private",
         "tree",
+        "silence_s",
+        "arrival_s",
     }
     assert {field.name for field in dataclasses.fields(SaveOptions)} == elsewhere | set(OPTIONS)
 

@@ -20,7 +20,6 @@ from asyncckpt import (
     Checkpointer,
     DirectoryCoordinator,
     LeafOptions,
-    RestoreOptions,
     SaveOptions,
     ShardedArray,
 )
@@ -31,7 +30,6 @@ from asyncckpt.errors import (
     DeadlineExceededError,
     MismatchError,
     SaveAbortedError,
-    SaveError,
     TreeMismatchError,
     UnsupportedLeafError,
     UsageError,
@@ -129,6 +127,11 @@ def test_all_processes_save_one_checkpoint_and_restore_it(job: Job) -> None:
     reports = job.play(part)
     assert not [r for r in reports if isinstance(r, BaseException)], reports
     assert len({r.save_id for r in reports}) == 1
+    parts = reports[0].processes
+    assert [part.process for part in parts] == list(range(job.count))
+    assert sum(part.written_nbytes for part in parts) <= reports[0].stored_nbytes
+    assert all(0 < part.blocked_s <= part.written_s <= reports[0].total_s + 1 for part in parts)
+    assert [part.process for part in reports[1].processes] == [1]
     assert len({r.stored_nbytes for r in reports}) == 1
     assert job.left() == []
     # Any single process reads it, and verifies every byte.
@@ -457,6 +460,151 @@ def test_a_second_save_waits_for_nobody_before_it_returns(job: Job) -> None:
     assert job.play(part) == [2] * job.count
 
 
-def test_nothing_is_left_after_an_error_without_a_message(job: Job) -> None:
-    assert issubclass(SaveError, AsyncCheckpointError)
-    assert RestoreOptions().arrival_s == SaveOptions().arrival_s == 300.0
+@pytest.mark.parametrize("choice", ["skip", "error"])
+def test_process_0_decides_whether_saves_overlap(job: Job, choice: Any) -> None:
+    options = SaveOptions(on_overlap=choice)
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(1, state())
+        first = await ckpt.start_save(2, {"w": np.ones((3000, 4000))}, options=options)
+        if this:
+            await first  # so that this process has none in flight; the word of process 0 counts
+        try:
+            second = await ckpt.start_save(3, state(), options=options)
+        except UsageError as error:
+            await first
+            return str(error)
+        report = await second
+        await first
+        return second.skipped, report.skipped
+
+    results = job.play(part)
+    assert len({str(r) for r in results}) == 1 or choice == "error", results
+    if choice == "skip":
+        assert results[0] in ((True, True), (False, False))
+    else:
+        assert all("in flight" in str(r) or r == (False, False) for r in results), results
+
+
+# --------------------------------------------------------- trees and values that differ by process
+
+
+def test_each_process_may_have_leaves_of_its_own(job: Job) -> None:
+    """Pipeline stages: every process has another part of the model, and some leaves in common."""
+
+    def tree(process: int, seed: int = 0) -> dict[str, Any]:
+        random = np.random.default_rng([seed, process])
+        stage = {"w": random.random((100, 1 + process)), "name": f"stage {process}", "n": process}
+        return {"step": 7, "stages": {f"{process}": stage}, "shared": np.arange(5)}
+
+    async def part(ckpt: Checkpointer, process: int) -> Any:
+        for seed in (0, 1):
+            await ckpt.save(seed, tree(process, seed), options=SaveOptions(tree="union"))
+        with pytest.raises(TreeMismatchError, match="stages"):
+            await ckpt.save(3, tree(process), options=SaveOptions(tree="same"))
+        back = await ckpt.restore(1, like=tree(process, 5))
+        return equal(back, tree(process, 1))
+
+    assert job.play(part) == [True] * job.count, "each gets its own stage back"
+    whole = asyncio.run(asyncckpt.restore(job.root / "1", coordinator="single"))
+    assert list(whole) == ["step", "stages", "shared"]
+    for process in range(job.count):
+        assert equal(whole["stages"][str(process)], tree(process, 1)["stages"][str(process)])
+    assert asyncio.run(asyncckpt.verify(job.root / "1")).ok
+
+
+def test_two_stages_that_number_their_state_alike_are_noticed(job: Job) -> None:
+    async def part(ckpt: Checkpointer, process: int) -> Any:
+        tree = {f"stage{process}": np.ones(3), "state": {"0": np.full(40_000, float(process))}}
+        await ckpt.save(1, tree)
+
+    for error in job.play(part):
+        assert isinstance(error, MismatchError)
+        assert "state/0" in str(error) and "PerProcess" in str(error)
+    assert job.left() == []
+
+
+def test_one_path_with_two_shapes(job: Job) -> None:
+    async def part(ckpt: Checkpointer, process: int) -> Any:
+        await ckpt.save(1, {"w": np.ones(3 + (process == 1))})
+
+    for error in job.play(part):
+        assert isinstance(error, MismatchError)
+        assert "w" in str(error) and "process 1" in str(error)
+
+
+def test_values_per_process_come_back_to_each(job: Job) -> None:
+    def tree(process: int) -> dict[str, Any]:
+        rng = {"state": np.full(4 + process, process), "count": 10 * process}
+        return {"step": 3, "rng": asyncckpt.PerProcess(rng)}
+
+    async def part(ckpt: Checkpointer, process: int) -> Any:
+        for step in range(2):
+            await ckpt.save(step, tree(process))
+        back = await ckpt.restore(like=tree(process))
+        assert equal(back["rng"].value, tree(process)["rng"].value)
+        everything = await ckpt.restore(like={"step": 0, "rng": asyncckpt.PerProcess.all})
+        return [value["count"] for value in everything["rng"]]
+
+    counts = [10 * process for process in range(job.count)]
+    assert job.play(part) == [counts] * job.count
+    # On another number of processes, the values of all are to be had.
+    like = {"step": 0, "rng": asyncckpt.PerProcess.all}
+    back = asyncio.run(asyncckpt.restore(job.root / "1", like=like, coordinator="single"))
+    for process, value in enumerate(back["rng"]):
+        assert equal(value, tree(process)["rng"].value)
+    with pytest.raises(MismatchError, match="PerProcess"):
+        asyncio.run(asyncckpt.restore(job.root / "1", like=tree(0), coordinator="single"))
+    plain = asyncio.run(asyncckpt.restore(job.root / "1", coordinator="single"))
+    assert list(plain["rng"]) == list(range(job.count))
+
+
+def test_a_value_per_process_of_a_single_process(tmp_path: Path) -> None:
+    tree = {"rng": asyncckpt.PerProcess(np.arange(3)), "w": np.ones(2)}
+    asyncio.run(asyncckpt.save(tmp_path / "x", tree))
+    back = asyncio.run(asyncckpt.restore(tmp_path / "x", like=tree))
+    assert np.array_equal(back["rng"].value, np.arange(3))
+    everything = asyncio.run(
+        asyncckpt.restore(tmp_path / "x", like={**tree, "rng": asyncckpt.PerProcess.all})
+    )
+    assert len(everything["rng"]) == 1
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_leaf_that_changes_on_one_process_is_named(job: Job, process: int) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(0, state())
+        tree = state()
+        if this == process:
+            tree["params"]["w"] = np.ones((2, 3))
+        with pytest.raises(UsageError, match=f"params/w.*process {process}"):
+            await ckpt.save(1, tree)
+        return (await ckpt.save(2, state())).plan_cached
+
+    assert job.play(part) == [False] * job.count
+    assert job.left() == []
+
+
+def test_processes_of_one_host_divide_memory_and_threads(job: Job) -> None:
+    alone = Checkpointer(job.root / "alone")._session.runtime
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(0, state())
+        runtime = ckpt._session.runtime
+        return runtime.budget_nbytes, runtime.engine.compute.count
+
+    threads = max(1, alone.engine.compute.count // job.count)
+    for nbytes, count in job.play(part):
+        assert nbytes <= alone.budget_nbytes // job.count
+        assert count == threads
+
+
+def test_a_round_leaves_the_messages_of_two_at_most(job: Job) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        for step in range(6):
+            await ckpt.save(step, state())
+        await ckpt.latest_step()
+        return len([path for path in job.keys.rglob("*") if path.is_file()])
+
+    # Hellos and beats, and of each of two or three rounds what every process has posted.
+    assert max(job.play(part)) <= 10 + 12 * job.count

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES, MIB, PAGE_NBYTES
-from asyncckpt.planning.waves import WAVES
+from asyncckpt.planning.pack import WAVES
 
 WINDOWS_MIB = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Sizes of windows smaller than a chunk."""

@@ -10,9 +10,15 @@ from hypothesis import strategies as st
 
 from asyncckpt.options import MIB, PAGE_NBYTES
 from asyncckpt.planning.leaves import LeafLayout
-from asyncckpt.planning.pack import pack
+from asyncckpt.planning.pack import (
+    CHUNKS_MAX,
+    NEAR,
+    REQUEST_NBYTES,
+    WAVES,
+    even_data_files,
+    pack,
+)
 from asyncckpt.planning.save import plan_save
-from asyncckpt.planning.waves import CHUNKS_MAX, NEAR, REQUEST_NBYTES, WAVES, even_data_files
 from asyncckpt.spec import ArraySpec
 
 CHUNK = 8 * MIB - PAGE_NBYTES

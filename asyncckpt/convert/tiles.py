@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from asyncckpt.planning.grid import divisors
+from asyncckpt.planning.chunk_shape import divisors
 from asyncckpt.planning.overlap import boxes_of_run
 from asyncckpt.spec import Box, ChunkGrid
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from asyncckpt.errors import TreeMismatchError
 from asyncckpt.tree.names import Key, escape_keys, where
+from asyncckpt.tree.per_process import TYPE_NAME as PER_PROCESS
 from asyncckpt.tree.structure import KEYED, Node, Structure
 
 Place = tuple[int, int]
@@ -100,7 +101,7 @@ class _Merger:
             keys: Sequence[Key] = node.keys if node.kind in KEYED else range(len(node.children))
             for key, child in zip(keys, node.children, strict=True):
                 below.setdefault(key, []).append((tree, child))
-        if self._same or first.kind != "dict":
+        if first.type_name != PER_PROCESS and (self._same or first.kind != "dict"):
             self._check_keys(path, nodes, below)
         keys = tuple(below)
         parts: Sequence[object] = keys

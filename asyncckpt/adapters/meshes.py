@@ -1,0 +1,91 @@
+"""Meshes: arrays of processes, and where each process is in them."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+Coordinate = tuple[int, ...]
+"""Position in a mesh, one index per mesh axis."""
+
+_TEXT_LENGTH = 200
+"""Texts that are longer are replaced by their SHA-256: every leaf of a schema has one."""
+
+
+class Mesh:
+    """An array of processes, some of which may be in several places. Compared by identity.
+
+    Attributes:
+        processes: the process at each coordinate.
+        members: the processes of the mesh, each once, in ascending order.
+        text: shape and processes, as a canonical text.
+    """
+
+    __slots__ = ("_coordinates", "_holders", "members", "processes", "text")
+
+    def __init__(self, processes: npt.ArrayLike) -> None:
+        self.processes = np.asarray(processes, np.int64)
+        self.members = interned(tuple(np.unique(self.processes).tolist()))
+        shape = "x".join(map(str, self.processes.shape))
+        self.text = f"{shape}[{','.join(_runs_text(self.processes.ravel()))}]"
+        self._coordinates: dict[int, tuple[Coordinate, ...]] = {}
+        self._holders: dict[tuple[tuple[int, int], ...], tuple[int, ...]] = {}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Length of each mesh axis."""
+        return self.processes.shape
+
+    def coordinates(self, process: int) -> tuple[Coordinate, ...]:
+        """Return where a process is, in C order."""
+        found = self._coordinates.get(process)
+        if found is None:
+            places = np.argwhere(self.processes == process).tolist()
+            found = self._coordinates[process] = tuple(map(tuple, places))
+        return found
+
+    def holders(self, fixed: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+        """Return the processes at the coordinates with these indices along these mesh axes."""
+        found = self._holders.get(fixed)
+        if found is None:
+            index: list[int | slice] = [slice(None)] * len(self.shape)
+            for axis, place in fixed:
+                index[axis] = place
+            members = np.unique(self.processes[tuple(index)])
+            found = self._holders[fixed] = interned(tuple(members.tolist()))
+        return found
+
+
+@lru_cache(maxsize=1 << 16)
+def interned(holders: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the same object for equal tuples: they are compared and hashed for every leaf."""
+    return holders
+
+
+def shortened(text: str) -> str:
+    """Return the text itself, or its digest if it is long."""
+    if len(text) <= _TEXT_LENGTH:
+        return text
+    return "sha256 " + hashlib.sha256(text.encode()).hexdigest()
+
+
+def _runs_text(processes: npt.NDArray[np.int64]) -> list[str]:
+    """Return the numbers, with runs of equal ones and of ascending ones written short."""
+    numbers = processes.tolist()
+    found: list[str] = []
+    at = 0
+    while at < len(numbers):
+        for step, sign in ((0, "x"), (1, "+")):
+            end = at + 1
+            while end < len(numbers) and numbers[end] == numbers[end - 1] + step:
+                end += 1
+            if end - at > 1:
+                found.append(f"{numbers[at]}{sign}{end - at}")
+                break
+        else:
+            found.append(str(numbers[at]))
+        at = end
+    return found

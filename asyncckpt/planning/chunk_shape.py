@@ -1,0 +1,145 @@
+"""Chunk shapes that subdivide an array or a cell of its grid, within limits."""
+
+# Rule 1: a chunk is a contiguous run of what it subdivides, wherever the limits allow.
+# Rule 2: the limits win over the target size; a chunk may exceed it when no other cut is left.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+PADDING_DIVISOR = 50
+"""Padding stays within 1/50 = 2 % of the array."""
+
+CHUNKS_PER_TARGET = 4
+"""Limit of chunks per (bytes / target + distinct shards)."""
+
+Lengths = Callable[[int, int], Iterator[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits on the chunk shape of one array."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    target: int
+    shards: int
+    strict: bool
+
+    def few(self, chunk: tuple[int, ...]) -> bool:
+        count = math.prod(-(-n // c) for n, c in zip(self.shape, chunk, strict=True))
+        nbytes = self.itemsize * math.prod(self.shape)
+        return count * self.target <= CHUNKS_PER_TARGET * (nbytes + self.shards * self.target)
+
+    def tight(self, chunk: tuple[int, ...]) -> bool:
+        if not self.strict:
+            return True
+        padded = math.prod(-(-n // c) * c for n, c in zip(self.shape, chunk, strict=True))
+        return (padded - math.prod(self.shape)) * PADDING_DIVISOR <= math.prod(self.shape)
+
+
+def cut_freely(limits: Limits) -> tuple[int, ...]:
+    """Return a chunk shape for an array that may be cut anywhere."""
+    chunk = _first_allowed(limits, limits.shape, _even_lengths, _even_excess)
+    # The last candidate is all rows along the axis: no padding, fewer chunks than bytes / target.
+    assert chunk is not None
+    return chunk
+
+
+def cut_exactly(limits: Limits, cell: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return a chunk shape of exact divisors of the cell; None if none keeps the limits."""
+    return _first_allowed(limits, cell, _exact_lengths, _exact_excess)
+
+
+def _first_allowed(
+    limits: Limits, cell: tuple[int, ...], lengths: Lengths, excess: Lengths
+) -> tuple[int, ...] | None:
+    """Return the best chunk shape within the limits that subdivides `cell`."""
+    if not cell:
+        return cell
+    fits = limits.itemsize * math.prod(cell) <= limits.target
+    if fits and limits.tight(cell) and limits.few(cell):
+        return cell
+    axis, rows = _cut_axis(cell, limits.itemsize, limits.target, 0)
+    lead, tail = (1,) * axis, cell[axis + 1 :]
+    for length in lengths(cell[axis], rows):
+        chunk = (*lead, length, *tail)
+        if not limits.few(chunk):
+            break
+        if limits.tight(chunk):
+            return chunk
+    # Few large rows that do not divide: a band of all of them, cut along a later axis.
+    if tail:
+        later, rows_later = _cut_axis(cell, limits.itemsize * cell[axis], limits.target, axis + 1)
+        for length in lengths(cell[later], rows_later):
+            chunk = (
+                *lead,
+                cell[axis],
+                *((1,) * (later - axis - 1)),
+                length,
+                *cell[later + 1 :],
+            )
+            if not limits.few(chunk):
+                break
+            if limits.tight(chunk):
+                return chunk
+    for length in excess(cell[axis], rows):
+        chunk = (*lead, length, *tail)
+        if limits.tight(chunk) and limits.few(chunk):
+            return chunk
+    return None
+
+
+def _cut_axis(cell: tuple[int, ...], unit: int, target: int, first: int) -> tuple[int, int]:
+    """Return the first axis from `first` on whose rows fit `target` bytes, and how many fit."""
+    for axis in range(first, len(cell)):
+        row = unit * math.prod(cell[axis + 1 :])
+        if row <= target:
+            return axis, target // row
+    return len(cell) - 1, 1
+
+
+def _even_lengths(n: int, most: int) -> Iterator[int]:
+    """Yield lengths up to `most` that cut `n` evenly, the longest first."""
+    parts = -(-n // most)
+    while True:
+        length = -(-n // parts)
+        yield length
+        if length == 1:
+            return
+        parts = -(-n // (length - 1))
+
+
+def _even_excess(n: int, most: int) -> Iterator[int]:
+    """Yield lengths above `most` that cut `n` evenly, the shortest first."""
+    for parts in range(-(-n // most) - 1, 0, -1):
+        yield -(-n // parts)
+
+
+def divisors(n: int) -> list[int]:
+    low = np.arange(1, math.isqrt(n) + 1, dtype=np.int64)
+    low = low[n % low == 0]
+    return sorted({*low.tolist(), *(n // low).tolist()})
+
+
+def _exact_lengths(n: int, most: int) -> Iterator[int]:
+    return (length for length in reversed(divisors(n)) if length <= most)
+
+
+def _exact_excess(n: int, most: int) -> Iterator[int]:
+    return (length for length in divisors(n) if length > most)
+
+
+def dense_cell(shape: tuple[int, ...], cell: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the largest exact part of the cell with little edge padding along every axis."""
+    uneven = sum(n % c != 0 for n, c in zip(shape, cell, strict=True))
+    # (1 + 1/(51 u))^u < 1.02 for every u: the axes together stay within the limit.
+    share = (PADDING_DIVISOR + 1) * max(1, uneven)
+    return tuple(
+        next(d for d in reversed(divisors(c)) if (-n % d) * share <= n)
+        for n, c in zip(shape, cell, strict=True)
+    )

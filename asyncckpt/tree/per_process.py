@@ -1,0 +1,72 @@
+"""`PerProcess`: a part of a tree of which every process has its own values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final
+
+from asyncckpt.tree.structure import Structure
+
+
+class AllValues:
+    """The type of `PerProcess.all`."""
+
+    def __repr__(self) -> str:
+        return "PerProcess.all"
+
+
+class PerProcess:
+    """A value, or a tree of values, that differs by process: all of them are saved.
+
+    The state of a random number generator or of a data loader is such a value. A restore `like` it
+    on as many processes gives each its own value back. On any other number of processes,
+    `PerProcess.all` in its place in `like` gives the list of all values, by process.
+
+    Args:
+        value: a leaf, or nested containers of leaves, of any shape.
+
+    Attributes:
+        value: the same.
+        all: stands in `like` for the values of all processes.
+    """
+
+    __slots__ = ("value",)
+
+    all: ClassVar[AllValues] = AllValues()
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"PerProcess({self.value!r})"
+
+
+TYPE_NAME: Final = f"{PerProcess.__module__}.{PerProcess.__qualname__}"
+"""What a stored tree calls the node; its keys are the numbers of processes."""
+
+
+def per_process_paths(structure: Structure) -> list[str]:
+    """Return the paths at which a tree has a value per process."""
+    nodes = zip(structure.nodes, structure.node_paths(), strict=True)
+    return [path for node, path in nodes if node.type_name == TYPE_NAME]
+
+
+class PerProcessNodes:
+    """Makes a `PerProcess` a node with one key, the number of the process.
+
+    The nodes of all processes are merged into one, which has every process' value.
+
+    Args:
+        process: number of this process.
+    """
+
+    def __init__(self, process: int) -> None:
+        self._process = process
+
+    def flatten(self, node: Any) -> tuple[Sequence[int], Sequence[Any]] | None:
+        """Return the number of the process, and the value."""
+        return ((self._process,), (node.value,)) if isinstance(node, PerProcess) else None
+
+    def unflatten(self, node: Any, children: Sequence[Any]) -> Any:
+        """Return the value as it was wrapped."""
+        return PerProcess(*children)
