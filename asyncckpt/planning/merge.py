@@ -314,7 +314,9 @@ def _partition(
             raise _differ(MismatchError, path, first, texts[0], other, texts[1])
         copies[mine.holders] = mine
         taken.update(mine.processes)
-    partition, processes = _together(tuple(copies.values()))
+    processes: tuple[Processes, ...] = ()
+    if len(copies) > 1:
+        partition, processes = _together(tuple(copies.values()))
     lacking = sorted(set(partition.processes) - set(having))
     if lacking:
         raise MismatchError(
@@ -341,9 +343,7 @@ def _is_copy(one: Partition, other: Partition) -> bool:
 
 @lru_cache(maxsize=1024)
 def _together(copies: tuple[Partition, ...]) -> tuple[Partition, tuple[Processes, ...]]:
-    """Return how all meshes together divide an array, and the processes of each of several."""
-    if len(copies) == 1:
-        return copies[0], ()
+    """Return how all meshes together divide an array, and the processes of each."""
     every = tuple(sorted(process for copy in copies for process in copy.processes))
     texts = " and ".join(copy.holders for copy in copies)
     return Partition(copies[0].cuts, texts, every), tuple(copy.processes for copy in copies)
