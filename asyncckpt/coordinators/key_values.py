@@ -14,8 +14,8 @@ PREFIX = "asyncckpt"
 FIRST_PAUSE_S = 0.001
 """First pause between two looks: most answers come within a few milliseconds."""
 
-LAST_PAUSE_S = 0.05
-"""Longest pause of few processes: waiting costs less than 1 % of a core."""
+LAST_PAUSE_S = 0.02
+"""Longest pause of few processes: waiting costs about 1 % of a core."""
 
 PAUSE_PER_PROCESS_S = 50e-6
 """Longest pause of many processes, by their number: one server answers about 20,000 looks a second,

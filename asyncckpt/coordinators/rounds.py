@@ -27,6 +27,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from asyncckpt.coordinators.group import Group
+from asyncckpt.coordinators.key_values import pauses
 from asyncckpt.coordinators.messages import decode_error, encode_error
 from asyncckpt.coordinators.pulse import Pulse
 from asyncckpt.errors import (
@@ -41,10 +42,6 @@ T = TypeVar("T")
 
 COMMIT = b"+"
 _FAILED = b"-"
-
-LOOK_MIN_S = 0.001
-LOOK_MAX_S = 0.1
-"""Process 0 looks for messages this often, the longer it waits the more rarely."""
 
 POST_S = 0.3
 """How long an error may take to be posted; where it cannot be, this process' silence tells."""
@@ -264,14 +261,15 @@ class Round:
     # -- watching
 
     async def _lead(self) -> None:
-        delay, alive_at = LOOK_MIN_S, time.monotonic()
+        alive_at = time.monotonic()
+        waits = pauses(self.group.process_count)
         while not self._decided:
             found = await self._coordinator.list(self._prefix)
             decision = found.get("decision", COMMIT)
             if decision != COMMIT:
                 raise await self._failed(decision)
             if len(found) != len(self._found):
-                delay = LOOK_MIN_S
+                waits = pauses(self.group.process_count)
             self._found = found
             other_call = self._other_call()
             if other_call is not None:
@@ -281,8 +279,7 @@ class Round:
             if time.monotonic() - alive_at > SLICE_S:
                 alive_at = time.monotonic()
                 await self._check_alive(range(1, self.group.process_count))
-            await asyncio.sleep(delay)
-            delay = min(delay * 1.5, LOOK_MAX_S)
+            await asyncio.sleep(next(waits))
 
     async def _follow(self) -> None:
         key = f"{self._prefix}/outcome"
@@ -359,12 +356,12 @@ class Round:
         return decode_error(decision[1:])
 
 
-async def briefly(call: Coroutine[Any, Any, T]) -> T | None:
+async def briefly(call: Coroutine[Any, Any, T], *, limit_s: float = POST_S) -> T | None:
     """Await a message; return None where the service does not take it at once.
 
     For those who have been cancelled: a service that has stopped must not hold them up.
     """
     with contextlib.suppress(AsyncCheckpointError, TimeoutError):
-        async with asyncio.timeout(POST_S):
+        async with asyncio.timeout(limit_s):
             return await call
     return None

@@ -1,4 +1,4 @@
-"""What one process contributes to a save of several: its entries, in place of index and record."""
+"""Contribution of one process to a save of several: its entries, in place of index and record."""
 
 # Rule 1: entries are passed on when their files are durable; what follows from them is for the
 #   process that commits.

@@ -25,6 +25,7 @@ from asyncckpt.options import (
     LeafOptions,
     SaveOptions,
 )
+from asyncckpt.planning.leaves import Arrays
 from asyncckpt.planning.merge import OwnPart
 from asyncckpt.planning.save import LeafLayout, SavePlan, plan_save
 from asyncckpt.ports import Sizes, Source, Store
@@ -278,10 +279,6 @@ def make_layout(
     for part in arrays.parts:
         stored = StoredSpec(part.spec, part.grid.chunk_shape, part.zstd_level)
         spec_of.append(specs.setdefault(stored, len(specs)))
-    pieces: dict[int, tuple[Piece, ...]] = {}
-    for number, own in arrays.pieces.items():
-        parts = [Piece(arrays.of(array).offset, array) for array in own]
-        pieces[snapshot.array_leaf[number]] = tuple(parts)
     commits = process == 0
     orbax: Mapping[str, bytes] | None = None
     notes: tuple[str, ...] = ()
@@ -294,11 +291,20 @@ def make_layout(
         catalog=make_catalog(arrays) if commits else None,
         specs=tuple(specs),
         spec_of=list(map(spec_of.__getitem__, arrays.part.tolist())),
-        pieces=pieces,
+        pieces=_pieces(arrays, snapshot),
         mirrors=tuple(mirrors),
         orbax=orbax,
         notes=notes,
     )
+
+
+def _pieces(arrays: Arrays, snapshot: Snapshot) -> dict[int, tuple[Piece, ...]]:
+    """Return offsets and arrays of the leaves that are stored as several, by leaf index."""
+    pieces: dict[int, tuple[Piece, ...]] = {}
+    for number, own in arrays.pieces.items():
+        parts = [Piece(arrays.of(array).offset, array) for array in own]
+        pieces[snapshot.array_leaf[number]] = tuple(parts)
+    return pieces
 
 
 def _check_packed(plan: SavePlan, snapshot: Snapshot, budget_nbytes: int) -> None:

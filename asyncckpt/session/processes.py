@@ -25,9 +25,12 @@ from asyncckpt.runtime import Runtime
 
 T = TypeVar("T")
 
+PART_S = 2.0
+"""How long saying good-bye may take; keys that stay are of a run that nobody continues."""
+
 _agreed: Counter[tuple[str, int, int]] = Counter()
-"""How often this process, by root, its number and their count, has met others; a meeting that failed does not count, so that
-one process that came alone is not out of step for good."""
+"""How often this process has met others, by root, its number and their count. A meeting that failed
+does not count, so that a process that came alone is not out of step for good."""
 
 
 class Processes:
@@ -160,6 +163,6 @@ class Processes:
     async def release(self) -> None:
         """Say good-bye, and close what was opened here."""
         if self._group is not None:
-            await briefly(part(self._group))
+            await briefly(part(self._group), limit_s=PART_S)
         if self._chosen is not None and self._chosen is not self._given:
             await self._chosen.close()

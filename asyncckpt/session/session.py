@@ -211,6 +211,15 @@ class Session:
                 refused = self.call(partial(processes.refuse, "save", number, error))
                 self._refusals.append(refused.future)
             raise
+        pending = self._submit(kind, request, number, location)
+        self.saves.add(pending)
+        self.root.to_sweep = not self.root.swept and processes.leads
+        return pending
+
+    def _submit(
+        self, kind: type[PendingSave], request: SaveRequest, number: int | None, location: str
+    ) -> PendingSave:
+        """Hand the save to the engine."""
         state = SaveState()
         staged: Future[None] = Future()
         staged.set_running_or_notify_cancel()  # a cancelled wait for it must not resolve it
@@ -220,16 +229,14 @@ class Session:
                 staged.set_result(None)
 
         busy: bool | None = None
-        if number is not None and stall_first and options.on_overlap != "wait":
+        if number is not None and request.stall_first and request.options.on_overlap != "wait":
             busy = bool(self.saves.pending())  # that of process 0 counts
         job = self.call(partial(self._save, request, state, let_go, number, busy))
         # Whatever ends the job also ends the wait for staging.
         job.future.add_done_callback(let_go)
-        pending = kind(job, staged, state, location=location, step=step)
+        pending = kind(job, staged, state, location=location, step=request.step)
         if busy is not None:
             job.future.add_done_callback(pending._note_skipped)
-        self.saves.add(pending)
-        self.root.to_sweep = not self.root.swept and processes.leads
         return pending
 
     def _checked(self, options: SaveOptions | None) -> SaveOptions:
