@@ -62,9 +62,10 @@ async def save_on_one(worker: Worker, root: str) -> None:
             await ckpt.save(1, state(worker, worker.count, seed=1))
 
 
-async def open_and_save(worker: Worker, root: str) -> None:
+async def open_and_save(worker: Worker, root: str, silence_s: float = SILENCE_S) -> None:
     """Save step 1, and keep the `Checkpointer` open."""
-    ckpt = Checkpointer(root, coordinator=coordinator(worker), save_options=OPTIONS)
+    options = SaveOptions(silence_s=silence_s, arrival_s=2.0)
+    ckpt = Checkpointer(root, coordinator=coordinator(worker), save_options=options)
     worker.state["open"] = ckpt
     await ckpt.save(1, state(worker, worker.count, seed=1))
 

@@ -90,10 +90,8 @@ async def test_a_save_on_one_process_alone_says_how_to_do_it(pool: Pool, tmp_pat
 
 DEATHS = [
     ("call", 2),
-    ("plan", 1),
     ("write", 3),
     ("settle", 1),
-    ("message", 2),
     ("write", 0),
     ("publish", 0),
     ("outcome", 0),
