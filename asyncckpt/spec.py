@@ -181,11 +181,15 @@ class Partition:
             processes: the mesh, its processes, and which axes it divides.
         processes: those that hold a cell, in order; empty where that is not known. What `holders`
             says decides whether two partitions are equal.
+        pattern: the same text with positions among `processes` instead of their numbers; empty
+            where that is not known. Where cuts and pattern are equal, processes at equal positions
+            hold the same cells.
     """
 
     cuts: tuple[int | tuple[int, ...], ...]
     holders: str
     processes: tuple[int, ...] = field(default=(), compare=False)
+    pattern: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

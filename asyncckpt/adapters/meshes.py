@@ -22,15 +22,18 @@ class Mesh:
         processes: the process at each coordinate.
         members: the processes of the mesh, each once, in ascending order.
         text: shape and processes, as a canonical text.
+        pattern: the same with positions among the members instead of the processes.
     """
 
-    __slots__ = ("_coordinates", "_holders", "members", "processes", "text")
+    __slots__ = ("_coordinates", "_holders", "members", "pattern", "processes", "text")
 
     def __init__(self, processes: npt.ArrayLike) -> None:
         self.processes = np.asarray(processes, np.int64)
         self.members = interned(tuple(np.unique(self.processes).tolist()))
         shape = "x".join(map(str, self.processes.shape))
         self.text = f"{shape}[{','.join(_runs_text(self.processes.ravel()))}]"
+        places = np.searchsorted(self.members, self.processes.ravel())
+        self.pattern = f"{shape}[{','.join(_runs_text(places))}]"
         self._coordinates: dict[int, tuple[Coordinate, ...]] = {}
         self._holders: dict[tuple[tuple[int, int], ...], tuple[int, ...]] = {}
 

@@ -155,7 +155,8 @@ def partition(mesh: Mesh, layout: Layout, shape: tuple[int, ...]) -> Partition:
         axis_cuts(length, tuple([(mesh.shape[cut.axis], cut.stride) for cut in axis]))
         for length, axis in zip(shape, layout, strict=True)
     )
-    return Partition(cuts, _layout_text(mesh, layout), mesh.members)
+    text, pattern = _layout_texts(mesh, layout)
+    return Partition(cuts, text, mesh.members, pattern)
 
 
 @lru_cache(maxsize=4096)
@@ -248,8 +249,8 @@ def _regular(length: int, starts: list[int]) -> int | tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _layout_text(mesh: Mesh, layout: Layout) -> str:
-    """Return a text that is equal for layouts that give every process the same."""
+def _layout_texts(mesh: Mesh, layout: Layout) -> tuple[str, str]:
+    """Return texts that are equal for layouts that give every process, or position, the same."""
     axes = [
         "*".join(
             f"{cut.axis}" if cut.stride == 1 else f"{cut.axis}:{cut.stride}"
@@ -258,4 +259,5 @@ def _layout_text(mesh: Mesh, layout: Layout) -> str:
         )
         for cuts in layout
     ]
-    return shortened(f"{mesh.text} {','.join(axes)}")
+    text, pattern = [f"{each} {','.join(axes)}" for each in (mesh.text, mesh.pattern)]
+    return shortened(text), shortened(pattern)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from asyncckpt.errors import (
@@ -40,6 +41,8 @@ class MergedLeaf:
         partition: how these processes divide the array; None where each has all of it.
         shards: all shards of an array whose partition is not known without asking, and of one that
             each process holds in several boxes.
+        copies: where several meshes divide one array alike, the processes of each; those at equal
+            positions hold the same.
     """
 
     path: str
@@ -51,6 +54,7 @@ class MergedLeaf:
     tied_to: int | None = None
     partition: Partition | None = None
     shards: tuple[Shard, ...] | None = None
+    copies: tuple[Processes, ...] = ()
 
 
 class OwnPart(NamedTuple):
@@ -82,6 +86,10 @@ def own_part(
         if process not in leaf.processes:
             return OwnPart((), leaf.partition, None)
         if partition is not None:
+            if leaf.copies:
+                shards = tuple(
+                    [Shard(s.box, _in_copies(leaf.copies, s.holders)) for s in shards or ()]
+                )
             return OwnPart(shards or (), leaf.partition, None)
         # All of it is on devices of this process.
         assert leaf.spec is not None
@@ -90,6 +98,14 @@ def own_part(
     if leaf.shards is not None:
         return OwnPart(leaf.shards, None, None)
     return OwnPart(None, None, None if len(leaf.processes) == process_count else leaf.processes)
+
+
+@lru_cache(maxsize=4096)
+def _in_copies(copies: tuple[Processes, ...], holders: Processes) -> Processes:
+    """Return the processes of all copies at the positions of these, which are in one of them."""
+    own = next(copy for copy in copies if holders[0] in copy)
+    places = [own.index(holder) for holder in holders]
+    return tuple(sorted(copy[place] for copy in copies for place in places))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +225,9 @@ class _Leaves:
             _compare(path, first, other)
         having = self._processes(seen)
         partition, shards = None, None
+        copies: tuple[Processes, ...] = ()
         if any(one.leaf.partition is not None for one in seen):
-            partition = _partition(path, seen, having)
+            partition, copies = _partition(path, seen, having)
         elif any(one.leaf.boxes is not None for one in seen):
             shards = _shards(path, seen, having)
         leaf = first.leaf
@@ -224,6 +241,7 @@ class _Leaves:
             _tie(ordinal, seen),
             partition,
             shards,
+            copies,
         )
 
     def _processes(self, seen: Sequence[_Seen]) -> Processes:
@@ -272,18 +290,33 @@ def _differ(
     )
 
 
-def _partition(path: str, seen: Sequence[_Seen], having: Processes) -> Partition:
-    """Return the partition that all processes have but those that hold the whole array alone."""
+def _partition(
+    path: str, seen: Sequence[_Seen], having: Processes
+) -> tuple[Partition, tuple[Processes, ...]]:
+    """Return the partition that all processes have but those that hold the whole array alone.
+
+    With the processes of each mesh, where there are several that divide the array alike, as data
+    parallelism divides what tensor parallelism leaves whole.
+    """
     divided = [one for one in seen if one.leaf.partition is not None]
     first = divided[0]
     partition = first.leaf.partition
     assert partition is not None
+    copies = {partition.holders: partition}
+    taken = set(partition.processes)
     for other in divided[1:]:
         mine = other.leaf.partition
-        if mine != partition:
-            assert mine is not None
+        assert mine is not None
+        if mine == copies.get(mine.holders):
+            continue
+        if not _is_copy(mine, partition) or not taken.isdisjoint(mine.processes):
             texts = [f"cut at {p.cuts} over {p.holders}" for p in (partition, mine)]
             raise _differ(MismatchError, path, first, texts[0], other, texts[1])
+        copies[mine.holders] = mine
+        taken.update(mine.processes)
+    processes: tuple[Processes, ...] = ()
+    if len(copies) > 1:
+        partition, processes = _together(tuple(copies.values()))
     lacking = sorted(set(partition.processes) - set(having))
     if lacking:
         raise MismatchError(
@@ -300,7 +333,20 @@ def _partition(path: str, seen: Sequence[_Seen], having: Processes) -> Partition
         if alone and partition.processes:
             text = f"divided over processes {list(partition.processes)[:8]}"
             raise _differ(MismatchError, path, first, text, one, "whole")
-    return partition
+    return partition, processes
+
+
+def _is_copy(one: Partition, other: Partition) -> bool:
+    """Return whether two meshes divide an array alike."""
+    return one.pattern != "" and (one.cuts, one.pattern) == (other.cuts, other.pattern)
+
+
+@lru_cache(maxsize=1024)
+def _together(copies: tuple[Partition, ...]) -> tuple[Partition, tuple[Processes, ...]]:
+    """Return how all meshes together divide an array, and the processes of each."""
+    every = tuple(sorted(process for copy in copies for process in copy.processes))
+    texts = " and ".join(copy.holders for copy in copies)
+    return Partition(copies[0].cuts, texts, every), tuple(copy.processes for copy in copies)
 
 
 def _shards(path: str, seen: Sequence[_Seen], having: Processes) -> tuple[Shard, ...]:

@@ -175,7 +175,7 @@ def _answer(options: LeafOptions) -> dict[str, Any]:
 def _division(division: tuple[Partition | None, Sequence[Box] | None, bool]) -> list[Any]:
     partition, boxes, partial = division
     return [
-        partition and [partition.cuts, partition.holders, partition.processes],
+        partition and [partition.cuts, partition.holders, partition.processes, partition.pattern],
         None if boxes is None else [[box.offset, box.shape] for box in boxes],
         partial,
     ]
@@ -242,9 +242,9 @@ class _Decoder:
     ) -> tuple[Partition | None, tuple[Box, ...] | None, bool]:
         divided = None
         if partition is not None:
-            cuts, holders, processes = partition
+            cuts, holders, processes, pattern = partition
             lengths = tuple([_lengths(c) if isinstance(c, list) else _integer(c) for c in cuts])
-            divided = Partition(lengths, _text(holders), _lengths(processes))
+            divided = Partition(lengths, _text(holders), _lengths(processes), _text(pattern))
         held = None
         if boxes is not None:
             held = tuple([Box(_lengths(offset), _lengths(shape)) for offset, shape in boxes])

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar, cast
 
-from asyncckpt.coordinators.beats import Beats
+from asyncckpt.coordinators.beats import BEAT_S, Beats
 from asyncckpt.coordinators.choice import choose
 from asyncckpt.coordinators.group import Group, part
 from asyncckpt.coordinators.handshake import shake_hands
@@ -157,7 +157,9 @@ class Processes:
                 )
                 _agreed[place] += 1
                 self._runtime.share_host(self._group.processes_on_host)
-                beats = Beats(self._group, self._silence_s)
+                # Beats also tell who has come to a call.
+                every_s = min(BEAT_S, self._arrival_s / 3)
+                beats = Beats(self._group, self._silence_s, every_s)
                 self._pulse = Pulse(self._runtime.engine, beats)
             return self._group, self._pulse
 

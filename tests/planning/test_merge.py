@@ -253,6 +253,32 @@ def test_a_partition_wins_over_an_array_that_looks_whole_to_its_only_process() -
     assert mine.shards == tuple(Shard(shard.box, (1,)) for shard in halves)
 
 
+def columns(first: int, *, pattern: str = "2[0+2] 0") -> SchemaLeaf:
+    """Halves on one column of a mesh of two columns: what tensor parallelism leaves whole."""
+    mesh = (first, first + 2)
+    return SchemaLeaf("torch", SPEC, partition=Partition((5, 6), f"{mesh}", mesh, pattern))
+
+
+def test_meshes_that_divide_an_array_alike_hold_copies_of_its_shards() -> None:
+    (leaf,) = merge([columns(0)], [columns(1)], [columns(0)], [columns(1)]).leaves
+    assert leaf.partition == Partition((5, 6), "(0, 2) and (1, 3)")
+    assert leaf.partition.processes == (0, 1, 2, 3)
+    for process, box, holders in ((0, TOP, (0, 1)), (1, TOP, (0, 1)), (3, BOTTOM, (2, 3))):
+        shards = (Shard(box, (process,)),)
+        mine = own_part(leaf, process, 4, shards=shards, partition=columns(process % 2).partition)
+        assert mine == ((Shard(box, holders),), leaf.partition, None)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [columns(1, pattern="2[1,0] 0"), columns(1, pattern=""), columns(2)],
+    ids=["turned", "not known", "overlapping"],
+)
+def test_other_meshes_of_one_path_are_refused(other: SchemaLeaf) -> None:
+    with pytest.raises(MismatchError, match=r"w: cut at .* on process 0, cut at .* on process 1"):
+        merge({"w": columns(0)}, {"w": other}, {"w": columns(0)}, {"w": other})
+
+
 def test_a_process_without_a_leaf_holds_nothing_of_it() -> None:
     partition = Partition((5, 6), "rows", (0, 2))
     split, local = SchemaLeaf("jax", SPEC, partition=partition), ARRAY
