@@ -348,9 +348,10 @@ def test_cancelling_on_one_process_aborts_on_all(job: Job, process: int) -> None
 
 def test_a_deadline_that_passes(job: Job) -> None:
     async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(0, state())
         if this == 1:
-            await asyncio.sleep(1.0)
-        return await ckpt.save(1, state(), options=SaveOptions(deadline_s=0.5))
+            await asyncio.sleep(1.5)
+        return await ckpt.save(1, state(), options=SaveOptions(deadline_s=1.0))
 
     fails(job, part, DeadlineExceededError)
 
