@@ -12,10 +12,9 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from aiobotocore.session import AioSession
 
-import asyncckpt
 from asyncckpt import Checkpointer, DirectoryCoordinator, KeepLast, SaveOptions
 from asyncckpt.errors import (
     CheckpointExistsError,
@@ -25,7 +24,7 @@ from asyncckpt.errors import (
 )
 from tests.crash.scenarios import same
 from tests.objects.stores import CLIENTS, state
-from tests.simulator import Fault, Gate, Simulator, simulator
+from tests.simulator import Fault, Gate, Request, Simulator, simulator
 from tests.stores.objects.stores import options_of
 
 Part = Callable[[Checkpointer, int], Coroutine[Any, Any, Any]]
@@ -33,8 +32,14 @@ Part = Callable[[Checkpointer, int], Coroutine[Any, Any, Any]]
 COUNT = 2
 OPTIONS = SaveOptions(host_memory_nbytes=64 << 20, chunk_nbytes=32 << 10)
 
-HIT_REQUESTS = 17
-"""Most requests of a save by two processes whose plan is known, with nothing to replace."""
+SESSIONS = [AioSession() for _ in range(COUNT)]
+"""What botocore knows about S3, read once by each thread."""
+
+HIT_REQUESTS = 18
+"""Most requests of a save by two processes whose plan is known.
+
+They write the mark, entries, data of both, index, record and fixed names, look at record, mark and
+entries, and remove what was passed on. Looking for the mark too early is not counted."""
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +57,10 @@ class Job:
         self.prefix = path.name
         self._keys = path / "keys"
 
-    def opened(self, coordinator: object, **options: Any) -> Checkpointer:
+    def opened(self, coordinator: object, process: int = 0, **options: Any) -> Checkpointer:
         scheme, storage_options = options_of(self.kind, self.sim)
-        storage_options.pop("session", None)
+        if "session" in storage_options:
+            storage_options["session"] = SESSIONS[process]
         return Checkpointer(
             f"{scheme}://bucket/{self.prefix}",
             storage_options=storage_options,
@@ -71,7 +77,7 @@ class Job:
                 self._keys, process_index=process, process_count=COUNT
             )
             try:
-                async with self.opened(coordinator, **options) as ckpt:
+                async with self.opened(coordinator, process, **options) as ckpt:
                     return await part(ckpt, process)
             finally:
                 await coordinator.close()
@@ -173,7 +179,7 @@ def test_a_process_that_fails_leaves_nothing_on_any(job: Job, process: int) -> N
             await ckpt.save(1, {**tree, "odd": object()} if this == process else tree)
         other = state(1)
         other["w"][3, 3] += this == process
-        with pytest.raises(MismatchError, match="'w'|w:"):
+        with pytest.raises(MismatchError, match=r"\bw\b"):
             await ckpt.save(1, other)
         await ckpt.save(2, tree)
 
@@ -191,12 +197,12 @@ def test_a_process_that_is_cancelled_leaves_nothing_on_any(job: Job, process: in
         await ckpt.save(1, state(1))
         if this == process:
             job.sim.faults.append(fault)
-        pending = await ckpt.start_save(2, state(2))
-        if this == process:
-            await gate.reached.wait()
-            pending.cancel()
-            gate.release()
         with pytest.raises(SaveAbortedError):
+            pending = await ckpt.start_save(2, state(2))
+            if this == process:
+                await gate.reached.wait()
+                pending.cancel()
+                gate.release()
             await pending
         await ckpt.save(3, state(3))
 
@@ -207,6 +213,11 @@ def test_a_process_that_is_cancelled_leaves_nothing_on_any(job: Job, process: in
         job.sim.faults.clear()
     assert job.left(1, 3) == []
     job.verify(3, state(3))
+
+
+def is_early(request: Request) -> bool:
+    """Whether a process has looked for the attempt before it was begun."""
+    return request.key.endswith("-x-.begun") and request.status == 404
 
 
 def test_a_hit_makes_few_requests(job: Job) -> None:
@@ -221,7 +232,7 @@ def test_a_hit_makes_few_requests(job: Job) -> None:
             if process == 0:
                 start = f"{job.prefix}/"
                 log = [r for r in job.sim.requests if r.key.startswith(start) or not r.key]
-                seen.append(Counter(f"{r.kind}" for r in log))
+                seen.append(Counter(r.kind for r in log if not is_early(r)))
                 job.sim.reset()
             await asyncio.to_thread(barrier.wait, 20)
 
@@ -230,5 +241,4 @@ def test_a_hit_makes_few_requests(job: Job) -> None:
     print(job.kind, *map(dict, seen), sep="\n  ")
     assert seen[1].total() <= HIT_REQUESTS
     assert seen[2].total() <= HIT_REQUESTS
-    # Looking for the mark is not repeated for long where the attempt is there.
     assert seen[2]["list_objects"] == 0
