@@ -69,6 +69,7 @@ def test_a_kill_leaves_the_old_steps_or_the_new_ones(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_kill_before_any_call(forks: ForkServer, scratch: Path, name: str, victim: int) -> None:
@@ -84,6 +85,7 @@ def test_a_process_that_was_stopped_commits_nothing_twice(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_stop_before_any_call(forks: ForkServer, scratch: Path, name: str, victim: int) -> None:
