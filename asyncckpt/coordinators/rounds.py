@@ -303,13 +303,20 @@ class Round:
                 raise decode_error(outcome[1:])
 
     async def _check_left(self) -> None:
-        """Raise if the round has failed, and process 0 could not tell before it left."""
-        if self._pulse.last(0, self._kind) == self.number:
+        """Raise if the round has ended without this process, which may have been stopped."""
+        reached = self._pulse.last(0, self._kind)
+        if reached == self.number:
             return
-        decision = await self._coordinator.look(f"{self._prefix}/decision") or COMMIT
-        if decision != COMMIT:
+        decision = await self._coordinator.look(f"{self._prefix}/decision")
+        if decision is not None and decision != COMMIT:
             self.failed = True
             raise decode_error(decision[1:])
+        if decision is None and reached >= self.number + KEPT:
+            raise SaveOutcomeUnknownError(
+                f"{self.group.named(0)} is {reached - self.number} calls ahead, and what it said "
+                "about this one is deleted, because this process was stopped or very slow; look at "
+                "latest_step() for what became of it"
+            )
 
     def _encoded(self, error: BaseException, stage: str | None) -> bytes:
         group = self.group

@@ -329,3 +329,22 @@ def test_a_round_that_begins_while_another_one_ends_is_heard(engine: Engine) -> 
         return beats["0"].decode()
 
     assert '{"save": 2}' in engine.submit(both).result()
+
+
+def test_a_process_that_was_left_behind_learns_that_the_outcome_is_unknown(engine: Engine) -> None:
+    async def both() -> Any:
+        service = SingleCoordinator()
+        groups = [
+            Group(service, "a" * 32, process, 2, ("h0", "h1"), "asyncckpt/x") for process in (0, 1)
+        ]
+        ahead, behind = (Pulse(engine, Beats(group, 20.0, every_s=0.05)) for group in groups)
+        round_ = Round(groups[1], behind, "save", 7, arrival_s=20.0, silence_s=20.0)
+        ahead.begin()
+        ahead.reached("save", 9)
+        try:
+            with pytest.raises(SaveOutcomeUnknownError, match="2 calls ahead"):
+                await round_.run(round_.outcome)
+        finally:
+            await ahead.end()
+
+    engine.submit(both).result()
