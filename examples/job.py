@@ -86,7 +86,7 @@ class Scale:
         return sorted({*every, self.steps - 1})
 
 
-FULL = Scale(hidden=1024, steps=60, save_every=6)
+FULL = Scale(hidden=1024, steps=40, save_every=5)
 QUICK = Scale(hidden=512, steps=24, save_every=3)
 
 

@@ -107,6 +107,8 @@ class Meeting:
                     others[process] = max(int(opened), others.get(process, 0))
                 elif process not in unheard:
                     come.add(process)
+        if len(come) == self.count:
+            come.discard(0)  # it does not say that all agree, so it has died since
         missing = [process for process in range(self.count) if process not in come]
         counts = [
             f"process {process} has opened it {others[process]} times"

@@ -37,7 +37,8 @@ class Pulse:
         beating, self._beating = self._beating, None
         beating.cancel()
         await ended(beating.future)
-        await self._beats.rest()
+        if not self._rounds:  # none has begun meanwhile
+            await self._beats.rest()
 
     def reached(self, what: str, number: int) -> None:
         """Tell the others how far this process has come."""

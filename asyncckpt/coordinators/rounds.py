@@ -15,7 +15,8 @@ raises that error.
 # Rule 1: the decision is set once: two processes that decide at the same time see one of both.
 # Rule 2: after a decision to commit, the outcome is what process 0 makes it. Where it falls silent,
 #   nobody else may say that the round has failed.
-# Rule 3: process 0 reads one directory, whatever the number of processes; each of the others waits
+# Rule 3: after a decision to commit, process 0 needs nobody: who falls silent then changes nothing.
+# Rule 4: process 0 reads one directory, whatever the number of processes; each of the others waits
 #   for one key. A process that says nothing is found by its beats.
 
 from __future__ import annotations
@@ -96,9 +97,9 @@ class Round:
         self.silence_s = silence_s
         self._begun = time.monotonic()
         self._found: Mapping[str, bytes] = {}
+        self._committed = False
         self._changed = asyncio.Event()
         self._ended = asyncio.Event()
-        self._decided = False
         self.failed = False
         self.result: bytes | None = None
         self.leads = group.process_index == 0
@@ -122,16 +123,24 @@ class Round:
         Returns:
             Whether the round fails; False where it was decided to commit.
         """
-        failure = _FAILED + self._encoded(error, stage)
-        decision = await self._coordinator.put_once(f"{self._prefix}/decision", failure)
-        if decision == COMMIT and not self.leads:
-            return False
+        if await self._refuse(error, stage):
+            return True
         if self.leads:
             # After its own decision to commit, process 0 alone knows that publishing failed.
-            await self._coordinator.put(
-                f"{self._prefix}/outcome", failure if decision == COMMIT else decision
-            )
+            failure = _FAILED + self._encoded(error, stage)
+            await self._coordinator.put(f"{self._prefix}/outcome", failure)
+            self.failed = True
+        return self.leads
+
+    async def _refuse(self, error: BaseException, stage: str | None = None) -> bool:
+        """Decide against the round; return whether that is decided, by whomever."""
+        failure = _FAILED + self._encoded(error, stage)
+        decision = await self._coordinator.put_once(f"{self._prefix}/decision", failure)
+        if decision == COMMIT:
+            return False
         self.failed = True
+        if self.leads:
+            await self._coordinator.put(f"{self._prefix}/outcome", decision)
         return True
 
     def begun(self) -> None:
@@ -236,7 +245,7 @@ class Round:
         if decision != COMMIT:
             raise await self._failed(decision)
         # From here on, whether other processes are alive is no reason to fail.
-        self._decided = True
+        self._committed = True
 
     async def finish(self, message: bytes = b"") -> None:
         """Tell all others that the round has succeeded, after `commit`."""
@@ -263,7 +272,7 @@ class Round:
     async def _lead(self) -> None:
         alive_at = time.monotonic()
         waits = pauses(self.group.process_count)
-        while not self._decided:
+        while not self._committed:
             found = await self._coordinator.list(self._prefix)
             decision = found.get("decision", COMMIT)
             if decision != COMMIT:
@@ -272,8 +281,7 @@ class Round:
                 waits = pauses(self.group.process_count)
             self._found = found
             other_call = self._other_call()
-            if other_call is not None:
-                await self.abort(other_call)
+            if other_call is not None and await self._refuse(other_call):
                 raise other_call
             self._changed.set()
             if time.monotonic() - alive_at > SLICE_S:
@@ -286,12 +294,22 @@ class Round:
         while self.result is None:
             outcome = await self._coordinator.wait(key, timeout_s=SLICE_S)
             if outcome is None:
+                await self._check_left()
                 await self._check_alive((0,))
             elif outcome[:1] == COMMIT:
                 self._end(outcome[1:])
             else:
                 self.failed = True
                 raise decode_error(outcome[1:])
+
+    async def _check_left(self) -> None:
+        """Raise if the round has failed, and process 0 could not tell before it left."""
+        if self._pulse.last(0, self._kind) == self.number:
+            return
+        decision = await self._coordinator.look(f"{self._prefix}/decision") or COMMIT
+        if decision != COMMIT:
+            self.failed = True
+            raise decode_error(decision[1:])
 
     def _encoded(self, error: BaseException, stage: str | None) -> bytes:
         group = self.group
@@ -323,12 +341,14 @@ class Round:
         if not silent and not late:
             return
         error = self._absent(silent, late)
-        if await self.abort(error):
+        if await self._refuse(error):
             raise error
-        raise SaveOutcomeUnknownError(
-            f"{self.group.named(0)} has fallen silent after it had decided to commit: whether it "
-            "did is unknown; look at latest_step(), then save again"
-        )
+        if not self.leads:
+            raise SaveOutcomeUnknownError(
+                f"{self.group.named(0)} has fallen silent in {self._name or self._kind}, after it "
+                "had been decided to commit: whether that was done is unknown. Restart the job, "
+                "and look at steps() first"
+            )
 
     def _absent(self, silent: list[int], late: list[int]) -> SaveError:
         if silent:

@@ -1,4 +1,4 @@
-"""Which replicas are compared in a save, so that different values are noticed at a bounded cost."""
+"""Choice of the replicas to compare in a save: differences are noticed at a bounded cost."""
 
 # Rule 1: all holders of a chunk choose alike, although each knows its own chunks only: the choice
 #   depends on the chunk's place among all chunks of the checkpoint.

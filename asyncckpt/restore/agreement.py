@@ -1,4 +1,4 @@
-"""What processes that restore together agree on: the step, that every target fits, and the end."""
+"""Agreement of processes that restore together: on the step, on fitting targets, on the end."""
 
 # Rule 1: no process reads payload before the targets of all have matched.
 # Rule 2: a saved leaf is unexpected only if no process wants it.

@@ -62,6 +62,9 @@ UNSHARED_S = 15.0
 """How long an attempt that process 0 has begun may stay invisible: network file systems keep what
 they know of a directory for some seconds."""
 
+LOOK_S = 1.0
+"""Pause between two looks for the record of a process 0 that has fallen silent."""
+
 
 class Joining:
     """The files of an attempt that this process is about to join; the first call waits for that."""
@@ -197,16 +200,17 @@ class SharedSave(Save):
         )
 
     async def _is_committed(self) -> bool:
-        """Look for the record until it must have been written by a process that is alive."""
+        """Look for the record for as long again as process 0 has been silent."""
         files = self._store.files(self._request.name)
+        end = time.monotonic() + self._round.silence_s
         try:
-            end = time.monotonic() + self._round.silence_s
-            while time.monotonic() < end:
+            while True:
                 record = await record_of(files)
                 if record is not None and save_id_of(record) == self._save_id:
                     return True
-                await asyncio.sleep(1.0)
-            return False
+                if time.monotonic() > end:
+                    return False
+                await asyncio.sleep(LOOK_S)
         finally:
             await files.close()
 

@@ -132,8 +132,9 @@ class Processes:
                 return cast("T", json.loads(await round_.outcome()))
             # Nothing is done before all processes have made this very call.
             await round_.gathered("name")
-            result = await function()
+            # From here on, no process may say that it was not done.
             await round_.commit()
+            result = await function()
             await round_.finish(json.dumps(result).encode())
             return result
 

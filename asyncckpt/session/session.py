@@ -232,11 +232,11 @@ class Session:
         if number is not None and request.stall_first and request.options.on_overlap != "wait":
             busy = bool(self.saves.pending())  # that of process 0 counts
         job = self.call(partial(self._save, request, state, let_go, number, busy))
-        # Whatever ends the job also ends the wait for staging.
-        job.future.add_done_callback(let_go)
         pending = kind(job, staged, state, location=location, step=request.step)
         if busy is not None:
             job.future.add_done_callback(pending._note_skipped)
+        # Whatever ends the job also ends the wait for staging.
+        job.future.add_done_callback(let_go)
         return pending
 
     def _checked(self, options: SaveOptions | None) -> SaveOptions:

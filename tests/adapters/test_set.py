@@ -26,7 +26,7 @@ def test_importing_the_adapters_imports_no_framework() -> None:
         "print([x.name for x in s.adapters], len(s.nodes), 'jax' in sys.modules,"
         " 'torch' in sys.modules)"
     )
-    assert run(code) == "['numpy'] 0 False False"
+    assert run(code) == "['numpy'] 1 False False"
 
 
 def test_a_framework_that_is_half_imported_is_not_loaded() -> None:
@@ -73,7 +73,7 @@ def test_jax_arrays_and_keys_go_to_jax() -> None:
     for leaf in (jax.numpy.zeros(1), jax.random.key(0)):
         found: Any = adapters.resolve(type(leaf))
         assert found.name == "jax"
-    assert len(adapters.nodes) == 1
+    assert len(adapters.nodes) == 2  # and that of `PerProcess`
 
 
 def test_scalars_are_known_by_their_exact_type_and_other_types_are_not() -> None:

@@ -49,11 +49,14 @@ def play(
     name: str | dict[int, str] = "",
     arrival_s: float = 20.0,
     silence_s: float = 20.0,
+    service: SingleCoordinator | None = None,
 ) -> dict[int, Any]:
     """Let each process play its part in one round; return results and errors."""
 
+    given = service
+
     async def everybody() -> dict[int, Any]:
-        service = SingleCoordinator()
+        service = given or SingleCoordinator()
 
         async def one(process: int, part: Part) -> Any:
             group = Group(service, "a" * 32, process, COUNT, ("h0", "h1", "h2"), "asyncckpt/x")
@@ -236,3 +239,30 @@ def test_a_message_that_excludes_what_is_waited_for_ends_the_round(engine: Engin
     results = play(engine, {0: plans, 1: follow, 2: follow})
     assert all(isinstance(error, UsageError) for error in results.values())
     assert str(results[0]) == "b'me'"
+
+
+class Forgetful(SingleCoordinator):
+    """A coordinator whose keys can be set twice."""
+
+    async def put_once(self, key: str, value: bytes) -> bytes:
+        await self.put(key, value)
+        return value
+
+
+def test_control_a_decision_that_can_be_set_twice_is_two_decisions(engine: Engine) -> None:
+    decided = asyncio.Event()
+
+    async def slow(round_: Round) -> Any:
+        await round_.gathered("ready")
+        await round_.commit()
+        decided.set()
+        await asyncio.sleep(0.2)
+        await round_.finish(b"late")
+
+    async def withdraws(round_: Round) -> Any:
+        await round_.post("ready", b"me")
+        await decided.wait()
+        return await round_.abort(SaveAbortedError("too late"))
+
+    results = play(engine, {0: slow, 1: withdraws, 2: follow}, service=Forgetful())
+    assert results == {0: None, 1: True, 2: b"late"}, "one aborts what the others commit"

@@ -2,7 +2,8 @@
  *
  * Only calls that touch a path under one directory count, over all threads, from faults_arm() to
  * faults_disarm(). Call N is, as configured, not made because the process is killed right before
- * it, or answered with an errno (before or after it was made), or cut to half its bytes.
+ * it, or answered with an errno (before or after it was made), or cut to half its bytes; or it is
+ * made once the process, which is stopped right before it, is continued.
  * Every counted call becomes one line of the log: number, verdict, name, path, second path.
  *
  * Calls that the C library makes by itself (fwrite, fclose) and calls through a handle of
@@ -24,7 +25,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum mode { COUNT, KILL, ERROR, ERROR_AFTER, SHORT };
+enum mode { COUNT, KILL, ERROR, ERROR_AFTER, SHORT, STOP };
 enum verdict { GO, FAIL, FAIL_AFTER, HALF };
 
 /* A direct write is cut at a multiple of this: the kernel refuses other lengths. */
@@ -120,6 +121,11 @@ static enum verdict judge(const char *name, char one[PATH_MAX], char two[PATH_MA
         }
         /* Other threads get no call in between the signal and their end. */
         for (;;) pause();
+    }
+    if (number == chosen && mode == STOP) {
+        log_call(number, "stop", name, one, two);
+        kill(getpid(), SIGSTOP);
+        return GO;
     }
     if (hit && mode == ERROR) verdict = FAIL;
     if (hit && mode == ERROR_AFTER) verdict = FAIL_AFTER;

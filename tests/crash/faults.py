@@ -32,10 +32,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-Mode = Literal["count", "kill", "error", "error_after", "short"]
-MODES: tuple[Mode, ...] = ("count", "kill", "error", "error_after", "short")  # as in faultlib.c
+Mode = Literal["count", "kill", "error", "error_after", "short", "stop"]
+MODES: tuple[Mode, ...] = get_args(Mode)  # in the order of faultlib.c
 
 SOURCE = Path(__file__).with_name("faultlib.c")
 REPOSITORY = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ class Call:
     """One counted call: what it was, and what became of it."""
 
     number: int
-    verdict: str  # go, kill, fail, fail-after or short
+    verdict: str  # go, kill, fail, fail-after, short or stop
     name: str
     path: str
     second_path: str  # of rename and link, else empty

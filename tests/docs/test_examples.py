@@ -14,6 +14,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +284,52 @@ def in_the_way(where: Path) -> None:
 
 FLOATS = np.zeros(3)
 
+
+def unlaunched(where: Path) -> None:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("WORLD_SIZE", "2")
+        blocking.save(where / "x", {"x": 1})
+
+
+def coordinator(where: Path, process: int) -> asyncckpt.DirectoryCoordinator:
+    return asyncckpt.DirectoryCoordinator(where / "keys", process_index=process, process_count=2)
+
+
+def one_alone(where: Path) -> None:
+    options = asyncckpt.SaveOptions(arrival_s=0.3)
+    blocking.save(where / "x", {"x": 1}, options=options, coordinator=coordinator(where, 0))
+
+
+def together(where: Path, part: Callable[[blocking.Checkpointer, int], Any]) -> None:
+    """Play two processes in threads; raises what process 0 does."""
+
+    def play(process: int) -> None:
+        with blocking.Checkpointer(
+            where / "run",
+            save_options=asyncckpt.SaveOptions(arrival_s=1.0),
+            coordinator=coordinator(where, process),
+        ) as ckpt:
+            part(ckpt, process)
+
+    with ThreadPoolExecutor(2) as threads:
+        plays = [threads.submit(play, process) for process in range(2)]
+    plays[0].result()
+
+
+def once_more_on_one(ckpt: blocking.Checkpointer, process: int) -> None:
+    for step in range(2 - process):
+        ckpt.save(step, {"x": 1})
+
+
+def unmeshed(ckpt: blocking.Checkpointer, process: int) -> None:
+    ckpt.save(1, {"x": np.zeros(3 + process)})
+
+
+def unwanted(ckpt: blocking.Checkpointer, process: int) -> None:
+    ckpt.save(1, {"x": 1, "y": 2})
+    ckpt.restore(like={"x": 0})
+
+
 CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "existing": ("a checkpoint already exists here; pass overwrite=True to replace it", exists),
     "leaf": (
@@ -323,6 +370,27 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
         "no such file; there is no checkpoint here",
         lambda where: blocking.restore(where / "gone"),
     ),
+    "launched": (
+        "but neither torch.distributed nor jax.distributed has been initialised",
+        unlaunched,
+    ),
+    "alone": ("All processes must make this call", one_alone),
+    "fewer calls": ("processes made this call", lambda where: together(where, once_more_on_one)),
+    "other calls": (
+        "all processes make the same calls in the same order",
+        lambda where: together(
+            where, lambda ckpt, process: ckpt.delete(1) if process else ckpt.latest_step()
+        ),
+    ),
+    "replicas": (
+        "hold different values of this leaf",
+        lambda where: together(where, lambda ckpt, process: ckpt.save(1, {"x": process})),
+    ),
+    "parts": (
+        "leaves of one path are parts or copies of one value",
+        lambda where: together(where, unmeshed),
+    ),
+    "unwanted": ("the target of no process does", lambda where: together(where, unwanted)),
     "several": (
         "leaves do not fit the target; nothing was read",
         unlike(FLOATS, {"x": np.zeros(4), "y": 1}),

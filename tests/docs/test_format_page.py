@@ -10,9 +10,11 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 import shutil
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +26,15 @@ import numpy as np
 import pytest
 import zstandard
 
-from asyncckpt import CorruptCheckpointError, LeafOptions, SaveOptions, ShardedArray, blocking
+from asyncckpt import (
+    CorruptCheckpointError,
+    DirectoryCoordinator,
+    LeafOptions,
+    PerProcess,
+    SaveOptions,
+    ShardedArray,
+    blocking,
+)
 from tests.checkpoint.test_version_1 import assert_same, expected
 from tests.simulator import simulator
 
@@ -576,6 +586,60 @@ def test_the_page_covers_leaves_in_pieces(tmp_path: Path) -> None:
     found = dict(entries_of(tmp_path / "x" / "default", record))
     assert found == expected_entries(tmp_path / "x", record)
     assert not (tmp_path / "x" / "default" / "_METADATA").exists()
+
+
+def test_the_page_covers_what_several_processes_save(tmp_path: Path) -> None:
+    count = 4
+    rows = np.arange(8000 * 40, dtype=np.float64).reshape(8000, 40)
+    uneven = np.arange(10_000 * 30, dtype=np.int64).reshape(10_000, 30)
+    edges = [0, 3001, 5000, 8001, 10_000]
+    small, seconds = np.arange(12, dtype=np.int16), np.arange(4000, dtype=np.float32)
+
+    def of(process: int, whole: np.ndarray[Any, Any], start: int, stop: int) -> ShardedArray:
+        offset = (start, *(0,) * (whole.ndim - 1))
+        return ShardedArray(whole.shape, whole.dtype, [(offset, whole[start:stop].copy())])
+
+    def tree(process: int) -> dict[str, Any]:
+        next_ = process + 1
+        return {
+            "rows": of(process, rows, 2000 * process, 2000 * next_),
+            "uneven": of(process, uneven, edges[process], edges[next_]),
+            "small": of(process, small, 3 * process, 3 * next_),
+            "seconds": of(process, seconds, 1000 * process, 1000 * next_),
+            "local": np.ones((1000, 1000), np.float32),
+            "n": 7,
+            "own": PerProcess({"seed": process, "draws": np.full(process + 1, process)}),
+        }
+
+    def save(process: int) -> None:
+        coordinator = DirectoryCoordinator(
+            tmp_path / "keys", process_index=process, process_count=count
+        )
+        blocking.save(tmp_path / "x", tree(process), coordinator=coordinator)
+
+    with ThreadPoolExecutor(count) as threads:
+        list(threads.map(save, range(count)))
+    _, found = restore(tmp_path / "x")
+    own = found.pop("own")
+    expected = {"rows": rows, "uneven": uneven, "small": small, "seconds": seconds}
+    assert same({**expected, "local": np.ones((1000, 1000), np.float32), "n": 7}, found)
+    for process in range(count):
+        wanted = {"seed": process, "draws": np.full(process + 1, process)}
+        assert same(wanted, own[process])
+
+    record = read_record(tmp_path / "x")
+    assert (record["writer"], record["writers"], record["epoch"]) == (0, count, 0)
+    name = re.compile(rf"default/d/{record['save_id']}-([0-9]+-)?[0-9]+")
+    others = re.compile(rf"default/d/{record['save_id']}-(index[0-9]*|parts[0-9]+)")
+    data = [file["path"] for file in record["files"] if "/d/" in file["path"]]
+    assert [p for p in data if not (name.fullmatch(p) or others.fullmatch(p))] == []
+    processes = {found[1] for path in data if (found := name.fullmatch(path))}
+    assert processes == {None, "1-", "2-", "3-"}
+    assert any("-parts" in path for path in data)
+    (node,) = [node for node in record["tree"]["nodes"] if "PerProcess" in node.get("type", "")]
+    assert (node["kind"], node["type"]) == ("registered", "asyncckpt.tree.per_process.PerProcess")
+    assert node["keys"] == list(range(count))
+    assert node["type"] in (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 
 
 def test_chunks_stand_where_the_page_says(saved: Path) -> None:

@@ -244,6 +244,39 @@ def test_replicas_that_differ(job: Job, name: str) -> None:
     fails(job, on(1, other), MismatchError, f"params/{name}", "process 0", "process 1")
 
 
+def test_control_without_the_comparison_different_replicas_are_mixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from asyncckpt.save import merge
+
+    monkeypatch.setattr(merge, "compare", lambda *_: None)
+    job = Job(tmp_path, 2)
+
+    async def part(ckpt: Checkpointer, process: int) -> Any:
+        return await ckpt.save(1, {"w": np.full((64, 1 << 18), process, np.float32)})
+
+    job.play(part)
+    values = asyncio.run(asyncckpt.restore(job.root / "1", coordinator="single"))["w"]
+    assert {0.0, 1.0} <= set(np.unique(values)), "parts of both, and nobody noticed"
+
+
+def test_control_without_the_digest_a_leaf_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from asyncckpt.save import shared_plan
+
+    monkeypatch.setattr(shared_plan, "schema_digest", lambda _: "equal")
+    job = Job(tmp_path, 2)
+
+    async def part(ckpt: Checkpointer, process: int) -> Any:
+        tree = {"w": np.ones((4, 1 << 20))} | ({"v": np.ones((8, 1 << 18))} if process else {})
+        return await ckpt.save(1, tree)
+
+    assert all(isinstance(report, asyncckpt.SaveReport) for report in job.play(part))
+    restored = asyncio.run(asyncckpt.restore(job.root / "1", coordinator="single"))
+    assert "v" not in restored, "a leaf is lost, and nobody noticed"
+
+
 def test_a_scalar_that_differs(job: Job) -> None:
     fails(job, on(1, lambda: {**state(), "step": 13}), MismatchError, "step")
 
