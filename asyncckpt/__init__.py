@@ -18,7 +18,6 @@ from asyncckpt.version import VERSION as __version__
 logging.getLogger("asyncckpt").addHandler(logging.NullHandler())
 
 _EXPORTS = {
-    "PerProcess": "tree.per_process",
     "ShardedArray": "adapters.sharded_array",
     "Checkpointer": "checkpointer",
     "DirectoryCoordinator": "coordinators.directory",
@@ -67,6 +66,7 @@ _EXPORTS = {
     "FileInfo": "reports",
     "LeafDifference": "reports",
     "LeafInfo": "reports",
+    "ProcessPart": "reports",
     "Progress": "reports",
     "RestoreReport": "reports",
     "SaveReport": "reports",
@@ -76,6 +76,7 @@ _EXPORTS = {
     "KeepLast": "retention",
     "Retention": "retention",
     "ArraySpec": "spec",
+    "PerProcess": "tree.per_process",
 }
 
 __all__ = [*_EXPORTS, "__version__", "blocking"]
@@ -125,6 +126,7 @@ if TYPE_CHECKING:
     from asyncckpt.reports import FileInfo as FileInfo
     from asyncckpt.reports import LeafDifference as LeafDifference
     from asyncckpt.reports import LeafInfo as LeafInfo
+    from asyncckpt.reports import ProcessPart as ProcessPart
     from asyncckpt.reports import Progress as Progress
     from asyncckpt.reports import RestoreReport as RestoreReport
     from asyncckpt.reports import SaveReport as SaveReport
@@ -136,6 +138,7 @@ if TYPE_CHECKING:
     from asyncckpt.session.gc import collect_garbage as collect_garbage
     from asyncckpt.session.pending import PendingSave as PendingSave
     from asyncckpt.spec import ArraySpec as ArraySpec
+    from asyncckpt.tree.per_process import PerProcess as PerProcess
     from asyncckpt.tune.measure import tune as tune
     from asyncckpt.tune.recommend import TunePoint as TunePoint
     from asyncckpt.tune.recommend import TuneReport as TuneReport

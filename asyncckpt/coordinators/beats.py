@@ -50,17 +50,17 @@ class Beats:
     Args:
         group: the processes.
         silence_s: a process whose beat has not changed for so long is silent.
-        every_s: interval of beats; longer where there are many processes.
+        every_s: interval of beats; longer where there are many processes, and shorter where
+            silence is found soon.
     """
 
     def __init__(self, group: Group, silence_s: float, every_s: float = BEAT_S) -> None:
         self._group = group
         self._silence_s = silence_s
-        self._every_s = every_s
         if group.process_count > MANY_PROCESSES:
-            self._every_s = max(every_s, SLOW_BEAT_S)
+            every_s = max(every_s, SLOW_BEAT_S)
         # Whatever the caller calls silence, several beats come within it.
-        self._every_s = min(self._every_s, silence_s / 3)
+        self._every_s = min(every_s, silence_s / 3)
         # Two observations at least make a silence, however long this process was stopped.
         self._longest_s = min(self._every_s + CALL_LIMIT_S, silence_s / 2)
         self._count = 0

@@ -266,3 +266,66 @@ def test_control_a_decision_that_can_be_set_twice_is_two_decisions(engine: Engin
 
     results = play(engine, {0: slow, 1: withdraws, 2: follow}, service=Forgetful())
     assert results == {0: None, 1: True, 2: b"late"}, "one aborts what the others commit"
+
+
+def test_nobody_is_missed_after_the_decision_to_commit(engine: Engine) -> None:
+    async def publishes(round_: Round) -> Any:
+        await round_.gathered("ready")
+        await round_.commit()
+        await asyncio.sleep(1.0)  # process 2 falls silent, and process 1 rests
+        await round_.finish(b"result")
+        return "published"
+
+    async def dies(round_: Round) -> Any:
+        await round_.post("ready", b"me")
+        beating = round_._pulse._beating
+        assert beating is not None
+        beating.cancel()
+        return await round_.outcome()
+
+    results = play(engine, {0: publishes, 1: follow, 2: dies}, silence_s=0.3, arrival_s=0.3)
+    assert (results[0], results[1]) == ("published", b"result")
+
+
+def test_a_refusal_that_process_0_could_not_announce_is_found(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(round_: Round) -> Any:
+        key = f"{round_._prefix}/decision"
+        failure = round_._encoded(MismatchError("w differs"), "upload")
+        await round_.group.coordinator.put_once(key, rounds._FAILED + failure)
+        await asyncio.sleep(0.3)
+        raise asyncio.CancelledError
+
+    async def unannounced(round_: Round, *_: Any) -> bool:
+        return True
+
+    real = Round.abort
+
+    async def abort(round_: Round, *args: Any) -> bool:
+        return await (unannounced if round_.leads else real)(round_, *args)
+
+    monkeypatch.setattr(Round, "abort", abort)
+    monkeypatch.setattr(Round, "_lead", lambda round_: asyncio.sleep(20))
+    results = play(engine, {0: fails, 1: follow, 2: follow}, silence_s=20.0)
+    assert all(isinstance(results[process], MismatchError) for process in (1, 2)), results
+
+
+def test_a_round_that_begins_while_another_one_ends_is_heard(engine: Engine) -> None:
+    async def both() -> str:
+        service = SingleCoordinator()
+        group = Group(service, "a" * 32, 0, 2, ("h", "h"), "asyncckpt/x")
+        pulse = Pulse(engine, Beats(group, 20.0, every_s=0.05))
+        pulse.begin()
+        pulse.reached("save", 1)
+        ending = asyncio.create_task(pulse.end())
+        await asyncio.sleep(0)
+        pulse.begin()
+        pulse.reached("save", 2)
+        await ending
+        await asyncio.sleep(0.2)
+        beats = await service.list(group.key("beat"))
+        await pulse.end()
+        return beats["0"].decode()
+
+    assert '{"save": 2}' in engine.submit(both).result()

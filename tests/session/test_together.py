@@ -89,9 +89,12 @@ class Job:
         return [path for path in control.rglob("*") if path.is_file() and path.name != "lock"]
 
 
-@pytest.fixture(params=[2, 4])
+@pytest.fixture
 def job(tmp_path: Path, request: pytest.FixtureRequest) -> Job:
-    return Job(tmp_path, request.param)
+    return Job(tmp_path, getattr(request, "param", 2))
+
+
+two_and_four = pytest.mark.parametrize("job", [2, 4], indirect=True)
 
 
 def state(seed: int = 0) -> dict[str, Any]:
@@ -112,6 +115,7 @@ def equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(np.array_equal(one, other))
 
 
+@two_and_four
 def test_all_processes_save_one_checkpoint_and_restore_it(job: Job) -> None:
     tree = state()
 
@@ -139,6 +143,7 @@ def test_all_processes_save_one_checkpoint_and_restore_it(job: Job) -> None:
     assert equal(asyncio.run(asyncckpt.restore(job.root / "1", coordinator="single")), tree)
 
 
+@two_and_four
 def test_the_bytes_are_spread_over_the_processes_and_written_once(job: Job) -> None:
     tree = {f"w{i}": np.full((64, 64, 64), i, np.float32) for i in range(32)}  # 1 MiB each
 
@@ -306,6 +311,7 @@ def test_a_step_that_exists(job: Job) -> None:
     assert job.left() == []
 
 
+@two_and_four
 def test_overwrite_replaces_a_step(job: Job) -> None:
     async def part(ckpt: Checkpointer, process: int) -> Any:
         await ckpt.save(1, state())
@@ -330,6 +336,7 @@ def test_a_process_that_never_comes(job: Job, process: int) -> None:
     assert job.left() == []
 
 
+@two_and_four
 @pytest.mark.parametrize("process", [0, 1])
 def test_cancelling_on_one_process_aborts_on_all(job: Job, process: int) -> None:
     async def part(ckpt: Checkpointer, this: int) -> Any:
@@ -348,9 +355,10 @@ def test_cancelling_on_one_process_aborts_on_all(job: Job, process: int) -> None
 
 def test_a_deadline_that_passes(job: Job) -> None:
     async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(0, state())
         if this == 1:
-            await asyncio.sleep(1.0)
-        return await ckpt.save(1, state(), options=SaveOptions(deadline_s=0.5))
+            await asyncio.sleep(1.5)
+        return await ckpt.save(1, state(), options=SaveOptions(deadline_s=1.0))
 
     fails(job, part, DeadlineExceededError)
 
@@ -523,6 +531,7 @@ def test_process_0_decides_whether_saves_overlap(job: Job, choice: Any) -> None:
 # --------------------------------------------------------- trees and values that differ by process
 
 
+@two_and_four
 def test_each_process_may_have_leaves_of_its_own(job: Job) -> None:
     """Pipeline stages: every process has another part of the model, and some leaves in common."""
 
@@ -567,6 +576,7 @@ def test_one_path_with_two_shapes(job: Job) -> None:
         assert "w" in str(error) and "process 1" in str(error)
 
 
+@two_and_four
 def test_values_per_process_come_back_to_each(job: Job) -> None:
     def tree(process: int) -> dict[str, Any]:
         rng = {"state": np.full(4 + process, process), "count": 10 * process}
