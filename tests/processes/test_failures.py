@@ -72,7 +72,7 @@ async def test_bad_input_on_one_process_fails_on_all_by_name(
     for index, outcome in enumerate(outcomes):
         assert isinstance(outcome, error), outcome
         assert leaf in str(outcome)
-        assert index == process or re.search(r"process \d", str(outcome)), outcome
+        assert index == process or re.search(r"process(es)? \d", str(outcome)), outcome
     assert left(tmp_path) == []
     assert not (tmp_path / "1").exists()
     await works(pool, tmp_path)
