@@ -73,12 +73,21 @@ def sharded(prefix: str, where: Mesh, seed: int) -> dict[str, jax.Array]:
     }
 
 
+def on_one(kind: str, seed: int) -> jax.Array:
+    """An array on the devices of one process, which the other sees and holds nothing of."""
+    process = {"mesh": 0, "local": jax.process_index()}.get(kind, 1)
+    devices = [device for device in jax.devices() if device.process_index == process]
+    data = array("stage", (6, 1000), seed=seed)
+    return spread(data, NamedSharding(Mesh(np.array(devices), ("x",)), P("x")))
+
+
 def state(worker: Worker, kind: str, seed: int) -> dict[str, Any]:
     """A train state with leaves of every kind, in an order of this process's own."""
     where = mesh(kind)
     count = jnp.asarray(seed, jnp.int32)
     tree = {
         "params": sharded("params", where, seed),
+        "stage": on_one(kind, seed),
         "opt": (Adam(count, sharded("mu", where, seed), sharded("nu", where, seed)), None),
         "key": jax.random.key(seed),
         "keys": jax.random.split(jax.random.PRNGKey(seed), 3),

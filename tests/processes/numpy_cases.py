@@ -133,8 +133,10 @@ def wrong(
     return bad + differing({**tree, "arrays": {}}, {**wanted, "arrays": {}})
 
 
-def coordinator(worker: Worker, count: int | None = None) -> DirectoryCoordinator:
-    """All processes, or the first `count`, through a directory."""
+def coordinator(worker: Worker, count: int | None = None) -> Any:
+    """All processes, or the first `count`, through a directory, or their runtime."""
+    if worker.kind != "numpy":
+        return "auto"
     count = count or worker.count
     return DirectoryCoordinator(
         worker.directory / f"keys-{count}", process_index=worker.index, process_count=count

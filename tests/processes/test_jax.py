@@ -73,3 +73,13 @@ def test_trees_must_be_the_same(pool: Pool, tmp_path: Path) -> None:
         assert "more" in str(error)
     assert pool.all(cases.save_twice, str(tmp_path))
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.isdigit()) == ["1", "2"]
+
+
+def test_four_processes_go_on_where_two_ended_and_back(
+    pools: Pools, pool: Pool, saved: Any, tmp_path: Path
+) -> None:
+    four = pools("jax", 4)
+    assert four.all(cases.restore, saved[0], 2, "turned") == [[]] * 4
+    told = four.all(cases.save_twice, str(tmp_path))
+    assert told == told[:1] * 4
+    assert pool.all(cases.restore, str(tmp_path), 2, "mesh") == [[]] * 2
