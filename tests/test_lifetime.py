@@ -148,7 +148,8 @@ async def test_a_one_shot_call_leaves_no_thread(tmp_path: Path) -> None:
 async def test_a_checkpointer_dropped_without_close_leaks_no_thread(tmp_path: Path) -> None:
     ckpt = asyncckpt.Checkpointer(tmp_path)
     await ckpt.save(1, TREE)
-    threads = [t for t in threading.enumerate() if t.name.startswith("asyncckpt")]
+    found = set(threading.enumerate()) - EARLIER
+    threads = [thread for thread in found if thread.name.startswith("asyncckpt")]
     assert threads
     del ckpt
     gc.collect()

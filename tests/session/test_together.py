@@ -45,17 +45,19 @@ class Job:
         self.root = path / "root"
         self.keys = path / "keys"
         self.count = count
+        self._made: list[DirectoryCoordinator] = []
 
     def coordinator(self, process: int) -> DirectoryCoordinator:
-        return DirectoryCoordinator(self.keys, process_index=process, process_count=self.count)
+        made = DirectoryCoordinator(self.keys, process_index=process, process_count=self.count)
+        self._made.append(made)
+        return made
 
     def play(self, part: Part, *, only: set[int] | None = None, **options: Any) -> list[Any]:
         """Let every process play its part with a `Checkpointer`; return results and errors."""
 
         async def main(process: int) -> Any:
-            async with Checkpointer(
-                self.root, coordinator=self.coordinator(process), **options
-            ) as ckpt:
+            coordinator = self.coordinator(process)
+            async with Checkpointer(self.root, coordinator=coordinator, **options) as ckpt:
                 return await part(ckpt, process)
 
         return self.run(main, only)
@@ -81,7 +83,12 @@ class Job:
         for thread in threads:
             thread.join(20)
             assert not thread.is_alive(), "a process hangs"
+        asyncio.run(self._close())
         return results
+
+    async def _close(self) -> None:
+        while self._made:
+            await self._made.pop().close()
 
     def left(self) -> list[Path]:
         """Return all files of unfinished attempts."""
