@@ -18,7 +18,7 @@ from tests.crash.pairs import BATCH, IMPORTS, PAIRS
 WIDTH = 8
 """Pairs at a time: most of them wait until somebody is silent."""
 
-FEW = 28
+FEW = 42
 """Calls between two points, where not every call is visited. It begins at another one each time."""
 
 

@@ -93,10 +93,10 @@ async def test_a_save_on_one_process_alone_says_how_to_do_it(pool: Pool, tmp_pat
 
 DEATHS = [
     ("call", 2),
-    ("write", 3),
+    pytest.param("write", 3, marks=pytest.mark.long),
     ("settle", 1),
     ("publish", 0),
-    ("outcome", 0),
+    pytest.param("outcome", 0, marks=pytest.mark.long),
 ]
 
 
