@@ -16,8 +16,12 @@ help:  ## list the targets
 demo: $(VENV)/.installed-demo  ## train, be killed, resume, compare bit by bit
 	$(PY) examples/demo.py
 
+# Tests that start several processes each come after all others, whose timing they would disturb.
+TOGETHER := tests/processes tests/coordinators tests/crash/test_kills.py tests/examples/test_jobs.py
+
 test: $(VENV)/.installed-dev  ## run the tests, in three processes
-	$(PY) -m pytest -n 3 --dist loadfile
+	$(PY) -m pytest -n 3 --dist loadfile $(addprefix --ignore=,$(TOGETHER))
+	$(PY) -m pytest -n 2 --dist loadfile $(TOGETHER)
 
 test-long: $(VENV)/.installed-dev  ## run the long tests, and all others with new examples
 	$(PY) -m pytest -m long -s --timeout=7200 -o faulthandler_timeout=7100

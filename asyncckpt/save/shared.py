@@ -36,6 +36,7 @@ from asyncckpt.errors import (
     DeadlineExceededError,
     SaveAbortedError,
     SaveOutcomeUnknownError,
+    StoreError,
     UsageError,
 )
 from asyncckpt.flow.shield import leading_error, to_completion
@@ -334,8 +335,14 @@ class SharedSave(Save):
         joined = await attempt.attempt()
         await joined.settle()
         self._kept = True
-        await self._round.post("ready", self._contribution.path.encode())
-        await self._outcome()
+        try:
+            await self._round.post("ready", self._contribution.path.encode())
+        except StoreError as error:
+            # The message may have arrived, and process 0 have committed.
+            if not await self._is_committed():
+                raise self._unknown() from error
+        else:
+            await self._outcome()
         await joined.leave()
         totals = json.loads(self._round.result or b"{}")
         return Committable(b"", totals.get("stored_nbytes", 0), totals.get("file_count", 0))
