@@ -95,16 +95,19 @@ class MergingCommit(Commit):
 
         async def read() -> None:
             for process, path in waiting:
-                found[process] = await self._read_one(path.decode())
+                found[process] = await self._read_one(process, path.decode())
 
         async with asyncio.TaskGroup() as group:
             for _ in range(min(READS, len(ready))):
                 group.create_task(read())
         return [found[process] for process in sorted(found)]
 
-    async def _read_one(self, path: str) -> Entries:
+    async def _read_one(self, process: int, path: str) -> Entries:
         data = await taken(self._attempt, path, self._round, max_nbytes=MAX_ENTRIES_NBYTES)
-        return await self._compute.run(decode_entries, data, file=path)
+        entries = await self._compute.run(decode_entries, data, file=path)
+        if (entries.save_id, entries.process) != (self._save_id, process):
+            raise _disagreement(f"{path} is of process {entries.process}, {entries.save_id}")
+        return entries
 
     async def _put_late(self, merged: Payload, late: Mapping[int, bytes]) -> None:
         """Write the chunks that were put together here, and add their places."""

@@ -88,7 +88,6 @@ class SharedPlan:
         self._round = round_
         self._request = request
         self._attempt = attempt
-        self.fresh = False
 
     async def agree(
         self, sizes: Sizes, *, runtime: Runtime, store: Store, cache: LayoutCache

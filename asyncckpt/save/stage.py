@@ -236,7 +236,8 @@ class Staging:
 
         Cancellation, errors: as `windows`.
         """
-        count = min(self._compute.count, len(rows))
+        # More slots than the budget has would be waited for without end.
+        count = min(self._compute.count, len(rows), max(1, self._pool.capacity // 4))
         slots = await self._pool.take(count, grow=self._grow) if count else []
         self.held.update(slots)
         shares = [rows[i * len(rows) // count : (i + 1) * len(rows) // count] for i in range(count)]

@@ -659,3 +659,13 @@ def test_a_round_leaves_the_messages_of_two_at_most(job: Job) -> None:
 
     # Hellos and beats, and of each of two or three rounds what every process has posted.
     assert max(job.play(part)) <= 10 + 12 * job.count
+
+
+def test_more_threads_than_memory_compare_replicas_within_the_budget(job: Job) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        ckpt._session.runtime.engine.compute.count = 200
+        tree = {f"w{number}": np.full(1 << 17, number, np.float64) for number in range(100)}
+        return (await ckpt.save(1, tree)).step
+
+    nbytes = 64 << 20
+    assert job.play(part, save_options=SaveOptions(host_memory_nbytes=nbytes)) == [1] * job.count
