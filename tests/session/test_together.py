@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -488,7 +487,6 @@ def test_one_shot_functions_coordinate_and_leave_no_keys(job: Job) -> None:
         return equal(tree, state())
 
     assert job.run(main) == [True] * job.count
-    time.sleep(0.1)
     left = [str(path.relative_to(job.keys)) for path in job.keys.rglob("*") if path.is_file()]
     assert left == []
 
