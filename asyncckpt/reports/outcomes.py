@@ -107,7 +107,9 @@ class RestoreReport:
         step: its step, None for one-shot checkpoints.
         leaf_count: leaves restored.
         nbytes: bytes of array data restored.
-        read_nbytes: bytes read from the store.
+        read_nbytes: bytes of array data read from the store.
+        received_nbytes: bytes that came by exchange between processes, what this process read for
+            all among them.
         total_s: seconds from the call to the return.
         replaced: paths of immutable leaves of the target that `restore_into` replaced in the dict,
             list or dataclass that holds them.
@@ -129,6 +131,7 @@ class RestoreReport:
     nbytes: int
     read_nbytes: int
     total_s: float
+    received_nbytes: int = 0
     replaced: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
