@@ -142,8 +142,18 @@ class Stream:
     def piece(self, process: int, batch: int) -> tuple[int, int]:
         """Return begin and end, in the stream, of what a member reads of a batch."""
         begin = (batch - self.first_batch) * self.batch_nbytes
-        begin += self.members.index(process) * self.piece_nbytes
-        return min(begin, self.nbytes), min(begin + self.piece_nbytes, self.nbytes)
+        end = min(begin + self.batch_nbytes, self.nbytes)
+        share = -(-(end - begin) // len(self.members))
+        begin += self.members.index(process) * share
+        return min(begin, end), min(begin + share, end)
+
+    def parts(self, batch: int) -> list[slice]:
+        """Return where the bytes of a batch are among the pieces of all members, in their order."""
+        starts = range(0, self.batch_nbytes, self.piece_nbytes)
+        sizes = [end - begin for begin, end in (self.piece(m, batch) for m in self.members)]
+        if sizes[-1] == self.piece_nbytes:
+            return [slice(0, self.batch_nbytes)]
+        return [slice(at, at + size) for at, size in zip(starts, sizes, strict=True) if size]
 
     def ranges(self, begin: int, end: int, gap_nbytes: int) -> list[Range]:
         """Return the ranges of files that hold the bytes from `begin` to `end`, in their order.

@@ -145,17 +145,19 @@ class Exchanger:
         taking_part = self._gather(stream.members, piece, batch)
         # Where the others cannot be woken, a process that has said that it is ready takes part.
         gathered = await (uninterrupted(taking_part) if self._exchange.binding else taking_part)
-        done = (batch - stream.first_batch) * stream.batch_nbytes
-        data = gathered[: stream.nbytes - done]
-        self.received_nbytes += len(data)
+        if gathered is None:
+            await self.agreement.round.outcome()  # which is the error of another process
+            raise AssertionError("the restore has failed")
         self._idle.append(piece)
-        await incoming[number].deliver(data)
+        for part in stream.parts(batch):
+            self.received_nbytes += part.stop - part.start
+            await incoming[number].deliver(gathered[part])
         return stream.piece_nbytes
 
-    async def _gather(self, members: tuple[int, ...], piece: Bytes, batch: int) -> Bytes:
-        """Return the pieces of all members, once all processes are ready."""
+    async def _gather(self, members: tuple[int, ...], piece: Bytes, batch: int) -> Bytes | None:
+        """Return the pieces of all members, once all processes are ready; None if one failed."""
         if not await self.agreement.ready(batch):
-            await self.agreement.round.outcome()  # cancelled with the error of the restore
+            return None
         try:
             return await self._exchange.gather(members, piece)
         except StoreError:
