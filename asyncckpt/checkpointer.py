@@ -62,7 +62,8 @@ class OpenRun:
 
     async def _enter(self) -> None:
         try:
-            await self._session.call(self._session.root.sweep).wait()
+            if self._session.processes.may_lead:
+                await self._session.call(self._session.root.sweep).wait()
         except BaseException:
             # The block is not entered, so its end will not close.
             await uninterrupted(self._session.aclose())

@@ -24,10 +24,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from asyncckpt.coordinators.group import Group
+from asyncckpt.coordinators.group import Group, departed
 from asyncckpt.coordinators.key_values import pauses
 from asyncckpt.coordinators.messages import decode_error, encode_error
 from asyncckpt.coordinators.pulse import Pulse
@@ -123,7 +123,7 @@ class Round:
         Returns:
             Whether the round fails; False where it was decided to commit.
         """
-        if await self._refuse(error, stage):
+        if await self._refuse(error, stage) != COMMIT:
             return True
         if self.leads:
             # After its own decision to commit, process 0 alone knows that publishing failed.
@@ -132,16 +132,27 @@ class Round:
             self.failed = True
         return self.leads
 
-    async def _refuse(self, error: BaseException, stage: str | None = None) -> bool:
-        """Decide against the round; return whether that is decided, by whomever."""
+    async def _refuse(self, error: BaseException, stage: str | None = None) -> bytes:
+        """Decide against the round, unless it is decided already; return the decision."""
         failure = _FAILED + self._encoded(error, stage)
         decision = await self._coordinator.put_once(f"{self._prefix}/decision", failure)
-        if decision == COMMIT:
-            return False
-        self.failed = True
-        if self.leads:
-            await self._coordinator.put(f"{self._prefix}/outcome", decision)
-        return True
+        if decision != COMMIT:
+            self.failed = True
+            if self.leads:
+                await self._coordinator.put(f"{self._prefix}/outcome", decision)
+        return decision
+
+    async def _fail(self, error: AsyncCheckpointError) -> None:
+        """Decide against the round and raise; return if it was decided to commit.
+
+        Raises:
+            …: the error, or that of a process that was faster.
+        """
+        decision = await self._refuse(error)
+        if decision == _FAILED + self._encoded(error, None):
+            raise error
+        if decision != COMMIT:
+            raise decode_error(decision[1:])
 
     def begun(self) -> None:
         """Note that this process has begun what the others join."""
@@ -157,6 +168,7 @@ class Round:
         Raises:
             …: the error with which any process has ended it.
             SaveError: a process has not come, or has fallen silent; names it.
+            UsageError: a process has closed its `Checkpointer`; names it.
             SaveOutcomeUnknownError: process 0 has fallen silent after its decision to commit.
         """
         await (self._lead() if self.leads else self._follow())
@@ -281,21 +293,26 @@ class Round:
                 waits = pauses(self.group.process_count)
             self._found = found
             other_call = self._other_call()
-            if other_call is not None and await self._refuse(other_call):
-                raise other_call
+            if other_call is not None:
+                await self._fail(other_call)
             self._changed.set()
             if time.monotonic() - alive_at > SLICE_S:
                 alive_at = time.monotonic()
-                await self._check_alive(range(1, self.group.process_count))
+                await self._check_alive(await departed(self.group))
             await asyncio.sleep(next(waits))
 
     async def _follow(self) -> None:
         key = f"{self._prefix}/outcome"
         while self.result is None:
             outcome = await self._coordinator.wait(key, timeout_s=SLICE_S)
+            closed: tuple[int, ...] = ()
             if outcome is None:
                 await self._check_left()
-                await self._check_alive((0,))
+                closed = await departed(self.group)
+                if closed:  # process 0 posts the outcome before it closes
+                    outcome = await self._coordinator.look(key)
+            if outcome is None:
+                await self._check_alive(closed)
             elif outcome[:1] == COMMIT:
                 self._end(outcome[1:])
             else:
@@ -339,39 +356,53 @@ class Round:
         self.result = result
         self._ended.set()
 
-    async def _check_alive(self, processes: Any) -> None:
-        """Abort the round if one of these processes has not come, or has fallen silent."""
-        silent = [p for p in processes if self._pulse.silent(p)]
+    async def _check_alive(self, closed: Sequence[int]) -> None:
+        """Abort the round if a watched process has not come, has fallen silent or has closed."""
+        group = self.group
+        watched = range(1, group.process_count) if self.leads else range(1)
+        silent = [process for process in watched if self._pulse.silent(process)]
         late = []
         if time.monotonic() - self._begun > self._arrival_s:
-            late = [p for p in processes if self._pulse.last(p, self._kind) < self.number]
-        if not silent and not late:
+            late = [p for p in watched if self._pulse.last(p, self._kind) < self.number]
+        if closed:
+            await self._fail(self._closed_error(closed))
+        elif silent:
+            await self._fail(self._silent_error(silent))
+        elif late:
+            await self._fail(self._late_error(late))
+        else:
             return
-        error = self._absent(silent, late)
-        if await self._refuse(error):
-            raise error
         if not self.leads:
             raise SaveOutcomeUnknownError(
-                f"{self.group.named(0)} has fallen silent in {self._name or self._kind}, after it "
-                "had been decided to commit: whether that was done is unknown. Restart the job, "
-                "and look at steps() first"
+                f"{group.named(0)} has fallen silent in {self._name or self._kind}, after it had "
+                "been decided to commit: whether that was done is unknown. Restart the job, and "
+                "look at steps() first"
             )
 
-    def _absent(self, silent: list[int], late: list[int]) -> SaveError:
-        if silent:
-            names = ", ".join(map(self.group.named, silent[:10]))
-            return SaveError(
-                f"{names} gave no sign of life for {self.silence_s:g} s (silence_s) and "
-                "may have died; nothing was committed. Restart the job",
-                expected=self.group.process_count,
-                found=self.group.process_count - len(silent),
-            )
-        names = ", ".join(map(self.group.named, late[:10]))
+    def _closed_error(self, closed: Sequence[int]) -> UsageError:
+        one = "has" if len(closed) == 1 else "have"
+        return UsageError(
+            f"{self.group.listed(closed)} {one} closed the Checkpointer with which this call was "
+            "made here; nothing was committed. Make the same calls on all processes, then close "
+            "it on all",
+            expected=self.group.process_count,
+            found=self.group.process_count - len(closed),
+        )
+
+    def _silent_error(self, silent: Sequence[int]) -> SaveError:
+        return SaveError(
+            f"{self.group.listed(silent)} gave no sign of life for {self.silence_s:g} s "
+            "(silence_s) and may have died; nothing was committed. Restart the job",
+            expected=self.group.process_count,
+            found=self.group.process_count - len(silent),
+        )
+
+    def _late_error(self, late: Sequence[int]) -> SaveError:
         come = self.group.process_count - len(late)
         return SaveError(
-            f"{come} of {self.group.process_count} processes made this call; {names} did not "
-            f"within {self._arrival_s:g} s (arrival_s). Call it on all processes, or pass "
-            'coordinator="single" where one process is to do it alone',
+            f"{come} of {self.group.process_count} processes made this call; "
+            f"{self.group.listed(late)} did not within {self._arrival_s:g} s (arrival_s). Call it "
+            'on all processes, or pass coordinator="single" where one process is to do it alone',
             expected=self.group.process_count,
             found=come,
         )

@@ -20,6 +20,7 @@ from asyncckpt.coordinators.group import Group, part
 from asyncckpt.coordinators.handshake import shake_hands
 from asyncckpt.coordinators.pulse import Pulse
 from asyncckpt.coordinators.rounds import Round, briefly
+from asyncckpt.errors import UsageError
 from asyncckpt.ports import Coordinator
 from asyncckpt.runtime import Runtime
 
@@ -84,6 +85,19 @@ class Processes:
             if self._chosen is None:
                 self._chosen = choose(self._given)
             return self._chosen
+
+    @property
+    def may_lead(self) -> bool:
+        """Whether this is process 0, or the only one, as far as the runtime knows now.
+
+        Chooses nothing yet: the runtime may be initialised later.
+        """
+        with self._lock:
+            try:
+                chosen = self._chosen or choose(self._given)
+            except UsageError:
+                return False
+        return chosen.process_index == 0
 
     @property
     def alone(self) -> bool:

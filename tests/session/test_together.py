@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from asyncckpt.errors import (
     AsyncCheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    ClosedError,
     DeadlineExceededError,
     MismatchError,
     SaveAbortedError,
@@ -33,6 +35,7 @@ from asyncckpt.errors import (
     UnsupportedLeafError,
     UsageError,
 )
+from asyncckpt.session.root import Root
 
 Part = Callable[[Checkpointer, int], Coroutine[Any, Any, Any]]
 
@@ -340,6 +343,45 @@ def test_a_process_that_never_comes(job: Job, process: int) -> None:
         assert isinstance(results[this], AsyncCheckpointError)
         assert 'coordinator="single"' in str(results[this])
     assert job.left() == []
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_checkpointer_that_one_process_has_closed_is_noticed_at_once(
+    job: Job, process: int
+) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(1, state())
+        if this == process:
+            await ckpt.close()
+        return await ckpt.save(2, state())
+
+    begun = time.monotonic()
+    results = job.play(part)  # arrival_s is 300 s
+    assert time.monotonic() - begun < 15
+    assert isinstance(results[process], ClosedError)
+    assert isinstance(results[1 - process], UsageError)
+    assert f"process {process} (" in str(results[1 - process])
+    assert "has closed the Checkpointer" in str(results[1 - process])
+    assert job.left() == []
+
+
+@two_and_four
+def test_only_process_0_sweeps(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweeping: list[str] = []
+    real = Root.sweep
+
+    async def sweep(root: Root) -> None:
+        sweeping.append(threading.current_thread().name)
+        await real(root)
+
+    monkeypatch.setattr(Root, "sweep", sweep)
+
+    async def part(ckpt: Checkpointer, process: int) -> Any:
+        assert len(sweeping) <= 1
+        await ckpt.save(1, state())
+
+    assert job.play(part) == [None] * job.count
+    assert len(sweeping) == 1
 
 
 @two_and_four
