@@ -258,6 +258,40 @@ def test_replicas_that_differ(job: Job, name: str) -> None:
     fails(job, on(1, other), MismatchError, f"params/{name}", "process 0", "process 1")
 
 
+def replicated_shards(process: int, values: list[int]) -> dict[str, Any]:
+    """A leaf of 8 numbers in two shards, which processes 0 and 2, and 1 and 3 hold."""
+    offset = 4 * (process % 2)
+    return {"s": ShardedArray((8,), "int32", [((offset,), np.array(values, np.int32))])}
+
+
+@pytest.mark.parametrize("job", [4], indirect=True)
+@pytest.mark.parametrize("process", [0, 3])
+def test_replicas_of_small_shards_that_differ(job: Job, process: int) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(1, replicated_shards(this, [1, 2, 3, 4]))
+        values = [1, 2, 3, 5] if this == process else [1, 2, 3, 4]
+        return await ckpt.save(2, replicated_shards(this, values))
+
+    for error in job.play(part):
+        assert isinstance(error, MismatchError), error
+        assert error.path == "s"
+        assert f"process {process} (" in str(error)
+        assert f"process {(process + 2) % 4} (" in str(error)
+    assert job.left() == []
+
+
+@pytest.mark.parametrize("job", [4], indirect=True)
+def test_of_small_shards_that_may_differ_the_lowest_holder_counts(job: Job) -> None:
+    options = SaveOptions(leaf_options=lambda path, spec: LeafOptions(replicas="first"))
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        return await ckpt.save(1, replicated_shards(this, [this] * 4), options=options)
+
+    assert all(isinstance(report, asyncckpt.SaveReport) for report in job.play(part))
+    restored = asyncio.run(asyncckpt.restore(job.root / "1", coordinator="single"))
+    assert restored["s"].tolist() == [0] * 4 + [1] * 4
+
+
 def test_control_without_the_comparison_different_replicas_are_mixed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
