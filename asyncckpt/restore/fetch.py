@@ -43,6 +43,7 @@ class Fetch:
         own_memory: destinations are ours, so that reads may bypass the page cache.
         arrived: called with the numbers of destinations that hold their checked values.
         progress: called with the bytes of every read.
+        begun: called with every read, where the restore is to be explained.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Fetch:
         own_memory: bool,
         arrived: Callable[[Sequence[int]], None],
         progress: Callable[[int], None],
+        begun: Callable[[Read], None] | None = None,
     ) -> None:
         self._opened = opened
         self._capabilities = opened.files.capabilities
@@ -71,6 +73,7 @@ class Fetch:
         self._own_memory = own_memory
         self._arrived = arrived
         self._progress = progress
+        self._begun = begun
         self._left = list(plan.counts)  # per destination, chunks that have not arrived
         self.read_nbytes = 0
 
@@ -95,6 +98,8 @@ class Fetch:
             reads = near(batches, self._begins, gap_nbytes)
         async with asyncio.TaskGroup() as group:
             for read in reads:
+                if self._begun is not None:
+                    self._begun(read)
                 self._streams.ceiling = self._concurrency()
                 stream = await self._streams.acquire()
                 try:
@@ -172,8 +177,8 @@ class Fetch:
                 error.path = leaf
                 error.add_note(f"while reading leaf {leaf}")
             raise
+        self.read_nbytes += span(batches)
         for batch in batches:
-            self.read_nbytes += batch.nbytes
             self._progress(batch.nbytes)
             self._count(batch.parts.column(1))
 

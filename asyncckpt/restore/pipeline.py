@@ -16,11 +16,13 @@ from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.options import ALIGNED_CHUNK_NBYTES
 from asyncckpt.planning.restore import RestorePlan, plan_restore
-from asyncckpt.reports import Progress, nbytes_text
+from asyncckpt.reports import Progress, ReadRange, nbytes_text
 from asyncckpt.restore.buffers import Buffers, Memory, allocate, check_overlaps, tied_key
+from asyncckpt.restore.explain import explained
 from asyncckpt.restore.fetch import Fetch
 from asyncckpt.restore.match import LeafRestore, Matching
 from asyncckpt.restore.place import Placement
+from asyncckpt.restore.ranges import Read
 from asyncckpt.restore.request import RestoreRequest
 from asyncckpt.runtime import Runtime, reads_in_flight
 
@@ -37,6 +39,7 @@ class RestorePipeline:
         read_nbytes: bytes read from the store.
         unverified: paths whose bytes had no checksum.
         notes: what a person should know.
+        reads: what was read, and what for, if the restore is to be explained.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class RestorePipeline:
         self.read_nbytes = 0
         self.unverified: list[str] = []
         self.notes: list[str] = []
+        self.reads: tuple[ReadRange, ...] = ()
 
     async def run(self) -> None:
         """Restore every leaf.
@@ -95,6 +99,8 @@ class RestorePipeline:
         self._started = True
         self._ready = buffers.idle
         self._arrived.set()
+        reads: list[Read] = []
+        explain = self._request.options.explain
         fetch = Fetch(
             opened,
             extents,
@@ -106,6 +112,7 @@ class RestorePipeline:
             own_memory=not self._into or self._atomic,
             arrived=partial(self._count_down, buffers),
             progress=partial(self._progress, plan.read_nbytes),
+            begun=reads.append if explain else None,
         )
         async with asyncio.TaskGroup() as group:
             placing = group.create_task(self._place_arrived())
@@ -113,6 +120,9 @@ class RestorePipeline:
             self._arrived.set()
             await placing
         self.read_nbytes = fetch.read_nbytes
+        if explain:
+            given = opened, self._arrays, buffers, extents, reads
+            self.reads = await compute.run(explained, *given)
 
     def _count_down(self, buffers: Buffers, destinations: Sequence[int]) -> None:
         """Note that some destinations hold their values."""
