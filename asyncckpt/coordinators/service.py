@@ -95,7 +95,10 @@ class ServiceCoordinator(Generic[S]):
         name: what it is called in messages.
         process_index: number of this process.
         process_count: number of processes.
+        server: what serves the keys, for errors; empty where no process does.
     """
+
+    server = ""
 
     def __init__(
         self, name: str, process_index: int, process_count: int, connect: Callable[[], S]
@@ -198,9 +201,10 @@ class ServiceCoordinator(Generic[S]):
         except AsyncCheckpointError:
             raise
         except Exception as error:
+            why = f"; {self.server} serves the keys, and may have died" if self.server else ""
             raise StoreError(
                 f"{self.name} coordinator, process {self.process_index} of {self.process_count}: "
-                f"{what} failed: {type(error).__name__}: {error}",
+                f"{what} failed: {type(error).__name__}: {error}{why}",
                 retryable=True,
                 found=str(error),
             ) from error
@@ -233,8 +237,8 @@ class ServiceCoordinator(Generic[S]):
     def _no_answer(self, what: str, why: str) -> StoreError:
         return StoreError(
             f"{self.name} coordinator, process {self.process_index} of {self.process_count}: "
-            f"{what}: {why}. Check whether the process that serves the keys (usually process 0) "
-            "is stopped, and the network to its host",
+            f"{what}: {why}. Check whether the process that serves the keys "
+            f"({self.server or 'usually process 0'}) is stopped, and the network to its host",
             retryable=True,
         )
 

@@ -55,6 +55,17 @@ class TorchCoordinator(ServiceCoordinator["TorchService"]):
                 "coordinator=DirectoryCoordinator(...)"
             )
         super().__init__("torch", *processes, lambda: TorchService(store))
+        self.server = server_of(store)
+
+
+def server_of(store: Any) -> str:
+    """Return what serves the keys of a store, with host and port; empty for files and memory."""
+    while isinstance(store, distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    if not hasattr(store, "host"):
+        return ""
+    agent = torch.distributed.is_torchelastic_launched()
+    return f"{'the agent of torchrun' if agent else 'process 0'} ({store.host}:{store.port})"
 
 
 class TorchService:

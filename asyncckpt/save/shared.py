@@ -187,16 +187,16 @@ class SharedSave(Save):
                     return
                 self._ended_by_others = True
                 if not isinstance(error, SaveOutcomeUnknownError):
-                    raise self._unknown() from error
+                    raise self._unknown(error) from error
                 raise
             self._ended_by_others, self._kept = True, False
             raise
 
-    def _unknown(self) -> SaveOutcomeUnknownError:
+    def _unknown(self, error: Exception) -> SaveOutcomeUnknownError:
         return SaveOutcomeUnknownError(
             f"{self._location}: the coordinator failed after this process had written its part, "
             "and the record has not appeared; whether the save succeeds is unknown: look at "
-            "latest_step(), then save again",
+            f"latest_step(), then save again ({error})",
             location=self._location,
         )
 
@@ -340,7 +340,7 @@ class SharedSave(Save):
         except StoreError as error:
             # The message may have arrived, and process 0 have committed.
             if not await self._is_committed():
-                raise self._unknown() from error
+                raise self._unknown(error) from error
         else:
             await self._outcome()
         await joined.leave()

@@ -228,7 +228,9 @@ async def test_close_does_not_wait_for_a_stopped_server(
 async def test_an_error_is_told_and_ends_the_connection(server: Server) -> None:
     async with coordinating(server) as coordinator:
         server.error = ConnectionResetError("reset by peer")
-        with pytest.raises(StoreError, match=r"put\(a\) failed: ConnectionResetError: reset"):
+        coordinator.server = "process 0 (h:1)"
+        told = r"put\(a\) failed: ConnectionResetError: reset by peer; process 0 \(h:1\) serves"
+        with pytest.raises(StoreError, match=told):
             await coordinator.put("a", b"x")
         server.error = None
         await coordinator.put("a", b"x")
