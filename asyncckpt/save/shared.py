@@ -29,6 +29,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from asyncckpt.coordinators.messages import encode_error
 from asyncckpt.coordinators.rounds import Round, briefly
 from asyncckpt.errors import (
     AsyncCheckpointError,
@@ -43,7 +44,7 @@ from asyncckpt.flow.shield import leading_error, to_completion
 from asyncckpt.format.record import save_id_of
 from asyncckpt.planning.replicas import checked_rows
 from asyncckpt.planning.table import Column
-from asyncckpt.ports import AttemptFiles, DataFile, JoinedAttempt, Sizes, Store
+from asyncckpt.ports import AttemptFiles, DataFile, JoinedAttempt, NotingStore, Sizes, Store
 from asyncckpt.reports import ProcessPart, SaveReport
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.commit import Commit, Committable
@@ -62,6 +63,9 @@ JOIN_S = 2.0
 UNSHARED_S = 15.0
 """How long an attempt that process 0 has begun may stay invisible: network file systems keep what
 they know of a directory for some seconds."""
+
+NOTE_S = 1.0
+"""How long noting an error may take: the program waits for it."""
 
 LOOK_S = 1.0
 """Pause between two looks for the record of a process 0 that has fallen silent."""
@@ -159,10 +163,30 @@ class SharedSave(Save):
         """
         async with self._round.alive():
             try:
-                return await super().run(turn, retain)
+                report = await super().run(turn, retain)
             except BaseException as error:
                 await self._post(error)
+                await self._note(error)
                 raise
+            await self._note(None)
+            return report
+
+    async def _note(self, error: BaseException | None) -> None:
+        """Leave the error with which this process ended the save to the job that comes next.
+
+        Errors of other processes are theirs to note. After a success, the last note is removed.
+        """
+        if not isinstance(self._store, NotingStore):
+            return
+        note = None
+        if error is not None:
+            theirs = getattr(error, "process", None) is not None
+            if theirs or isinstance(error, (SaveAbortedError, asyncio.CancelledError)):
+                return
+            host, stage = self._group.host, self._state.stage
+            note = encode_error(error, process=self._process, host=host, stage=stage)
+        with contextlib.suppress(Exception):  # of a store that is not ours
+            await to_completion(briefly(self._store.keep_note(self._process, note), limit_s=NOTE_S))
 
     async def _run(self) -> SaveReport:
         try:

@@ -86,18 +86,16 @@ class Processes:
                 self._chosen = choose(self._given)
             return self._chosen
 
-    @property
-    def may_lead(self) -> bool:
-        """Whether this is process 0, or the only one, as far as the runtime knows now.
+    def foreseen(self) -> Coordinator | None:
+        """Return what would be chosen now, None if nothing could.
 
         Chooses nothing yet: the runtime may be initialised later.
         """
         with self._lock:
             try:
-                chosen = self._chosen or choose(self._given)
+                return self._chosen or choose(self._given)
             except UsageError:
-                return False
-        return chosen.process_index == 0
+                return None
 
     @property
     def alone(self) -> bool:

@@ -286,6 +286,14 @@ class Session:
             process_count=self.processes.coordinator.process_count,
         )
 
+    async def enter(self) -> None:
+        """Sweep the root, and log the errors with which processes of an earlier job ended."""
+        coordinator = self.processes.foreseen()
+        if coordinator is not None and coordinator.process_index == 0:
+            await self.call(self.root.sweep).wait()
+            if coordinator.process_count > 1:
+                await self.call(self.root.log_notes).wait()
+
     # -- on the engine
 
     async def _save(

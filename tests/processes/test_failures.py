@@ -35,7 +35,8 @@ def pool(pools: Pools) -> Pool:
 def left(root: Path) -> list[Path]:
     """Files of unfinished attempts."""
     control = root / ".asyncckpt"
-    return [path for path in control.rglob("*") if path.is_file() and path.name != "lock"]
+    paths = [path for path in control.rglob("*") if path.is_file() and path.name != "lock"]
+    return [path for path in paths if not path.name.startswith("error-")]
 
 
 async def works(pool: Pool, root: Path) -> None:

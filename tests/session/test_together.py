@@ -36,6 +36,7 @@ from asyncckpt.errors import (
     UsageError,
 )
 from asyncckpt.session.root import Root
+from asyncckpt.stores.local.store import LocalStore
 
 Part = Callable[[Checkpointer, int], Coroutine[Any, Any, Any]]
 
@@ -95,7 +96,8 @@ class Job:
     def left(self) -> list[Path]:
         """Return all files of unfinished attempts."""
         control = self.root / ".asyncckpt"
-        return [path for path in control.rglob("*") if path.is_file() and path.name != "lock"]
+        paths = [path for path in control.rglob("*") if path.is_file() and path.name != "lock"]
+        return [path for path in paths if not path.name.startswith("error-")]
 
 
 @pytest.fixture
@@ -290,6 +292,49 @@ def test_of_small_shards_that_may_differ_the_lowest_holder_counts(job: Job) -> N
     assert all(isinstance(report, asyncckpt.SaveReport) for report in job.play(part))
     restored = asyncio.run(asyncckpt.restore(job.root / "1", coordinator="single"))
     assert restored["s"].tolist() == [0] * 4 + [1] * 4
+
+
+async def different(ckpt: Checkpointer, process: int) -> Any:
+    return await ckpt.save(1, {"w": np.full(10, process)})
+
+
+async def equal_values(ckpt: Checkpointer, process: int) -> Any:
+    return await ckpt.save(2, {"w": np.ones(10)})
+
+
+def test_a_restarted_job_says_why_the_one_before_failed(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.play(different)
+    notes = [path.name for path in (job.root / ".asyncckpt").glob("error-*")]
+    assert notes == ["error-0"], "one note, by the process that found the difference"
+    job.play(equal_values)
+    (line,) = [text for text in caplog.messages if "in an earlier job" in text]
+    assert "process 0 (" in line and "w: " in line and "hold different values" in line
+    assert not list((job.root / ".asyncckpt").glob("error-*"))
+    caplog.clear()
+    job.play(lambda ckpt, process: ckpt.save(3, {"w": np.ones(10)}))
+    assert "in an earlier job" not in caplog.text
+
+
+def test_a_save_that_succeeds_removes_the_last_error(job: Job) -> None:
+    async def part(ckpt: Checkpointer, process: int) -> Any:
+        with pytest.raises(MismatchError):
+            await different(ckpt, process)
+        await equal_values(ckpt, process)
+
+    assert job.play(part) == [None] * job.count
+    assert not list((job.root / ".asyncckpt").glob("error-*"))
+
+
+def test_an_error_that_cannot_be_noted_is_raised_all_the_same(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: object) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(LocalStore, "keep_note", broken)
+    assert all(isinstance(error, MismatchError) for error in job.play(different))
 
 
 def test_control_without_the_comparison_different_replicas_are_mixed(

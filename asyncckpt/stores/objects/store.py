@@ -31,6 +31,7 @@ from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.files import ObjectFiles
 from asyncckpt.stores.objects.gc import NAMES_MAX, remove_garbage
 from asyncckpt.stores.objects.layout import CONTROL, check_key, check_save_id
+from asyncckpt.stores.objects.notes import keep_note, take_notes
 from asyncckpt.stores.objects.probe import Conditions, Probes
 from asyncckpt.stores.objects.remove import unlist
 from asyncckpt.stores.objects.repair import repair_quietly
@@ -111,6 +112,7 @@ class ObjectStore:
         self._settling: list[Beside[None]] = []
         self._used: OrderedDict[str, None] = OrderedDict()
         self._choices: OrderedDict[int, Choice] = OrderedDict()
+        self._noted: set[int] = set()
 
     def __repr__(self) -> str:
         return f"ObjectStore({self.url!r}, {self._requests.traits.name})"
@@ -345,6 +347,18 @@ class ObjectStore:
             )
         with reported("removing leftovers", self.url):
             return await remove_garbage(self._context, older_than_s, dry_run=dry_run)
+
+    async def keep_note(self, process: int, note: bytes | None) -> None:
+        """Keep a note of a process, as `NotingStore.keep_note`."""
+        if note is not None or process in self._noted:
+            self._noted.add(process)
+            with reported("noting an error", self.url):
+                await keep_note(self._requests, process, note)
+
+    async def take_notes(self) -> Sequence[bytes]:
+        """Remove and return all notes, as `NotingStore.take_notes`."""
+        with reported("looking for errors of earlier jobs", self.url):
+            return await take_notes(self._requests)
 
     async def close(self) -> None:
         """End what runs in the background, then close connections. Idempotent.
