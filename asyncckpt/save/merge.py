@@ -1,8 +1,8 @@
-"""Merge: the entries of all processes become one index, made by the process that commits."""
+"""Merge: process 0 makes one index of the entries of all processes."""
 
 # Rule 1: every chunk of the plan is in exactly one place, or nothing is committed.
 # Rule 2: replicas are compared before anything is committed. A replica that differs would make
-#   parts of different values one array, and nobody would notice.
+#   parts of different values one array, unnoticed.
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def merge(
 ) -> tuple[Payload, dict[int, bytes]]:
     """Return places and checksums of all chunks, and the stored bytes of those without a place.
 
-    The latter are small leaves whose parts several processes hold.
+    Chunks without a place are those of small leaves whose parts several processes hold.
 
     Raises:
         UsageError: a chunk has no place, or two; names the processes.

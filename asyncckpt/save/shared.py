@@ -12,11 +12,11 @@
 Whatever fails on one process ends the round, and with it the save on all.
 """
 
-# Rule 1: nothing is waited for before the leaves are staged, if the plan is known: a process that
-#   comes early stages, and its first write waits for the attempt.
-# Rule 2: an error that begins here is posted before anything is cleaned up, so that the others
-#   stop at once; one that was posted elsewhere is not posted again.
-# Rule 3: plans that were kept are dropped after every failure: processes may disagree about them.
+# Rule 1: if the plan is known, staging waits for no other process; the first write waits for the
+#   attempt.
+# Rule 2: an error of this process is posted before anything is cleaned up, so that the others stop
+#   at once; an error of another process is not posted again.
+# Rule 3: kept plans are dropped after every failure: processes may disagree about them.
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ from asyncckpt.save.snapshot import SaveRequest
 T = TypeVar("T")
 
 JOIN_S = 2.0
-"""How long an attempt is looked for before the question is whether process 0 has begun it."""
+"""How long to look for an attempt before asking whether process 0 has begun it."""
 
 UNSHARED_S = 15.0
-"""How long an attempt that process 0 has begun may stay invisible: network file systems keep what
-they know of a directory for some seconds."""
+"""How long an attempt that process 0 has begun may stay invisible: network file systems cache
+directories for some seconds."""
 
 NOTE_S = 1.0
 """How long noting an error may take: the program waits for it."""
@@ -72,7 +72,7 @@ LOOK_S = 1.0
 
 
 class Joining:
-    """The files of an attempt that this process is about to join; the first call waits for that."""
+    """The files of an attempt that this process is joining; every call waits until it has."""
 
     def __init__(self, location: str, joining: asyncio.Task[JoinedAttempt]) -> None:
         self.location = location
@@ -158,7 +158,7 @@ class SharedSave(Save):
         """Take part in committing the checkpoint; as `Save.run`.
 
         Raises:
-            …: the error of whichever process failed first, with its name.
+            …: the error of the process that failed first, which it names.
             SaveOutcomeUnknownError: process 0 fell silent after its decision to commit.
         """
         async with self._round.alive():
