@@ -482,7 +482,7 @@ class NotingStore(Protocol):
         ...
 
     async def take_notes(self) -> Sequence[bytes]:
-        """Remove the notes of all processes, also of earlier jobs, and return them."""
+        """Remove the notes of all processes, also of earlier jobs, and return them in no order."""
         ...
 
 

@@ -37,6 +37,9 @@ RECORD_FILE = RECORD_NAME
 
 OWNER_SUFFIX = ".owner"
 
+NOTE_NBYTES = 64 << 10
+"""Longest note of a process that is read."""
+
 # A file name has at most 255 bytes; the prefix, the save id and the suffix need the rest.
 _NAME_NBYTES = 120
 _SAVE_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")

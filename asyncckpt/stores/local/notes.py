@@ -9,10 +9,7 @@ import os
 import re
 import time
 
-from asyncckpt.stores.paths import Layout
-
-NOTE_NBYTES = 64 << 10
-"""Longest note that is read."""
+from asyncckpt.stores.paths import NOTE_NBYTES, Layout
 
 _NOTE = re.compile(r"error-[0-9]{1,9}")
 
@@ -59,4 +56,4 @@ def _paths(layout: Layout) -> list[str]:
         names = [name for name in os.listdir(layout.control) if _NOTE.fullmatch(name)]
     except OSError:
         return []
-    return [os.path.join(layout.control, name) for name in sorted(names, key=lambda n: int(n[6:]))]
+    return [os.path.join(layout.control, name) for name in sorted(names)]
