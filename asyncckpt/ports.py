@@ -476,6 +476,22 @@ class Store(Protocol):
 
 
 @runtime_checkable
+class NotingStore(Protocol):
+    """A store that keeps the last error of each process for the job that continues the run."""
+
+    async def keep_note(self, process: int, note: bytes | None) -> None:
+        """Keep a note of a process in place of its last one.
+
+        With None, remove the note that was kept through this object, if there is one.
+        """
+        ...
+
+    async def take_notes(self) -> Sequence[bytes]:
+        """Remove the notes of all processes, also of earlier jobs, and return them in no order."""
+        ...
+
+
+@runtime_checkable
 class ExportingStore(Protocol):
     """A store to which files of other formats can be written, too."""
 

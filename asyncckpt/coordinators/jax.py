@@ -63,6 +63,7 @@ class JaxCoordinator(ServiceCoordinator["JaxService"]):
                 "shared directory with coordinator=DirectoryCoordinator(...)"
             )
         super().__init__("jax", *processes, lambda: JaxService(client))
+        self.server = f"process 0 ({distributed.global_state.coordinator_address})"
         self._gathers = JaxGathers()
         self._slice_s = min(longest_pause_s(self.process_count), SLICE_S)
         self._waits = 0

@@ -57,6 +57,7 @@ class TorchCoordinator(ServiceCoordinator["TorchService"]):
                 "coordinator=DirectoryCoordinator(...)"
             )
         super().__init__("torch", *processes, lambda: TorchService(store))
+        self.server = server_of(store)
         self._store = store
 
     def exchange(
@@ -64,6 +65,16 @@ class TorchCoordinator(ServiceCoordinator["TorchService"]):
     ) -> TorchExchange:
         """Return gloo's collectives, in groups of their own."""
         return TorchExchange(self._store, name, self.process_index, in_worker, timeout_s)
+
+
+def server_of(store: Any) -> str:
+    """Return what serves the keys of a store, with host and port; empty for files and memory."""
+    while isinstance(store, distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    if not hasattr(store, "host"):
+        return ""
+    agent = torch.distributed.is_torchelastic_launched()
+    return f"{'the agent of torchrun' if agent else 'process 0'} ({store.host}:{store.port})"
 
 
 class TorchService:

@@ -69,6 +69,14 @@ class Fetch:
         files: what is read from; None for the files of the checkpoint.
         left: per destination, chunks that have not arrived; None for those of the plan. Two fetches
             that fill the same destinations share it.
+        explain: note every read.
+
+    Attributes:
+        opened: the checkpoint.
+        extents: where its chunks are.
+        reads: every read, if the restore is to be explained.
+        read_nbytes: bytes that have been read.
+        left: per destination, chunks that have not arrived.
     """
 
     def __init__(
@@ -86,8 +94,10 @@ class Fetch:
         progress: Callable[[int], None],
         files: Ranges | None = None,
         left: list[int] | None = None,
+        explain: bool = False,
     ) -> None:
-        self._opened = opened
+        self.opened = opened
+        self.extents = extents
         self._files: Ranges = opened.files if files is None else files
         self._capabilities = self._files.capabilities
         self._plan = plan
@@ -102,6 +112,8 @@ class Fetch:
         self._progress = progress
         self._first = left is None
         self.left = list(plan.counts) if left is None else left
+        self._explain = explain
+        self.reads: list[Read] = []
         self.read_nbytes = 0
 
     async def run(self) -> None:
@@ -125,6 +137,8 @@ class Fetch:
             reads = near(batches, self._begins, gap_nbytes)
         async with asyncio.TaskGroup() as group:
             for read in reads:
+                if self._explain:
+                    self.reads.append(read)
                 self._streams.ceiling = self._concurrency()
                 stream = await self._streams.acquire()
                 try:
@@ -179,7 +193,7 @@ class Fetch:
     async def _read(self, read: Read, slots: list[Slot], units: int, stream: Permit) -> None:
         """Read one run, check it, and copy what is not in its destination yet."""
         batches = read.batches
-        path = self._opened.stored_files[batches[0].file].path
+        path = self.opened.stored_files[batches[0].file].path
         copies = self._capabilities.read_copies
         ahead = units * self._pool.slot_nbytes // copies if copies else None
         try:
@@ -192,7 +206,7 @@ class Fetch:
             else:
                 await self._large(batches[0], path, slots[0])
         except CheckpointNotFoundError as error:
-            raise missing(self._opened.location, path) from error
+            raise missing(self.opened.location, path) from error
         except CorruptCheckpointError as error:
             if error.path is None:
                 # The store knows only the file, not whose bytes are there.
@@ -202,8 +216,8 @@ class Fetch:
                 error.path = leaf
                 error.add_note(f"while reading leaf {leaf}")
             raise
+        self.read_nbytes += span(batches)
         for batch in batches:
-            self.read_nbytes += batch.nbytes
             self._progress(batch.nbytes)
             self._count(batch.parts.column(1))
 

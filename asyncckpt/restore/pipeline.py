@@ -20,15 +20,16 @@ from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.options import ALIGNED_CHUNK_NBYTES
 from asyncckpt.planning.restore import RestorePlan, plan_restore
-from asyncckpt.reports import Progress, nbytes_text
+from asyncckpt.reports import Progress, ReadRange, nbytes_text
 from asyncckpt.restore.buffers import Buffers, Memory, allocate, check_overlaps, tied_key
 from asyncckpt.restore.exchange import Exchanger
+from asyncckpt.restore.explain import explained
 from asyncckpt.restore.fetch import Fetch
 from asyncckpt.restore.match import LeafRestore, Matching
 from asyncckpt.restore.place import Placement
 from asyncckpt.restore.request import RestoreRequest
 from asyncckpt.restore.shared_reads import share_reads
-from asyncckpt.restore.streams import READS as STREAM_READS
+from asyncckpt.restore.streams import StreamFiles
 from asyncckpt.runtime import Runtime, reads_in_flight
 
 PLACE_LEAVES = 512
@@ -45,6 +46,7 @@ class RestorePipeline:
         received_nbytes: bytes that came by exchange between processes.
         unverified: paths whose bytes had no checksum.
         notes: what a person should know.
+        reads: what was read, and what for, if the restore is to be explained.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class RestorePipeline:
         self.received_nbytes = 0
         self.unverified: list[str] = []
         self.notes: list[str] = []
+        self.reads: tuple[ReadRange, ...] = ()
 
     async def run(self) -> None:
         """Restore every leaf.
@@ -111,45 +114,58 @@ class RestorePipeline:
             replan = partial(self._planned, buffers, plan.counts)
             shared = await share_reads(self._exchanger, opened, extents, plan.rows, replan)
         total_nbytes = plan.read_nbytes
-        own = Fetch(
-            opened,
-            extents,
-            plan if shared is None else shared.own_plan,
-            buffers.destinations,
-            runtime.pool,
-            compute,
-            concurrency=partial(reads_in_flight, opened.files, self._request.options.concurrency),
-            own_memory=not self._into or self._atomic,
-            arrived=partial(self._count_down, buffers),
-            progress=partial(self._progress, total_nbytes),
-        )
+        own_plan = plan if shared is None else shared.own_plan
+        own = self._fetch(buffers, opened, extents, own_plan, total_nbytes)
+        fetches = [own]
+        if shared is not None:
+            given = buffers, shared.opened, shared.extents, shared.plan, total_nbytes
+            fetches.append(self._fetch(*given, files=shared.files, left=own.left))
         async with asyncio.TaskGroup() as group:
             placing = group.create_task(self._place_arrived())
-            fetching = group.create_task(own.run())
-            if shared is not None:
-                received = Fetch(
-                    shared.opened,
-                    shared.extents,
-                    shared.plan,
-                    buffers.destinations,
-                    runtime.pool,
-                    compute,
-                    concurrency=lambda: STREAM_READS,
-                    own_memory=True,
-                    arrived=partial(self._count_down, buffers),
-                    progress=partial(self._progress, total_nbytes),
-                    files=shared.files,
-                    left=own.left,
-                )
-                group.create_task(shared.run())
-                await received.run()
-            await fetching
+            async with asyncio.TaskGroup() as fetching:
+                if shared is not None:
+                    fetching.create_task(shared.run())
+                for fetch in fetches:
+                    fetching.create_task(fetch.run())
             self._arrived.set()
             await placing
         self.read_nbytes = own.read_nbytes
         if self._exchanger is not None:
             self.read_nbytes += self._exchanger.read_nbytes
             self.received_nbytes = self._exchanger.received_nbytes
+        if self._request.options.explain:
+            for fetch in fetches:
+                self.reads += await compute.run(explained, fetch, self._arrays, buffers)
+
+    def _fetch(
+        self,
+        buffers: Buffers,
+        opened: OpenCheckpoint,
+        extents: Extents,
+        plan: RestorePlan,
+        total_nbytes: int,
+        *,
+        files: StreamFiles | None = None,
+        left: list[int] | None = None,
+    ) -> Fetch:
+        """Return what fetches a plan, from the store or from streams."""
+        options, runtime = self._request.options, self._runtime
+        concurrency = partial(reads_in_flight, opened.files, options.concurrency)
+        return Fetch(
+            opened,
+            extents,
+            plan,
+            buffers.destinations,
+            runtime.pool,
+            runtime.engine.compute,
+            concurrency=concurrency if files is None else files.reads,
+            own_memory=not self._into or self._atomic,
+            arrived=partial(self._count_down, buffers),
+            progress=partial(self._progress, total_nbytes),
+            explain=options.explain,
+            files=files,
+            left=left,
+        )
 
     def _count_down(self, buffers: Buffers, destinations: Sequence[int]) -> None:
         """Note that some destinations hold their values."""

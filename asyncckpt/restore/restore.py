@@ -128,6 +128,7 @@ async def run_restore(
         strict=request.strict,
         matched=matching.matched,
         wanted=matching.wanted,
+        reads=pipeline.reads,
     )
     return _outcome(opened.format, matching, pipeline, request, report)
 

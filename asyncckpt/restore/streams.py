@@ -78,11 +78,15 @@ class StreamFiles:
         capabilities: those of memory.
     """
 
-    capabilities = StoreCapabilities("any", read_gap_nbytes=0, reads=READS)
+    capabilities = StoreCapabilities("any", read_gap_nbytes=0)
 
     def __init__(self, streams: Mapping[str, Incoming], workers: Workers) -> None:
         self._streams = streams
         self._workers = workers
+
+    def reads(self) -> int:
+        """Return how many reads to have in flight."""
+        return READS
 
     async def read_into(
         self,

@@ -1,7 +1,7 @@
 """The processes of one session: chosen at first use, introduced once, counted through its calls."""
 
-# Rule 1: calls are counted in the caller's thread, before anything in them can fail: processes
-#   that make the same calls in the same order mean the same by a number.
+# Rule 1: calls are counted in the caller's thread, before anything in them can fail: in processes
+#   that make the same calls in the same order, equal numbers are the same call.
 # Rule 2: a call that fails before its round exists ends that round for all, or they would wait.
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from asyncckpt.runtime import Runtime
 T = TypeVar("T")
 
 PART_S = 2.0
-"""How long saying good-bye may take; keys that stay are of a run that nobody continues."""
+"""How long leaving the group may take; the keys of an ended run do no harm."""
 
 _agreed: Counter[tuple[str, int, int]] = Counter()
 """How often this process has met others, by root, its number and their count. A meeting that failed
@@ -85,6 +85,17 @@ class Processes:
             if self._chosen is None:
                 self._chosen = choose(self._given)
             return self._chosen
+
+    def foreseen(self) -> Coordinator | None:
+        """Return what would be chosen now, None if nothing could.
+
+        Chooses nothing yet: the runtime may be initialised later.
+        """
+        with self._lock:
+            try:
+                return self._chosen or choose(self._given)
+            except UsageError:
+                return None
 
     @property
     def alone(self) -> bool:
@@ -188,7 +199,7 @@ class Processes:
             return self._group, self._pulse
 
     async def release(self) -> None:
-        """Say good-bye, and close what was opened here."""
+        """Leave the group, and close the coordinator if it was chosen here."""
         if self._group is not None:
             await briefly(part(self._group), limit_s=PART_S)
         if self._chosen is not None and self._chosen is not self._given:
