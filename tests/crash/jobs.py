@@ -1,13 +1,15 @@
-"""Two processes that act together, of which one is killed or stopped before one of its calls.
+"""Several processes that act together, of which one is killed or stopped before one of its calls.
 
-`batch` is a scenario for `ForkServer`: it runs in a process without threads, and forks for every
-point a process that forks the two, waits for them, and then forks two more: the restart.
+`batch` is a scenario for `ForkServer`: it runs in a process without threads that has imported and
+computed what all need. For every visit it forks a process, which forks the job, waits for it, and
+then forks another one: the restart, on as many processes or on half of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import select
@@ -17,11 +19,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from asyncckpt import DirectoryCoordinator, KeepLast, SaveOptions, blocking
-from asyncckpt.coordinators import handshake
+from asyncckpt.coordinators import handshake, key_values
 from asyncckpt.errors import AsyncCheckpointError, SaveOutcomeUnknownError
 from tests.crash.faults import LoadedLibrary, read_log
 from tests.crash.invariant import AGAIN, leftovers, look, prepare
@@ -36,27 +39,59 @@ from tests.crash.scenarios import (
     state,
 )
 
-IMPORTS = ("numpy.ma", "uvloop", "tests.crash.pairs")
-BATCH = "tests.crash.pairs:batch"
+IMPORTS = ("numpy.ma", "uvloop", "tests.crash.jobs")
+BATCH = "tests.crash.jobs:batch"
 
-SILENCE_S = 1.0
+SILENCE_S = 1.5
 OPTIONS = SaveOptions(
-    chunk_nbytes=CHUNK_NBYTES, host_memory_nbytes=64 << 20, silence_s=SILENCE_S, arrival_s=1.5
+    chunk_nbytes=CHUNK_NBYTES, host_memory_nbytes=64 << 20, silence_s=SILENCE_S, arrival_s=2.0
 )
 PATIENT = SaveOptions(chunk_nbytes=CHUNK_NBYTES, host_memory_nbytes=64 << 20)
+
+PAUSE_S = 0.1
+"""Longest pause between two looks at a key: a hundred processes share the machine."""
 
 LIMIT_S = 20.0
 """A process that takes longer than this hangs."""
 
-STOPPED_S = 2.0
-"""How long a process is stopped; longer than it takes the other one to find out."""
+STOPPED_S = 2.5
+"""How long a process is stopped; longer than it takes the others to find out."""
+
+OPERATIONS: dict[str, Scenario] = {
+    "new": SCENARIOS["new"],
+    "overwrite": SCENARIOS["overwrite"],
+    "retention": Scenario(lambda _: None, ({1: 1}, {1: 1, 2: 2}, {2: 2}), {"acted": 1}, again=3),
+    "delete": SCENARIOS["delete"],
+}
+"""What may be listed, from before to after."""
+
+Fault = tuple[str, int, Path]
+"""Mode and number of the call, and the file for the log of calls."""
 
 
-def act(root: str, process: int, name: str) -> None:
+class Visit(NamedTuple):
+    """One call of one process that is killed or stopped there; 0 is no call.
+
+    Attributes:
+        name: of the operation.
+        count: number of processes.
+        victim: index of the process.
+        mode: of the fault; `count` disturbs no process and counts the calls of all.
+        point: number of the call.
+    """
+
+    name: str
+    count: int
+    victim: int
+    mode: str
+    point: int
+
+
+def act(root: str, process: int, count: int, name: str) -> None:
     """Play the part of one process."""
     keep = KeepLast(1) if name == "retention" else None
     coordinator = DirectoryCoordinator(
-        Path(root).parent / "keys", process_index=process, process_count=2
+        Path(root).parent / "keys", process_index=process, process_count=count
     )
     with blocking.Checkpointer(
         root, save_options=OPTIONS, keep=keep, coordinator=coordinator
@@ -69,96 +104,105 @@ def act(root: str, process: int, name: str) -> None:
         marker(root, "acted")
 
 
-PAIRS: dict[str, Scenario] = {
-    "new": SCENARIOS["new"],
-    "overwrite": SCENARIOS["overwrite"],
-    "retention": Scenario(lambda _: None, ({1: 1}, {1: 1, 2: 2}, {2: 2}), {"acted": 1}, again=3),
-    "delete": SCENARIOS["delete"],
-}
-"""What may be listed, from before to after."""
-
-
-def batch(root: str, name: str, victim: int, mode: str, points: list[int], width: int) -> Any:
-    """Visit the points, `width` of them at a time; return what was found at each."""
+def batch(root: str, visits: list[Any], width: int) -> Any:
+    """Make the visits, `width` of them at a time; return what was found at each."""
     faulthandler.cancel_dump_traceback_later()  # its thread would be missing after a fork
+    handshake.ANSWER_S, handshake.SETTLE_S, key_values.LAST_PAUSE_S = 1.0, PAUSE_S, PAUSE_S
     top = Path(root)
-    template = top / "before"
-    _wait(_fork(lambda: prepare(PAIRS[name], template), top / "prepared.json"))
-    results: dict[int, Any] = {}
-    running: dict[int, int] = {}
-    waiting = list(points)
-    while waiting or running:
-        while waiting and len(running) < width:
-            point = waiting.pop(0)
-            place = top / str(point)
-            place.mkdir()
-            shutil.copytree(template, place / "root")
-
-            def visit(place: Path = place, point: int = point) -> Any:
-                return _visit(place, name, victim, mode, point)
-
-            running[point] = _fork(visit, place / "visit.json")
-        done = next(iter(running))
-        _wait(running.pop(done), 4 * LIMIT_S)
-        results[done] = _report(top / str(done) / "visit.json")
-        shutil.rmtree(top / str(done))
-    return [results[point] for point in points]
+    for name, scenario in OPERATIONS.items():
+        # Not in a fork: tables that are computed once are then there for all.
+        prepare(scenario, top / name)
+    gc.collect()
+    gc.freeze()
+    results: list[Any] = [None] * len(visits)
+    running: dict[int, tuple[int, int]] = {}
+    ended = select.poll()
+    for number, visit in enumerate(visits):
+        if len(running) == width:
+            _reap(ended, running, top, results)
+        pid = _fork(partial(_made, top / str(number), top, Visit(*visit)), top / f"{number}.json")
+        pidfd = os.pidfd_open(pid)
+        ended.register(pidfd, select.POLLIN)
+        running[pidfd] = number, pid
+    while running:
+        _reap(ended, running, top, results)
+    return results
 
 
-def _visit(place: Path, name: str, victim: int, mode: str, point: int) -> Any:
-    """Return where the victim was hit, how both ended, and everything that is wrong afterwards."""
-    root, log = place / "root", place / "log"
-    log.write_text("")
+def _reap(
+    ended: select.poll, running: dict[int, tuple[int, int]], top: Path, results: list[Any]
+) -> None:
+    """Wait until at least one visit has ended, and take its report."""
+    for pidfd, _ in ended.poll():
+        number, pid = running.pop(pidfd)
+        ended.unregister(pidfd)
+        os.close(pidfd)
+        os.waitpid(pid, 0)
+        results[number] = _report(top / f"{number}.json")
+        shutil.rmtree(top / str(number))
+
+
+def _made(place: Path, top: Path, visit: Visit) -> Any:
+    """Make a visit: return where it was, and everything that is wrong afterwards."""
+    root = place / "root"
+    place.mkdir()
+    shutil.copytree(top / visit.name, root)
+    logs = [place / f"log-{process}" for process in range(visit.count)]
+    pids = []
     began = time.monotonic()
-    pids = []
-    for process in (0, 1):
-
-        def part(process: int = process) -> Any:
-            return _part(root, process, name, (mode, point, log) if process == victim else None)
-
+    for process, log in enumerate(logs):
+        log.write_text("")
+        hit = visit.mode == "count" or process == visit.victim
+        fault = (visit.mode, visit.point, log) if hit else None
+        part = partial(_part, root, process, visit, fault)
         pids.append(_fork(part, place / f"{process}.json"))
-    if mode == "stop":
-        _let_go_on(pids[victim])
-    hung = [process for process in (0, 1) if not _wait(pids[process])]
+    if visit.mode == "stop":
+        _let_go_on(pids[visit.victim])
+    hung = [process for process, pid in enumerate(pids) if not _wait(pid)]
     took_s = time.monotonic() - began
-    calls = read_log(log)
-    at = next((call for call in calls if call.verdict not in ("go",)), None)
-    reports = [_report(place / f"{process}.json") for process in (0, 1)]
+    calls = [read_log(log) for log in logs]
+    at = next((call for call in calls[visit.victim] if call.verdict != "go"), None)
+    reports = [_report(place / f"{process}.json") for process in range(visit.count)]
     wrong = [f"process {process} hangs: {reports[process]}" for process in hung]
-    killed = mode == "kill" and at is not None
+    killed = visit.victim if visit.mode == "kill" and at is not None else None
     for process, report in enumerate(reports):
-        if not (killed and process == victim):
-            wrong += _wrong_end(process, report, victim if killed else None)
-    ended = ["acted"] if "acted" in returned(calls) else []
-    if any(r and not r["failure"] and not r["trace"] for r in reports):
-        ended = ["acted"]
-    pids = []
-    for process in (0, 1):
-
-        def restart(process: int = process) -> Any:
-            return _restart(root, process, name)
-
-        pids.append(_fork(restart, place / f"restart-{process}.json"))
-    wrong += [f"process {p} hangs after the restart" for p in (0, 1) if not _wait(pids[p])]
-    wrong += [f"{path} is left after the restart" for path in leftovers(root)]
-    for process in (0, 1):
-        found = _report(place / f"restart-{process}.json") or {"wrong": [], "trace": "no report"}
-        texts = [*found.get("wrong", ()), *filter(None, [found["trace"]])]
-        wrong += [f"after the restart, process {process}: {text}" for text in texts]
-        if process == 0:
-            wrong += _wrong_outcome(PAIRS[name], name, found.get("found"), ended, reports)
+        if process != killed:
+            wrong += _wrong_end(process, report, killed)
+    acted = "acted" in returned(calls[visit.victim]) or any(
+        r and not r["failure"] and not r["trace"] for r in reports
+    )
+    wrong += _restarted(place, visit, acted, reports)
     return {
+        "visit": visit,
         "at": str(at) if at else "",
-        "calls": len(calls),
+        "calls": [len(each) for each in calls],
         "took_s": took_s,
-        "reports": reports,
         "wrong": wrong,
+        "reports": reports if wrong else [],
     }
 
 
-def _part(root: Path, process: int, name: str, fault: tuple[str, int, Path] | None) -> Any:
+def _restarted(place: Path, visit: Visit, acted: bool, reports: list[Any]) -> list[str]:
+    """Start the job once more, on as many processes or on half of them; return what is wrong."""
+    root = place / "root"
+    count = visit.count // (1 + visit.point % 2)
+    pids = [
+        _fork(partial(_restart, root, process, count, visit.name), place / f"again-{process}.json")
+        for process in range(count)
+    ]
+    wrong = [f"process {p} hangs after the restart" for p, pid in enumerate(pids) if not _wait(pid)]
+    wrong += [f"{path} is left after the restart" for path in leftovers(root)]
+    for process in range(count):
+        found = _report(place / f"again-{process}.json") or {"wrong": [], "trace": "no report"}
+        texts = [*found.get("wrong", ()), *filter(None, [found["trace"]])]
+        wrong += [f"after the restart, process {process}: {text}" for text in texts]
+        if process == 0:
+            wrong += _wrong_outcome(visit.name, found.get("found"), acted, reports)
+    return wrong
+
+
+def _part(root: Path, process: int, visit: Visit, fault: Fault | None) -> Any:
     """Return how a process ended."""
-    handshake.ANSWER_S = 1.0
     if fault is not None:
         mode, point, log = fault
         loaded = LoadedLibrary()
@@ -167,7 +211,7 @@ def _part(root: Path, process: int, name: str, fault: tuple[str, int, Path] | No
         loaded.arm()
     failure = None
     try:
-        act(str(root), process, name)
+        act(str(root), process, visit.count, visit.name)
     except AsyncCheckpointError as error:
         failure = {
             "type": type(error).__name__,
@@ -195,35 +239,37 @@ def _wrong_end(process: int, report: Any, victim: int | None) -> list[str]:
     return wrong
 
 
-def _wrong_outcome(
-    scenario: Scenario, name: str, found: Any, ended: list[str], reports: list[Any]
-) -> list[str]:
+def _wrong_outcome(name: str, found: Any, acted: bool, reports: list[Any]) -> list[str]:
     """Say what is listed that should not be, given what the processes were told."""
     listed = {int(step): version for step, version in (found or {}).items()}
     failures = [r["failure"] for r in reports if r and r.get("failure")]
-    possible = scenario.states
-    if ended:
-        # Retention comes after the save, which the other process does not wait for.
+    possible = OPERATIONS[name].states
+    if acted:
+        # Retention comes after the save, which the other processes do not wait for.
         possible = possible[1:]
     elif name != "delete" and any(not failure["unknown"] for failure in failures):
         possible = possible[:1]
     wrong = []
     if listed not in possible:
         wrong.append(f"listed is {listed}, possible are {possible}")
-    if ended and any(not failure["unknown"] for failure in failures):
-        wrong.append(f"one process has succeeded, the other says: {failures}")
+    if acted and any(not failure["unknown"] for failure in failures):
+        wrong.append(f"one process has succeeded, another says: {failures}")
     return wrong
 
 
-def _restart(root: Path, process: int, name: str) -> Any:
-    """Sweep, restore and save as one of two new processes; return what is wrong."""
-    scenario = PAIRS[name]
+def _restart(root: Path, process: int, count: int, name: str) -> Any:
+    """Sweep, restore and save as one of some new processes; return what is wrong."""
+    scenario = OPERATIONS[name]
     found, wrong = None, []
     if process == 0:
         found, wrong = look(
             blocking.Checkpointer(root, save_options=OPTIONS, coordinator="single"), scenario.rows
         )
-    coordinator = DirectoryCoordinator(root.parent / "keys", process_index=process, process_count=2)
+    coordinator: Any = "single"
+    if count > 1:
+        coordinator = DirectoryCoordinator(
+            root.parent / "keys", process_index=process, process_count=count
+        )
     with blocking.Checkpointer(root, save_options=PATIENT, coordinator=coordinator) as ckpt:
         if found is not None and ckpt.steps() != sorted(found):
             wrong.append(f"listed after a sweep is {ckpt.steps()} instead of {found}")
