@@ -171,12 +171,14 @@ def _made(place: Path, top: Path, visit: Visit) -> Any:
     acted = "acted" in returned(calls[visit.victim]) or any(
         r and not r["failure"] and not r["trace"] for r in reports
     )
+    began = time.monotonic()
     wrong += _restarted(place, visit, acted, reports)
     return {
         "visit": visit,
         "at": str(at) if at else "",
         "calls": [len(each) for each in calls],
         "took_s": took_s,
+        "again_s": time.monotonic() - began,
         "wrong": wrong,
         "reports": reports if wrong else [],
     }
