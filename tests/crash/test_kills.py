@@ -19,8 +19,9 @@ from tests.crash.jobs import BATCH, IMPORTS, OPERATIONS, Visit
 PROCESSES = 64
 """Processes at a time: most of them wait until another is silent."""
 
-EVERY = 5
-"""Calls between two at which a process is killed, where not every call is visited."""
+EVERY = {2: 5, 4: 15}
+"""Calls between two at which a process is killed, by the number of processes, where not every call
+is visited. Of four processes, three do the same, and each begins at another call."""
 
 STOPS = 42
 """Calls between two at which a process is stopped."""
@@ -75,7 +76,7 @@ def holds(forks: ForkServer, scratch: Path, count: int, mode: str, every: int) -
 def test_a_kill_leaves_the_old_steps_or_the_new_ones(
     forks: ForkServer, scratch: Path, count: int
 ) -> None:
-    holds(forks, scratch, count, "kill", EVERY)
+    holds(forks, scratch, count, "kill", EVERY[count])
 
 
 @pytest.mark.long
