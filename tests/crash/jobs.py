@@ -120,7 +120,7 @@ def batch(root: str, visits: list[Any], width: int) -> Any:
     for number, visit in enumerate(visits):
         if len(running) == width:
             _reap(ended, running, top, results)
-        pid = _fork(partial(_made, top / str(number), top, Visit(*visit)), top / f"{number}.json")
+        pid = forked(partial(_made, top / str(number), top, Visit(*visit)), top / f"{number}.json")
         pidfd = os.pidfd_open(pid)
         ended.register(pidfd, select.POLLIN)
         running[pidfd] = number, pid
@@ -138,7 +138,7 @@ def _reap(
         ended.unregister(pidfd)
         os.close(pidfd)
         os.waitpid(pid, 0)
-        results[number] = _report(top / f"{number}.json")
+        results[number] = reported(top / f"{number}.json")
         shutil.rmtree(top / str(number))
 
 
@@ -155,14 +155,14 @@ def _made(place: Path, top: Path, visit: Visit) -> Any:
         hit = visit.mode == "count" or process == visit.victim
         fault = (visit.mode, visit.point, log) if hit else None
         part = partial(_part, root, process, visit, fault)
-        pids.append(_fork(part, place / f"{process}.json"))
+        pids.append(forked(part, place / f"{process}.json"))
     if visit.mode == "stop":
         _let_go_on(pids[visit.victim])
-    hung = [process for process, pid in enumerate(pids) if not _wait(pid)]
+    hung = [process for process, pid in enumerate(pids) if not waited(pid)]
     took_s = time.monotonic() - began
     calls = [read_log(log) for log in logs]
     at = next((call for call in calls[visit.victim] if call.verdict != "go"), None)
-    reports = [_report(place / f"{process}.json") for process in range(visit.count)]
+    reports = [reported(place / f"{process}.json") for process in range(visit.count)]
     wrong = [f"process {process} hangs: {reports[process]}" for process in hung]
     killed = visit.victim if visit.mode == "kill" and at is not None else None
     for process, report in enumerate(reports):
@@ -189,13 +189,15 @@ def _restarted(place: Path, visit: Visit, acted: bool, reports: list[Any]) -> li
     root = place / "root"
     count = visit.count // (1 + visit.point % 2)
     pids = [
-        _fork(partial(_restart, root, process, count, visit.name), place / f"again-{process}.json")
+        forked(partial(_restart, root, process, count, visit.name), place / f"again-{process}.json")
         for process in range(count)
     ]
-    wrong = [f"process {p} hangs after the restart" for p, pid in enumerate(pids) if not _wait(pid)]
+    wrong = [
+        f"process {p} hangs after the restart" for p, pid in enumerate(pids) if not waited(pid)
+    ]
     wrong += [f"{path} is left after the restart" for path in leftovers(root)]
     for process in range(count):
-        found = _report(place / f"again-{process}.json") or {"wrong": [], "trace": "no report"}
+        found = reported(place / f"again-{process}.json") or {"wrong": [], "trace": "no report"}
         texts = [*found.get("wrong", ()), *filter(None, [found["trace"]])]
         wrong += [f"after the restart, process {process}: {text}" for text in texts]
         if process == 0:
@@ -288,7 +290,7 @@ def _restart(root: Path, process: int, count: int, name: str) -> Any:
 # ------------------------------------------------------------------------------------ processes
 
 
-def _fork(function: Callable[[], Any], report: Path) -> int:
+def forked(function: Callable[[], Any], report: Path) -> int:
     """Return the id of a forked process that leaves what the function returns in a file."""
     pid = os.fork()
     if pid == 0:
@@ -312,7 +314,7 @@ def _perform(function: Callable[[], Any], path: Path) -> NoReturn:
         os._exit(0)
 
 
-def _report(path: Path) -> Any:
+def reported(path: Path) -> Any:
     """Return what a forked process has left; what its threads did where it hung."""
     with contextlib.suppress(FileNotFoundError):
         return json.loads(path.read_text())
@@ -321,7 +323,7 @@ def _report(path: Path) -> Any:
     return {"trace": text, "failure": None, "left": []} if text else None
 
 
-def _wait(pid: int, limit_s: float = LIMIT_S) -> bool:
+def waited(pid: int, limit_s: float = LIMIT_S) -> bool:
     """Return whether the process ended in time; it is killed otherwise."""
     pidfd = os.pidfd_open(pid)
     poll = select.poll()
