@@ -16,7 +16,7 @@ import pytest
 from tests.crash.faults import ForkServer
 from tests.crash.jobs import BATCH, IMPORTS, OPERATIONS, Visit
 
-PROCESSES = 64
+PROCESSES = 48
 """Processes at a time: most of them wait until another is silent."""
 
 EVERY = {2: 5, 4: 15}
@@ -48,12 +48,21 @@ def found_at(forks: ForkServer, scratch: Path, visits: Sequence[Visit]) -> list[
     return list(outcome.result)
 
 
+def all_wrong(found: Sequence[Any]) -> str:
+    """Say what is wrong, and where."""
+    return "\n".join(
+        f"{one['visit']} {one['at']}: {text}\n{one['reports']}"
+        for one in found
+        for text in one["wrong"]
+    )
+
+
 def holds(forks: ForkServer, scratch: Path, count: int, mode: str, every: int) -> None:
     """Check that jobs of so many processes survive the fault at one in `every` of all calls."""
     undisturbed = found_at(
         forks, scratch, [Visit(name, count, 0, "count", 0) for name in OPERATIONS]
     )
-    assert [one for one in undisturbed if one["wrong"]] == []
+    assert all_wrong(undisturbed) == ""
     visits = []
     for one in undisturbed:
         assert min(one["calls"]) >= FEWEST_CALLS
@@ -62,7 +71,7 @@ def holds(forks: ForkServer, scratch: Path, count: int, mode: str, every: int) -
             points = range(1 + len(visits) % every, calls + 1, every)
             visits += [Visit(one["visit"][0], count, victim, mode, point) for point in points]
     found = found_at(forks, scratch, visits)
-    assert [one for one in found if one["wrong"]] == []
+    assert all_wrong(found) == ""
     hit = Counter(tuple(one["visit"][:3]) for one in found if one["at"])
     slowest_s = max(one["took_s"] for one in found)
     print(f"{count} processes: {mode} at {hit.total()} of {len(visits)} calls visited")
