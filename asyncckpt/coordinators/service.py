@@ -6,9 +6,10 @@ So all calls of a coordinator are made by one daemon thread of its own, with a c
 own, which can be abandoned and replaced.
 """
 
-# Rule 1: an await never waits for the thread to leave a call: cancelling returns at once, and what
-#   the call would have changed may change later.
-#   (test_cancelling_returns_while_the_server_is_stopped)
+# Rule 1: an await never waits for the thread to leave a call: cancelling returns at once. What the
+#   call was to change is still changed, in its turn, once the server answers: the others then learn
+#   why a process has given up that could not say so in time.
+#   (test_cancelling_a_save_returns_while_the_server_is_stopped)
 # Rule 2: calls are short, `SLICE_S` at most. Longer waits are made of many of them, and a call that
 #   waits gives way to those that do not, so that a beat is held up for one slice.
 #   (test_a_put_is_held_up_for_a_slice_at_most)
@@ -113,12 +114,14 @@ class ServiceCoordinator(Generic[S]):
     async def put(self, key: str, value: bytes) -> None:
         """Set `key`, whatever it was."""
         check_message(key, value)
-        await self.call(f"put({key})", lambda service: service.put(key, value))
+        await self.call(f"put({key})", lambda service: service.put(key, value), changes=True)
 
     async def put_once(self, key: str, value: bytes) -> bytes:
         """Set `key` if it was not set; return the value that was set first."""
         check_message(key, value)
-        return await self.call(f"put_once({key})", lambda service: service.put_once(key, value))
+        return await self.call(
+            f"put_once({key})", lambda service: service.put_once(key, value), changes=True
+        )
 
     async def look(self, key: str) -> bytes | None:
         """Return the value of `key`, None if it is not set; without waiting for it."""
@@ -144,7 +147,7 @@ class ServiceCoordinator(Generic[S]):
     async def delete(self, prefix: str) -> None:
         """Delete the key `prefix` and all that begin with ``prefix/``; there may be none."""
         check_key(prefix)
-        await self.call(f"delete({prefix})", lambda service: service.delete(prefix))
+        await self.call(f"delete({prefix})", lambda service: service.delete(prefix), changes=True)
 
     async def close(self) -> None:
         """End connection and thread. Idempotent; the service and its keys live on."""
@@ -159,17 +162,19 @@ class ServiceCoordinator(Generic[S]):
                 return
             await asyncio.sleep(pause)
 
-    async def call(self, what: str, function: Callable[[S], T], *, turn: int = CALL) -> T:
+    async def call(
+        self, what: str, function: Callable[[S], T], *, turn: int = CALL, changes: bool = False
+    ) -> T:
         """Return the result of a call that the thread makes.
 
-        Cancellation: returns at once, see Rule 1.
+        Cancellation: returns at once. A call that `changes` keys is still made, see Rule 1.
 
         Raises:
             StoreError: the call failed or did not return.
             ClosedError: the coordinator was closed.
         """
         caller = self._serving(what)
-        future = caller.submit(function, turn)
+        future = caller.submit(function, turn, changes=changes)
         answer = asyncio.wrap_future(future)
         try:
             while not answer.done():
@@ -232,7 +237,7 @@ class _Caller(Generic[S]):
 
     def __init__(self, name: str, connect: Callable[[], S]) -> None:
         self._connect = connect
-        self._queue: queue.PriorityQueue[tuple[int, int, Future[Any], Callable[[S], Any]]]
+        self._queue: queue.PriorityQueue[tuple[int, int, Future[Any], Callable[[S], Any], bool]]
         self._queue = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._busy_since: float | None = None
@@ -243,10 +248,12 @@ class _Caller(Generic[S]):
         except RuntimeError as error:
             raise thread_error(name, error) from error
 
-    def submit(self, function: Callable[[S], T], turn: int) -> Future[T]:
-        """Queue a call behind those of the same turn."""
+    def submit(
+        self, function: Callable[[S], T], turn: int, *, changes: bool = False
+    ) -> Future[T]:
+        """Queue a call behind those of the same turn; one that `changes` keys is always made."""
         future: Future[T] = Future()
-        self._queue.put((turn, next(self._numbers), future, function))
+        self._queue.put((turn, next(self._numbers), future, function, changes))
         return future
 
     def time_left_s(self) -> float:
@@ -263,8 +270,12 @@ class _Caller(Generic[S]):
     def _serve(self) -> None:
         service: S | None = None
         while not self._ended:
-            _, _, future, function = self._queue.get()
-            if self._ended or not future.set_running_or_notify_cancel():
+            _, _, future, function, changes = self._queue.get()
+            awaited = future.set_running_or_notify_cancel()
+            if not awaited and (self._ended or not changes):
+                continue
+            if self._ended:
+                future.set_exception(ClosedError("the coordinator was closed"))
                 continue
             self._busy_since = time.monotonic()
             try:
@@ -274,9 +285,11 @@ class _Caller(Generic[S]):
             except BaseException as error:
                 _close(service)
                 service = None
-                future.set_exception(error)
+                if awaited:
+                    future.set_exception(error)
             else:
-                future.set_result(result)
+                if awaited:
+                    future.set_result(result)
                 del result
             self._busy_since = None
             del future, function
@@ -286,7 +299,7 @@ class _Caller(Generic[S]):
     def _refuse_rest(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                _, _, future, _ = self._queue.get_nowait()
+                _, _, future, *_ = self._queue.get_nowait()
                 if future.set_running_or_notify_cancel():
                     future.set_exception(ClosedError("the coordinator was closed"))
 
