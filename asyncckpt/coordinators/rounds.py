@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 from asyncckpt.coordinators.absence import closed_error, late_error, silent_error, unknown_error
 from asyncckpt.coordinators.group import Group, departed
 from asyncckpt.coordinators.key_values import pauses
-from asyncckpt.coordinators.messages import decode_error, encode_error
+from asyncckpt.coordinators.messages import decode_error, encode_error, parts_of
 from asyncckpt.coordinators.pulse import Pulse
 from asyncckpt.errors import (
     AsyncCheckpointError,
@@ -115,6 +115,20 @@ class Round:
         """Tell process 0 something; `message` has at least one byte."""
         await self._coordinator.put(f"{self._prefix}/{what}/{self.group.process_index}", message)
 
+    async def post_parts(self, what: str, message: bytes) -> None:
+        """Tell process 0 something that may be large."""
+        for number, part in parts_of(message):
+            await self.post(f"{what}.{number}", part)
+
+    async def _joined(self, key: str, head: bytes) -> bytes:
+        """Return a message of several parts, of which the first has come and so have the others."""
+        parts = [head[1:]]
+        for number in range(1, head[0]):
+            part = await self._coordinator.look(f"{self._prefix}/{key.format(number)}")
+            assert part is not None
+            parts.append(part)
+        return b"".join(parts)
+
     async def post_name(self) -> None:
         """Tell process 0 what was called; it ends the round if that was another call."""
         await self.post("name", self._name.encode())
@@ -173,7 +187,10 @@ class Round:
             UsageError: a process has closed its `Checkpointer`; names it.
             SaveOutcomeUnknownError: process 0 has fallen silent after its decision to commit.
         """
-        await (self._lead() if self.leads else self._follow())
+        try:
+            await (self._lead() if self.leads else self._follow())
+        finally:
+            self._changed.set()
 
     async def run(self, part: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run this process' part of the round, which fails on all processes if it fails on one.
@@ -245,6 +262,40 @@ class Round:
             self._changed.clear()
             await self._changed.wait()
 
+    async def lowest(self, what: str, *, above: int) -> int | None:
+        """Return the lowest number that any other process has posted last, once it is higher.
+
+        None where the round has failed.
+        """
+        while not self.failed:
+            numbers = [
+                int(number) for key, number in self._found.items() if key.startswith(f"{what}/")
+            ]
+            if len(numbers) == self.group.process_count - 1 and min(numbers) > above:
+                return min(numbers)
+            self._changed.clear()
+            await self._changed.wait()
+        return None
+
+    async def gathered_parts(self, what: str) -> dict[int, bytes]:
+        """Return what every other process has posted with `post_parts`, and delete it.
+
+        Every look for messages would read it again.
+        """
+        heads = await self.gathered(f"{what}.0")
+        found = {
+            process: await self._joined(f"{what}.{{}}/{process}", head)
+            for process, head in heads.items()
+        }
+        for number in range(max(head[0] for head in heads.values())):
+            await self._coordinator.delete(f"{self._prefix}/{what}.{number}")
+        return found
+
+    async def answer_parts(self, what: str, message: bytes) -> None:
+        """Tell all others something that may be large."""
+        for number, part in parts_of(message):
+            await self.answer(f"{what}.{number}", part)
+
     async def answer(self, what: str, message: bytes) -> None:
         """Tell all others something."""
         await self._coordinator.put(f"{self._prefix}/{what}", message)
@@ -275,6 +326,22 @@ class Round:
             if message is not None:
                 return message
 
+    async def answered_parts(self, what: str) -> bytes:
+        """Return what process 0 tells with `answer_parts`."""
+        return await self._joined(f"{what}.{{}}", await self.answered(f"{what}.0"))
+
+    async def reached(self, what: str, number: int) -> bool:
+        """Return whether process 0 tells a number that is not lower, before the round fails."""
+        key = f"{self._prefix}/{what}"
+        for pause in pauses(self.group.process_count):
+            message = await self._coordinator.wait(key, timeout_s=SLICE_S)
+            if message is not None and int(message) >= number:
+                return True
+            if self.failed:
+                return False
+            await asyncio.sleep(pause)
+        raise AssertionError("pauses never end")
+
     async def outcome(self) -> bytes:
         """Return what process 0 says when the round has succeeded; needs `watch` to run."""
         await self._ended.wait()
@@ -291,7 +358,7 @@ class Round:
             decision = found.get("decision", COMMIT)
             if decision != COMMIT:
                 raise await self._failed(decision)
-            if len(found) != len(self._found):
+            if found != self._found:
                 waits = pauses(self.group.process_count)
             self._found = found
             other_call = self._other_call()

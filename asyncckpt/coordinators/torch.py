@@ -18,7 +18,9 @@ import torch.distributed
 from torch.distributed import distributed_c10d
 
 from asyncckpt.coordinators.service import ServiceCoordinator
+from asyncckpt.coordinators.torch_exchange import TorchExchange
 from asyncckpt.errors import UsageError
+from asyncckpt.ports import CallIn
 
 MULTI_GET_MIN = 16
 """So many values are read with two calls, fewer with one call each."""
@@ -56,6 +58,13 @@ class TorchCoordinator(ServiceCoordinator["TorchService"]):
             )
         super().__init__("torch", *processes, lambda: TorchService(store))
         self.server = server_of(store)
+        self._store = store
+
+    def exchange(
+        self, name: str, *, in_caller: CallIn, in_worker: CallIn, timeout_s: float
+    ) -> TorchExchange:
+        """Return gloo's collectives, in groups of their own."""
+        return TorchExchange(self._store, name, self.process_index, in_worker, timeout_s)
 
 
 def server_of(store: Any) -> str:

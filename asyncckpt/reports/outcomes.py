@@ -162,6 +162,8 @@ class RestoreReport:
         leaf_count: leaves restored.
         nbytes: bytes of array data restored.
         read_nbytes: bytes read from the store, gaps between chunks included.
+        received_nbytes: bytes that came by exchange between processes, what this process read for
+            all among them.
         total_s: seconds from the call to the return.
         replaced: paths of immutable leaves of the target that `restore_into` replaced in the dict,
             list or dataclass that holds them.
@@ -185,6 +187,7 @@ class RestoreReport:
     nbytes: int
     read_nbytes: int
     total_s: float
+    received_nbytes: int = 0
     replaced: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()

@@ -5,31 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint
 from asyncckpt.planning.restore import Part, intersection
 from asyncckpt.reports import ReadItem, ReadRange
 from asyncckpt.restore.buffers import Buffers
+from asyncckpt.restore.fetch import Fetch
 from asyncckpt.restore.match import LeafRestore
-from asyncckpt.restore.ranges import Read, span
+from asyncckpt.restore.ranges import span
 from asyncckpt.spec import Box
 
 
 def explained(
-    opened: OpenCheckpoint,
-    leaves: Sequence[LeafRestore],
-    buffers: Buffers,
-    extents: Extents,
-    reads: Iterable[Read],
+    fetch: Fetch, leaves: Sequence[LeafRestore], buffers: Buffers
 ) -> tuple[ReadRange, ...]:
     """Return what was read, by file and offset. Blocking: a few microseconds per item.
 
     Args:
-        opened: the checkpoint.
+        fetch: what has read it.
         leaves: the leaves that are arrays.
         buffers: what was fetched.
-        extents: where the chunks are.
-        reads: the calls that read.
     """
+    opened, extents = fetch.opened, fetch.extents
 
     def items(parts: Iterable[Part]) -> Iterator[ReadItem]:
         for part in parts:
@@ -58,6 +53,6 @@ def explained(
             nbytes=span(read.batches),
             items=tuple(items(part for batch in read.batches for part in batch.parts)),
         )
-        for read in reads
+        for read in fetch.reads
     ]
     return tuple(sorted(ranges, key=lambda one: (one.file, one.offset)))

@@ -21,7 +21,7 @@ from asyncckpt.coordinators.handshake import shake_hands
 from asyncckpt.coordinators.pulse import Pulse
 from asyncckpt.coordinators.rounds import Round, briefly
 from asyncckpt.errors import UsageError
-from asyncckpt.ports import Coordinator
+from asyncckpt.ports import Coordinator, ExchangingCoordinator
 from asyncckpt.runtime import Runtime
 
 T = TypeVar("T")
@@ -106,6 +106,29 @@ class Processes:
     def leads(self) -> bool:
         """Whether this is process 0, or the only one."""
         return self.coordinator.process_index == 0
+
+    def check_broadcast(self, broadcast: object) -> None:
+        """Check that processes can exchange what they read, if they are to.
+
+        Raises:
+            UsageError: there is no runtime whose collectives could do it.
+        """
+        if broadcast is not True:
+            return
+        coordinator = self.coordinator
+        if self._given == "single":
+            raise UsageError(
+                f'{self._root}: RestoreOptions(broadcast=True) with coordinator="single": a '
+                "process that works alone has nobody to exchange with; leave out one of the two",
+                location=self._root,
+            )
+        if coordinator.process_count > 1 and not isinstance(coordinator, ExchangingCoordinator):
+            raise UsageError(
+                f"{self._root}: RestoreOptions(broadcast=True) with the {coordinator.name} "
+                "coordinator, which has no collectives: initialise jax.distributed or "
+                "torch.distributed, or let every process read for itself with broadcast=False",
+                location=self._root,
+            )
 
     def count(self, kind: str) -> int:
         """Return the number of this call among those of its kind."""

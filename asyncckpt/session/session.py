@@ -28,6 +28,7 @@ from asyncckpt.arguments import (
 )
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.errors import AsyncCheckpointError, DeadlineExceededError, UsageError
+from asyncckpt.flow.caller import CallerThread
 from asyncckpt.flow.engine import Job, ended
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.options import RestoreOptions, SaveOptions
@@ -157,10 +158,14 @@ class Session:
 
     def restore(self, step: int | None, request: RestoreRequest) -> Job[RestoreOutcome]:
         """Restore what was asked for; all processes take part."""
+        self.processes.check_broadcast(request.options.broadcast)
         if self.processes.alone:
             return self.call(lambda: self.reads.restore(step, request))
         number = self.processes.count("call")
-        return self.call(lambda: self.reads.restore_together(step, request, number))
+        caller = CallerThread()
+        job = self.call(lambda: self.reads.restore_together(step, request, number, caller.run))
+        job.caller = caller
+        return job
 
     def start_save(
         self,

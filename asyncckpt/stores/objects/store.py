@@ -102,6 +102,7 @@ class ObjectStore:
             read_copies=traits.get_copies,
             read_gap_nbytes=READ_GAP_NBYTES,
             reads=READS,
+            shared_link=True,
             proves_dead=False,
         )
         self._requests = requests
