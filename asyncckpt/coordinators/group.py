@@ -84,8 +84,8 @@ def closed_error(group: Group, closed: Sequence[int]) -> UsageError:
     has = "has" if len(closed) == 1 else "have"
     return UsageError(
         f"{group.listed(closed)} {has} closed the Checkpointer with which this call was made here; "
-        "nothing was committed. Make the same calls on all processes, then close it on all, or pass "
-        'coordinator="single" where one process is to work alone',
+        "nothing was committed. Make the same calls on all processes, then close it on all; or "
+        'pass coordinator="single" where one process is to work alone',
         expected=group.process_count,
         found=group.process_count - len(closed),
     )
