@@ -1,6 +1,7 @@
 """Checkpoints on an object store: committed by one conditional PUT, safe against other writers."""
 
-# Rule 1: the record makes a checkpoint exist, and nothing else is consulted for that.
+# Rule 1: the record makes a checkpoint exist, and nothing else is consulted for that but claims:
+#   stores/objects/claims.py.
 # Rule 2: deleting removes the record before the bytes that it refers to, and those by the save id
 #   that it carried, so that another attempt at the same name loses nothing.
 # Rule 3: nothing about a store is remembered between calls except the results of probes, and the
@@ -19,12 +20,15 @@ from asyncckpt.errors import StoreError, UsageError
 from asyncckpt.flow.beside import Beside
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.flow.threads import Workers
+from asyncckpt.format.claims import Claim
 from asyncckpt.format.record import STEP_NAME, Outline
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES, KIB, PAGE_NBYTES, SLOT_NBYTES
 from asyncckpt.ports import Removal, Sizes, StoreCapabilities
 from asyncckpt.reports import nbytes_text
+from asyncckpt.stores.claims import check_epoch
 from asyncckpt.stores.exchange import check_process, find_mark
 from asyncckpt.stores.objects.attempt import ObjectAttempt
+from asyncckpt.stores.objects.claims import Claims
 from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.export import ObjectExport
 from asyncckpt.stores.objects.failures import reported
@@ -42,6 +46,7 @@ from asyncckpt.stores.objects.requests.sizes import (
     fits_chunk_nbytes,
 )
 from asyncckpt.stores.objects.share import ObjectJoinedAttempt
+from asyncckpt.stores.objects.takeover import take_over
 from asyncckpt.stores.paths import check_name
 
 COLLECT_MIN_S = 7 * 24 * 3600.0
@@ -76,6 +81,7 @@ class ObjectStore:
         save_id_of: returns the save id in a commit record, or None for anything else.
         outline_of: as `asyncckpt.format.record.outline_of`. Both are called in worker threads for
             records of more than 64 KiB.
+        epoch_of: as `asyncckpt.format.record.epoch_of`; without it, all records count.
         workers: threads for copies and checks.
         google: write Orbax's `commit_success.txt` last, which it wants on Google's store.
         collect_min_s: least age that `collect` accepts, and twice the age at which an attempt
@@ -89,6 +95,7 @@ class ObjectStore:
         save_id_of: Callable[[bytes], str | None],
         outline_of: Callable[..., Outline | None],
         workers: Workers,
+        epoch_of: Callable[[bytes], int | None] = lambda record: 0,
         google: bool = False,
         collect_min_s: float = COLLECT_MIN_S,
     ) -> None:
@@ -105,7 +112,9 @@ class ObjectStore:
             proves_dead=False,
         )
         self._requests = requests
-        self._context = Context(requests, workers, save_id_of, outline_of, google)
+        self._context = Context(
+            requests, workers, save_id_of, outline_of, epoch_of, Claims(requests), google
+        )
         self._collect_min_s = collect_min_s
         self._probes = Probes(requests, google=google)
         self._settling: list[Beside[None]] = []
@@ -175,26 +184,24 @@ class ObjectStore:
     ) -> ObjectAttempt:
         """Open an attempt; no request is waited for, unless it is shared. As `Store.begin`.
 
-        The first attempt begins the probe of conditional creation in the background. `epoch` means
-        nothing to a conditional PUT, nor `private` to the bucket's policy.
+        The first attempt begins the probe of conditional creation in the background. `private`
+        means nothing to the bucket's policy.
 
         Raises:
             UsageError: the name is not one path part or too long, or the save id is wrong.
         """
-        self._check(name, save_id, epoch)
+        self._check(name, save_id)
+        check_epoch(epoch)
         self._use(name)
         self._probes.begin()
-
-        async def conditions() -> Conditions:
-            return await self._conditions(versions=overwrite)
-
         attempt = ObjectAttempt(
             self._context,
             name,
             save_id,
+            epoch=epoch,
             overwrite=overwrite,
             max_age_s=self._collect_min_s / 2,
-            conditions=conditions,
+            conditions=self._conditions,
             in_background=self._begin_settling,
             unfinished=self._use,
             shared=shared,
@@ -214,7 +221,6 @@ class ObjectStore:
         *,
         process: int,
         timeout_s: float,
-        epoch: int = 0,
         private: bool = False,
     ) -> ObjectJoinedAttempt:
         """Take part in an attempt that another process begins. As `Store.join`.
@@ -224,7 +230,7 @@ class ObjectStore:
             CheckpointNotFoundError: there was no such attempt for `timeout_s`.
             StoreError: it cannot be looked for.
         """
-        self._check(name, save_id, epoch)
+        self._check(name, save_id)
         check_process(process)
         share = ObjectJoinedAttempt(
             self._context, name, save_id, in_background=self._begin_settling
@@ -238,9 +244,7 @@ class ObjectStore:
         )
         return share
 
-    def _check(self, name: str, save_id: str, epoch: int) -> None:
-        if epoch < 0:
-            raise UsageError(f"epoch={epoch}: pass a non-negative integer", found=epoch)
+    def _check(self, name: str, save_id: str) -> None:
         check_name(name)
         check_save_id(save_id)
         check_key(self._requests.location(name))
@@ -296,9 +300,24 @@ class ObjectStore:
         self._use(check_name(name))
         return ObjectFiles(self._context, name, self.capabilities)
 
+    # ------------------------------------------------------------------------------------ claims
+
+    async def claim(self) -> Claim | None:
+        """Take the root over, as stores/objects/takeover.py does. As `Store.claim`."""
+        conditions = await self._conditions()
+        return await take_over(self._context) if conditions.create else None
+
+    async def claims(self) -> Sequence[Claim]:
+        """Return the claims that can be read, ascending."""
+        return await self._context.claims.read()
+
+    async def check_claim(self, epoch: int) -> None:
+        """Raise if a higher claim was made. As `Store.check_claim`."""
+        await self._context.claims.check(epoch)
+
     # ------------------------------------------------------------------------------------ remove
 
-    async def delete(self, name: str) -> None:
+    async def delete(self, name: str, *, epoch: int = 0) -> None:
         """Delete a checkpoint, in the order of stores/objects/remove.py. As `Store.delete`.
 
         Foreign objects below its prefix stay, and so do those of other attempts.
@@ -306,20 +325,22 @@ class ObjectStore:
         Cancellation: finishes, then raises.
         """
         check_name(name)
+        check_epoch(epoch)
 
         async def delete() -> None:
-            await (await self._unlist(name))()
+            await (await self._unlist(name, epoch))()
 
         await uninterrupted(delete())
 
-    async def unlist(self, name: str) -> Removal:
+    async def unlist(self, name: str, *, epoch: int = 0) -> Removal:
         """Delete a checkpoint as `delete` does, but leave its bytes to the result."""
         check_name(name)
-        return await uninterrupted(self._unlist(name))
+        check_epoch(epoch)
+        return await uninterrupted(self._unlist(name, epoch))
 
-    async def _unlist(self, name: str) -> Removal:
+    async def _unlist(self, name: str, epoch: int) -> Removal:
         conditions = await self._probes.conditions(create=False, versions=True)
-        return await unlist(self._context, name, conditions)
+        return await unlist(self._context, name, conditions, epoch)
 
     async def sweep(self) -> Sequence[str]:
         """Repair the fixed names that a winner did not come to write; remove nothing.
