@@ -114,9 +114,8 @@ class Claiming(StoreLaws):
     ) -> None:
         """All others have an error, or get it at their next call."""
         async with AsyncExitStack() as stack:
-            opened = []
-            for _ in range(AT_ONCE):
-                opened.append(await stack.enter_async_context(self.opened(tmp_path)))
+            opening = [self.opened(tmp_path) for _ in range(AT_ONCE)]
+            opened = [await stack.enter_async_context(one) for one in opening]
             first = await claimed(opened[0])
             await save(opened[0], "0", "before", 7, epoch=first)
             epochs: dict[int, int] = {}
