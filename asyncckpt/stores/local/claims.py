@@ -64,7 +64,7 @@ made in it; each has to hit a gap of microseconds."""
 
 def claims(layout: Layout) -> list[Claim]:
     """Return the claims that can be read, ascending. Blocking."""
-    with reported("reading the claims in", layout.control):
+    with reported("reading the claims", layout.control):
         found = (_read(layout, epoch) for epoch in sorted(_numbers(layout)))
         return [claim for claim in found if claim is not None]
 
@@ -76,11 +76,16 @@ def claim(layout: Layout) -> Claim:
         FencedError: another process makes a claim, too, and is faster.
         StoreError: the claim cannot be made, or a directory not be taken away.
     """
-    with reported("making a claim in", layout.control):
+    with reported("making a claim", layout.control):
         made = _make(layout)
         os.mkdir(layout.epoch(made.epoch))
         flush_directory(layout.control)
-        check(layout, made.epoch)
+        try:
+            check(layout, made.epoch)
+        except FencedError:
+            with contextlib.suppress(OSError):
+                os.rmdir(layout.epoch(made.epoch))
+            raise
         _take_over(layout, made.epoch)
         # What was renamed before the directories were taken away is part of the run now.
         flush_directory(layout.control)
