@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
 from tests.objects.stores import Place, place
+from tests.session.takeover_controls import LOCAL, REMOTE
 from tests.session.takeovers import SCENARIOS, Scenario, local_round, remote_round
 
 MAX_POINTS = 1000
@@ -17,7 +18,10 @@ ROUNDS = 200
 """Rounds of each long test: in a directory once for every point, of which there are more."""
 
 STRIDE = {"local": 23, "obstore": 5, "gcsfs": 7}
-"""Of the short tests: every so manieth point."""
+"""Short tests stop at every so manieth point."""
+
+BROKEN_STRIDE = 11
+"""As `STRIDE`, for tests that end with the first point at which something is wrong."""
 
 
 @pytest.fixture(params=["obstore", "gcsfs"])
@@ -83,3 +87,34 @@ async def test_two_hundred_writers_on_an_object_store_are_fenced(
         found = await remote_round(at, scenario, number)
         assert not found.wrong, (number, found.wrong)
         number = number if found.stopped else 0
+
+
+# -- the rounds notice when a rule is broken
+
+
+@pytest.mark.parametrize("broken", LOCAL, ids=lambda broken: broken.__name__)
+async def test_a_broken_rule_in_a_directory_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: Callable[..., None]
+) -> None:
+    broken(monkeypatch)
+    for number in range(1, MAX_POINTS, BROKEN_STRIDE):
+        found = await local_round(tmp_path / str(number), "create", number)
+        if found.wrong:
+            return
+        assert found.stopped, "nothing was noticed"
+
+
+@pytest.mark.parametrize(
+    ("broken", "scenario"), REMOTE, ids=lambda one: getattr(one, "__name__", one)
+)
+async def test_a_broken_rule_on_an_object_store_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, broken: Callable[..., None], scenario: Scenario
+) -> None:
+    broken(monkeypatch)
+    async with place("obstore") as at:
+        for number in range(1, MAX_POINTS):
+            at.sim.clear()
+            found = await remote_round(at, scenario, number)
+            if found.wrong:
+                return
+            assert found.stopped, "nothing was noticed"

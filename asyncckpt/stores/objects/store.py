@@ -339,8 +339,10 @@ class ObjectStore:
         return await uninterrupted(self._unlist(name, epoch))
 
     async def _unlist(self, name: str, epoch: int) -> Removal:
-        conditions = await self._probes.conditions(create=False, versions=True)
-        return await unlist(self._context, name, conditions, epoch)
+        return await unlist(self._context, name, await self._unlisting(), epoch)
+
+    async def _unlisting(self) -> Conditions:
+        return await self._probes.conditions(create=False, versions=True)
 
     async def sweep(self) -> Sequence[str]:
         """Repair the fixed names that a winner did not come to write; remove nothing.
@@ -365,7 +367,11 @@ class ObjectStore:
                 found=older_than_s,
             )
         with reported("removing leftovers", self.url):
-            return await remove_garbage(self._context, older_than_s, dry_run=dry_run)
+            claimed = bool((await self._context.claims.seen()).lists)
+            deletes = claimed and (await self._unlisting()).delete
+            return await remove_garbage(
+                self._context, older_than_s, deletes=deletes, dry_run=dry_run
+            )
 
     async def close(self) -> None:
         """End what runs in the background, then close connections. Idempotent.

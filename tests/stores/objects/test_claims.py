@@ -164,6 +164,7 @@ async def test_a_replacement_that_comes_late_takes_the_place_of_what_it_replaced
         gate.release()
         with pytest.raises(FencedError):
             await saving
+        await other.sweep()  # writes the fixed names of the record that is there
         await expect(other, "1", 2)
         third = await claimed(other)
         await expect(other, "1", 2)
@@ -298,9 +299,12 @@ class Turns:
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
         self._waiting: list[asyncio.Event] = []
+        self._over = False
 
     async def turn(self) -> None:
         """Wait until it is the turn of this request."""
+        if self._over:
+            return
         event = asyncio.Event()
         self._waiting.append(event)
         await event.wait()
@@ -313,6 +317,9 @@ class Turns:
                 if self._waiting:
                     self._waiting.pop(self._rng.randrange(len(self._waiting))).set()
                 await asyncio.sleep(0)
+        self._over = True
+        for event in self._waiting:
+            event.set()
 
 
 def in_turns(store: ObjectStore, turns: Turns) -> None:
