@@ -34,7 +34,9 @@ def pool(pools: Pools) -> Pool:
 def left(root: Path) -> list[Path]:
     """Files of unfinished attempts."""
     control = root / ".asyncckpt"
-    return [path for path in control.rglob("*") if path.is_file() and path.name != "lock"]
+    kept = ("lock", "claim-")
+    files = (path for path in control.rglob("*") if path.is_file())
+    return [path for path in files if not path.name.startswith(kept)]
 
 
 async def works(pool: Pool, root: Path) -> None:
