@@ -74,7 +74,7 @@ def fenced_error(
     else:
         who = f"claim {successor.epoch}, made by {claim_text(successor)}"
     what = {
-        False: "nothing that this process has not finished counts",
+        False: f"this process changed nothing of {location or root} after that",
         True: f"{location} was published before that and is part of the run",
         None: f"whether {location} is part of the run is decided by that claim: look at "
         "latest_step()",

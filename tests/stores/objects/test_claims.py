@@ -381,3 +381,43 @@ async def test_any_sequence_of_saves_and_takeovers_is_one_history(seeds: range) 
         except AssertionError as error:
             error.add_note(f"seed {seed}")
             raise
+
+
+# -- gc
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_gc_removes_what_does_not_count_and_lists_that_decide_nothing(
+    sim: Simulator, kind: str
+) -> None:
+    """Claims, the highest list and everything that counts stay."""
+    async with (
+        opened(kind, sim, policy=UNRACED) as store,
+        opened(kind, sim, collect_min_s=0.0) as other,
+    ):
+        first = await claimed(store)
+        await save(store, "1", "a", 1, epoch=first)
+        gate = Gate()
+        sim.faults.append(Fault(kind="put_object", key="*/2/checkpoint.json", gate=gate))
+        saving = asyncio.create_task(save(store, "2", "stale", 2, epoch=first))
+        await gate.reached.wait()
+        second = await claimed(other)
+        gate.release()
+        with pytest.raises(FencedError):
+            await saving
+        await save(other, "3", "b", 3, epoch=second)
+        before = set(names(sim))
+        conditions = await other._unlisting()
+        sim.advance(3600.0)
+        found = await other.collect(0.0, dry_run=True)
+        assert set(names(sim)) == before
+        assert list(await other.collect(0.0)) == found
+        gone = before - set(names(sim))
+        assert gone == {key for key in found if not key.endswith("?upload")} >= {
+            ".asyncckpt/inherited-1"
+        }
+        stale = {key for key in before if key.startswith("2/")}
+        assert gone - {".asyncckpt/inherited-1"} == (stale if conditions.delete else set())
+        await expect(store, "1", 1)
+        await expect(other, "3", 3)
+        assert {".asyncckpt/claim-1", ".asyncckpt/claim-2", ".asyncckpt/inherited-2"} <= {*names(sim)}
