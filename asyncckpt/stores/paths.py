@@ -18,6 +18,8 @@
     <root>/.asyncckpt/old-<name>-<save id>/         being replaced, where two directories cannot
                                                     change places in one step; with .owner. Both
                                                     are in epoch-<e> where their writer has a claim
+    <root>/.asyncckpt/error-<p>                     the last error of process p, for the job that
+                                                    continues the run
     <root>/.asyncckpt/aside-<name>-<save id>/       was in the way of a save without being a
                                                     checkpoint; kept until a person removes it
 """
@@ -41,6 +43,9 @@ OWNER_SUFFIX = ".owner"
 
 FENCED = "fenced-"
 """Beginning of the names of directories with what was taken from a writer."""
+
+NOTE_NBYTES = 64 << 10
+"""Longest note of a process that is read."""
 
 # A file name has at most 255 bytes; the prefix, the save id and the suffix need the rest.
 _NAME_NBYTES = 120

@@ -7,7 +7,7 @@ What is removed is older than the caller says (a week at least) by the store's o
 - what processes of one attempt have left for each other, also where its record is valid;
 - a data object with the save id of the valid record that the record does not list: one of two that
   raced each other, or of an earlier try;
-- an experiment (`.asyncckpt/probe-…`);
+- an experiment (`.asyncckpt/probe-…`), or the last error of a process (`.asyncckpt/error-…`);
 - a record that does not count, because its writer had been taken over, with its objects, where the
   store deletes on condition that nobody has replaced it;
 - the list of a claim that is not the highest list;
@@ -36,6 +36,7 @@ from asyncckpt.stores.objects.layout import (
     RECORD,
     is_exchange,
     is_fixed,
+    is_note,
     is_probe,
     join,
     owner,
@@ -74,14 +75,15 @@ async def remove_garbage(
     listed = await requests.list(CONTROL, recursive=True, limit=OBJECTS_MAX)
     lists = superseded([entry.key.removeprefix(f"{CONTROL}/") for entry in listed])
     unused = {join(CONTROL, name) for name in lists}
-    controls = [
+    control = [
         entry.key
         for entry in listed
-        if (is_probe(entry.key) or entry.key in unused) and _is_older(entry, before_s)
+        if (is_probe(entry.key) or is_note(entry.key) or entry.key in unused)
+        and _is_older(entry, before_s)
     ]
     if not dry_run:
-        await requests.delete(controls)
-    removed += controls
+        await requests.delete(control)
+    removed += control
     for entry in await requests.list("", recursive=False, limit=NAMES_MAX):
         if entry.is_prefix and entry.key != CONTROL:
             if deletes:
