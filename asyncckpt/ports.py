@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.errors import DtypeMismatchError
-from asyncckpt.format.claims import Claim as Claim
+from asyncckpt.format.claim import Claim as Claim
 from asyncckpt.format.record import RECORD_NAME as RECORD_NAME
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES
 from asyncckpt.spec import ArraySpec, Box, Partition, Shard

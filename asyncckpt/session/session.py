@@ -46,7 +46,7 @@ from asyncckpt.save.plan_cache import LayoutCache, sizes_for
 from asyncckpt.save.save import Save, SaveState
 from asyncckpt.save.shared import SharedSave
 from asyncckpt.save.snapshot import SaveRequest, check_alone, take_snapshot
-from asyncckpt.session.claims import Claiming
+from asyncckpt.session.claiming import Claiming
 from asyncckpt.session.in_flight import InFlight, overlap_error, skipped, skipped_report
 from asyncckpt.session.pending import PendingSave
 from asyncckpt.session.processes import Processes

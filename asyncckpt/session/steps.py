@@ -15,7 +15,7 @@ from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import MAX_RECORD_NBYTES
 from asyncckpt.ports import CheckpointFiles, Removal
 from asyncckpt.save.save import exists, record_of
-from asyncckpt.session.claims import Claiming
+from asyncckpt.session.claiming import Claiming
 from asyncckpt.session.root import Root
 
 logger = logging.getLogger("asyncckpt")

@@ -10,7 +10,7 @@ import socket
 import time
 
 from asyncckpt.errors import FencedError, UsageError
-from asyncckpt.format.claims import Claim
+from asyncckpt.format.claim import Claim
 
 CLAIM = re.compile(r"claim-([1-9][0-9]{0,18})")
 """Name of a claim in the control directory."""

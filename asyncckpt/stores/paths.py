@@ -83,7 +83,7 @@ class Layout:
     def leftover(self, kind: str, name: str, token: str, epoch: int = 0) -> str:
         """Return a path for something that is no longer a checkpoint.
 
-        With a claim, it is in the directory of its epoch: see stores/local/claims.py, rule 1.
+        With a claim, it is in the directory of its epoch: see stores/local/epochs.py, rule 1.
         """
         directory = self.epoch(epoch) if epoch else self.control
         return os.path.join(directory, f"{kind}-{clipped(name)}-{token}")

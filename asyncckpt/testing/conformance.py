@@ -20,10 +20,10 @@ once its record can be read.
 from __future__ import annotations
 
 from asyncckpt.testing.store_laws.cancelling import Cancelling
-from asyncckpt.testing.store_laws.claiming import Claiming
 from asyncckpt.testing.store_laws.complete_reads import Reading
 from asyncckpt.testing.store_laws.naming import Naming
 from asyncckpt.testing.store_laws.sharing import Sharing
+from asyncckpt.testing.store_laws.taking_over import Claiming
 from asyncckpt.testing.store_laws.visibility import Visibility
 from asyncckpt.testing.store_laws.writing import Writing
 

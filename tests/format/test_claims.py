@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncckpt.format.claims import (
+from asyncckpt.format.claim import (
     CLAIM_NBYTES,
     Claim,
     decode_claim,

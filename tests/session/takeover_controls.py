@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from asyncckpt.stores.local import claims as local_claims
+from asyncckpt.stores.local import epochs
 from asyncckpt.stores.objects.attempt import ObjectAttempt
-from asyncckpt.stores.objects.claims import Claims
+from asyncckpt.stores.objects.claims.counting import Claims
 from asyncckpt.stores.paths import Layout
 
 
@@ -18,7 +18,7 @@ def no_fence(patch: pytest.MonkeyPatch) -> None:
     def take_nothing(layout: Layout, epoch: int) -> None:
         pass
 
-    patch.setattr(local_claims, "_take_over", take_nothing)
+    patch.setattr(epochs, "_take_over", take_nothing)
 
 
 def deletions_are_not_fenced(patch: pytest.MonkeyPatch) -> None:

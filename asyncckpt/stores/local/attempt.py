@@ -24,15 +24,14 @@ import os
 from asyncckpt.errors import AsyncCheckpointError, StoreError, UsageError
 from asyncckpt.flow.threads import ThreadAbandonedError
 from asyncckpt.stores.exchange import MARK, mark_of
-from asyncckpt.stores.local.claims import fenced, writing
-from asyncckpt.stores.local.context import Context
+from asyncckpt.stores.local.epochs import fenced, writing
 from asyncckpt.stores.local.export import FilesPublication
 from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.locks import leads_to, remove_owner, try_lock, unlock, write_owner
 from asyncckpt.stores.local.owners import EXCHANGE, make_owner_file, write_exchange
 from asyncckpt.stores.local.posix import Descriptor, make_directories, remove_tree
 from asyncckpt.stores.local.publish import Publication, check_place
-from asyncckpt.stores.local.tree import AttemptTree
+from asyncckpt.stores.local.tree import AttemptTree, Context
 from asyncckpt.stores.paths import RECORD_FILE
 
 BIRTH_ROUNDS = 100

@@ -15,7 +15,7 @@ that there is no moment without a checkpoint.
 #   directory that was published. Without it: A renames, its flush fails; B overwrites A's
 #   checkpoint, is durable and acknowledged; A renames B's checkpoint back and removes it.
 #   (test_a_publication_is_taken_back_only_while_it_has_the_name)
-# Rule 4: a writer whose epoch is taken away changes nothing any more: stores/local/claims.py.
+# Rule 4: a writer whose epoch is taken away changes nothing any more: stores/local/epochs.py.
 # Rule 5: a directory that is no checkpoint may be a person's work: it is moved, never removed,
 #   unless it is empty. At the place of a step it is a leftover of the run; elsewhere, where it may
 #   be a project, and if it is the root of a run, it is moved only with `overwrite`.
@@ -32,8 +32,7 @@ from typing import Literal
 from asyncckpt.errors import CheckpointExistsError, SaveError, StoreError
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import MAX_RECORD_NBYTES
-from asyncckpt.stores.local.claims import fenced, writing
-from asyncckpt.stores.local.context import Context
+from asyncckpt.stores.local.epochs import fenced, writing
 from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.locks import leads_to, remove_owner, root_lock, write_owner
 from asyncckpt.stores.local.posix import (
@@ -45,6 +44,7 @@ from asyncckpt.stores.local.posix import (
     rename_exchange,
     rename_noreplace,
 )
+from asyncckpt.stores.local.tree import Context
 from asyncckpt.stores.paths import CONTROL, RECORD_FILE
 
 log = logging.getLogger("asyncckpt.stores")

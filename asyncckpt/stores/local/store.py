@@ -15,7 +15,7 @@ from typing import Literal
 
 from asyncckpt.errors import CheckpointNotFoundError, UsageError
 from asyncckpt.flow.threads import Workers
-from asyncckpt.format.claims import Claim
+from asyncckpt.format.claim import Claim
 from asyncckpt.options import (
     DEFAULT_CHUNK_NBYTES,
     DEFAULT_DATA_FILE_NBYTES,
@@ -26,9 +26,8 @@ from asyncckpt.ports import Removal, Sizes, StoreCapabilities
 from asyncckpt.stores.claims import check_epoch
 from asyncckpt.stores.exchange import check_process, find_mark
 from asyncckpt.stores.local.attempt import LocalAttempt
-from asyncckpt.stores.local.claims import check, claim, claims, writing
-from asyncckpt.stores.local.context import Context
 from asyncckpt.stores.local.datafile import DirectWrites
+from asyncckpt.stores.local.epochs import check, claim, claims, writing
 from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.files import LocalFiles
 from asyncckpt.stores.local.joined import LocalJoinedAttempt
@@ -44,6 +43,7 @@ from asyncckpt.stores.local.locks import (
 from asyncckpt.stores.local.notes import keep_note, take_notes
 from asyncckpt.stores.local.posix import flush_directory, landed, remove_tree
 from asyncckpt.stores.local.sweep import collect, sweep, tidy
+from asyncckpt.stores.local.tree import Context
 from asyncckpt.stores.paths import CONTROL, RECORD_FILE, Layout, check_name, check_save_id
 from asyncckpt.stores.paths import open_local as open_local
 

@@ -209,7 +209,7 @@ def _written_s(path: str) -> float:
 def tidy(layout: Layout) -> None:
     """Remove our directories that are empty and unused. Blocking.
 
-    Those of claims are never unused: stores/local/claims.py, rule 4.
+    Those of claims are never unused: stores/local/epochs.py, rule 4.
     """
     unclaimed = os.path.basename(layout.epoch(0))
     with contextlib.suppress(OSError, StoreError):

@@ -11,7 +11,7 @@ from asyncckpt.flow.shield import together
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record import FixedName, Outline
 from asyncckpt.options import KIB, MAX_RECORD_NBYTES
-from asyncckpt.stores.objects.claims import Claims
+from asyncckpt.stores.objects.claims.counting import Claims
 from asyncckpt.stores.objects.clients.client import Body, RequestError
 from asyncckpt.stores.objects.layout import RECORD, join, owner
 from asyncckpt.stores.objects.requests.requests import Requests

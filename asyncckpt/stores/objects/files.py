@@ -96,7 +96,7 @@ class ObjectFiles:
         return data
 
     async def _check_counts(self, record: Record) -> None:
-        """Check that the record is one of the run: stores/objects/claims.py.
+        """Check that the record is one of the run: stores/objects/claims/counting.py.
 
         Raises:
             CheckpointNotFoundError: it is not.

@@ -21,14 +21,14 @@ What is removed is older than the caller says (a week at least) by the store's o
 # Rule 3: ages are differences of times that the store itself tells: its "now" is when it says that
 #   an object that was just written was.
 # Rule 4: the record is read after the listing and before the deletion.
-# Rule 5: claims stay: stores/objects/claims.py, rule 7.
+# Rule 5: claims stay: stores/objects/claims/counting.py, rule 7.
 
 from __future__ import annotations
 
 import logging
 
 from asyncckpt.format.record import Outline
-from asyncckpt.stores.objects.claims import superseded
+from asyncckpt.stores.objects.claims.counting import superseded
 from asyncckpt.stores.objects.clients.client import Listed, RequestError
 from asyncckpt.stores.objects.context import OBJECTS_MAX, Context, read_record
 from asyncckpt.stores.objects.layout import (

@@ -1,7 +1,7 @@
 """Checkpoints on an object store: committed by one conditional PUT, safe against other writers."""
 
 # Rule 1: the record makes a checkpoint exist, and nothing else is consulted for that but claims:
-#   stores/objects/claims.py.
+#   stores/objects/claims/counting.py.
 # Rule 2: deleting removes the record before the bytes that it refers to, and those by the save id
 #   that it carried, so that another attempt at the same name loses nothing.
 # Rule 3: nothing about a store is remembered between calls except the results of probes, and the
@@ -20,7 +20,7 @@ from asyncckpt.errors import StoreError, UsageError
 from asyncckpt.flow.beside import Beside
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.flow.threads import Workers
-from asyncckpt.format.claims import Claim
+from asyncckpt.format.claim import Claim
 from asyncckpt.format.record import STEP_NAME, Outline
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES, KIB, PAGE_NBYTES, SLOT_NBYTES
 from asyncckpt.ports import Removal, Sizes, StoreCapabilities
@@ -28,7 +28,8 @@ from asyncckpt.reports import nbytes_text
 from asyncckpt.stores.claims import check_epoch
 from asyncckpt.stores.exchange import check_process, find_mark
 from asyncckpt.stores.objects.attempt import ObjectAttempt
-from asyncckpt.stores.objects.claims import Claims
+from asyncckpt.stores.objects.claims.counting import Claims
+from asyncckpt.stores.objects.claims.takeover import take_over
 from asyncckpt.stores.objects.context import OBJECTS_MAX, Context
 from asyncckpt.stores.objects.export import ObjectExport
 from asyncckpt.stores.objects.failures import reported
@@ -46,7 +47,6 @@ from asyncckpt.stores.objects.requests.sizes import (
     fits_chunk_nbytes,
 )
 from asyncckpt.stores.objects.share import ObjectJoinedAttempt
-from asyncckpt.stores.objects.takeover import take_over
 from asyncckpt.stores.paths import NOTE_NBYTES, check_name
 
 COLLECT_MIN_S = 7 * 24 * 3600.0
@@ -305,7 +305,7 @@ class ObjectStore:
     # ------------------------------------------------------------------------------------ claims
 
     async def claim(self) -> Claim | None:
-        """Take the root over, as stores/objects/takeover.py does. As `Store.claim`."""
+        """Take the root over, as stores/objects/claims/takeover.py does. As `Store.claim`."""
         conditions = await self._conditions()
         return await take_over(self._context) if conditions.create else None
 

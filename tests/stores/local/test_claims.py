@@ -13,7 +13,7 @@ import pytest
 
 from asyncckpt.errors import FencedError, StoreError
 from asyncckpt.flow.threads import Workers
-from asyncckpt.stores.local import claims
+from asyncckpt.stores.local import epochs
 from asyncckpt.stores.local.locks import write_owner
 from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.testing.checkpoints import expect, fill, identity, save
@@ -95,16 +95,16 @@ async def test_a_claim_that_was_overtaken_while_it_was_made_is_lost(
     tmp_path: Path, store: LocalStore, other: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is stopped between the file and the directory, which nobody can take away before."""
-    make = claims._make
+    make = epochs._make
 
     def make_and_wait(layout: object) -> object:
         made = make(layout)  # type: ignore[arg-type]
-        monkeypatch.setattr(claims, "_make", make)
-        overtaking = claims.claim(layout)  # type: ignore[arg-type]
+        monkeypatch.setattr(epochs, "_make", make)
+        overtaking = epochs.claim(layout)  # type: ignore[arg-type]
         assert (made.epoch, overtaking.epoch) == (1, 2)
         return made
 
-    monkeypatch.setattr(claims, "_make", make_and_wait)
+    monkeypatch.setattr(epochs, "_make", make_and_wait)
     with pytest.raises(FencedError, match=r"epoch 1\) has ended.*claim 2, made by process"):
         await store.claim()
     with pytest.raises(FencedError):
@@ -116,7 +116,7 @@ async def test_of_two_that_make_one_claim_the_second_has_an_error(
     store: LocalStore, other: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await store.claim()
-    monkeypatch.setattr(claims, "_next", lambda layout: 1)
+    monkeypatch.setattr(epochs, "_next", lambda layout: 1)
     with pytest.raises(FencedError, match=r"claim 1 was made by process .* while this process"):
         await other.claim()
     await save(store, "1", "a", 1, epoch=1)

@@ -25,7 +25,8 @@ from tests.simulator import Fault, Gate, Simulator
 from tests.stores.objects.stores import ROOT, UNRACED, names, opened
 
 FOREVER = 1 << 30
-DAY_S = 24 * 3600.0
+HOUR_S = 3600.0
+DAY_S = 24 * HOUR_S
 KINDS = ("obstore", "gcsfs")
 LISTS = {"kind": "put_object", "key": "*/inherited-*"}
 
@@ -394,7 +395,7 @@ async def test_gc_removes_what_does_not_count_and_lists_that_decide_nothing(
     """Claims, the highest list and everything that counts stay."""
     async with (
         opened(kind, sim, policy=UNRACED) as store,
-        opened(kind, sim, collect_min_s=0.0) as other,
+        opened(kind, sim, collect_min_s=HOUR_S) as other,
     ):
         first = await claimed(store)
         await save(store, "1", "a", 1, epoch=first)
@@ -411,10 +412,10 @@ async def test_gc_removes_what_does_not_count_and_lists_that_decide_nothing(
         conditions = await other._unlisting()
         objects = sim.buckets["bucket"].objects
         for key, item in list(objects.items()):
-            objects[key] = replace(item, modified_s=item.modified_s - 3600.0)
-        found = list(await other.collect(0.0, dry_run=True))
+            objects[key] = replace(item, modified_s=item.modified_s - 2 * HOUR_S)
+        found = list(await other.collect(HOUR_S, dry_run=True))
         assert set(names(sim)) == before
-        assert list(await other.collect(0.0)) == found
+        assert list(await other.collect(HOUR_S)) == found
         gone = before - set(names(sim))
         assert (
             gone

@@ -11,7 +11,7 @@ import pytest
 from asyncckpt.errors import CheckpointExistsError, SaveError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.objects import publish
-from asyncckpt.stores.objects.claims import Claims
+from asyncckpt.stores.objects.claims.counting import Claims
 from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.context import READS_MAX, Context, read_record
 from asyncckpt.stores.objects.requests.policy import RequestPolicy

@@ -36,7 +36,7 @@ import secrets
 from collections.abc import Iterator
 
 from asyncckpt.errors import AsyncCheckpointError, FencedError
-from asyncckpt.format.claims import CLAIM_NBYTES, Claim, decode_claim, encode_claim
+from asyncckpt.format.claim import CLAIM_NBYTES, Claim, decode_claim, encode_claim
 from asyncckpt.stores.claims import CLAIM, claim_name, fenced_error, lost_error, new_claim
 from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.posix import (

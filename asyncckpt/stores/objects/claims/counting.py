@@ -46,7 +46,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from asyncckpt.flow.shield import together
-from asyncckpt.format.claims import (
+from asyncckpt.format.claim import (
     CLAIM_NBYTES,
     INHERITED_NBYTES,
     Claim,

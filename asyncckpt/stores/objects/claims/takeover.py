@@ -1,12 +1,12 @@
 """Takeover of a root on an object store: the claim, then the list of what it inherits."""
 
 # Rule 1: the listing begins when the claim is there, and nothing is committed under the claim
-#   before its list is: stores/objects/claims.py, rule 1.
+#   before its list is: stores/objects/claims/counting.py, rule 1.
 
 from __future__ import annotations
 
 from asyncckpt.flow.shield import together
-from asyncckpt.format.claims import (
+from asyncckpt.format.claim import (
     CLAIM_NBYTES,
     Claim,
     decode_claim,

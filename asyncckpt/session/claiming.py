@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 
 from asyncckpt.errors import FencedError, UsageError
@@ -45,7 +46,8 @@ class Claiming:
             StoreError: it could not be made.
         """
         if self._lost is not None:
-            raise self._lost
+            # A new one each time: an error that is raised again gets itself for a context.
+            raise copy.copy(self._lost)
         async with self._lock:
             if self._epoch is None:
                 self._epoch = await self._claim() if self._wanted else 0
@@ -54,7 +56,7 @@ class Claiming:
     def note(self, error: BaseException) -> None:
         """Remember that the claim was taken over, so that nothing is begun any more."""
         if isinstance(error, FencedError):
-            self._lost = self._lost or error
+            self._lost = self._lost or copy.copy(error)
 
     @property
     def _wanted(self) -> bool:
