@@ -181,7 +181,8 @@ class SharedSave(Save):
             return
         note = None
         if error is not None:
-            theirs = getattr(error, "process", None) is not None
+            # The own error may have come back from the round.
+            theirs = getattr(error, "process", None) not in (None, self._process)
             if theirs or isinstance(error, (SaveAbortedError, asyncio.CancelledError)):
                 return
             host, stage = self._group.host, self._state.stage

@@ -6,7 +6,7 @@
 #   the caller is cancelled.
 # Rule 3: after a failure every further call raises it.
 # Rule 4: with a claim, the record is followed by one look for a higher one. If there is any, the
-#   save is not acknowledged, and nothing of it is removed: stores/objects/claims/counting.py, rule 1.
+#   save is not acknowledged, and nothing of it is removed (claims/counting.py, rule 1).
 
 from __future__ import annotations
 

@@ -86,9 +86,13 @@ async def remove_garbage(
     removed += control
     for entry in await requests.list("", recursive=False, limit=NAMES_MAX):
         if entry.is_prefix and entry.key != CONTROL:
+            fenced: list[str] = []
             if deletes:
-                removed += await _fenced(context, entry.key, before_s, dry_run=dry_run)
-            removed += await _checkpoint(context, entry.key, before_s, dry_run=dry_run)
+                fenced = await _fenced(context, entry.key, before_s, dry_run=dry_run)
+            removed += fenced
+            removed += await _checkpoint(
+                context, entry.key, before_s, fenced=bool(fenced), dry_run=dry_run
+            )
     return sorted(removed)
 
 
@@ -113,7 +117,10 @@ async def _fenced(context: Context, name: str, before_s: float, *, dry_run: bool
     return [key]
 
 
-async def _checkpoint(context: Context, name: str, before_s: float, *, dry_run: bool) -> list[str]:
+async def _checkpoint(
+    context: Context, name: str, before_s: float, *, fenced: bool, dry_run: bool
+) -> list[str]:
+    """Remove what no record refers to; with `fenced`, one that does not count refers to nothing."""
     requests = context.requests
     listed = await requests.list(name, recursive=True, limit=OBJECTS_MAX)
     removed: list[str] = []
@@ -134,7 +141,8 @@ async def _checkpoint(context: Context, name: str, before_s: float, *, dry_run: 
                 requests.location(name),
             )
             break
-        outline = Outline("") if record is None else await record.outline(context)
+        gone = record is None or (fenced and not await record.counts(context))
+        outline = Outline("") if record is None or gone else await record.outline(context)
         some = ours[first : first + KEYS_PER_DELETION]
         dead = [key for key in some if _is_dead(key.removeprefix(f"{name}/"), outline)]
         if not dry_run:
