@@ -342,6 +342,8 @@ class SharedSave(Save):
             if not await self._is_committed():
                 raise self._unknown() from error
         else:
+            if self._request.consent is not None:
+                self._request.consent.asked()
             await self._outcome()
         await joined.leave()
         totals = json.loads(self._round.result or b"{}")
