@@ -106,7 +106,8 @@ class Commit:
     async def put_index(self, payload: Payload) -> Committable:
         """Write index file and manifest; on return they are durable. Encode the record meanwhile.
 
-        Where the request asks for consent, that is waited for before anything is written. May be called again with other places of the data files; the last result counts.
+        Where the request asks for consent, nothing is written before that is given. May be called
+        again with other places of the data files; the last result counts.
 
         Cancellation: waits for writes that are running.
         """

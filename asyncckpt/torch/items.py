@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import torch

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncckpt.errors import CorruptCheckpointError, UsageError
-from asyncckpt.planning.tiling import box_text, tiling_fault
+from asyncckpt.planning.tiling import tiling_fault
 from asyncckpt.spec import Box, ChunkGrid
 
 NAME = "torch.distributed.checkpoint"

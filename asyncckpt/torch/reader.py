@@ -84,7 +84,7 @@ class StorageReader(storage.StorageReader):
         if checkpoint_id is not None:
             self._location = checkpoint_id
 
-    def read_metadata(self) -> Metadata:  # type: ignore[override] # rule 2
+    def read_metadata(self) -> Metadata:
         """Return keys, shapes, dtypes and saved shards.
 
         Raises:

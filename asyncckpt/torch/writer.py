@@ -12,7 +12,7 @@ import dataclasses
 import os
 import weakref
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -75,7 +75,7 @@ class StorageWriter(storage.StorageWriter):
         self._leads = True
         self._rank_count = 1
         self._saving: Saving | None = None
-        self._dropped: weakref.finalize[Any, Self] | None = None
+        self._dropped: weakref.finalize[Any, StorageWriter] | None = None
 
     def __repr__(self) -> str:
         return f"StorageWriter({os.fspath(self._location)!r})"
