@@ -26,7 +26,6 @@ from tests.processes.worker import Worker
 State = dict[str, Any]
 
 ROWS = (10, 6)
-CUTS = {"halves": (0.5,), "8 + 2": (0.8,), "rank 0 alone": (1.0,)}
 
 # ------------------------------------------------------------------------------------ planners
 
@@ -87,6 +86,11 @@ def _name(item: ReadItem) -> str:
 
 
 PLANNERS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    # By default, planners drop a `ShardedTensor` on ranks without a shard, and then miss its key.
+    "shards as they are": (
+        lambda: DefaultSavePlanner(flatten_sharded_tensors=False),
+        lambda: DefaultLoadPlanner(flatten_sharded_tensors=False),
+    ),
     "default": (DefaultSavePlanner, DefaultLoadPlanner),
     "cached": (lambda: DefaultSavePlanner(enable_plan_caching=True), DefaultLoadPlanner),
     "custom": (SavePlanner, LoadPlanner),
@@ -238,3 +242,19 @@ def quick() -> SaveOptions:
 
 def keys_of(path: str) -> list[str]:
     return list(asyncckpt.blocking.restore(path, coordinator="single"))
+
+
+def save_tensors(worker: Worker, path: str, kind: str) -> None:
+    """Save DTensors that are placed in this way."""
+    write("save", torch_cases.placed(kind, 1), StorageWriter(path), None)
+
+
+def load_tensors(worker: Worker, path: str, kinds: list[str]) -> list[str]:
+    """Load DTensors placed in each of these ways; the names of wrong ones."""
+    wrong = []
+    for kind in kinds:
+        tree = torch_cases.placed(kind, 9)
+        read(tree, StorageReader(path))
+        wanted = {name: array(name, shape, seed=1) for name, shape in torch_cases.TENSORS.items()}
+        wrong += [f"{kind}{name}" for name in differing(plain(tree), wanted)]
+    return wrong
