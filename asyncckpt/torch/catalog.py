@@ -28,7 +28,6 @@ from asyncckpt.torch.layout import Layout, decode_layout
 from asyncckpt.tree import Structure, escape, flatten, unflatten
 
 
-@dataclass(frozen=True, slots=True)
 class Stored:
     """An array of the checkpoint, in the place of its values.
 
@@ -38,9 +37,13 @@ class Stored:
         is_bytes: it holds Python's `bytes`.
     """
 
-    path: str
-    spec: ArraySpec
-    is_bytes: bool
+    # No dataclass: in a tree, that would be a container.
+    __slots__ = ("is_bytes", "path", "spec")
+
+    def __init__(self, path: str, spec: ArraySpec, *, is_bytes: bool) -> None:
+        self.path = path
+        self.spec = spec
+        self.is_bytes = is_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,7 +171,8 @@ def _leaves(opened: OpenCheckpoint) -> list[Any]:
         fault = adapter.refuses(path, spec.dtype)
         if fault is not None:
             raise fault
-        leaves.append(Stored(path, spec, table.extra.get(leaf, {}).get("python") == "bytes"))
+        is_bytes = table.extra.get(leaf, {}).get("python") == "bytes"
+        leaves.append(Stored(path, spec, is_bytes=is_bytes))
     return leaves
 
 

@@ -158,7 +158,9 @@ def differing(one: Any, other: Any, path: str = "") -> list[str]:
     if isinstance(one, dict):
         paths = [f"{path}/{key}" for key in one.keys() ^ other.keys()]
         common = one.keys() & other.keys()
-        return paths + [p for key in common for p in differing(one[key], other[key], f"{path}/{key}")]
+        return paths + [
+            p for key in common for p in differing(one[key], other[key], f"{path}/{key}")
+        ]
     if isinstance(one, list | tuple):
         if len(one) != len(other):
             return [path]
