@@ -260,3 +260,32 @@ def load_tensors(worker: Worker, path: str, kinds: list[str]) -> list[str]:
         wanted = {name: array(name, shape, seed=1) for name, shape in torch_cases.TENSORS.items()}
         wrong += [f"{kind}{name}" for name in differing(plain(tree), wanted)]
     return wrong
+
+
+def save_with_cached_plans(
+    worker: Worker, root: str, storage_options: State | None = None
+) -> list[str]:
+    """Save five steps with cached plans by two writers, step 3 twice; wrong ones and their keys."""
+    writers = [
+        StorageWriter(f"{root}/{step}", overwrite=True, storage_options=storage_options)
+        for step in range(2)
+    ]
+    for number, step in enumerate((0, 1, 2, 3, 4, 3)):
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        tree = state(10 * number + step)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            path, writer = f"{root}/{step}", writers[number % 2]
+            dcp.save(tree, checkpoint_id=path, storage_writer=writer, planner=planner)
+    return load_all(worker, root, storage_options)
+
+
+def load_all(worker: Worker, root: str, storage_options: State | None = None) -> list[str]:
+    """What is wrong with the steps of `save_with_cached_plans`."""
+    wrong = []
+    for step, number in ((0, 0), (1, 1), (2, 2), (3, 5), (4, 4)):
+        target = state(99)
+        read(target, StorageReader(f"{root}/{step}", storage_options=storage_options))
+        found = differing(plain(target), plain(state(10 * number + step)))
+        wrong += [f"{step}{path}" for path in found]
+    return wrong

@@ -26,7 +26,6 @@ from asyncckpt.torch.layout import NAME
 from tests.processes.values import array
 from tests.torch.cases import differing, plain, read, state, write
 
-
 AS_IT_IS = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 
 
