@@ -77,7 +77,7 @@ class PendingSave:
         """Return whether the save has ended, in success or failure."""
         return self._job.done()
 
-    def when_done(self, call: Callable[[], None]) -> None:
+    def _when_done(self, call: Callable[[], None]) -> None:
         """Call a function on the engine's thread once the save has ended, or now if it has."""
         self._job.future.add_done_callback(lambda _: call())
 

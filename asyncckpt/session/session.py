@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import weakref
@@ -26,7 +27,8 @@ from asyncckpt.arguments import (
     typed,
 )
 from asyncckpt.coordinators.rounds import Round
-from asyncckpt.errors import DeadlineExceededError, UsageError
+from asyncckpt.errors import AsyncCheckpointError, DeadlineExceededError, UsageError
+from asyncckpt.flow.caller import CallerThread
 from asyncckpt.flow.engine import Job, ended
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.options import RestoreOptions, SaveOptions
@@ -158,10 +160,14 @@ class Session:
 
     def restore(self, step: int | None, request: RestoreRequest) -> Job[RestoreOutcome]:
         """Restore what was asked for; all processes take part."""
+        self.processes.check_broadcast(request.options.broadcast)
         if self.processes.alone:
             return self.call(lambda: self.reads.restore(step, request))
         number = self.processes.count("call")
-        return self.call(lambda: self.reads.restore_together(step, request, number))
+        caller = CallerThread()
+        job = self.call(lambda: self.reads.restore_together(step, request, number, caller.run))
+        job.caller = caller
+        return job
 
     def start_save(
         self,
@@ -210,7 +216,7 @@ class Session:
                 consent=consent,
             )
         except Exception as error:
-            if number is not None and not (engine.ending or engine.forked):
+            if number is not None:
                 self._refuse(number, error)
             raise
         pending = self._submit(kind, request, number, location)
@@ -224,9 +230,10 @@ class Session:
             self._refuse(self.processes.count("save"), error)
 
     def _refuse(self, number: int, error: BaseException) -> None:
-        # The others would wait for this process.
-        refused = self.call(partial(self.processes.refuse, "save", number, error))
-        self._refusals.append(refused.future)
+        # The others would wait for this process. A closed session takes no call.
+        with contextlib.suppress(AsyncCheckpointError):
+            refused = self.call(partial(self.processes.refuse, "save", number, error))
+            self._refusals.append(refused.future)
 
     def _submit(
         self, kind: type[PendingSave], request: SaveRequest, number: int | None, location: str
@@ -295,6 +302,14 @@ class Session:
             process=self.processes.coordinator.process_index,
             process_count=self.processes.coordinator.process_count,
         )
+
+    async def enter(self) -> None:
+        """Sweep the root, and log the errors with which processes of an earlier job ended."""
+        coordinator = self.processes.foreseen()
+        if coordinator is not None and coordinator.process_index == 0:
+            await self.call(self.root.sweep).wait()
+            if coordinator.process_count > 1:
+                await self.call(self.root.log_notes).wait()
 
     # -- on the engine
 

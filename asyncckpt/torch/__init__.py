@@ -11,7 +11,7 @@ package imports PyTorch.
 
 from __future__ import annotations
 
-from asyncckpt.torch.reader import StorageReader
-from asyncckpt.torch.writer import StorageWriter
+from asyncckpt.torch.storage_reader import StorageReader
+from asyncckpt.torch.storage_writer import StorageWriter
 
 __all__ = ["StorageReader", "StorageWriter"]

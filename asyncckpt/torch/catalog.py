@@ -24,7 +24,7 @@ from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import UnsupportedFormatError
 from asyncckpt.format.record import decode_scalar
 from asyncckpt.spec import ArraySpec, Box
-from asyncckpt.torch.layout import Layout, decode_layout
+from asyncckpt.torch.dcp_metadata import Layout, decode_layout
 from asyncckpt.tree import Structure, escape, flatten, unflatten
 
 

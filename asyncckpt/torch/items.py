@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from asyncckpt.adapters.tensor_boxes import TensorBoxes
 from asyncckpt.errors import ShapeMismatchError, UnsupportedLeafError
 from asyncckpt.spec import Box
-from asyncckpt.torch.layout import Written, box_of
+from asyncckpt.torch.dcp_metadata import Written, box_of
 from asyncckpt.torch.values import value_of
 
 

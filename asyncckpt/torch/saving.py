@@ -93,7 +93,7 @@ class Saving:
                 consent=Consent(self._ask, self._given),
             )
             self._pending = pending
-            pending.when_done(self._end)
+            pending._when_done(self._end)
             wait_quietly(self._written)
             if pending.done():
                 pending.result()

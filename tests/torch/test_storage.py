@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 import asyncckpt
 from asyncckpt import blocking, errors
 from asyncckpt.torch import StorageReader, StorageWriter
-from asyncckpt.torch.layout import NAME
+from asyncckpt.torch.dcp_metadata import NAME
 from tests.processes.values import array
 from tests.torch.cases import differing, plain, read, state, write
 

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of DCP's metadata: one JSON object in the metadata of its record.
+"""DCP's metadata in a checkpoint: one JSON object in the metadata of its record.
 
 ::
 

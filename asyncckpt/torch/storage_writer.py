@@ -26,8 +26,8 @@ from asyncckpt.coordinators.torch import TorchCoordinator, initialized_processes
 from asyncckpt.errors import UsageError
 from asyncckpt.options import SaveOptions
 from asyncckpt.stores.objects.clients.urls import check_scheme, is_url, parse_url
+from asyncckpt.torch.dcp_metadata import check_written, encode_layout
 from asyncckpt.torch.items import resolve
-from asyncckpt.torch.layout import check_written, encode_layout
 from asyncckpt.torch.saving import Saving
 
 

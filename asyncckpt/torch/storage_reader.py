@@ -21,16 +21,15 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.arguments import Location, typed
-from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.checkpoint.open import open_any
-from asyncckpt.errors import CheckpointNotFoundError, UsageError
+from asyncckpt.errors import UsageError
 from asyncckpt.flow.driver import run_blocking
 from asyncckpt.options import RestoreOptions
 from asyncckpt.restore.request import RestoreRequest, Wanted
 from asyncckpt.session.session import Session
 from asyncckpt.torch.catalog import Catalog, catalog_of
 from asyncckpt.torch.load import resolve
-from asyncckpt.torch.writer import is_known
+from asyncckpt.torch.storage_writer import is_known
 
 
 class StorageReader(storage.StorageReader):
@@ -144,26 +143,16 @@ class StorageReader(storage.StorageReader):
         return done
 
     def _request(self, catalog: Catalog, wanted: Sequence[Wanted]) -> RestoreRequest:
-        async def agree(opened: OpenCheckpoint, *_: object) -> None:
-            if opened.save_id != catalog.save_id:
-                raise CheckpointNotFoundError(
-                    f"{opened.location}: the checkpoint was replaced while being loaded; load it "
-                    "again",
-                    location=opened.location,
-                    expected=catalog.save_id,
-                    found=opened.save_id,
-                )
-
         return RestoreRequest(
             mode="into",
             wanted=wanted,
             framework=NumpyAdapter(),
             include=None,
-            strict=True,
+            strict=False,  # a plan may want a part of the checkpoint
             cast=self._cast,
             options=self._options,
             progress=None,
-            agree=agree,  # which also allows that a plan wants a part of the checkpoint
+            save_id=catalog.save_id,
         )
 
     @contextlib.contextmanager
