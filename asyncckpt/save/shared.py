@@ -175,9 +175,10 @@ class SharedSave(Save):
     async def _note(self, error: BaseException | None) -> None:
         """Leave the error with which this process ended the save to the job that comes next.
 
-        Errors of other processes are theirs to note. After a success, the last note is removed.
+        Errors of other processes are theirs to note. After a success, the last note is removed. A
+        one-shot save is a run of its own, which no job continues.
         """
-        if not isinstance(self._store, NotingStore):
+        if self._request.step is None or not isinstance(self._store, NotingStore):
             return
         note = None
         if error is not None:
