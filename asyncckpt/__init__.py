@@ -68,6 +68,8 @@ _EXPORTS = {
     "LeafInfo": "reports",
     "ProcessPart": "reports",
     "Progress": "reports",
+    "ReadItem": "reports",
+    "ReadRange": "reports",
     "RestoreReport": "reports",
     "SaveReport": "reports",
     "VerifyReport": "reports",
@@ -128,6 +130,8 @@ if TYPE_CHECKING:
     from asyncckpt.reports import LeafInfo as LeafInfo
     from asyncckpt.reports import ProcessPart as ProcessPart
     from asyncckpt.reports import Progress as Progress
+    from asyncckpt.reports import ReadItem as ReadItem
+    from asyncckpt.reports import ReadRange as ReadRange
     from asyncckpt.reports import RestoreReport as RestoreReport
     from asyncckpt.reports import SaveReport as SaveReport
     from asyncckpt.reports import VerifyReport as VerifyReport

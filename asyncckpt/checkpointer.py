@@ -62,7 +62,7 @@ class OpenRun:
 
     async def _enter(self) -> None:
         try:
-            await self._session.call(self._session.root.sweep).wait()
+            await self._session.enter()
         except BaseException:
             # The block is not entered, so its end will not close.
             await uninterrupted(self._session.aclose())

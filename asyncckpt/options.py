@@ -228,6 +228,7 @@ class RestoreOptions:
             fails before it calls the first `load_state_dict` leaves its targets as they were
             (costs memory for the whole state).
         broadcast: read once and exchange between processes (``"auto"``, True, False).
+        explain: `RestoreReport.reads` lists every range that was read, and what for.
         deadline_s: seconds after which a restore is aborted; None waits without end.
         host_memory_nbytes: budget in bytes of the one-shot functions; others have their own.
         silence_s: seconds without a sign of life after which a process counts as dead.
@@ -237,6 +238,7 @@ class RestoreOptions:
     concurrency: int | Literal["auto"] = "auto"
     atomic: bool = False
     broadcast: bool | Literal["auto"] = "auto"
+    explain: bool = False
     deadline_s: float | None = None
     host_memory_nbytes: int | None = None
     silence_s: float = SILENCE_S
@@ -250,6 +252,7 @@ class RestoreOptions:
             _integer("concurrency", self.concurrency, 1, 1024, "operations")
         _choice("atomic", self.atomic, (True, False))
         _choice("broadcast", self.broadcast, ("auto", True, False))
+        _choice("explain", self.explain, (True, False))
         _seconds("deadline_s", self.deadline_s)
         if self.host_memory_nbytes is not None:
             _integer(

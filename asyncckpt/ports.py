@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ from asyncckpt.errors import DtypeMismatchError
 from asyncckpt.format.record import RECORD_NAME as RECORD_NAME
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES
 from asyncckpt.spec import ArraySpec, Box, Partition, Shard
+
+T = TypeVar("T")
 
 Bytes = npt.NDArray[np.uint8]
 """A contiguous one-dimensional buffer of bytes."""
@@ -51,6 +53,8 @@ class StoreCapabilities:
         read_gap_nbytes: unwanted bytes that a read takes along instead of ending, because another
             read would cost as much time.
         reads: reads in flight by default.
+        shared_link: processes share the way to it, so that what several of them want is worth
+            reading once.
         proves_dead: leftovers of dead attempts can be told from living ones, so that `sweep`
             removes them.
     """
@@ -62,6 +66,7 @@ class StoreCapabilities:
     read_copies: int = 0
     read_gap_nbytes: int = 64 << 10
     reads: int = 6
+    shared_link: bool = False
     proves_dead: bool = True
 
 
@@ -471,6 +476,22 @@ class Store(Protocol):
 
 
 @runtime_checkable
+class NotingStore(Protocol):
+    """A store that keeps the last error of each process for the job that continues the run."""
+
+    async def keep_note(self, process: int, note: bytes | None) -> None:
+        """Keep a note of a process in place of its last one.
+
+        With None, remove the note that was kept through this object, if there is one.
+        """
+        ...
+
+    async def take_notes(self) -> Sequence[bytes]:
+        """Remove the notes of all processes, also of earlier jobs, and return them in no order."""
+        ...
+
+
+@runtime_checkable
 class ExportingStore(Protocol):
     """A store to which files of other formats can be written, too."""
 
@@ -715,4 +736,64 @@ class Coordinator(Protocol):
 
     async def close(self) -> None:
         """End connections and threads. Idempotent; the service and its keys live on."""
+        ...
+
+
+class Exchange(Protocol):
+    """Collectives by which processes exchange bytes that each has read a piece of.
+
+    Attributes:
+        binding: a member that does not take part leaves the others waiting for ever; otherwise
+            they can be cancelled.
+    """
+
+    binding: bool
+
+    async def gather(self, members: tuple[int, ...], piece: Bytes) -> Bytes:
+        """Return the pieces of all members, one after the other; valid until the next call.
+
+        All members call it with pieces of one size, after they have agreed to. Different members
+        may do so at the same time.
+
+        Args:
+            members: numbers of the processes, ascending, of which this is one.
+            piece: the bytes of this process; they do not change before the call has ended.
+
+        Cancellation: returns at once, unless `binding`; nothing more may be exchanged.
+
+        Raises:
+            ResourceError: there is not enough memory on the device.
+            StoreError: another member did not take part, or has died.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End connections. Idempotent."""
+        ...
+
+
+class CallIn(Protocol):
+    """Makes calls in another thread."""
+
+    async def __call__(self, function: Callable[[], T], /) -> T:
+        """Return what the function returns."""
+        ...
+
+
+@runtime_checkable
+class ExchangingCoordinator(Coordinator, Protocol):
+    """A coordinator whose runtime has collectives."""
+
+    def exchange(
+        self, name: str, *, in_caller: CallIn, in_worker: CallIn, timeout_s: float
+    ) -> Exchange:
+        """Return the collectives of one restore; nothing is connected yet.
+
+        Args:
+            name: a prefix of keys that no other restore has, equal in all processes.
+            in_caller: the thread of the program that waits for the restore, for collectives that
+                must not come from two threads.
+            in_worker: a thread that may block.
+            timeout_s: how long a collective waits for its members.
+        """
         ...

@@ -48,6 +48,7 @@ OUT_OF_RANGE: list[tuple[Callable[..., Any], str, list[Any]]] = [
     (asyncckpt.RestoreOptions, "concurrency", [None, 0, 1025, 2.0, "many", True]),
     (asyncckpt.RestoreOptions, "atomic", [None, 1, "yes"]),
     (asyncckpt.RestoreOptions, "broadcast", [None, 1, "yes"]),
+    (asyncckpt.RestoreOptions, "explain", [None, 1, "yes"]),
     (asyncckpt.RestoreOptions, "deadline_s", [0, -1, math.nan, math.inf, "1", True]),
     (asyncckpt.RestoreOptions, "silence_s", [None, 0, -1, math.nan, math.inf, "1", True]),
     (asyncckpt.RestoreOptions, "arrival_s", [None, 0, -1, math.nan, math.inf, "1", True]),

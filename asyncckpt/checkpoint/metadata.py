@@ -105,6 +105,8 @@ class Extents:
         crc32c: CRC-32C of each chunk without its trailer, kept apart from it; None without.
         values: stored bytes of rows without an extent, trailer included; a row that has neither
             was never stored and consists of the fill value.
+        origin: where the chunks are in the store, if these are their places in streams that
+            processes exchange; for errors.
     """
 
     file: Column
@@ -112,6 +114,7 @@ class Extents:
     nbytes: Column
     crc32c: npt.NDArray[np.uint32] | None = None
     values: Mapping[int, bytes] = field(default_factory=dict)
+    origin: Extents | None = None
 
     def __len__(self) -> int:
         return len(self.file)

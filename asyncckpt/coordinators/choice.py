@@ -99,7 +99,7 @@ def _several(processes: tuple[int, int] | None) -> Processes | None:
 
 
 def _check_alone() -> None:
-    # What torchrun and others set. No runtime has been initialised, so that nobody else may know.
+    # Set by torchrun and other launchers: there are several processes, but no runtime knows them.
     size = os.environ.get("WORLD_SIZE", "1")  # noqa: TID251 - not a knob of ours
     if size.isdigit() and int(size) > 1:
         raise UsageError(

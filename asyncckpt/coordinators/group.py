@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncckpt.coordinators.key_values import PREFIX
 from asyncckpt.ports import Coordinator
+
+NAMES_MAX = 8
+"""Processes that a message lists one by one."""
+
+BYE = "bye"
+"""Directory of the processes that have left the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +53,26 @@ class Group:
         """Return how messages call a process."""
         return f"process {process} ({self.hosts[process]})"
 
+    def listed(self, processes: Sequence[int]) -> str:
+        """Return how messages call several processes, the first few one by one."""
+        more = f" and {len(processes) - NAMES_MAX} more" if len(processes) > NAMES_MAX else ""
+        return ", ".join(map(self.named, processes[:NAMES_MAX])) + more
+
 
 async def part(group: Group) -> None:
     """Leave the group; the last process to leave deletes its keys."""
     if group.process_count == 1:
         return
-    await group.coordinator.put(group.key("bye", str(group.process_index)), b"bye")
-    gone = await group.coordinator.list(group.key("bye"))
+    await group.coordinator.put(group.key(BYE, str(group.process_index)), b"bye")
+    gone = await group.coordinator.list(group.key(BYE))
     if len(gone) == group.process_count:
         # Several may be the last ones; deleting what is deleted does no harm.
         await group.coordinator.delete(group.meeting)
         await group.coordinator.delete(group.key())
+
+
+async def departed(group: Group) -> tuple[int, ...]:
+    """Return which processes have left: process 0 looks at all others, these only at process 0."""
+    if group.process_index:
+        return () if await group.coordinator.look(group.key(BYE, "0")) is None else (0,)
+    return tuple(sorted(map(int, await group.coordinator.list(group.key(BYE)))))

@@ -16,9 +16,11 @@ import jax
 import jax.distributed
 from jax._src import distributed, xla_bridge
 
+from asyncckpt.coordinators.jax_exchange import JaxExchange, JaxGathers
 from asyncckpt.coordinators.key_values import check_key, longest_pause_s
 from asyncckpt.coordinators.service import SLICE_S, WAIT, ServiceCoordinator
 from asyncckpt.errors import UsageError
+from asyncckpt.ports import CallIn
 
 CLIENT_METHODS = (
     "blocking_key_value_get_bytes",
@@ -61,6 +63,8 @@ class JaxCoordinator(ServiceCoordinator["JaxService"]):
                 "shared directory with coordinator=DirectoryCoordinator(...)"
             )
         super().__init__("jax", *processes, lambda: JaxService(client))
+        self.server = f"process 0 ({distributed.global_state.coordinator_address})"
+        self._gathers = JaxGathers()
         self._slice_s = min(longest_pause_s(self.process_count), SLICE_S)
         self._waits = 0
 
@@ -81,6 +85,12 @@ class JaxCoordinator(ServiceCoordinator["JaxService"]):
                     return value
         finally:
             self._waits -= 1
+
+    def exchange(
+        self, name: str, *, in_caller: CallIn, in_worker: CallIn, timeout_s: float
+    ) -> JaxExchange:
+        """Return JAX's collectives, which the caller's thread makes; they have no time limit."""
+        return JaxExchange(self.process_index, self._gathers, in_caller)
 
     async def _wait_once(self, key: str, slice_s: float) -> bytes | None:
         return await self.call(

@@ -7,13 +7,10 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
-from asyncckpt.coordinators.group import Group
+from asyncckpt.coordinators.group import NAMES_MAX, Group
 from asyncckpt.errors import UsageError
 from asyncckpt.ports import Coordinator
 from asyncckpt.version import VERSION
-
-NAMES_MAX = 8
-"""Processes that a message lists one by one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,13 @@ from typing import Any
 
 from asyncckpt import errors
 from asyncckpt.errors import AsyncCheckpointError, SaveAbortedError, SaveError
+from asyncckpt.ports import MAX_MESSAGE_NBYTES
+
+PART_NBYTES = MAX_MESSAGE_NBYTES - 1
+"""Payload of one part of a large message."""
+
+PARTS_MAX = 255
+"""Parts of a message, 16 MiB in all: the number of parts is one byte."""
 
 ERROR_NBYTES = 60 << 10
 """Largest encoded error: below `MAX_MESSAGE_NBYTES`, so that more can go into the same message."""
@@ -27,6 +34,22 @@ CLASSES: Mapping[str, type[AsyncCheckpointError]] = {
 TEXTS = ("path", "stage", "location", "expected", "found", "file", "host")
 FLAGS = ("retryable", "visible", "durable")
 NUMBERS = ("offset", "process")
+
+
+def parts_of(message: bytes) -> list[tuple[int, bytes]]:
+    """Return the parts of a large message with their numbers, in the order to send them.
+
+    The first part comes last: once it is there, all are. It begins with the number of parts.
+
+    Raises:
+        ValueError: the message is larger than 16 MiB.
+    """
+    starts = range(0, max(len(message), 1), PART_NBYTES)
+    if len(starts) > PARTS_MAX:
+        raise ValueError(f"a message of {len(message)} bytes")
+    parts = [message[start : start + PART_NBYTES] for start in starts]
+    parts[0] = bytes((len(parts),)) + parts[0]
+    return list(enumerate(parts))[::-1]
 
 
 def encode_error(

@@ -8,32 +8,34 @@ A round has messages of each process, answers of process 0, one decision and one
                               finish(...)         the outcome
     outcome() ◄─────────────
 
-Any process may `abort` with an error, until the decision is to commit. Whoever is in `watch` then
-raises that error.
+Any process may `abort` with an error, until the decision is to commit. `watch` then raises that
+error on all processes.
 """
 
-# Rule 1: the decision is set once: two processes that decide at the same time see one of both.
-# Rule 2: after a decision to commit, the outcome is what process 0 makes it. Where it falls silent,
-#   nobody else may say that the round has failed.
-# Rule 3: after a decision to commit, process 0 needs nobody: who falls silent then changes nothing.
+# Rule 1: the decision is set once: of two processes that decide at the same time, both see the
+#   decision of the faster one.
+# Rule 2: after a decision to commit, process 0 alone determines the outcome. If it falls silent, no
+#   other process may say that the round has failed.
+# Rule 3: after a decision to commit, process 0 does not depend on the others: it ignores those that
+#   fall silent.
 # Rule 4: process 0 reads one directory, whatever the number of processes; each of the others waits
-#   for one key. A process that says nothing is found by its beats.
+#   for one key. Missing processes are found by their beats.
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from asyncckpt.coordinators.group import Group
+from asyncckpt.coordinators.absence import closed_error, late_error, silent_error, unknown_error
+from asyncckpt.coordinators.group import Group, departed
 from asyncckpt.coordinators.key_values import pauses
-from asyncckpt.coordinators.messages import decode_error, encode_error
+from asyncckpt.coordinators.messages import decode_error, encode_error, parts_of
 from asyncckpt.coordinators.pulse import Pulse
 from asyncckpt.errors import (
     AsyncCheckpointError,
-    SaveError,
     SaveOutcomeUnknownError,
     UsageError,
 )
@@ -45,10 +47,10 @@ COMMIT = b"+"
 _FAILED = b"-"
 
 POST_S = 0.3
-"""How long an error may take to be posted; where it cannot be, this process' silence tells."""
+"""How long a process waits for its error to be posted; the coordinator's thread goes on trying."""
 
 KEPT = 2
-"""Rounds of a kind whose messages stay: a process may be that much behind."""
+"""Rounds of a kind whose messages are kept: a process may be this far behind."""
 
 SLICE_S = 1.0
 """The others wait this long for the outcome before they look whether process 0 is alive."""
@@ -72,7 +74,7 @@ class Round:
         silence_s: how long a process may give no sign of life.
         leads: this is process 0.
         result: what process 0 said when the round had succeeded; None before.
-        failed: it is certain that the round has failed, and cannot succeed any more.
+        failed: the round has certainly failed.
     """
 
     def __init__(
@@ -113,8 +115,22 @@ class Round:
         """Tell process 0 something; `message` has at least one byte."""
         await self._coordinator.put(f"{self._prefix}/{what}/{self.group.process_index}", message)
 
+    async def post_parts(self, what: str, message: bytes) -> None:
+        """Tell process 0 something that may be large."""
+        for number, part in parts_of(message):
+            await self.post(f"{what}.{number}", part)
+
+    async def _joined(self, key: str, head: bytes) -> bytes:
+        """Return a message of several parts, of which the first has come and so have the others."""
+        parts = [head[1:]]
+        for number in range(1, head[0]):
+            part = await self._coordinator.look(f"{self._prefix}/{key.format(number)}")
+            assert part is not None
+            parts.append(part)
+        return b"".join(parts)
+
     async def post_name(self) -> None:
-        """Tell process 0 what was called, so that it ends the round if that was something else."""
+        """Tell process 0 what was called; it ends the round if that was another call."""
         await self.post("name", self._name.encode())
 
     async def abort(self, error: BaseException, stage: str | None = None) -> bool:
@@ -123,7 +139,7 @@ class Round:
         Returns:
             Whether the round fails; False where it was decided to commit.
         """
-        if await self._refuse(error, stage):
+        if await self._refuse(error, stage) != COMMIT:
             return True
         if self.leads:
             # After its own decision to commit, process 0 alone knows that publishing failed.
@@ -132,37 +148,52 @@ class Round:
             self.failed = True
         return self.leads
 
-    async def _refuse(self, error: BaseException, stage: str | None = None) -> bool:
-        """Decide against the round; return whether that is decided, by whomever."""
+    async def _refuse(self, error: BaseException, stage: str | None = None) -> bytes:
+        """Decide against the round, unless it is decided already; return the decision."""
         failure = _FAILED + self._encoded(error, stage)
         decision = await self._coordinator.put_once(f"{self._prefix}/decision", failure)
-        if decision == COMMIT:
-            return False
-        self.failed = True
-        if self.leads:
-            await self._coordinator.put(f"{self._prefix}/outcome", decision)
-        return True
+        if decision != COMMIT:
+            self.failed = True
+            if self.leads:
+                await self._coordinator.put(f"{self._prefix}/outcome", decision)
+        return decision
+
+    async def _fail(self, error: AsyncCheckpointError) -> None:
+        """Decide against the round and raise; return if it was decided to commit.
+
+        Raises:
+            …: the error, or that of a process that was faster.
+        """
+        decision = await self._refuse(error)
+        if decision == _FAILED + self._encoded(error, None):
+            raise error
+        if decision != COMMIT:
+            raise decode_error(decision[1:])
 
     def begun(self) -> None:
-        """Note that this process has begun what the others join."""
+        """Announce that this process has begun the attempt that the others join."""
         self._pulse.reached(f"{self._kind}-begun", self.number)
 
     def has_begun(self) -> bool:
-        """Return whether process 0 has begun what the others join."""
+        """Return whether process 0 has begun the attempt that the others join."""
         return self._pulse.last(0, f"{self._kind}-begun") >= self.number
 
     async def watch(self) -> None:
-        """Return when the round has ended well; for the time of the round, in a task of its own.
+        """Return when the round has succeeded; runs in a task of its own during the round.
 
         Raises:
             …: the error with which any process has ended it.
             SaveError: a process has not come, or has fallen silent; names it.
+            UsageError: a process has closed its `Checkpointer`; names it.
             SaveOutcomeUnknownError: process 0 has fallen silent after its decision to commit.
         """
-        await (self._lead() if self.leads else self._follow())
+        try:
+            await (self._lead() if self.leads else self._follow())
+        finally:
+            self._changed.set()
 
     async def run(self, part: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run this process' part of the round; its failure is that of all, and theirs is its own.
+        """Run this process' part of the round, which fails on all processes if it fails on one.
 
         Raises:
             …: the error of the process that failed first.
@@ -231,6 +262,40 @@ class Round:
             self._changed.clear()
             await self._changed.wait()
 
+    async def lowest(self, what: str, *, above: int) -> int | None:
+        """Return the lowest number that any other process has posted last, once it is higher.
+
+        None where the round has failed.
+        """
+        while not self.failed:
+            numbers = [
+                int(number) for key, number in self._found.items() if key.startswith(f"{what}/")
+            ]
+            if len(numbers) == self.group.process_count - 1 and min(numbers) > above:
+                return min(numbers)
+            self._changed.clear()
+            await self._changed.wait()
+        return None
+
+    async def gathered_parts(self, what: str) -> dict[int, bytes]:
+        """Return what every other process has posted with `post_parts`, and delete it.
+
+        Every look for messages would read it again.
+        """
+        heads = await self.gathered(f"{what}.0")
+        found = {
+            process: await self._joined(f"{what}.{{}}/{process}", head)
+            for process, head in heads.items()
+        }
+        for number in range(max(head[0] for head in heads.values())):
+            await self._coordinator.delete(f"{self._prefix}/{what}.{number}")
+        return found
+
+    async def answer_parts(self, what: str, message: bytes) -> None:
+        """Tell all others something that may be large."""
+        for number, part in parts_of(message):
+            await self.answer(f"{what}.{number}", part)
+
     async def answer(self, what: str, message: bytes) -> None:
         """Tell all others something."""
         await self._coordinator.put(f"{self._prefix}/{what}", message)
@@ -255,11 +320,27 @@ class Round:
     # -- the others
 
     async def answered(self, what: str) -> bytes:
-        """Return what process 0 tells; needs `watch` to run, which notices if it never does."""
+        """Return an answer of process 0; `watch` must run, which notices if it never comes."""
         while True:
             message = await self._coordinator.wait(f"{self._prefix}/{what}", timeout_s=SLICE_S)
             if message is not None:
                 return message
+
+    async def answered_parts(self, what: str) -> bytes:
+        """Return what process 0 tells with `answer_parts`."""
+        return await self._joined(f"{what}.{{}}", await self.answered(f"{what}.0"))
+
+    async def reached(self, what: str, number: int) -> bool:
+        """Return whether process 0 tells a number that is not lower, before the round fails."""
+        key = f"{self._prefix}/{what}"
+        for pause in pauses(self.group.process_count):
+            message = await self._coordinator.wait(key, timeout_s=SLICE_S)
+            if message is not None and int(message) >= number:
+                return True
+            if self.failed:
+                return False
+            await asyncio.sleep(pause)
+        raise AssertionError("pauses never end")
 
     async def outcome(self) -> bytes:
         """Return what process 0 says when the round has succeeded; needs `watch` to run."""
@@ -277,25 +358,30 @@ class Round:
             decision = found.get("decision", COMMIT)
             if decision != COMMIT:
                 raise await self._failed(decision)
-            if len(found) != len(self._found):
+            if found != self._found:
                 waits = pauses(self.group.process_count)
             self._found = found
             other_call = self._other_call()
-            if other_call is not None and await self._refuse(other_call):
-                raise other_call
+            if other_call is not None:
+                await self._fail(other_call)
             self._changed.set()
             if time.monotonic() - alive_at > SLICE_S:
                 alive_at = time.monotonic()
-                await self._check_alive(range(1, self.group.process_count))
+                await self._check_alive(await departed(self.group))
             await asyncio.sleep(next(waits))
 
     async def _follow(self) -> None:
         key = f"{self._prefix}/outcome"
         while self.result is None:
             outcome = await self._coordinator.wait(key, timeout_s=SLICE_S)
+            closed: tuple[int, ...] = ()
             if outcome is None:
                 await self._check_left()
-                await self._check_alive((0,))
+                closed = await departed(self.group)
+                if closed:  # process 0 posts the outcome before it closes
+                    outcome = await self._coordinator.look(key)
+            if outcome is None:
+                await self._check_alive(closed)
             elif outcome[:1] == COMMIT:
                 self._end(outcome[1:])
             else:
@@ -303,7 +389,7 @@ class Round:
                 raise decode_error(outcome[1:])
 
     async def _check_left(self) -> None:
-        """Raise if the round has ended without this process, which may have been stopped."""
+        """Raise if the round ended without this process, which may have been stopped."""
         reached = self._pulse.last(0, self._kind)
         if reached == self.number:
             return
@@ -315,7 +401,7 @@ class Round:
             raise SaveOutcomeUnknownError(
                 f"{self.group.named(0)} is {reached - self.number} calls ahead, and what it said "
                 "about this one is deleted, because this process was stopped or very slow; look at "
-                "latest_step() for what became of it"
+                "latest_step() to see whether it succeeded"
             )
 
     def _encoded(self, error: BaseException, stage: str | None) -> bytes:
@@ -339,54 +425,36 @@ class Round:
         self.result = result
         self._ended.set()
 
-    async def _check_alive(self, processes: Any) -> None:
-        """Abort the round if one of these processes has not come, or has fallen silent."""
-        silent = [p for p in processes if self._pulse.silent(p)]
+    async def _check_alive(self, closed: Sequence[int]) -> None:
+        """Abort the round if a watched process has not come, has fallen silent or has closed."""
+        group = self.group
+        watched = range(1, group.process_count) if self.leads else range(1)
+        silent = [process for process in watched if self._pulse.silent(process)]
         late = []
         if time.monotonic() - self._begun > self._arrival_s:
-            late = [p for p in processes if self._pulse.last(p, self._kind) < self.number]
-        if not silent and not late:
+            late = [p for p in watched if self._pulse.last(p, self._kind) < self.number]
+        if closed:
+            await self._fail(closed_error(group, closed))
+        elif silent:
+            await self._fail(silent_error(group, silent, self.silence_s))
+        elif late:
+            await self._fail(late_error(group, late, self._arrival_s))
+        else:
             return
-        error = self._absent(silent, late)
-        if await self._refuse(error):
-            raise error
         if not self.leads:
-            raise SaveOutcomeUnknownError(
-                f"{self.group.named(0)} has fallen silent in {self._name or self._kind}, after it "
-                "had been decided to commit: whether that was done is unknown. Restart the job, "
-                "and look at steps() first"
-            )
-
-    def _absent(self, silent: list[int], late: list[int]) -> SaveError:
-        if silent:
-            names = ", ".join(map(self.group.named, silent[:10]))
-            return SaveError(
-                f"{names} gave no sign of life for {self.silence_s:g} s (silence_s) and "
-                "may have died; nothing was committed. Restart the job",
-                expected=self.group.process_count,
-                found=self.group.process_count - len(silent),
-            )
-        names = ", ".join(map(self.group.named, late[:10]))
-        come = self.group.process_count - len(late)
-        return SaveError(
-            f"{come} of {self.group.process_count} processes made this call; {names} did not "
-            f"within {self._arrival_s:g} s (arrival_s). Call it on all processes, or pass "
-            'coordinator="single" where one process is to do it alone',
-            expected=self.group.process_count,
-            found=come,
-        )
+            raise unknown_error(group, self._name or self._kind)
 
     async def _failed(self, decision: bytes) -> BaseException:
-        """Pass a decision against the round on to all others; return its error."""
+        """Announce a decision against the round to all others; return its error."""
         self.failed = True
         await self._coordinator.put(f"{self._prefix}/outcome", decision)
         return decode_error(decision[1:])
 
 
 async def briefly(call: Coroutine[Any, Any, T], *, limit_s: float = POST_S) -> T | None:
-    """Await a message; return None where the service does not take it at once.
+    """Await a message; return None if the service has not taken it within `limit_s`.
 
-    For those who have been cancelled: a service that has stopped must not hold them up.
+    A service that has stopped must not hold up a process that was cancelled.
     """
     with contextlib.suppress(AsyncCheckpointError, TimeoutError):
         async with asyncio.timeout(limit_s):

@@ -6,10 +6,11 @@ So all calls of a coordinator are made by one daemon thread of its own, with a c
 own, which can be abandoned and replaced.
 """
 
-# Rule 1: an await never waits for the thread to leave a call: cancelling returns at once. What the
-#   call was to change is still changed, in its turn, once the server answers: the others then learn
-#   why a process has given up that could not say so in time.
-#   (test_cancelling_a_save_returns_while_the_server_is_stopped)
+# Rule 1: an await never waits for the thread to leave a call: cancelling returns at once. A call
+#   that changes keys is made nevertheless, in its turn: an error reaches the other processes even
+#   if the process that posts it does not wait for a slow server.
+#   (test_cancelling_a_save_returns_while_the_server_is_stopped,
+#   test_a_message_of_a_cancelled_call_arrives_when_the_server_answers_again)
 # Rule 2: calls are short, `SLICE_S` at most. Longer waits are made of many of them, and a call that
 #   waits gives way to those that do not, so that a beat is held up for one slice.
 #   (test_a_put_is_held_up_for_a_slice_at_most)
@@ -94,7 +95,10 @@ class ServiceCoordinator(Generic[S]):
         name: what it is called in messages.
         process_index: number of this process.
         process_count: number of processes.
+        server: what serves the keys, for errors; empty where no process does.
     """
+
+    server = ""
 
     def __init__(
         self, name: str, process_index: int, process_count: int, connect: Callable[[], S]
@@ -114,13 +118,13 @@ class ServiceCoordinator(Generic[S]):
     async def put(self, key: str, value: bytes) -> None:
         """Set `key`, whatever it was."""
         check_message(key, value)
-        await self.call(f"put({key})", lambda service: service.put(key, value), changes=True)
+        await self.call(f"put({key})", lambda service: service.put(key, value), lasting=True)
 
     async def put_once(self, key: str, value: bytes) -> bytes:
         """Set `key` if it was not set; return the value that was set first."""
         check_message(key, value)
         return await self.call(
-            f"put_once({key})", lambda service: service.put_once(key, value), changes=True
+            f"put_once({key})", lambda service: service.put_once(key, value), lasting=True
         )
 
     async def look(self, key: str) -> bytes | None:
@@ -147,7 +151,7 @@ class ServiceCoordinator(Generic[S]):
     async def delete(self, prefix: str) -> None:
         """Delete the key `prefix` and all that begin with ``prefix/``; there may be none."""
         check_key(prefix)
-        await self.call(f"delete({prefix})", lambda service: service.delete(prefix), changes=True)
+        await self.call(f"delete({prefix})", lambda service: service.delete(prefix), lasting=True)
 
     async def close(self) -> None:
         """End connection and thread. Idempotent; the service and its keys live on."""
@@ -163,18 +167,24 @@ class ServiceCoordinator(Generic[S]):
             await asyncio.sleep(pause)
 
     async def call(
-        self, what: str, function: Callable[[S], T], *, turn: int = CALL, changes: bool = False
+        self, what: str, function: Callable[[S], T], *, turn: int = CALL, lasting: bool = False
     ) -> T:
         """Return the result of a call that the thread makes.
 
-        Cancellation: returns at once. A call that `changes` keys is still made, see Rule 1.
+        Args:
+            what: the call, for errors.
+            function: makes it.
+            turn: `CALL`, or `WAIT` for a call that gives way to all others.
+            lasting: a cancelled call that has not begun yet is made nevertheless.
+
+        Cancellation: returns at once, see Rule 1.
 
         Raises:
             StoreError: the call failed or did not return.
             ClosedError: the coordinator was closed.
         """
         caller = self._serving(what)
-        future = caller.submit(function, turn, changes=changes)
+        future = caller.submit(function, turn, lasting=lasting)
         answer = asyncio.wrap_future(future)
         try:
             while not answer.done():
@@ -191,9 +201,10 @@ class ServiceCoordinator(Generic[S]):
         except AsyncCheckpointError:
             raise
         except Exception as error:
+            why = f"; {self.server} serves the keys, and may have died" if self.server else ""
             raise StoreError(
                 f"{self.name} coordinator, process {self.process_index} of {self.process_count}: "
-                f"{what} failed: {type(error).__name__}: {error}",
+                f"{what} failed: {type(error).__name__}: {error}{why}",
                 retryable=True,
                 found=str(error),
             ) from error
@@ -226,8 +237,8 @@ class ServiceCoordinator(Generic[S]):
     def _no_answer(self, what: str, why: str) -> StoreError:
         return StoreError(
             f"{self.name} coordinator, process {self.process_index} of {self.process_count}: "
-            f"{what}: {why}. Check whether the process that serves the keys (usually process 0) "
-            "is stopped, and the network to its host",
+            f"{what}: {why}. Check whether the process that serves the keys "
+            f"({self.server or 'usually process 0'}) is stopped, and the network to its host",
             retryable=True,
         )
 
@@ -237,7 +248,7 @@ class _Caller(Generic[S]):
 
     def __init__(self, name: str, connect: Callable[[], S]) -> None:
         self._connect = connect
-        self._queue: queue.PriorityQueue[tuple[int, int, Future[Any], Callable[[S], Any], bool]]
+        self._queue: queue.PriorityQueue[tuple[int, int, Future[Any], Callable[[S], Any]]]
         self._queue = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._busy_since: float | None = None
@@ -248,12 +259,12 @@ class _Caller(Generic[S]):
         except RuntimeError as error:
             raise thread_error(name, error) from error
 
-    def submit(
-        self, function: Callable[[S], T], turn: int, *, changes: bool = False
-    ) -> Future[T]:
-        """Queue a call behind those of the same turn; one that `changes` keys is always made."""
+    def submit(self, function: Callable[[S], T], turn: int, *, lasting: bool = False) -> Future[T]:
+        """Queue a call behind those of the same turn; a `lasting` one cannot be cancelled."""
         future: Future[T] = Future()
-        self._queue.put((turn, next(self._numbers), future, function, changes))
+        if lasting:
+            future.set_running_or_notify_cancel()
+        self._queue.put((turn, next(self._numbers), future, function))
         return future
 
     def time_left_s(self) -> float:
@@ -270,12 +281,11 @@ class _Caller(Generic[S]):
     def _serve(self) -> None:
         service: S | None = None
         while not self._ended:
-            _, _, future, function, changes = self._queue.get()
-            awaited = future.set_running_or_notify_cancel()
-            if not awaited and (self._ended or not changes):
-                continue
+            _, _, future, function = self._queue.get()
             if self._ended:
-                future.set_exception(ClosedError("the coordinator was closed"))
+                _refuse(future)
+                break
+            if not _begin(future):
                 continue
             self._busy_since = time.monotonic()
             try:
@@ -285,11 +295,9 @@ class _Caller(Generic[S]):
             except BaseException as error:
                 _close(service)
                 service = None
-                if awaited:
-                    future.set_exception(error)
+                future.set_exception(error)
             else:
-                if awaited:
-                    future.set_result(result)
+                future.set_result(result)
                 del result
             self._busy_since = None
             del future, function
@@ -299,9 +307,17 @@ class _Caller(Generic[S]):
     def _refuse_rest(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                _, _, future, *_ = self._queue.get_nowait()
-                if future.set_running_or_notify_cancel():
-                    future.set_exception(ClosedError("the coordinator was closed"))
+                _refuse(self._queue.get_nowait()[2])
+
+
+def _begin(future: Future[Any]) -> bool:
+    """Return whether the call of this future is to be made: it was not cancelled."""
+    return future.running() or future.set_running_or_notify_cancel()
+
+
+def _refuse(future: Future[Any]) -> None:
+    if _begin(future):
+        future.set_exception(ClosedError("the coordinator was closed"))
 
 
 def _close(service: Service | None) -> None:

@@ -18,7 +18,9 @@ import torch.distributed
 from torch.distributed import distributed_c10d
 
 from asyncckpt.coordinators.service import ServiceCoordinator
+from asyncckpt.coordinators.torch_exchange import TorchExchange
 from asyncckpt.errors import UsageError
+from asyncckpt.ports import CallIn
 
 MULTI_GET_MIN = 16
 """So many values are read with two calls, fewer with one call each."""
@@ -55,6 +57,24 @@ class TorchCoordinator(ServiceCoordinator["TorchService"]):
                 "coordinator=DirectoryCoordinator(...)"
             )
         super().__init__("torch", *processes, lambda: TorchService(store))
+        self.server = server_of(store)
+        self._store = store
+
+    def exchange(
+        self, name: str, *, in_caller: CallIn, in_worker: CallIn, timeout_s: float
+    ) -> TorchExchange:
+        """Return gloo's collectives, in groups of their own."""
+        return TorchExchange(self._store, name, self.process_index, in_worker, timeout_s)
+
+
+def server_of(store: Any) -> str:
+    """Return what serves the keys of a store, with host and port; empty for files and memory."""
+    while isinstance(store, distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    if not hasattr(store, "host"):
+        return ""
+    agent = torch.distributed.is_torchelastic_launched()
+    return f"{'the agent of torchrun' if agent else 'process 0'} ({store.host}:{store.port})"
 
 
 class TorchService:

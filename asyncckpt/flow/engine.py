@@ -41,6 +41,7 @@ from asyncckpt.errors import (
     SaveAbortedError,
     UsageError,
 )
+from asyncckpt.flow.caller import CallerThread
 from asyncckpt.flow.driver import blocks_here
 from asyncckpt.flow.threads import Workers, finished, seen, thread_error
 from asyncckpt.options import ABANDON_S, CLEANUP_S
@@ -64,10 +65,16 @@ logger = logging.getLogger("asyncckpt")
 
 
 class Job(Generic[T]):
-    """One coroutine on its way through the engine."""
+    """One coroutine on its way through the engine.
+
+    Attributes:
+        future: resolves when the task has ended.
+        caller: makes the calls that the coroutine asks of the thread that waits for it.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.future: Future[T] = Future()
+        self.caller: CallerThread | None = None
         self.future.set_running_or_notify_cancel()  # only the end of the task resolves it
         self._engine = engine
         self._task: asyncio.Task[T] | None = None
@@ -90,13 +97,33 @@ class Job(Generic[T]):
             return self.result()
         waiter = asyncio.wrap_future(self.future)
         try:
-            await asyncio.wait((waiter,))
+            await self._attend(waiter)
         except asyncio.CancelledError:
             self.cancel()
-            await finished(waiter)
+            while not waiter.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self._attend(waiter)
             seen(waiter)
             raise
         return waiter.result()
+
+    async def _attend(self, waiter: asyncio.Future[T]) -> None:
+        """Wait for the job, and make the calls that it asks of this thread."""
+        while self.caller is not None and not waiter.done():
+            woken = asyncio.wrap_future(self.caller.wake)
+            await asyncio.wait((waiter, woken), return_when=asyncio.FIRST_COMPLETED)
+            self.caller.serve()
+        await asyncio.wait((waiter,))
+
+    def _attend_blocking(self) -> None:
+        """As `_attend`, for callers without a loop."""
+        caller = self.caller
+        if caller is not None:
+            self.future.add_done_callback(lambda _: caller.poke())
+            while not self.future.done():
+                wait_quietly(caller.wake)
+                caller.serve()
+        wait_quietly(self.future)
 
     def result(self) -> T:
         """Return the job's result, for callers without a loop.
@@ -108,7 +135,7 @@ class Job(Generic[T]):
         """
         self.refuse_own_thread()
         try:
-            wait_quietly(self.future)
+            self._attend_blocking()
         except KeyboardInterrupt:
             self.abort()
             raise
@@ -122,7 +149,7 @@ class Job(Generic[T]):
         """
         try:
             self.cancel()
-            wait_quietly(self.future)
+            self._attend_blocking()
         except KeyboardInterrupt:
             self._engine.abandoned = True
             raise

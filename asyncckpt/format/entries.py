@@ -62,11 +62,19 @@ class WrittenFile(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One box of a small leaf that no process holds whole, and its values in C order."""
+    """One box of a small leaf that no process holds whole.
+
+    Attributes:
+        array: the array of the leaf.
+        box: the part of it.
+        values: its elements in C order; empty where another holder of the box sends them.
+        crc: CRC-32C of the elements, of every holder.
+    """
 
     array: int
     box: Box
     values: bytes
+    crc: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +134,10 @@ def encode_entries(entries: Entries) -> bytes:
             "process": entries.process,
             "digest": entries.digest,
             "files": [list(file) for file in entries.files],
-            "parts": [[p.array, p.box.offset, p.box.shape, len(p.values)] for p in entries.parts],
+            "parts": [
+                [part.array, part.box.offset, part.box.shape, len(part.values), part.crc]
+                for part in entries.parts
+            ],
             "facts": entries.facts,
             "columns": [[name, column.size] for name, column in columns.items()],
         },
@@ -216,11 +227,12 @@ def _entries(header: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any]])
     }
     parts: list[Part] = []
     held, at = columns["part_values"].tobytes(), 0
-    for array, offset, shape, nbytes in header["parts"]:
-        numbers = [array, nbytes, *offset, *shape]
+    for array, offset, shape, nbytes, crc in header["parts"]:
+        numbers = [array, nbytes, crc, *offset, *shape]
         if any(type(n) is not int or n < 0 for n in numbers) or len(offset) != len(shape):
             raise ValueError("a part of a leaf has no valid place")
-        parts.append(Part(array, Box(tuple(offset), tuple(shape)), held[at : at + nbytes]))
+        box = Box(tuple(offset), tuple(shape))
+        parts.append(Part(array, box, held[at : at + nbytes], crc))
         at += nbytes
     if at != len(held):
         raise ValueError("parts of leaves and their lengths differ")

@@ -53,7 +53,8 @@ class HeldBox(NamedTuple):
         array: the array.
         box: the part of it.
         shard: number of the shard, counting those that the process holds.
-        writer: the process that sends it, the lowest that holds it.
+        writer: the process that sends its values, the lowest that holds it; the others send a
+            checksum.
     """
 
     array: int

@@ -97,14 +97,14 @@ class RestorePlan:
         batches: ranges by file and offset.
         inline: parts whose rows stand in the index (no file), by row.
         read_nbytes: bytes of all batches, gaps included.
-        row_count: chunks that are needed, inline ones included.
+        rows: the chunks that are needed, inline ones included.
         counts: parts of every request.
     """
 
     batches: tuple[ReadBatch, ...]
     inline: Table[Part]
     read_nbytes: int
-    row_count: int
+    rows: Column
     counts: Sequence[int]
 
 
@@ -118,6 +118,7 @@ def plan_restore(
     slot_nbytes: int,
     gap_nbytes: int,
     aligned_chunk_nbytes: int,
+    only: npt.NDArray[np.bool_] | None = None,
 ) -> RestorePlan:
     """Plan the reads that serve all requests.
 
@@ -134,6 +135,7 @@ def plan_restore(
         slot_nbytes: longest batch of several rows.
         gap_nbytes: longest run of unwanted bytes that a batch reads along.
         aligned_chunk_nbytes: length from which on a row is a batch of its own.
+        only: whether to read each row; None reads all that are wanted.
 
     Raises:
         ValueError: a request is outside its array, or an array's rows are outside the columns.
@@ -147,6 +149,9 @@ def plan_restore(
             f"requests need rows {row.min()} to {row.max()}, the checkpoint has {len(files)}"
         )
 
+    if only is not None:
+        kept = only[row]
+        row, request, direct, nbytes = row[kept], request[kept], direct[kept], nbytes[kept]
     order = np.lexsort((request, row, offsets[row], files[row]))
     row, request, direct, nbytes = row[order], request[order], direct[order], nbytes[order]
     fresh = np.ones(len(row), bool)
@@ -182,7 +187,7 @@ def plan_restore(
         batches=tuple(batches),
         inline=Table(Part, parts, 0, int(part_edges[0])),
         read_nbytes=int(sizes.sum()),
-        row_count=len(leads),
+        rows=row[leads],
         counts=np.bincount(request, minlength=len(requests)).tolist(),
     )
 

@@ -5,7 +5,14 @@ Not here: how a report comes about, and how the command line prints it (`cli`).
 
 from asyncckpt.reports.contents import CheckpointInfo, FileInfo, LeafInfo
 from asyncckpt.reports.findings import Damage, DiffReport, LeafDifference, VerifyReport
-from asyncckpt.reports.outcomes import ConvertReport, ProcessPart, RestoreReport, SaveReport
+from asyncckpt.reports.outcomes import (
+    ConvertReport,
+    ProcessPart,
+    ReadItem,
+    ReadRange,
+    RestoreReport,
+    SaveReport,
+)
 from asyncckpt.reports.progress import Progress
 from asyncckpt.reports.texts import nbytes_text, rate_text
 
@@ -19,6 +26,8 @@ __all__ = [
     "LeafInfo",
     "ProcessPart",
     "Progress",
+    "ReadItem",
+    "ReadRange",
     "RestoreReport",
     "SaveReport",
     "VerifyReport",

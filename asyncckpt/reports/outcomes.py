@@ -99,6 +99,60 @@ class SaveReport:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadItem:
+    """What a read was for: the elements that one stored chunk and one wanted box have in common.
+
+    Attributes:
+        path: the leaf; the first of several that share the chunk (tied arrays).
+        offset: where the elements begin in the leaf, per dimension.
+        shape: their extent, per dimension.
+        wanted_nbytes: bytes of the elements.
+        chunk_offset: where the chunk begins in its file.
+        chunk_nbytes: bytes of the chunk as it is stored, with its checksum.
+    """
+
+    path: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    wanted_nbytes: int
+    chunk_offset: int
+    chunk_nbytes: int
+
+    def __str__(self) -> str:
+        box = ", ".join(f"{o}:{o + n}" for o, n in zip(self.offset, self.shape, strict=True))
+        return f"{self.path}[{box}] {nbytes_text(self.wanted_nbytes)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRange:
+    """One range of a file that a restore read.
+
+    Attributes:
+        file: path in the checkpoint.
+        offset: first byte of the range.
+        nbytes: length of the range: chunks, and what is between them.
+        items: what it was read for; several for one chunk that several boxes want.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    items: tuple[ReadItem, ...]
+
+    @property
+    def wanted_nbytes(self) -> int:
+        """Bytes of the elements that were wanted."""
+        return sum(item.wanted_nbytes for item in self.items)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.file} {self.offset}:{self.offset + self.nbytes}, "
+            f"{nbytes_text(self.nbytes)} for {nbytes_text(self.wanted_nbytes)}: "
+            f"{'; '.join(map(str, self.items))}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class RestoreReport:
     """A finished restore.
 
@@ -107,7 +161,9 @@ class RestoreReport:
         step: its step, None for one-shot checkpoints.
         leaf_count: leaves restored.
         nbytes: bytes of array data restored.
-        read_nbytes: bytes read from the store.
+        read_nbytes: bytes read from the store, gaps between chunks included.
+        received_nbytes: bytes that came by exchange between processes, what this process read for
+            all among them.
         total_s: seconds from the call to the return.
         replaced: paths of immutable leaves of the target that `restore_into` replaced in the dict,
             list or dataclass that holds them.
@@ -121,6 +177,8 @@ class RestoreReport:
         strict: whether missing and unexpected leaves were errors.
         wanted: leaves that the target wants.
         matched: those of them that the checkpoint has.
+        reads: with `RestoreOptions(explain=True)`, every range that was read, and what for; chunks
+            that were never stored, as those of foreign checkpoints may be, are not in it.
     """
 
     location: str
@@ -129,6 +187,7 @@ class RestoreReport:
     nbytes: int
     read_nbytes: int
     total_s: float
+    received_nbytes: int = 0
     replaced: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -138,6 +197,7 @@ class RestoreReport:
     strict: bool = True
     wanted: int = 0
     matched: int = 0
+    reads: tuple[ReadRange, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         found = ""

@@ -1,7 +1,8 @@
-"""Agreement of processes that restore together: on the step, on fitting targets, on the end."""
+"""Agreement of processes that restore together: on step, targets, exchange, batches, end."""
 
 # Rule 1: no process reads payload before the targets of all have matched.
 # Rule 2: a saved leaf is unexpected only if no process wants it.
+# Rule 3: a batch is exchanged only if all processes are ready for it.
 
 from __future__ import annotations
 
@@ -10,46 +11,54 @@ import zlib
 from collections.abc import Awaitable, Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.errors import UsageError
+from asyncckpt.flow.threads import Workers
+from asyncckpt.planning.exchange import Sharing, encoded_rows, share
+from asyncckpt.ports import Exchange
 from asyncckpt.restore.match import Matching, refuse_unexpected
 
 
 class RestoreAgreement:
     """The part of one process in a restore by several.
 
-    Args:
-        round_: what they say to each other about it.
-
     Attributes:
-        round: the same.
+        round: what they say to each other about it.
+        exchange: their collectives; None where each process reads for itself.
     """
 
-    def __init__(self, round_: Round) -> None:
+    def __init__(self, round_: Round, exchange: Exchange | None) -> None:
         self.round = round_
+        self.exchange = exchange
+        self._told = -1  # the last batch that process 0 has said all are ready for
 
     async def step(
-        self, wanted: int | None, latest: Callable[[], Awaitable[int | None]]
+        self,
+        wanted: int | None,
+        broadcast: bool | str,
+        latest: Callable[[], Awaitable[int | None]],
     ) -> int | None:
         """Return the step that all restore: the one asked for, or what `latest` gives process 0.
 
         Raises:
-            UsageError: this process asks for another step than process 0.
+            UsageError: this process asks for another step or `broadcast` than process 0.
         """
         if self.round.leads:
             chosen = await latest() if wanted is None else wanted
-            await self.round.answer("step", json.dumps([wanted, chosen]).encode())
+            await self.round.answer("step", json.dumps([wanted, broadcast, chosen]).encode())
             return chosen
-        asked, chosen = json.loads(await self.round.answered("step"))
-        if asked != wanted:
-            raise UsageError(
-                f"restore was called with step={wanted!r} here, and with step={asked!r} on "
-                f"{self.round.group.named(0)}; pass the same step on all processes",
-                expected=asked,
-                found=wanted,
-            )
+        step, mode, chosen = json.loads(await self.round.answered("step"))
+        for name, asked, here in (("step", step, wanted), ("broadcast", mode, broadcast)):
+            if asked != here:
+                raise UsageError(
+                    f"restore was called with {name}={here!r} here, and with {name}={asked!r} on "
+                    f"{self.round.group.named(0)}; pass the same {name} on all processes",
+                    expected=asked,
+                    found=here,
+                )
         return None if chosen is None else int(chosen)
 
     async def matched(self, opened: OpenCheckpoint, matching: Matching, strict: bool) -> None:
@@ -72,6 +81,59 @@ class RestoreAgreement:
                 opened.location, [paths[leaf] for leaf in np.flatnonzero(unwanted).tolist()]
             )
         await self.round.answer("read", b"+")
+
+    async def size_of(self, name: str, size: Callable[[], Awaitable[int]]) -> int:
+        """Return the size of a file, in bytes, that `size` gives process 0."""
+        if self.round.leads:
+            nbytes = await size()
+            await self.round.answer(name, str(nbytes).encode())
+            return nbytes
+        return int(await self.round.answered(name))
+
+    async def shared(
+        self,
+        rows: npt.NDArray[np.int64],
+        nbytes: npt.NDArray[np.int64],
+        *,
+        least_nbytes: int,
+        compute: Workers,
+    ) -> Sharing:
+        """Return which chunks several processes want.
+
+        Args:
+            rows: the chunks that this process wants.
+            nbytes: length of each chunk of the checkpoint.
+            least_nbytes: if several processes want less, they share nothing.
+            compute: worker threads.
+        """
+        wanted = await compute.run(encoded_rows, rows, len(nbytes))
+        if not self.round.leads:
+            await self.round.post_parts("wanted", wanted)
+            message = await self.round.answered_parts("shared")
+            return await compute.run(Sharing.decoded, message)
+        found = {0: wanted, **await self.round.gathered_parts("wanted")}
+        sharing = await compute.run(share, found, len(nbytes))
+        if int(nbytes[sharing.stream >= 0].sum()) < least_nbytes:
+            sharing = Sharing([], np.full(len(nbytes), -1, np.int64))
+        await self.round.answer_parts("shared", await compute.run(sharing.encoded))
+        return sharing
+
+    async def ready(self, batch: int) -> bool:
+        """Return once all processes are ready for this batch, or for a later one.
+
+        Returns:
+            Whether they are; False where the restore has failed on one of them.
+        """
+        if not self.round.leads:
+            await self.round.post("ready", str(batch).encode())
+            return await self.round.reached("told", batch)
+        while self._told < batch:
+            others = await self.round.lowest("ready", above=self._told)
+            if others is None:
+                return False
+            self._told = min(others, batch)
+            await self.round.answer("told", str(self._told).encode())
+        return True
 
     async def restored(self) -> None:
         """Return when all processes have restored what they wanted."""

@@ -319,8 +319,9 @@ class Decode:
         file, offset = None, None
         place, advice = "a chunk in the metadata", "use another checkpoint"
         if batch.file >= 0:
-            file = opened.stored_files[batch.file].path
-            offset = int(self._extents.offset[row])
+            stored = self._extents.origin or self._extents
+            file = opened.stored_files[int(stored.file[row])].path
+            offset = int(stored.offset[row])
             place, advice = f"the chunk at byte {offset} of {file}", "restore an older step"
         return CorruptCheckpointError(
             f"{path}: {opened.location}: {place} is damaged: {reason}; {advice}, or leave this "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -19,13 +20,35 @@ from asyncckpt.flow.buffers import Slot, SlotPool
 from asyncckpt.flow.limiter import Limiter, Permit
 from asyncckpt.flow.threads import Workers
 from asyncckpt.planning.restore import ReadBatch, RestorePlan
-from asyncckpt.ports import Bytes
+from asyncckpt.ports import Bytes, StoreCapabilities
 from asyncckpt.restore.decode import Decode, Destination, is_direct
 from asyncckpt.restore.ranges import Read, far, near, span
 
 READ_AHEAD_NBYTES = 256 << 20
 """What one read of a remote store has in flight at most, however large its chunk is; it counts in
 the budget. With a smaller budget it has less in flight."""
+
+
+class Ranges(Protocol):
+    """Files of which ranges are read, as `CheckpointFiles`."""
+
+    @property
+    def capabilities(self) -> StoreCapabilities:
+        """What reading costs."""
+        ...
+
+    async def read_into(
+        self,
+        path: str,
+        offset: int,
+        buffers: Sequence[Bytes],
+        *,
+        direct: bool = False,
+        received: Callable[[], None] | None = None,
+        ahead_nbytes: int | None = None,
+    ) -> None:
+        """Fill the buffers, one after the other, from a run of the file at `offset`."""
+        ...
 
 
 class Fetch:
@@ -43,6 +66,17 @@ class Fetch:
         own_memory: destinations are ours, so that reads may bypass the page cache.
         arrived: called with the numbers of destinations that hold their checked values.
         progress: called with the bytes of every read.
+        files: what is read from; None for the files of the checkpoint.
+        left: per destination, chunks that have not arrived; None for those of the plan. Two fetches
+            that fill the same destinations share it.
+        explain: note every read.
+
+    Attributes:
+        opened: the checkpoint.
+        extents: where its chunks are.
+        reads: every read, if the restore is to be explained.
+        read_nbytes: bytes that have been read.
+        left: per destination, chunks that have not arrived.
     """
 
     def __init__(
@@ -58,9 +92,14 @@ class Fetch:
         own_memory: bool,
         arrived: Callable[[Sequence[int]], None],
         progress: Callable[[int], None],
+        files: Ranges | None = None,
+        left: list[int] | None = None,
+        explain: bool = False,
     ) -> None:
-        self._opened = opened
-        self._capabilities = opened.files.capabilities
+        self.opened = opened
+        self.extents = extents
+        self._files: Ranges = opened.files if files is None else files
+        self._capabilities = self._files.capabilities
         self._plan = plan
         self._decode = Decode(opened, extents, plan, destinations)
         self._destinations = destinations
@@ -71,7 +110,10 @@ class Fetch:
         self._own_memory = own_memory
         self._arrived = arrived
         self._progress = progress
-        self._left = list(plan.counts)  # per destination, chunks that have not arrived
+        self._first = left is None
+        self.left = list(plan.counts) if left is None else left
+        self._explain = explain
+        self.reads: list[Read] = []
         self.read_nbytes = 0
 
     async def run(self) -> None:
@@ -83,8 +125,8 @@ class Fetch:
             CorruptCheckpointError: names leaf, file and offset.
             StoreError: reading failed.
         """
-        if 0 in self._left:
-            self._arrived([number for number, left in enumerate(self._left) if left == 0])
+        if self._first and 0 in self.left:
+            self._arrived([number for number, left in enumerate(self.left) if left == 0])
         if len(self._plan.inline):
             await self._compute.run(self._decode.without_extent)
             self._count(self._plan.inline.column(1))
@@ -95,6 +137,8 @@ class Fetch:
             reads = near(batches, self._begins, gap_nbytes)
         async with asyncio.TaskGroup() as group:
             for read in reads:
+                if self._explain:
+                    self.reads.append(read)
                 self._streams.ceiling = self._concurrency()
                 stream = await self._streams.acquire()
                 try:
@@ -149,7 +193,7 @@ class Fetch:
     async def _read(self, read: Read, slots: list[Slot], units: int, stream: Permit) -> None:
         """Read one run, check it, and copy what is not in its destination yet."""
         batches = read.batches
-        path = self._opened.stored_files[batches[0].file].path
+        path = self.opened.stored_files[batches[0].file].path
         copies = self._capabilities.read_copies
         ahead = units * self._pool.slot_nbytes // copies if copies else None
         try:
@@ -162,7 +206,7 @@ class Fetch:
             else:
                 await self._large(batches[0], path, slots[0])
         except CheckpointNotFoundError as error:
-            raise missing(self._opened.location, path) from error
+            raise missing(self.opened.location, path) from error
         except CorruptCheckpointError as error:
             if error.path is None:
                 # The store knows only the file, not whose bytes are there.
@@ -172,14 +216,14 @@ class Fetch:
                 error.path = leaf
                 error.add_note(f"while reading leaf {leaf}")
             raise
+        self.read_nbytes += span(batches)
         for batch in batches:
-            self.read_nbytes += batch.nbytes
             self._progress(batch.nbytes)
             self._count(batch.parts.column(1))
 
     def _count(self, requests: Sequence[int]) -> None:
         """Note that one more chunk has arrived for each of these destinations."""
-        left = self._left
+        left = self.left
         ended: list[int] = []
         for request in requests:
             left[request] -= 1
@@ -204,7 +248,7 @@ class Fetch:
             else:
                 data = np.empty(batch.nbytes, np.uint8)
             buffers += (data, np.empty(end - batch.offset - data.nbytes, np.uint8))
-        await self._opened.files.read_into(
+        await self._files.read_into(
             path,
             batches[0].offset,
             buffers,
@@ -216,7 +260,7 @@ class Fetch:
 
     async def _small(self, batch: ReadBatch, path: str, slot: Slot, stream: Permit) -> None:
         data = slot.buffer[: batch.nbytes]
-        await self._opened.files.read_into(
+        await self._files.read_into(
             path, batch.offset, [data], direct=True, received=stream.release
         )
         await self._compute.run(self._decode.small, batch, data)
@@ -235,7 +279,7 @@ class Fetch:
             buffers = [data]
             if stop == payload:
                 buffers.append(trailer)
-            await self._opened.files.read_into(path, batch.offset + start, buffers, direct=True)
+            await self._files.read_into(path, batch.offset + start, buffers, direct=True)
             crc = await self._compute.run(self._decode.piece, batch, data, start, crc)
             start = stop
         self._decode.expect(batch, row, crc, trailer)
@@ -251,7 +295,7 @@ class Fetch:
         if left:
             # Beyond the whole budget: restored alone, in memory of its own.
             parts = [np.empty(batch.nbytes, np.uint8)]
-        await self._opened.files.read_into(
+        await self._files.read_into(
             path, batch.offset, parts, direct=True, ahead_nbytes=ahead_nbytes
         )
         await self._compute.run(self._decode.encoded, batch, parts)

@@ -505,7 +505,7 @@ class _Matcher:
             self._note(path, "a leaf", True)
         for path in absent:
             self._note(path, "a state dict", True)
-        if self._request.agree is not None:
+        if self._request.process_count > 1:
             return  # other processes may want the rest
         for path in self._unexpected:
             below = bool(fresh) and enclosing(path, fresh) is not None

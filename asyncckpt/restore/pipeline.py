@@ -7,21 +7,29 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, extents_of, refuse_implied
 from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.options import ALIGNED_CHUNK_NBYTES
 from asyncckpt.planning.restore import RestorePlan, plan_restore
-from asyncckpt.reports import Progress, nbytes_text
+from asyncckpt.reports import Progress, ReadRange, nbytes_text
 from asyncckpt.restore.buffers import Buffers, Memory, allocate, check_overlaps, tied_key
+from asyncckpt.restore.exchange import Exchanger
+from asyncckpt.restore.explain import explained
 from asyncckpt.restore.fetch import Fetch
 from asyncckpt.restore.match import LeafRestore, Matching
 from asyncckpt.restore.place import Placement
 from asyncckpt.restore.request import RestoreRequest
+from asyncckpt.restore.shared_reads import share_reads
+from asyncckpt.restore.streams import StreamFiles
 from asyncckpt.runtime import Runtime, reads_in_flight
 
 PLACE_LEAVES = 512
@@ -35,8 +43,10 @@ class RestorePipeline:
         results: per leaf what was restored.
         nbytes: bytes of the restored arrays.
         read_nbytes: bytes read from the store.
+        received_nbytes: bytes that came by exchange between processes.
         unverified: paths whose bytes had no checksum.
         notes: what a person should know.
+        reads: what was read, and what for, if the restore is to be explained.
     """
 
     def __init__(
@@ -45,7 +55,9 @@ class RestorePipeline:
         opened: OpenCheckpoint,
         matching: Matching,
         request: RestoreRequest,
+        exchanger: Exchanger | None = None,
     ) -> None:
+        self._exchanger = exchanger
         self._runtime = runtime
         self._opened = opened
         self._leaves = matching.leaves
@@ -63,8 +75,10 @@ class RestorePipeline:
         self.results: list[Any] = [None] * len(matching.leaves)
         self.nbytes = 0
         self.read_nbytes = 0
+        self.received_nbytes = 0
         self.unverified: list[str] = []
         self.notes: list[str] = []
+        self.reads: tuple[ReadRange, ...] = ()
 
     async def run(self) -> None:
         """Restore every leaf.
@@ -95,24 +109,63 @@ class RestorePipeline:
         self._started = True
         self._ready = buffers.idle
         self._arrived.set()
-        fetch = Fetch(
+        shared = None
+        if self._exchanger is not None and opened.record is not None:
+            replan = partial(self._planned, buffers, plan.counts)
+            shared = await share_reads(self._exchanger, opened, extents, plan.rows, replan)
+        total_nbytes = plan.read_nbytes
+        own_plan = plan if shared is None else shared.own_plan
+        own = self._fetch(buffers, opened, extents, own_plan, total_nbytes)
+        fetches = [own]
+        if shared is not None:
+            given = buffers, shared.opened, shared.extents, shared.plan, total_nbytes
+            fetches.append(self._fetch(*given, files=shared.files, left=own.left))
+        async with asyncio.TaskGroup() as group:
+            placing = group.create_task(self._place_arrived())
+            async with asyncio.TaskGroup() as fetching:
+                if shared is not None:
+                    fetching.create_task(shared.run())
+                for fetch in fetches:
+                    fetching.create_task(fetch.run())
+            self._arrived.set()
+            await placing
+        self.read_nbytes = own.read_nbytes
+        if self._exchanger is not None:
+            self.read_nbytes += self._exchanger.read_nbytes
+            self.received_nbytes = self._exchanger.received_nbytes
+        if self._request.options.explain:
+            for fetch in fetches:
+                self.reads += await compute.run(explained, fetch, self._arrays, buffers)
+
+    def _fetch(
+        self,
+        buffers: Buffers,
+        opened: OpenCheckpoint,
+        extents: Extents,
+        plan: RestorePlan,
+        total_nbytes: int,
+        *,
+        files: StreamFiles | None = None,
+        left: list[int] | None = None,
+    ) -> Fetch:
+        """Return what fetches a plan, from the store or from streams."""
+        options, runtime = self._request.options, self._runtime
+        concurrency = partial(reads_in_flight, opened.files, options.concurrency)
+        return Fetch(
             opened,
             extents,
             plan,
             buffers.destinations,
             runtime.pool,
-            compute,
-            concurrency=partial(reads_in_flight, opened.files, self._request.options.concurrency),
+            runtime.engine.compute,
+            concurrency=concurrency if files is None else files.reads,
             own_memory=not self._into or self._atomic,
             arrived=partial(self._count_down, buffers),
-            progress=partial(self._progress, plan.read_nbytes),
+            progress=partial(self._progress, total_nbytes),
+            explain=options.explain,
+            files=files,
+            left=left,
         )
-        async with asyncio.TaskGroup() as group:
-            placing = group.create_task(self._place_arrived())
-            await fetch.run()
-            self._arrived.set()
-            await placing
-        self.read_nbytes = fetch.read_nbytes
 
     def _count_down(self, buffers: Buffers, destinations: Sequence[int]) -> None:
         """Note that some destinations hold their values."""
@@ -161,7 +214,7 @@ class RestorePipeline:
 
     def _prepare(self, extents: Extents) -> tuple[Buffers, RestorePlan]:
         """Allocate memory and plan the reads; nothing of a target is written yet."""
-        opened, pool = self._opened, self._runtime.pool
+        opened = self._opened
         arrays = self._arrays
         if opened.record is None:
             self._look_at_foreign(extents, arrays)
@@ -170,20 +223,36 @@ class RestorePipeline:
         buffers = allocate(opened, arrays, framework=framework, in_place=in_place)
         if self._into:
             check_overlaps(self._leaves, opened.first_rows)
-        plan = plan_restore(
-            opened.stored(),
-            buffers.requests,
-            row_file=extents.file,
-            row_offset=extents.offset,
-            row_nbytes=extents.nbytes,
-            slot_nbytes=pool.slot_nbytes,
-            gap_nbytes=opened.files.capabilities.read_gap_nbytes,
-            aligned_chunk_nbytes=ALIGNED_CHUNK_NBYTES,
-        )
+        plan = self._planned(buffers, None, extents, opened.files.capabilities.read_gap_nbytes)
         self._parts, self.nbytes = buffers.parts, buffers.nbytes
         # What writes to no target and can fail is done before anything is read.
         self._place_scalars(writing=False)
         return buffers, plan
+
+    def _planned(
+        self,
+        buffers: Buffers,
+        counts: Sequence[int] | None,
+        extents: Extents,
+        gap_nbytes: int,
+        only: npt.NDArray[np.bool_] | None = None,
+    ) -> RestorePlan:
+        """Plan the reads of all that is wanted, or of a part of it.
+
+        `counts` is then how many chunks each destination has in all.
+        """
+        plan = plan_restore(
+            self._opened.stored(),
+            buffers.requests,
+            row_file=extents.file,
+            row_offset=extents.offset,
+            row_nbytes=extents.nbytes,
+            slot_nbytes=self._runtime.pool.slot_nbytes,
+            gap_nbytes=gap_nbytes,
+            aligned_chunk_nbytes=ALIGNED_CHUNK_NBYTES,
+            only=only,
+        )
+        return plan if counts is None else dataclasses.replace(plan, counts=counts)
 
     def _look_at_foreign(self, extents: Extents, arrays: Sequence[LeafRestore]) -> None:
         """Bound what a foreign checkpoint implies, and note what it lacks."""

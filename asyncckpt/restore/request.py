@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -95,8 +95,6 @@ class RestoreRequest:
         loaded: adapters of the frameworks that are imported.
         per_process: paths of the target at which every process has its own values.
         process_count: number of processes that restore.
-        agree: awaited with the checkpoint, what matches, and `strict`, before any payload is read:
-            where other processes restore it too.
     """
 
     mode: Mode
@@ -111,7 +109,6 @@ class RestoreRequest:
     loaded: Sequence[ArrayAdapter] = ()
     per_process: Sequence[str] = ()
     process_count: int = 1
-    agree: Callable[..., Awaitable[None]] | None = None
 
 
 def restore_request(

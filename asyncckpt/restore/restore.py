@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +13,13 @@ from typing import Any, Final
 from asyncckpt.checkpoint.open import open_any
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.reports import RestoreReport
+from asyncckpt.restore.agreement import RestoreAgreement
+from asyncckpt.restore.exchange import WORTH_NBYTES, Exchanger
 from asyncckpt.restore.match import Matching, match
 from asyncckpt.restore.pipeline import RestorePipeline
 from asyncckpt.restore.request import Holder, RestoreRequest
-from asyncckpt.runtime import Runtime
+from asyncckpt.restore.shared_metadata import SharedMetadataFiles
+from asyncckpt.runtime import Runtime, reads_in_flight
 from asyncckpt.tree import Structure
 
 
@@ -56,9 +60,20 @@ class RestoreOutcome:
 
 
 async def run_restore(
-    runtime: Runtime, files: CheckpointFiles, step: int | None, request: RestoreRequest
+    runtime: Runtime,
+    files: CheckpointFiles,
+    step: int | None,
+    request: RestoreRequest,
+    agreement: RestoreAgreement | None = None,
 ) -> RestoreOutcome:
     """Restore and check every wanted leaf, in the memory or of the type asked for.
+
+    Args:
+        runtime: threads and memory.
+        files: the checkpoint.
+        step: its step, for the report.
+        request: what is wanted.
+        agreement: that with the other processes that restore it too.
 
     Cancellation: waits until no thread writes to the targets; their contents are undefined.
 
@@ -70,11 +85,26 @@ async def run_restore(
     """
     begun = time.perf_counter()
     compute = runtime.engine.compute
-    opened = await open_any(files, compute)
+    exchanger = None
+    metadata = files
+    if agreement is not None and agreement.exchange is not None:
+        reads = reads_in_flight(files, request.options.concurrency)
+        exchanger = Exchanger(
+            agreement,
+            agreement.exchange,
+            files,
+            compute,
+            reads=reads,
+            least_nbytes=WORTH_NBYTES if request.options.broadcast == "auto" else 0,
+        )
+        metadata = SharedMetadataFiles(files, exchanger)
+    opened = await open_any(metadata, compute)
+    if metadata is not files:
+        opened = dataclasses.replace(opened, files=files)  # payload is exchanged in another way
     matching = await compute.run(match, opened, request)
-    if request.agree is not None:
-        await request.agree(opened, matching, request.strict)
-    pipeline = RestorePipeline(runtime, opened, matching, request)
+    if agreement is not None:
+        await agreement.matched(opened, matching, request.strict)
+    pipeline = RestorePipeline(runtime, opened, matching, request, exchanger)
     await pipeline.run()
     notes = pipeline.notes
     if not request.strict and 2 * matching.matched < matching.wanted:
@@ -88,6 +118,7 @@ async def run_restore(
         leaf_count=len(matching.leaves),
         nbytes=pipeline.nbytes,
         read_nbytes=pipeline.read_nbytes,
+        received_nbytes=pipeline.received_nbytes,
         total_s=time.perf_counter() - begun,
         missing=tuple(matching.missing),
         unexpected=tuple(matching.unexpected),
@@ -97,6 +128,7 @@ async def run_restore(
         strict=request.strict,
         matched=matching.matched,
         wanted=matching.wanted,
+        reads=pipeline.reads,
     )
     return _outcome(opened.format, matching, pipeline, request, report)
 

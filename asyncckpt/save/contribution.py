@@ -102,7 +102,10 @@ def entries_of(
         nbytes=extents.nbytes[written],
         crc=extents.crc[written],
         values=values,
-        parts=[Part(held.array, held.box, values) for held, values in payload.parts],
+        parts=[
+            Part(held.array, held.box, values if held.writer == process else b"", crc32c(values))
+            for held, values in payload.parts
+        ],
         checked=plan.row_chunk[payload.checked],
         checked_crc=payload.checked_crc,
         scalar=np.array(list(snapshot.scalars), np.int64),

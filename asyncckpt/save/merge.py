@@ -1,8 +1,8 @@
-"""Merge: the entries of all processes become one index, made by the process that commits."""
+"""Merge: process 0 makes one index of the entries of all processes."""
 
 # Rule 1: every chunk of the plan is in exactly one place, or nothing is committed.
 # Rule 2: replicas are compared before anything is committed. A replica that differs would make
-#   parts of different values one array, and nobody would notice.
+#   parts of different values one array, unnoticed.
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from asyncckpt.save.plan_cache import Layout
 from asyncckpt.save.serialize import Extents, trailed
 from asyncckpt.save.shared_plan import out_of_step, taken
 from asyncckpt.save.snapshot import Snapshot
-from asyncckpt.spec import DTYPES
+from asyncckpt.spec import DTYPES, Box
 from asyncckpt.tree import where
 
 READS = 16
@@ -130,7 +130,7 @@ def merge(
 ) -> tuple[Payload, dict[int, bytes]]:
     """Return places and checksums of all chunks, and the stored bytes of those without a place.
 
-    The latter are small leaves whose parts several processes hold.
+    Chunks without a place are those of small leaves whose parts several processes hold.
 
     Raises:
         UsageError: a chunk has no place, or two; names the processes.
@@ -155,7 +155,8 @@ def merge(
             small[chunk] = value
             seen[chunk] += 1
         for part in one.parts:
-            parts[part.array].append(part)
+            if part.values:  # of its holders, the lowest sends a box
+                parts[part.array].append(part)
     late: dict[int, bytes] = {}
     for array, boxes in parts.items():
         chunk = int(arrays.first_chunk[array])
@@ -213,6 +214,13 @@ def compare(layout: Layout, snapshot: Snapshot, entries: Sequence[Entries], name
         number, one_process, other_process = found
         leaf = number if what == "scalar" else _leaf_of(layout, snapshot, number)
         raise _difference(snapshot.paths[leaf], named(one_process), named(other_process))
+    seen: dict[tuple[int, Box], tuple[int, int]] = {}
+    for one in entries:
+        for part in one.parts:
+            process, crc = seen.setdefault((part.array, part.box), (one.process, part.crc))
+            if part.crc != crc:
+                leaf = snapshot.array_leaf[int(layout.plan.arrays.leaf[part.array])]
+                raise _difference(snapshot.paths[leaf], named(process), named(one.process))
 
 
 def _first_difference(entries: Sequence[Entries], what: str) -> tuple[int, int, int] | None:
@@ -241,8 +249,8 @@ def _leaf_of(layout: Layout, snapshot: Snapshot, chunk: int) -> int:
 
 def _difference(path: str, one: str, other: str) -> MismatchError:
     return MismatchError(
-        f"{where(path)}: {one} and {other} hold different values of this leaf, which each of them "
-        "holds whole: nothing was committed. If every process is to keep its own, wrap it in "
+        f"{where(path)}: {one} and {other} hold different values of this leaf, or of one shard of "
+        "it; nothing was committed. If every process is to keep its own, wrap it in "
         "asyncckpt.PerProcess; if the values may differ and one will do, as BatchNorm's statistics "
         'do, return LeafOptions(replicas="first") for it in leaf_options; else find out why they '
         "differ",

@@ -201,7 +201,7 @@ class Pipeline(ABC):
         start = time.perf_counter()
         staging = self._staging
         inline = await staging.inline() if self._plan.inline else []
-        self._parts = await staging.parts(self._work.process)
+        self._parts = await staging.parts()
         await self._check_replicas()
         held = self._work.reference and await staging.hold_immutable()
         if held:

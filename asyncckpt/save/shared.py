@@ -12,11 +12,11 @@
 Whatever fails on one process ends the round, and with it the save on all.
 """
 
-# Rule 1: nothing is waited for before the leaves are staged, if the plan is known: a process that
-#   comes early stages, and its first write waits for the attempt.
-# Rule 2: an error that begins here is posted before anything is cleaned up, so that the others
-#   stop at once; one that was posted elsewhere is not posted again.
-# Rule 3: plans that were kept are dropped after every failure: processes may disagree about them.
+# Rule 1: if the plan is known, staging waits for no other process; the first write waits for the
+#   attempt.
+# Rule 2: an error of this process is posted before anything is cleaned up, so that the others stop
+#   at once; an error of another process is not posted again.
+# Rule 3: kept plans are dropped after every failure: processes may disagree about them.
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from asyncckpt.coordinators.messages import encode_error
 from asyncckpt.coordinators.rounds import Round, briefly
 from asyncckpt.errors import (
     AsyncCheckpointError,
@@ -44,7 +45,7 @@ from asyncckpt.flow.shield import leading_error, to_completion
 from asyncckpt.format.record import save_id_of
 from asyncckpt.planning.replicas import checked_rows
 from asyncckpt.planning.table import Column
-from asyncckpt.ports import AttemptFiles, DataFile, JoinedAttempt, Sizes, Store
+from asyncckpt.ports import AttemptFiles, DataFile, JoinedAttempt, NotingStore, Sizes, Store
 from asyncckpt.reports import ProcessPart, SaveReport
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.commit import Commit, Committable
@@ -58,18 +59,21 @@ from asyncckpt.save.snapshot import SaveRequest
 T = TypeVar("T")
 
 JOIN_S = 2.0
-"""How long an attempt is looked for before the question is whether process 0 has begun it."""
+"""How long to look for an attempt before asking whether process 0 has begun it."""
 
 UNSHARED_S = 15.0
-"""How long an attempt that process 0 has begun may stay invisible: network file systems keep what
-they know of a directory for some seconds."""
+"""How long an attempt that process 0 has begun may stay invisible: network file systems cache
+directories for some seconds."""
+
+NOTE_S = 1.0
+"""How long noting an error may take: the program waits for it."""
 
 LOOK_S = 1.0
 """Pause between two looks for the record of a process 0 that has fallen silent."""
 
 
 class Joining:
-    """The files of an attempt that this process is about to join; the first call waits for that."""
+    """The files of an attempt that this process is joining; every call waits until it has."""
 
     def __init__(self, location: str, joining: asyncio.Task[JoinedAttempt]) -> None:
         self.location = location
@@ -155,15 +159,35 @@ class SharedSave(Save):
         """Take part in committing the checkpoint; as `Save.run`.
 
         Raises:
-            …: the error of whichever process failed first, with its name.
+            …: the error of the process that failed first, which it names.
             SaveOutcomeUnknownError: process 0 fell silent after its decision to commit.
         """
         async with self._round.alive():
             try:
-                return await super().run(turn, retain)
+                report = await super().run(turn, retain)
             except BaseException as error:
                 await self._post(error)
+                await self._note(error)
                 raise
+            await self._note(None)
+            return report
+
+    async def _note(self, error: BaseException | None) -> None:
+        """Leave the error with which this process ended the save to the job that comes next.
+
+        Errors of other processes are theirs to note. After a success, the last note is removed.
+        """
+        if not isinstance(self._store, NotingStore):
+            return
+        note = None
+        if error is not None:
+            theirs = getattr(error, "process", None) is not None
+            if theirs or isinstance(error, (SaveAbortedError, asyncio.CancelledError)):
+                return
+            host, stage = self._group.host, self._state.stage
+            note = encode_error(error, process=self._process, host=host, stage=stage)
+        with contextlib.suppress(Exception):  # of a store that is not ours
+            await to_completion(briefly(self._store.keep_note(self._process, note), limit_s=NOTE_S))
 
     async def _run(self) -> SaveReport:
         try:
@@ -188,18 +212,18 @@ class SharedSave(Save):
                     return
                 self._ended_by_others = True
                 if not isinstance(error, SaveOutcomeUnknownError):
-                    raise self._unknown() from error
+                    raise self._unknown(error) from error
                 raise
             if isinstance(error, StoreError) and not self._round.leads:
                 raise self._unanswered(error) from error
             self._ended_by_others, self._kept = True, False
             raise
 
-    def _unknown(self) -> SaveOutcomeUnknownError:
+    def _unknown(self, error: Exception) -> SaveOutcomeUnknownError:
         return SaveOutcomeUnknownError(
             f"{self._location}: the coordinator failed after this process had written its part, "
             "and the record has not appeared; whether the save succeeds is unknown: look at "
-            "latest_step(), then save again",
+            f"latest_step(), then save again ({error})",
             location=self._location,
         )
 
@@ -351,7 +375,7 @@ class SharedSave(Save):
         except StoreError as error:
             # The message may have arrived, and process 0 have committed.
             if not await self._is_committed():
-                raise self._unknown() from error
+                raise self._unknown(error) from error
         else:
             await self._outcome()
         await joined.leave()

@@ -14,7 +14,7 @@ import itertools
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.errors import UsageError
@@ -47,8 +47,7 @@ VISIBLE_S = 15.0
 """How long what was passed on may stay invisible on a network file system."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(NamedTuple):
     """What memory and store of a process allow for chunks, in bytes.
 
     Attributes:
@@ -146,7 +145,7 @@ class SharedPlan:
         schema = await run(schema_of, self._request)
         digest = await run(schema_digest, schema)
         partial = any(leaf.partial for leaf in schema.leaves)
-        own = [change, digest, partial, *_values(limits)]
+        own = [change, digest, partial, *limits]
         answer = await (self._settle(own) if self._round.leads else self._propose(own))
         agreed = Agreement(digest, Limits(*answer["limits"]))
         if not answer["merge"]:
@@ -179,17 +178,21 @@ class SharedPlan:
     async def _exchange(self, own: Schema) -> dict[int, Schema]:
         """Return the schemas of all processes, which go through the store."""
         attempt = await self._attempt()
-        index = self._round.group.process_index
-        if not self._round.leads:
-            path = f"schema-{index}"
+        if self._round.leads:
+            bundle = await self._bundle(attempt, own)
+        else:
+            path = f"schema-{self._round.group.process_index}"
             await attempt.pass_on(path, encode_schema(own))
             await self._round.post("schema", path.encode())
             bundle = await self._taken(attempt, (await self._round.answered("schemas")).decode())
-            schemas: dict[int, Schema] = {}
-            for processes, data in json.loads(bundle):
-                schema = decode_schema(base64.b64decode(data), file="schemas")
-                schemas.update(dict.fromkeys(processes, schema))
-            return schemas
+        schemas: dict[int, Schema] = {}
+        for processes, data in json.loads(bundle):
+            schema = decode_schema(base64.b64decode(data), file=f"schema-{processes[0]}")
+            schemas.update(dict.fromkeys(processes, schema))
+        return schemas
+
+    async def _bundle(self, attempt: AttemptFiles, own: Schema) -> bytes:
+        """Gather the distinct schemas and pass them on to all processes, as process 0."""
         distinct: dict[bytes, list[int]] = {encode_schema(own): [0]}
         for process, message in sorted((await self._round.gathered("schema")).items()):
             data = await self._taken(attempt, message.decode())
@@ -199,11 +202,7 @@ class SharedPlan:
         ).encode()
         await attempt.pass_on("schemas", bundle)
         await self._round.answer("schemas", b"schemas")
-        schemas = {}
-        for data, processes in distinct.items():
-            schema = decode_schema(data, file=f"schema of process {processes[0]}")
-            schemas.update(dict.fromkeys(processes, schema))
-        return schemas
+        return bundle
 
     async def _taken(self, attempt: AttemptFiles, path: str) -> bytes:
         return await taken(attempt, path, self._round, max_nbytes=2 * MAX_SCHEMA_NBYTES)
@@ -266,10 +265,6 @@ async def taken(attempt: AttemptFiles, path: str, round_: Round, *, max_nbytes: 
             )
         await asyncio.sleep(0.1)
     return data
-
-
-def _values(limits: Limits) -> list[int]:
-    return [limits.budget_nbytes, limits.chunk_nbytes, limits.chunk_limit_nbytes]
 
 
 def _limit(nbytes: int) -> int | None:

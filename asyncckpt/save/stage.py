@@ -249,12 +249,12 @@ class Staging:
         self.give(slots)
         return list(itertools.chain.from_iterable(crcs))
 
-    async def parts(self, process: int) -> list[tuple[HeldBox, bytes]]:
-        """Copy the boxes that this process sends of small leaves that no process holds whole.
+    async def parts(self) -> list[tuple[HeldBox, bytes]]:
+        """Copy the boxes that this process holds of small leaves that no process holds whole.
 
         Cancellation, errors: as `windows`.
         """
-        parts = [part for part in self._plan.parts if part.writer == process]
+        parts = self._plan.parts
         return await self._compute.run(self._copy_parts, parts) if parts else []
 
     async def hold_immutable(self) -> bool:

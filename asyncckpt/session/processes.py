@@ -1,7 +1,7 @@
 """The processes of one session: chosen at first use, introduced once, counted through its calls."""
 
-# Rule 1: calls are counted in the caller's thread, before anything in them can fail: processes
-#   that make the same calls in the same order mean the same by a number.
+# Rule 1: calls are counted in the caller's thread, before anything in them can fail: in processes
+#   that make the same calls in the same order, equal numbers are the same call.
 # Rule 2: a call that fails before its round exists ends that round for all, or they would wait.
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from asyncckpt.coordinators.group import Group, part
 from asyncckpt.coordinators.handshake import shake_hands
 from asyncckpt.coordinators.pulse import Pulse
 from asyncckpt.coordinators.rounds import Round, briefly
-from asyncckpt.ports import Coordinator
+from asyncckpt.errors import UsageError
+from asyncckpt.ports import Coordinator, ExchangingCoordinator
 from asyncckpt.runtime import Runtime
 
 T = TypeVar("T")
 
 PART_S = 2.0
-"""How long saying good-bye may take; keys that stay are of a run that nobody continues."""
+"""How long leaving the group may take; the keys of an ended run do no harm."""
 
 _agreed: Counter[tuple[str, int, int]] = Counter()
 """How often this process has met others, by root, its number and their count. A meeting that failed
@@ -85,6 +86,17 @@ class Processes:
                 self._chosen = choose(self._given)
             return self._chosen
 
+    def foreseen(self) -> Coordinator | None:
+        """Return what would be chosen now, None if nothing could.
+
+        Chooses nothing yet: the runtime may be initialised later.
+        """
+        with self._lock:
+            try:
+                return self._chosen or choose(self._given)
+            except UsageError:
+                return None
+
     @property
     def alone(self) -> bool:
         """Whether this process saves and restores by itself."""
@@ -94,6 +106,29 @@ class Processes:
     def leads(self) -> bool:
         """Whether this is process 0, or the only one."""
         return self.coordinator.process_index == 0
+
+    def check_broadcast(self, broadcast: object) -> None:
+        """Check that processes can exchange what they read, if they are to.
+
+        Raises:
+            UsageError: there is no runtime whose collectives could do it.
+        """
+        if broadcast is not True:
+            return
+        coordinator = self.coordinator
+        if self._given == "single":
+            raise UsageError(
+                f'{self._root}: RestoreOptions(broadcast=True) with coordinator="single": a '
+                "process that works alone has nobody to exchange with; leave out one of the two",
+                location=self._root,
+            )
+        if coordinator.process_count > 1 and not isinstance(coordinator, ExchangingCoordinator):
+            raise UsageError(
+                f"{self._root}: RestoreOptions(broadcast=True) with the {coordinator.name} "
+                "coordinator, which has no collectives: initialise jax.distributed or "
+                "torch.distributed, or let every process read for itself with broadcast=False",
+                location=self._root,
+            )
 
     def count(self, kind: str) -> int:
         """Return the number of this call among those of its kind."""
@@ -164,7 +199,7 @@ class Processes:
             return self._group, self._pulse
 
     async def release(self) -> None:
-        """Say good-bye, and close what was opened here."""
+        """Leave the group, and close the coordinator if it was chosen here."""
         if self._group is not None:
             await briefly(part(self._group), limit_s=PART_S)
         if self._chosen is not None and self._chosen is not self._given:

@@ -14,13 +14,14 @@ from typing import Literal, TypeVar
 
 from asyncckpt.arguments import guarded, progress_notes
 from asyncckpt.checkpoint.open import open_any
+from asyncckpt.coordinators.rounds import Round
 from asyncckpt.errors import (
     AsyncCheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     DeadlineExceededError,
 )
-from asyncckpt.ports import CheckpointFiles
+from asyncckpt.ports import CallIn, CheckpointFiles, Exchange, ExchangingCoordinator
 from asyncckpt.reports import CheckpointInfo, Progress, VerifyReport
 from asyncckpt.restore.agreement import RestoreAgreement
 from asyncckpt.restore.request import RestoreRequest
@@ -66,8 +67,13 @@ class Reads:
         self._steps = steps
         self.pinned: Counter[str] = Counter()
 
-    async def restore(self, step: int | None, request: RestoreRequest) -> RestoreOutcome:
-        """Restore what was asked for.
+    async def restore(
+        self,
+        step: int | None,
+        request: RestoreRequest,
+        agreement: RestoreAgreement | None = None,
+    ) -> RestoreOutcome:
+        """Restore what was asked for; `agreement` is that with other processes that do, too.
 
         Raises:
             DeadlineExceededError: it took longer than the options allow.
@@ -77,7 +83,7 @@ class Reads:
         async def restore(files: CheckpointFiles, number: int | None) -> RestoreOutcome:
             try:
                 async with asyncio.timeout(deadline_s):
-                    return await run_restore(self._runtime, files, number, request)
+                    return await run_restore(self._runtime, files, number, request, agreement)
             except TimeoutError:
                 raise DeadlineExceededError(
                     f"{files.location}: the restore did not finish within {deadline_s} s and was "
@@ -93,30 +99,53 @@ class Reads:
         return outcome
 
     async def restore_together(
-        self, step: int | None, request: RestoreRequest, number: int
+        self, step: int | None, request: RestoreRequest, number: int, in_caller: CallIn
     ) -> RestoreOutcome:
         """Restore what this process asks for, while all others restore what they ask for.
+
+        `in_caller` makes calls in the thread that waits for this.
 
         Process 0 chooses the step; nothing is read before the targets of all processes fit, and no
         process returns before all have succeeded.
 
         Errors: as `restore`; those of every other process too, with its name.
         """
-        agreement = RestoreAgreement(await self._processes.round("call", number, "restore"))
-        request = dataclasses.replace(request, agree=agreement.matched)
+        round_ = await self._processes.round("call", number, "restore")
+        broadcast = request.options.broadcast
+        exchange = self._exchange(round_, broadcast, in_caller)
+        agreement = RestoreAgreement(round_, exchange)
 
         async def on_this() -> RestoreOutcome:
-            chosen = await agreement.step(step, self._latest)
+            chosen = await agreement.step(step, broadcast, self._latest)
             name = self._root.name or str(chosen)
             self.pinned[name] += 1  # until the last process has read it
             try:
-                outcome = await self.restore(chosen, request)
+                outcome = await self.restore(chosen, request, agreement)
                 await agreement.restored()
             finally:
                 self.pinned[name] -= 1
             return outcome
 
-        return await agreement.round.run(on_this)
+        try:
+            return await round_.run(on_this)
+        finally:
+            if exchange is not None:
+                await exchange.close()
+
+    def _exchange(
+        self, round_: Round, broadcast: bool | Literal["auto"], in_caller: CallIn
+    ) -> Exchange | None:
+        """Return the collectives by which a restore reads once, None where it does not."""
+        coordinator = self._processes.coordinator
+        wanted = self._root.store.capabilities.shared_link if broadcast == "auto" else broadcast
+        if not wanted or not isinstance(coordinator, ExchangingCoordinator):
+            return None
+        return coordinator.exchange(
+            round_.group.key("exchange", str(round_.number)),
+            in_caller=in_caller,
+            in_worker=self._runtime.engine.compute.run,
+            timeout_s=round_.silence_s,
+        )
 
     async def _latest(self) -> int | None:
         """Return the newest step; None for a one-shot checkpoint."""

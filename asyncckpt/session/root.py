@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from asyncckpt.coordinators.messages import decode_error
 from asyncckpt.errors import AsyncCheckpointError
-from asyncckpt.ports import Store
+from asyncckpt.ports import NotingStore, Store
 from asyncckpt.runtime import Runtime
 from asyncckpt.stores.objects.clients.urls import check_scheme, is_url, parse_url, split_url
 
@@ -92,6 +93,18 @@ class Root:
         else:
             if swept:
                 logger.info("repaired %s: removed leftovers %s", self.url, ", ".join(swept))
+
+    async def log_notes(self) -> None:
+        """Log the last errors of the processes of earlier jobs, and remove them from the store."""
+        if not isinstance(self.store, NotingStore):
+            return
+        try:
+            notes = await self.store.take_notes()
+        except AsyncCheckpointError as error:
+            logger.warning("%s: the errors of earlier jobs cannot be read: %s", self.url, error)
+            return
+        for note in notes:
+            logger.warning("%s: in an earlier job, %s", self.url, decode_error(note))
 
     async def release(self) -> None:
         """Sweep what has to be swept, then release all that the runtime holds.

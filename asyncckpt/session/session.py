@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import weakref
@@ -26,7 +27,8 @@ from asyncckpt.arguments import (
     typed,
 )
 from asyncckpt.coordinators.rounds import Round
-from asyncckpt.errors import DeadlineExceededError, UsageError
+from asyncckpt.errors import AsyncCheckpointError, DeadlineExceededError, UsageError
+from asyncckpt.flow.caller import CallerThread
 from asyncckpt.flow.engine import Job, ended
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.options import RestoreOptions, SaveOptions
@@ -156,10 +158,14 @@ class Session:
 
     def restore(self, step: int | None, request: RestoreRequest) -> Job[RestoreOutcome]:
         """Restore what was asked for; all processes take part."""
+        self.processes.check_broadcast(request.options.broadcast)
         if self.processes.alone:
             return self.call(lambda: self.reads.restore(step, request))
         number = self.processes.count("call")
-        return self.call(lambda: self.reads.restore_together(step, request, number))
+        caller = CallerThread()
+        job = self.call(lambda: self.reads.restore_together(step, request, number, caller.run))
+        job.caller = caller
+        return job
 
     def start_save(
         self,
@@ -206,10 +212,11 @@ class Session:
                 stall_first=stall_first,
             )
         except Exception as error:
-            if number is not None and engine.usable:
-                # The others would wait for this process.
-                refused = self.call(partial(processes.refuse, "save", number, error))
-                self._refusals.append(refused.future)
+            if number is not None:
+                # The others would wait for this process. A closed session takes no call.
+                with contextlib.suppress(AsyncCheckpointError):
+                    refused = self.call(partial(processes.refuse, "save", number, error))
+                    self._refusals.append(refused.future)
             raise
         pending = self._submit(kind, request, number, location)
         self.saves.add(pending)
@@ -283,6 +290,14 @@ class Session:
             process=self.processes.coordinator.process_index,
             process_count=self.processes.coordinator.process_count,
         )
+
+    async def enter(self) -> None:
+        """Sweep the root, and log the errors with which processes of an earlier job ended."""
+        coordinator = self.processes.foreseen()
+        if coordinator is not None and coordinator.process_index == 0:
+            await self.call(self.root.sweep).wait()
+            if coordinator.process_count > 1:
+                await self.call(self.root.log_notes).wait()
 
     # -- on the engine
 

@@ -14,6 +14,8 @@
     <root>/.asyncckpt/trash-<name>-<token>/         deleted, being removed; with .owner
     <root>/.asyncckpt/old-<name>-<save id>/         being replaced, where two directories cannot
                                                     change places in one step; with .owner
+    <root>/.asyncckpt/error-<p>                     the last error of process p, for the job that
+                                                    continues the run
     <root>/.asyncckpt/aside-<name>-<save id>/       was in the way of a save without being a
                                                     checkpoint; kept until a person removes it
 """
@@ -34,6 +36,9 @@ RECORD_FILE = RECORD_NAME
 """Name of the commit record in a checkpoint's directory."""
 
 OWNER_SUFFIX = ".owner"
+
+NOTE_NBYTES = 64 << 10
+"""Longest note of a process that is read."""
 
 # A file name has at most 255 bytes; the prefix, the save id and the suffix need the rest.
 _NAME_NBYTES = 120

@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from asyncckpt import blocking, errors
-from asyncckpt.adapters import adapters_for_loaded_frameworks
+from asyncckpt.adapters import adapters_for_loaded_frameworks, dtensor
 from asyncckpt.adapters.dtensor import DTensorAdapter
 from asyncckpt.planning.tiling import tiling_fault
 from asyncckpt.spec import Box, Partition

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from asyncckpt.coordinators import beats as beats_module
 from asyncckpt.coordinators import rounds
 from asyncckpt.coordinators.beats import Beats
-from asyncckpt.coordinators.group import Group
+from asyncckpt.coordinators.group import Group, part
 from asyncckpt.coordinators.pulse import Pulse
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.coordinators.single import SingleCoordinator
@@ -220,6 +221,60 @@ def test_a_process_that_falls_silent_is_named(engine: Engine) -> None:
     for process in (0, 2):
         assert isinstance(results[process], SaveError)
         assert "process 1 (h1) gave no sign of life" in str(results[process])
+
+
+@pytest.mark.parametrize("closed", range(COUNT))
+def test_a_process_that_has_left_is_named_at_once(engine: Engine, closed: int) -> None:
+    service = SingleCoordinator()
+
+    async def leave() -> None:
+        await part(Group(service, "a" * 32, closed, COUNT, ("h0", "h1", "h2"), "asyncckpt/x"))
+
+    engine.submit(leave).result()
+    parts: dict[int, Part] = {0: lead, 1: follow, 2: follow}
+    del parts[closed]
+    begun = time.monotonic()
+    results = play(engine, parts, service=service)  # arrival_s is 20 s
+    assert time.monotonic() - begun < 10
+    for error in results.values():
+        assert isinstance(error, UsageError)
+        assert f"process {closed} (h{closed}) has closed the Checkpointer" in str(error)
+
+
+def test_a_process_0_that_left_after_the_outcome_has_not_failed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = SingleCoordinator.wait
+
+    async def in_vain(service: SingleCoordinator, key: str, *, timeout_s: float) -> bytes | None:
+        # The outcome comes just after the end of every wait for it.
+        await asyncio.sleep(0)
+        return None if key.endswith("outcome") else await real(service, key, timeout_s=timeout_s)
+
+    async def leads_and_leaves(round_: Round) -> Any:
+        await lead(round_)
+        await part(round_.group)
+
+    monkeypatch.setattr(SingleCoordinator, "wait", in_vain)
+    results = play(engine, {0: leads_and_leaves, 1: follow, 2: follow})
+    assert results == {0: None, 1: b"result", 2: b"result"}
+
+
+def test_an_error_that_was_posted_before_leaving_is_the_one_that_counts(engine: Engine) -> None:
+    left = asyncio.Event()
+
+    async def fails_and_leaves(round_: Round) -> Any:
+        await round_.abort(MismatchError("w differs"))
+        await part(round_.group)
+        left.set()
+
+    async def late(round_: Round) -> Any:
+        await left.wait()
+        await round_._check_alive((1,))
+
+    results = play(engine, {0: late, 1: fails_and_leaves, 2: follow})
+    assert results[1] is None
+    assert all(isinstance(results[process], MismatchError) for process in (0, 2)), results
 
 
 def test_other_calls_on_other_processes_are_an_error_on_all(engine: Engine) -> None:

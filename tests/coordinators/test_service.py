@@ -116,6 +116,47 @@ async def test_cancelling_returns_while_the_server_is_stopped(server: Server) ->
         assert server.connections == 1
 
 
+async def test_a_message_of_a_cancelled_call_arrives_when_the_server_answers_again(
+    server: Server,
+) -> None:
+    async with coordinating(server) as coordinator:
+        await coordinator.put("a", b"x")
+        server.running.clear()
+        async with asyncio.TaskGroup() as group:
+            calls = [
+                group.create_task(coordinator.look("a")),  # the thread is in this one
+                group.create_task(coordinator.put_once("decision", b"no")),
+                group.create_task(coordinator.put("b", b"y")),
+            ]
+            await asyncio.sleep(0.05)
+            for call in calls:
+                call.cancel()
+        server.running.set()
+        assert await coordinator.look("decision") == b"no"
+        assert await coordinator.look("b") == b"y"
+
+
+async def test_close_refuses_what_the_thread_has_not_begun(server: Server) -> None:
+    async with coordinating(server) as coordinator:
+        server.running.clear()
+
+        async def put(key: str) -> str:
+            try:
+                await coordinator.put(key, b"x")
+            except ClosedError:
+                return "refused"
+            return "put"
+
+        async with asyncio.TaskGroup() as group:
+            calls = [group.create_task(put(key)) for key in ("a", "b", "c")]
+            await asyncio.sleep(0.05)
+            closing = group.create_task(coordinator.close())
+            await asyncio.sleep(0.05)
+            server.running.set()
+            await closing
+        assert [call.result() for call in calls] == ["put", "refused", "refused"]
+
+
 async def test_a_call_without_an_answer_abandons_its_thread(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +228,9 @@ async def test_close_does_not_wait_for_a_stopped_server(
 async def test_an_error_is_told_and_ends_the_connection(server: Server) -> None:
     async with coordinating(server) as coordinator:
         server.error = ConnectionResetError("reset by peer")
-        with pytest.raises(StoreError, match=r"put\(a\) failed: ConnectionResetError: reset"):
+        coordinator.server = "process 0 (h:1)"
+        told = r"put\(a\) failed: ConnectionResetError: reset by peer; process 0 \(h:1\) serves"
+        with pytest.raises(StoreError, match=told):
             await coordinator.put("a", b"x")
         server.error = None
         await coordinator.put("a", b"x")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
-from asyncckpt.coordinators.torch import EMPTY, MULTI_GET_MIN, TorchService
+from asyncckpt.coordinators.torch import EMPTY, MULTI_GET_MIN, TorchService, server_of
 
 STORES: dict[str, Callable[[Path], Any]] = {
     "tcp": lambda place: TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=20)),
@@ -23,6 +23,18 @@ STORES: dict[str, Callable[[Path], Any]] = {
 @pytest.fixture(params=sorted(STORES))
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return PrefixStore("default_pg", STORES[request.param](tmp_path))
+
+
+def test_errors_name_the_process_that_serves_the_keys(store: Any) -> None:
+    tcp = store.underlying_store
+    server = f"process 0 (127.0.0.1:{tcp.port})" if isinstance(tcp, TCPStore) else ""
+    assert server_of(store) == server_of(PrefixStore("more", store)) == server
+
+
+def test_the_agent_of_torchrun_serves_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    store = TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=20))
+    assert server_of(store) == f"the agent of torchrun (127.0.0.1:{store.port})"
 
 
 def test_every_kind_of_store_will_do(store: Any) -> None:

@@ -29,7 +29,7 @@ def some(chunks: int = 3, values: dict[int, bytes] | None = None) -> Entries:
         nbytes=np.arange(chunks) + 4,
         crc=np.arange(chunks).astype(np.uint32) + 2**31,
         values={5: b"value", 6: b""} if values is None else values,
-        parts=[Part(3, Box((1, 2), (2, 3)), bytes(range(24))), Part(4, Box((), ()), b"scalar")],
+        parts=[Part(3, Box((1, 2), (2, 3)), bytes(range(24)), 9), Part(4, Box((), ()), b"", 8)],
         checked=np.array([1, 99]),
         checked_crc=np.array([3, 4], np.uint32),
         scalar=np.array([5]),
@@ -48,7 +48,7 @@ def test_what_is_encoded_is_decoded(chunks: int, values: dict[int, bytes]) -> No
     assert encode_entries(decoded) == encoded
     assert decoded.chunk.tolist() == list(range(10, 10 + chunks))
     assert decoded.values == values
-    assert decoded.parts[0] == Part(3, Box((1, 2), (2, 3)), bytes(range(24)))
+    assert decoded.parts[0] == Part(3, Box((1, 2), (2, 3)), bytes(range(24)), 9)
 
 
 @given(st.data())

@@ -200,7 +200,7 @@ def test_every_row_is_read_once(restore: tuple[Stored, list[Request], dict[str, 
             owners.setdefault(part.row, set()).add(number)
     assert all(len(batches) == 1 for batches in owners.values())
     rows = {part.row for part in parts_of(plan)}
-    assert plan.row_count == len(rows)
+    assert len(plan.rows) == len(rows)
     assert plan.read_nbytes == sum(batch.nbytes for batch in plan.batches)
     ranges = [(b.file, b.offset, b.offset + b.nbytes) for b in plan.batches]
     assert ranges == sorted(ranges)
@@ -369,7 +369,7 @@ def test_requests_outside_their_array_are_refused() -> None:
 
 def test_no_request_reads_nothing() -> None:
     plan = plan_restore([], [], row_file=[], row_offset=[], row_nbytes=[], **SIZES)
-    assert (plan.batches, tuple(plan.inline), plan.read_nbytes, plan.row_count) == ((), (), 0, 0)
+    assert (plan.batches, tuple(plan.inline), plan.read_nbytes, len(plan.rows)) == ((), (), 0, 0)
 
 
 # --------------------------------------------------------------------------------- resharding
@@ -449,7 +449,7 @@ def test_reading_the_same_layout_reads_what_is_stored(shapes: list[tuple[int, in
     )
     stored = int((saved.row_payload + 4)[saved.row_file >= 0].sum())
     assert stored <= plan.read_nbytes <= 1.01 * stored + 8 * len(saved.row_array)
-    assert plan.row_count == len(saved.row_array)
+    assert len(plan.rows) == len(saved.row_array)
     for batch in plan.batches:
         if len(batch.parts) == 1 and batch.nbytes > MIB:
             assert batch.parts[0].direct >= 0

@@ -15,6 +15,7 @@ from asyncckpt.errors import (
     MismatchError,
     SaveOutcomeUnknownError,
     ShapeMismatchError,
+    StoreError,
     UnsupportedLeafError,
 )
 from tests.processes import failure_cases as cases
@@ -34,7 +35,8 @@ def pool(pools: Pools) -> Pool:
 def left(root: Path) -> list[Path]:
     """Files of unfinished attempts."""
     control = root / ".asyncckpt"
-    return [path for path in control.rglob("*") if path.is_file() and path.name != "lock"]
+    paths = [path for path in control.rglob("*") if path.is_file() and path.name != "lock"]
+    return [path for path in paths if not path.name.startswith("error-")]
 
 
 async def works(pool: Pool, root: Path) -> None:
@@ -154,9 +156,10 @@ async def test_survivors_of_a_runtime(
     assert isinstance(outcomes[process], ProcessDiedError)
     survivor = outcomes[1 - process]
     if process == 0:
-        # The store died with it, and nothing else says whether it has published.
-        assert isinstance(survivor, SaveOutcomeUnknownError), survivor
-        assert "look at latest_step()" in str(survivor)
+        # The store died with it. If the survivor had written its part by then, nothing says
+        # whether that was published.
+        assert isinstance(survivor, (SaveOutcomeUnknownError, StoreError)), survivor
+        assert "process 0 (" in str(survivor)
     else:
         assert isinstance(survivor, AsyncCheckpointError), survivor
         assert f"process {process} " in str(survivor), survivor

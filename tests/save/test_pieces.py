@@ -17,9 +17,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import asyncckpt
-from asyncckpt import LeafOptions, SaveOptions, ShardedArray, UsageError
+from asyncckpt import (
+    LeafOptions,
+    RestoreOptions,
+    RestoreReport,
+    SaveOptions,
+    ShardedArray,
+    UsageError,
+)
 from asyncckpt.options import MIB
-from asyncckpt.restore import pipeline as filling
 from asyncckpt.spec import DTYPES, Box
 from tests.script import Script
 
@@ -318,7 +324,6 @@ async def test_targets_whose_shards_overlap_are_refused_unless_they_are_tied(
 )
 async def test_resharding_tiles_reads_one_item_per_overlapping_pair(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     shape: tuple[int, int],
     saved: tuple[int, int],
     wanted: tuple[int, int],
@@ -331,24 +336,30 @@ async def test_resharding_tiles_reads_one_item_per_overlapping_pair(
     tile = source.shards[0][1].shape
     options = SaveOptions(leaf_options=lambda *_: LeafOptions(chunk_shape=tile))
     await asyncckpt.save(tmp_path / "x", {"w": source}, options=options)
-    counted: list[int] = []
-    plan_restore = filling.plan_restore
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        plan = plan_restore(*args, **kwargs)
-        counted.append(sum(plan.counts))
-        return plan
-
-    monkeypatch.setattr(filling, "plan_restore", counting)
+    reports: list[RestoreReport] = []
+    explain = RestoreOptions(explain=True)
     like = ShardedArray.tiles(shape, wanted, dtype="float32", replicas=2)
-    restored = (await asyncckpt.restore(tmp_path / "x", like={"w": like}))["w"]
+    restored = (
+        await asyncckpt.restore(
+            tmp_path / "x", like={"w": like}, options=explain, on_report=reports.append
+        )
+    )["w"]
     wanted_tiles = ShardedArray.tiles(values, wanted, replicas=2)
     for (_, found), (_, tile_values) in zip(restored.shards, wanted_tiles.shards, strict=True):
         np.testing.assert_array_equal(found, tile_values)
     for _, part in like.shards:
         part.fill(-7)
-    await asyncckpt.restore_into(tmp_path / "x", {"w": like})
-    assert counted == [items, items]
+    reports.append(await asyncckpt.restore_into(tmp_path / "x", {"w": like}, options=explain))
+    for report in reports:
+        read = [item for one in report.reads for item in one.items]
+        assert len(read) == items
+        # The items tile the array: every element is wanted once, replicas included.
+        seen = np.zeros(shape, int)
+        for item in read:
+            seen[Box(item.offset, item.shape).slices()] += 1
+        assert (seen == 1).all()
+        assert sum(item.wanted_nbytes for item in read) == values.nbytes
+        assert sum(one.nbytes for one in report.reads) == report.read_nbytes
     for (offset, found), (_, tile_values) in zip(like.shards, wanted_tiles.shards, strict=True):
         padding = np.ones(found.shape, bool)
         padding[tuple(map(slice, values[Box(offset, found.shape).slices()].shape))] = False

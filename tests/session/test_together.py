@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from asyncckpt.errors import (
     AsyncCheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    ClosedError,
     DeadlineExceededError,
     MismatchError,
     SaveAbortedError,
@@ -34,7 +36,9 @@ from asyncckpt.errors import (
     UnsupportedLeafError,
     UsageError,
 )
+from asyncckpt.session.root import Root
 from asyncckpt.stores.local.datafile import LocalDataFile
+from asyncckpt.stores.local.store import LocalStore
 
 Part = Callable[[Checkpointer, int], Coroutine[Any, Any, Any]]
 
@@ -94,7 +98,8 @@ class Job:
     def left(self) -> list[Path]:
         """Return all files of unfinished attempts."""
         control = self.root / ".asyncckpt"
-        return [path for path in control.rglob("*") if path.is_file() and path.name != "lock"]
+        paths = [path for path in control.rglob("*") if path.is_file() and path.name != "lock"]
+        return [path for path in paths if not path.name.startswith("error-")]
 
 
 @pytest.fixture
@@ -257,6 +262,83 @@ def test_replicas_that_differ(job: Job, name: str) -> None:
     fails(job, on(1, other), MismatchError, f"params/{name}", "process 0", "process 1")
 
 
+def replicated_shards(process: int, values: list[int]) -> dict[str, Any]:
+    """A leaf of 8 numbers in two shards, which processes 0 and 2, and 1 and 3 hold."""
+    offset = 4 * (process % 2)
+    return {"s": ShardedArray((8,), "int32", [((offset,), np.array(values, np.int32))])}
+
+
+@pytest.mark.parametrize("job", [4], indirect=True)
+@pytest.mark.parametrize("process", [0, 3])
+def test_replicas_of_small_shards_that_differ(job: Job, process: int) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(1, replicated_shards(this, [1, 2, 3, 4]))
+        values = [1, 2, 3, 5] if this == process else [1, 2, 3, 4]
+        return await ckpt.save(2, replicated_shards(this, values))
+
+    for error in job.play(part):
+        assert isinstance(error, MismatchError), error
+        assert error.path == "s"
+        assert f"process {process} (" in str(error)
+        assert f"process {(process + 2) % 4} (" in str(error)
+    assert job.left() == []
+
+
+@pytest.mark.parametrize("job", [4], indirect=True)
+def test_of_small_shards_that_may_differ_the_lowest_holder_counts(job: Job) -> None:
+    options = SaveOptions(leaf_options=lambda path, spec: LeafOptions(replicas="first"))
+
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        return await ckpt.save(1, replicated_shards(this, [this] * 4), options=options)
+
+    assert all(isinstance(report, asyncckpt.SaveReport) for report in job.play(part))
+    restored = asyncio.run(asyncckpt.restore(job.root / "1", coordinator="single"))
+    assert restored["s"].tolist() == [0] * 4 + [1] * 4
+
+
+async def different(ckpt: Checkpointer, process: int) -> Any:
+    return await ckpt.save(1, {"w": np.full(10, process)})
+
+
+async def equal_values(ckpt: Checkpointer, process: int) -> Any:
+    return await ckpt.save(2, {"w": np.ones(10)})
+
+
+def test_a_restarted_job_says_why_the_one_before_failed(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.play(different)
+    notes = [path.name for path in (job.root / ".asyncckpt").glob("error-*")]
+    assert notes == ["error-0"], "one note, by the process that found the difference"
+    job.play(equal_values)
+    (line,) = [text for text in caplog.messages if "in an earlier job" in text]
+    assert "process 0 (" in line and "w: " in line and "hold different values" in line
+    assert not list((job.root / ".asyncckpt").glob("error-*"))
+    caplog.clear()
+    job.play(lambda ckpt, process: ckpt.save(3, {"w": np.ones(10)}))
+    assert "in an earlier job" not in caplog.text
+
+
+def test_a_save_that_succeeds_removes_the_last_error(job: Job) -> None:
+    async def part(ckpt: Checkpointer, process: int) -> Any:
+        with pytest.raises(MismatchError):
+            await different(ckpt, process)
+        await equal_values(ckpt, process)
+
+    assert job.play(part) == [None] * job.count
+    assert not list((job.root / ".asyncckpt").glob("error-*"))
+
+
+def test_an_error_that_cannot_be_noted_is_raised_all_the_same(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: object) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(LocalStore, "keep_note", broken)
+    assert all(isinstance(error, MismatchError) for error in job.play(different))
+
+
 def test_control_without_the_comparison_different_replicas_are_mixed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,6 +426,45 @@ def test_a_process_that_never_comes(job: Job, process: int) -> None:
     assert job.left() == []
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_checkpointer_that_one_process_has_closed_is_noticed_at_once(
+    job: Job, process: int
+) -> None:
+    async def part(ckpt: Checkpointer, this: int) -> Any:
+        await ckpt.save(1, state())
+        if this == process:
+            await ckpt.close()
+        return await ckpt.save(2, state())
+
+    begun = time.monotonic()
+    results = job.play(part)  # arrival_s is 300 s
+    assert time.monotonic() - begun < 15
+    assert isinstance(results[process], ClosedError)
+    assert isinstance(results[1 - process], UsageError)
+    assert f"process {process} (" in str(results[1 - process])
+    assert "has closed the Checkpointer" in str(results[1 - process])
+    assert job.left() == []
+
+
+@two_and_four
+def test_only_process_0_sweeps(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweeping: list[str] = []
+    real = Root.sweep
+
+    async def sweep(root: Root) -> None:
+        sweeping.append(threading.current_thread().name)
+        await real(root)
+
+    monkeypatch.setattr(Root, "sweep", sweep)
+
+    async def part(ckpt: Checkpointer, process: int) -> Any:
+        assert len(sweeping) <= 1
+        await ckpt.save(1, state())
+
+    assert job.play(part) == [None] * job.count
+    assert len(sweeping) == 1
+
+
 @two_and_four
 @pytest.mark.parametrize("process", [0, 1])
 def test_cancelling_on_one_process_aborts_on_all(job: Job, process: int) -> None:
@@ -415,7 +536,7 @@ def saved_on_two_disks(
     write = LocalDataFile.write
 
     async def noted(self: LocalDataFile, *args: Any, **keywords: Any) -> Any:
-        written.append(self.location)
+        written.append(self._location)
         return await write(self, *args, **keywords)
 
     monkeypatch.setattr(LocalDataFile, "write", noted)

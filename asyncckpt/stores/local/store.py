@@ -38,6 +38,7 @@ from asyncckpt.stores.local.locks import (
     unlock,
     write_owner,
 )
+from asyncckpt.stores.local.notes import keep_note, take_notes
 from asyncckpt.stores.local.posix import flush_directory, landed, remove_tree
 from asyncckpt.stores.local.sweep import collect, sweep, tidy
 from asyncckpt.stores.paths import CONTROL, RECORD_FILE, Layout, check_name, check_save_id
@@ -86,6 +87,7 @@ class LocalStore:
         self._context = Context(self._layout, workers, machine, DirectWrites(direct_io), is_valid)
         self._files: list[LocalFiles] = []
         self._wrote = False
+        self._noted: set[int] = set()
 
     def __repr__(self) -> str:
         return f"LocalStore({self.url!r})"
@@ -274,6 +276,16 @@ class LocalStore:
         """Remove leftovers in which nothing was written for so long and that are not locked."""
         self._wrote = True
         return await self._workers.run(collect, self._layout, older_than_s, dry_run=dry_run)
+
+    async def keep_note(self, process: int, note: bytes | None) -> None:
+        """Keep a note of a process, as `NotingStore.keep_note`."""
+        if note is not None or process in self._noted:
+            self._noted.add(process)
+            await self._workers.run(keep_note, self._layout, process, note)
+
+    async def take_notes(self) -> Sequence[bytes]:
+        """Remove and return all notes, as `NotingStore.take_notes`."""
+        return await self._workers.run(take_notes, self._layout)
 
     async def close(self) -> None:
         """Close descriptors and remove our directories that are empty. Idempotent."""

@@ -38,6 +38,7 @@ from asyncckpt.stores.local.locks import (
     try_lock,
     unlock,
 )
+from asyncckpt.stores.local.notes import collect_notes
 from asyncckpt.stores.local.owners import (
     is_abandoned,
     is_locked,
@@ -147,10 +148,10 @@ def collect(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:
     Raises:
         StoreError: removing failed, or another process replaces or deletes here.
     """
-    found: list[str] = []
+    found = collect_notes(layout, older_than_s, dry_run=dry_run)
     with reported("collecting leftovers in", layout.control):
         if not _leftovers(layout):
-            return []
+            return found
         with root_lock(layout):
             for path in _leftovers(layout):
                 if time.time() - _written_s(path) < older_than_s:

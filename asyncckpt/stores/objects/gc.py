@@ -7,7 +7,7 @@ What is removed is older than the caller says (a week at least) by the store's o
 - what processes of one attempt have left for each other, also where its record is valid;
 - a data object with the save id of the valid record that the record does not list: one of two that
   raced each other, or of an earlier try;
-- an experiment (`.asyncckpt/probe-…`);
+- an experiment (`.asyncckpt/probe-…`), or the last error of a process (`.asyncckpt/error-…`);
 - a multipart upload to a name that carries a save id (older releases made such).
 """
 
@@ -30,6 +30,7 @@ from asyncckpt.stores.objects.layout import (
     CONTROL,
     is_exchange,
     is_fixed,
+    is_note,
     is_probe,
     owner,
     probe_key,
@@ -56,14 +57,14 @@ async def remove_garbage(context: Context, older_than_s: float, *, dry_run: bool
     requests = context.requests
     before_s = await _store_now_s(context) - older_than_s
     removed = await _uploads(context, before_s, dry_run=dry_run)
-    probes = [
+    control = [
         entry.key
         for entry in await requests.list(CONTROL, recursive=True, limit=OBJECTS_MAX)
-        if is_probe(entry.key) and _is_older(entry, before_s)
+        if (is_probe(entry.key) or is_note(entry.key)) and _is_older(entry, before_s)
     ]
     if not dry_run:
-        await requests.delete(probes)
-    removed += probes
+        await requests.delete(control)
+    removed += control
     for entry in await requests.list("", recursive=False, limit=NAMES_MAX):
         if entry.is_prefix and entry.key != CONTROL:
             removed += await _checkpoint(context, entry.key, before_s, dry_run=dry_run)

@@ -10,6 +10,8 @@
     <root>/<name>/default/manifest.ocdbt, …              fixed names, written after the record
     <root>/<name>/commit_success.txt                     Orbax's mark on Google's store, last
     <root>/.asyncckpt/probe-<token>                      an experiment; removed at once
+    <root>/.asyncckpt/error-<p>                          the last error of process p, for the job
+                                                         that continues the run
 
 The contents of fixed names are objects and no directory beside `default`, because Orbax takes every
 directory of a step for an item to restore.
@@ -44,6 +46,7 @@ KEY_TAIL_NBYTES = 128
 
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 _PROBE = re.compile(r"probe-[0-9a-f]{32}")
+_NOTE = re.compile(r"error-[0-9]{1,9}")
 _FIXED = re.compile(r"\.asyncckpt-([0-9a-f]{32})-fixed-[0-9]{1,9}")
 _EXCHANGE = re.compile(r"\.asyncckpt-([0-9a-f]{32})-x-[A-Za-z0-9._-]{1,64}")
 # One directory for the database: data that lie deeper belong to a checkpoint of another root.
@@ -138,3 +141,14 @@ def is_probe(key: str) -> bool:
     """Return whether an object is the leftover of an experiment."""
     control, _, name = key.partition("/")
     return control == CONTROL and _PROBE.fullmatch(name) is not None
+
+
+def note_key(process: int) -> str:
+    """Return the key of the last error of a process."""
+    return f"{CONTROL}/error-{process}"
+
+
+def is_note(key: str) -> bool:
+    """Return whether an object is the last error of a process."""
+    control, _, name = key.partition("/")
+    return control == CONTROL and _NOTE.fullmatch(name) is not None

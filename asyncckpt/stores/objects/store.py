@@ -25,12 +25,12 @@ from asyncckpt.ports import Removal, Sizes, StoreCapabilities
 from asyncckpt.reports import nbytes_text
 from asyncckpt.stores.exchange import check_process, find_mark
 from asyncckpt.stores.objects.attempt import ObjectAttempt
-from asyncckpt.stores.objects.context import Context
+from asyncckpt.stores.objects.context import OBJECTS_MAX, Context
 from asyncckpt.stores.objects.export import ObjectExport
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.files import ObjectFiles
 from asyncckpt.stores.objects.gc import NAMES_MAX, remove_garbage
-from asyncckpt.stores.objects.layout import CONTROL, check_key, check_save_id
+from asyncckpt.stores.objects.layout import CONTROL, check_key, check_save_id, is_note, note_key
 from asyncckpt.stores.objects.probe import Conditions, Probes
 from asyncckpt.stores.objects.remove import unlist
 from asyncckpt.stores.objects.repair import repair_quietly
@@ -42,7 +42,7 @@ from asyncckpt.stores.objects.requests.sizes import (
     fits_chunk_nbytes,
 )
 from asyncckpt.stores.objects.share import ObjectJoinedAttempt
-from asyncckpt.stores.paths import check_name
+from asyncckpt.stores.paths import NOTE_NBYTES, check_name
 
 COLLECT_MIN_S = 7 * 24 * 3600.0
 """No save takes a week; with less, gc could hit one that is in progress."""
@@ -102,6 +102,7 @@ class ObjectStore:
             read_copies=traits.get_copies,
             read_gap_nbytes=READ_GAP_NBYTES,
             reads=READS,
+            shared_link=True,
             proves_dead=False,
         )
         self._requests = requests
@@ -111,6 +112,7 @@ class ObjectStore:
         self._settling: list[Beside[None]] = []
         self._used: OrderedDict[str, None] = OrderedDict()
         self._choices: OrderedDict[int, Choice] = OrderedDict()
+        self._noted: set[int] = set()
 
     def __repr__(self) -> str:
         return f"ObjectStore({self.url!r}, {self._requests.traits.name})"
@@ -345,6 +347,26 @@ class ObjectStore:
             )
         with reported("removing leftovers", self.url):
             return await remove_garbage(self._context, older_than_s, dry_run=dry_run)
+
+    async def keep_note(self, process: int, note: bytes | None) -> None:
+        """Keep a note of a process, as `NotingStore.keep_note`."""
+        if note is not None or process in self._noted:
+            self._noted.add(process)
+            with reported("noting an error", self.url):
+                if note is None:
+                    await self._requests.delete([note_key(process)])
+                else:
+                    await self._requests.replace(note_key(process), note)
+
+    async def take_notes(self) -> Sequence[bytes]:
+        """Remove and return all notes, as `NotingStore.take_notes`."""
+        requests = self._requests
+        with reported("looking for errors of earlier jobs", self.url):
+            listed = await requests.list(CONTROL, recursive=True, limit=OBJECTS_MAX)
+            keys = [entry.key for entry in listed if is_note(entry.key)]
+            notes = [await requests.read(key, max_nbytes=NOTE_NBYTES) for key in keys]
+            await requests.delete(keys)
+        return [note for note in notes if note is not None]
 
     async def close(self) -> None:
         """End what runs in the background, then close connections. Idempotent.

@@ -1,0 +1,99 @@
+"""The exchange of a jax.distributed job: an all-gather over one device of each process."""
+
+# Rule 1: only the caller's thread launches collectives: two threads that launch them in different
+#   orders on two processes exchange wrong numbers.
+# Rule 2: bytes travel as uint8, which nothing canonicalises, in pieces of one size, so that each
+#   set of members compiles once.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from asyncckpt.errors import ResourceError, StoreError
+from asyncckpt.ports import Bytes, CallIn
+
+AXIS = "process"
+
+
+class JaxGathers:
+    """The compiled all-gathers of a process, by their members."""
+
+    def __init__(self) -> None:
+        self._gathers: dict[tuple[int, ...], Callable[[Bytes], Bytes]] = {}
+
+    def gather(self, process: int, members: tuple[int, ...], piece: Bytes) -> Bytes:
+        """Return the pieces of all members. Blocking; for the thread that launches collectives.
+
+        Raises:
+            ResourceError: a device has not enough memory for a batch.
+            StoreError: the runtime failed, as it does when another member has died.
+        """
+        if members not in self._gathers:
+            self._gathers[members] = _gather(process, members)
+        try:
+            return self._gathers[members](piece)
+        except jax.errors.JaxRuntimeError as error:
+            nbytes = len(members) * piece.nbytes
+            if "RESOURCE_EXHAUSTED" in str(error):
+                raise ResourceError(
+                    f"the exchange of a restore needs {nbytes + piece.nbytes} bytes on "
+                    f"{_device(process)}, which has not as many left: free memory there, or pass "
+                    "RestoreOptions(broadcast=False)",
+                    expected=nbytes + piece.nbytes,
+                ) from error
+            raise StoreError(
+                f"the exchange of a restore failed in JAX on process {process}: {error}; pass "
+                "RestoreOptions(broadcast=False) if the backend has no collectives",
+                retryable=True,
+            ) from error
+
+
+class JaxExchange:
+    """The collectives of one restore.
+
+    Args:
+        process: number of this process.
+        gathers: the compiled ones.
+        in_caller: makes them in the caller's thread.
+    """
+
+    binding = True
+
+    def __init__(self, process: int, gathers: JaxGathers, in_caller: CallIn) -> None:
+        self._process = process
+        self._gathers = gathers
+        self._in_caller = in_caller
+
+    async def gather(self, members: tuple[int, ...], piece: Bytes) -> Bytes:
+        """Return the pieces of all members, one after the other."""
+        return await self._in_caller(lambda: self._gathers.gather(self._process, members, piece))
+
+    async def close(self) -> None:
+        """Do nothing: the compiled collectives belong to the coordinator."""
+
+
+def _device(process: int) -> jax.Device:
+    """Return the device of a process that takes part in exchanges: its first one."""
+    return min((d for d in jax.devices() if d.process_index == process), key=lambda d: d.id)
+
+
+def _gather(process: int, members: tuple[int, ...]) -> Callable[[Bytes], Bytes]:
+    """Return an all-gather of these processes."""
+    devices = [_device(member) for member in members]
+    own = devices[members.index(process)]
+    mesh = Mesh(np.array(devices), (AXIS,))
+    apart = NamedSharding(mesh, PartitionSpec(AXIS))  # type: ignore[no-untyped-call]
+    everywhere = NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
+    collect = jax.jit(lambda pieces: pieces, out_shardings=everywhere)
+
+    def gather(piece: Bytes) -> Bytes:
+        part = jax.device_put(piece[None], own)
+        pieces = jax.make_array_from_single_device_arrays((len(members), piece.size), apart, [part])
+        gathered: Bytes = np.asarray(collect(pieces).addressable_data(0))
+        return gathered.reshape(-1)
+
+    return gather

@@ -1,0 +1,60 @@
+"""Calls that a job makes in the thread that waits for it.
+
+JAX's collectives must be launched by one thread in one order: that of the caller, who launches
+those of the training, too.
+"""
+
+# Rule: a call is made only while the caller waits for the job: it needs no lock against the caller.
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class CallerThread:
+    """The thread that waits for a job, as seen by the job.
+
+    Attributes:
+        wake: resolves once there is something to do for the thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self.wake: Future[None] = Future()
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Return what the function returns, called in the thread that waits. For the job.
+
+        Cancellation: returns at once; a call that has begun goes on, and its result is dropped.
+        """
+        done: Future[T] = Future()
+        self._calls.append((function, done))
+        self.poke()
+        return await asyncio.wrap_future(done)
+
+    def poke(self) -> None:
+        """Let the thread look for what there is to do. From any thread."""
+        with self._lock:
+            if not self.wake.done():
+                self.wake.set_result(None)
+
+    def serve(self) -> None:
+        """Make the calls that are asked for. For the thread that waits, after `wake`."""
+        with self._lock:
+            self.wake = Future()
+        while self._calls:
+            function, done = self._calls.popleft()
+            if not done.set_running_or_notify_cancel():
+                continue
+            try:
+                done.set_result(function())
+            except BaseException as error:
+                done.set_exception(error)

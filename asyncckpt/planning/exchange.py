@@ -1,0 +1,255 @@
+"""Which processes read which chunks for each other, and in which batches they exchange them.
+
+The chunks that the same processes want make up a *stream*: their stored bytes, one chunk after the
+other. Its members read it together, a piece each, and every one of them gets all of it.
+"""
+
+# Rule 1: a stream depends on nothing but what process 0 has published and the chunk index, so that
+#   all its members cut it alike.
+# Rule 2: batches have numbers. A process takes part in one batch of each number at most, and in the
+#   order of the numbers, so that no two processes wait for each other.
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncckpt.planning.table import Column
+
+PIECE_MIN_NBYTES = 16 << 10
+"""Smallest piece of a process; with more than 4,096 members, batches grow instead."""
+
+_NONE = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sharing:
+    """Chunks that several processes want.
+
+    Attributes:
+        members: of each stream the processes that want it, ascending; at least two.
+        stream: of each chunk its stream, -1 where no two processes want it.
+    """
+
+    members: Sequence[tuple[int, ...]]
+    stream: Column
+
+    def encoded(self) -> bytes:
+        """Return it as a message."""
+        head = json.dumps([len(self.stream), self.members]).encode()
+        return len(head).to_bytes(4, "little") + head + zlib.compress(self.stream.tobytes(), 1)
+
+    @classmethod
+    def decoded(cls, message: bytes) -> Sharing:
+        """Return what a message says."""
+        end = 4 + int.from_bytes(message[:4], "little")
+        count, members = json.loads(message[4:end])
+        stream = np.frombuffer(zlib.decompress(message[end:]), np.int64, count)
+        return cls([tuple(each) for each in members], stream)
+
+
+def encoded_rows(rows: Column, row_count: int) -> bytes:
+    """Return as a message which chunks a process wants."""
+    wanted = np.zeros(row_count, bool)
+    wanted[rows] = True
+    return zlib.compress(np.packbits(wanted).tobytes())
+
+
+def share(wanted: Mapping[int, bytes], row_count: int) -> Sharing:
+    """Return the chunks that several processes want.
+
+    The cost is that of the distinct things that processes want, not of all processes: replicas
+    want the same.
+
+    Args:
+        wanted: of each process its chunks, from `encoded_rows`.
+        row_count: number of chunks.
+    """
+    alike: dict[bytes, list[int]] = {}
+    for process in sorted(wanted):
+        alike.setdefault(wanted[process], []).append(process)
+    wants = [
+        np.flatnonzero(
+            np.unpackbits(np.frombuffer(zlib.decompress(message), np.uint8), count=row_count)
+        )
+        for message in alike
+    ]
+    # Chunks are alike if the same wants name them. Sums of two random numbers per want tell that
+    # apart: among a million chunks, two sums agree by chance once in 10^26 restores.
+    names = np.random.default_rng(0).integers(1 << 63, size=(len(wants), 2), dtype=np.uint64)
+    sums = np.zeros((row_count, 2), np.uint64)
+    counts = np.zeros(row_count, np.int64)
+    for rows, name, processes in zip(wants, names, alike.values(), strict=True):
+        sums[rows] += name
+        counts[rows] += len(processes)
+    shared = np.flatnonzero(counts > 1)
+    stream = np.full(row_count, _NONE, np.int64)
+    if not len(shared):
+        return Sharing([], stream)
+    _, first, number = np.unique(sums[shared], axis=0, return_index=True, return_inverse=True)
+    order = np.argsort(np.argsort(first))  # streams in the order of their first chunks
+    stream[shared] = order[number.reshape(-1)]
+    members: list[list[int]] = [[] for _ in first]
+    for rows, processes in zip(wants, alike.values(), strict=True):
+        for each in np.unique(stream[rows]).tolist():
+            if each != _NONE:
+                members[each] += processes
+    return Sharing([tuple(sorted(each)) for each in members], stream)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stream:
+    """Stored bytes that several processes want.
+
+    Attributes:
+        members: these processes, ascending.
+        rows: its chunks, in its order.
+        file: of each of them the data file.
+        offset: where the chunk begins in that file.
+        begin: where it begins in the stream; one more entry is the length of the stream.
+        piece_nbytes: bytes that each member reads of a batch, fewer of the last one.
+        first_batch: number of its first batch.
+    """
+
+    members: tuple[int, ...]
+    rows: Column
+    file: Column
+    offset: Column
+    begin: Column
+    piece_nbytes: int
+    first_batch: int
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return int(self.begin[-1])
+
+    @property
+    def batch_nbytes(self) -> int:
+        """Bytes of each batch but the last one."""
+        return self.piece_nbytes * len(self.members)
+
+    @property
+    def batches(self) -> range:
+        """Numbers of its batches."""
+        count = -(-self.nbytes // self.batch_nbytes)
+        return range(self.first_batch, self.first_batch + count)
+
+    def piece(self, process: int, batch: int) -> tuple[int, int]:
+        """Return begin and end, in the stream, of what a member reads of a batch."""
+        begin = (batch - self.first_batch) * self.batch_nbytes
+        end = min(begin + self.batch_nbytes, self.nbytes)
+        share = -(-(end - begin) // len(self.members))
+        begin += self.members.index(process) * share
+        return min(begin, end), min(begin + share, end)
+
+    def parts(self, batch: int) -> list[slice]:
+        """Return where the bytes of a batch are among the pieces of all members, in their order."""
+        starts = range(0, self.batch_nbytes, self.piece_nbytes)
+        sizes = [end - begin for begin, end in (self.piece(m, batch) for m in self.members)]
+        if sizes[-1] == self.piece_nbytes:
+            return [slice(0, self.batch_nbytes)]
+        return [slice(at, at + size) for at, size in zip(starts, sizes, strict=True) if size]
+
+    def ranges(self, begin: int, end: int, gap_nbytes: int) -> list[Range]:
+        """Return the ranges of files that hold the bytes from `begin` to `end`, in their order.
+
+        Args:
+            begin: first byte in the stream.
+            end: one past the last byte.
+            gap_nbytes: longest run of other bytes in a file that a range takes along.
+        """
+        found: list[Range] = []
+        if begin >= end:
+            return found
+        first = int(np.searchsorted(self.begin, begin, side="right")) - 1
+        last = int(np.searchsorted(self.begin, end, side="left"))
+        columns = (self.file, self.offset, self.begin[:-1], self.begin[1:])
+        rows = zip(*(column[first:last].tolist() for column in columns), strict=True)
+        for file, offset, start, stop in rows:
+            skipped = max(begin - start, 0)
+            at, nbytes = offset + skipped, min(stop, end) - start - skipped
+            before = found[-1] if found else None
+            if before is None or before.file != file or not 0 <= at - before.end <= gap_nbytes:
+                found.append(Range(file, at, [nbytes], []))
+                continue
+            gap = at - before.end
+            if gap:
+                before.gaps.append(gap)
+                before.runs.append(nbytes)
+            else:
+                before.runs[-1] += nbytes
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """One range of a file: runs of wanted bytes, with gaps between them.
+
+    Attributes:
+        file: the data file.
+        offset: where the first run begins.
+        runs: lengths of the runs.
+        gaps: lengths of the gaps, one fewer.
+    """
+
+    file: int
+    offset: int
+    runs: list[int]
+    gaps: list[int]
+
+    @property
+    def end(self) -> int:
+        """Where the last run ends."""
+        return self.offset + sum(self.runs) + sum(self.gaps)
+
+
+def streams(
+    sharing: Sharing,
+    *,
+    file: Column,
+    offset: Column,
+    nbytes: Column,
+    first_batch: int,
+    batch_nbytes: int,
+) -> list[Stream]:
+    """Return the streams of a restore, by number.
+
+    Streams without common members are exchanged at the same time.
+
+    Args:
+        sharing: which chunks they consist of.
+        file: data file of each chunk; -1 for chunks that are in the index, which no stream holds.
+        offset: where each chunk begins in it.
+        nbytes: length of each chunk.
+        first_batch: number of the first batch.
+        batch_nbytes: bytes of a batch, about.
+    """
+    rows = np.flatnonzero((sharing.stream >= 0) & (file >= 0))
+    rows = rows[np.lexsort((offset[rows], file[rows], sharing.stream[rows]))]
+    edges = np.searchsorted(sharing.stream[rows], np.arange(len(sharing.members) + 1))
+    free: dict[int, int] = {}
+    found: list[Stream] = []
+    for number, members in enumerate(sharing.members):
+        own = rows[edges[number] : edges[number + 1]]
+        stream = Stream(
+            members,
+            own,
+            file[own],
+            offset[own],
+            np.concatenate([[0], np.cumsum(nbytes[own])]),
+            piece_nbytes(len(members), batch_nbytes),
+            max(free.get(member, first_batch) for member in members),
+        )
+        free.update(dict.fromkeys(members, stream.batches.stop))
+        found.append(stream)
+    return found
+
+
+def piece_nbytes(member_count: int, batch_nbytes: int) -> int:
+    """Return how many bytes each member reads of a batch."""
+    return max(PIECE_MIN_NBYTES, batch_nbytes // member_count)

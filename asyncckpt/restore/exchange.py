@@ -1,0 +1,214 @@
+"""The exchange of a restore: what several processes want is read once, a piece by each of them."""
+
+# Rule 1: no process enters a collective before all processes have said that they are ready for that
+#   batch: that they have read their piece of it, and have nothing left to fail on of the batch
+#   before. What fails on one of them ends the restore of all instead.
+# Rule 2: two batches are held at most: one that has been exchanged, and pieces read ahead.
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from asyncckpt.errors import StoreError
+from asyncckpt.flow.shield import uninterrupted
+from asyncckpt.flow.threads import Workers
+from asyncckpt.planning.exchange import Sharing, Stream, piece_nbytes
+from asyncckpt.planning.table import Column
+from asyncckpt.ports import Bytes, CheckpointFiles, Exchange
+from asyncckpt.restore.agreement import RestoreAgreement
+from asyncckpt.restore.streams import Incoming
+
+WORTH_NBYTES = 64 << 20
+"""``broadcast="auto"`` exchanges if several processes want so much: below, reading costs less than
+the agreement."""
+
+BATCH_NBYTES = 64 << 20
+"""Bytes that the members of a stream exchange at a time, about. Two batches are held: one that has
+been exchanged, and pieces that are read ahead."""
+
+READ_NBYTES = 8 << 20
+"""Pieces are read by requests of this size, several at a time."""
+
+PADDING_NBYTES = 4096
+"""Chunks begin at pages: the padding before them is read along."""
+
+MARGIN_S = 5.0
+"""How much longer than `silence_s` a failed collective waits for the reason to be found."""
+
+
+class Exchanger:
+    """What one process does in the exchange of a restore.
+
+    Args:
+        agreement: that of all processes on this restore.
+        exchange: their collectives.
+        files: the checkpoint.
+        compute: worker threads.
+        reads: reads in flight.
+        least_nbytes: if several processes want less of the payload, each reads it for itself.
+
+    Attributes:
+        agreement: the same.
+        compute: the same.
+        process: number of this process.
+        batch_nbytes: bytes of a batch, the same on all processes.
+        next_batch: number of the next batch, the same on all processes.
+        read_nbytes: bytes that this process has read for all.
+        received_nbytes: bytes that it has got by exchange, its own among them.
+    """
+
+    batch_nbytes = BATCH_NBYTES
+
+    def __init__(
+        self,
+        agreement: RestoreAgreement,
+        exchange: Exchange,
+        files: CheckpointFiles,
+        compute: Workers,
+        *,
+        reads: int,
+        least_nbytes: int,
+    ) -> None:
+        self.agreement = agreement
+        self.compute = compute
+        self._least_nbytes = least_nbytes
+        self._exchange = exchange
+        self._files = files
+        self._limit = asyncio.Semaphore(reads)
+        self.process = agreement.round.group.process_index
+        self._process_count = agreement.round.group.process_count
+        self._idle: list[Bytes] = []  # memory of pieces that have been exchanged
+        self.next_batch = 0
+        self.read_nbytes = 0
+        self.received_nbytes = 0
+
+    async def sharing(self, rows: Column, nbytes: Column) -> Sharing:
+        """Return which chunks are exchanged.
+
+        Args:
+            rows: the chunks that this process wants.
+            nbytes: length of each chunk of the checkpoint.
+        """
+        return await self.agreement.shared(
+            rows, nbytes, least_nbytes=self._least_nbytes, compute=self.compute
+        )
+
+    async def run(
+        self, streams: Sequence[Stream], paths: Sequence[str], incoming: Mapping[int, Incoming]
+    ) -> None:
+        """Exchange the streams; all processes call this with the same ones.
+
+        Args:
+            streams: what is exchanged.
+            paths: by number in the streams the paths of the data files.
+            incoming: by number of the stream, of those that this process is a member of.
+
+        Raises:
+            …: what has failed on any process, with its name.
+        """
+        batches = sorted(
+            (batch, number)
+            for number, stream in enumerate(streams)
+            if number in incoming
+            for batch in stream.batches
+        )
+        end = max((stream.batches.stop for stream in streams), default=self.next_batch)
+        ahead: deque[tuple[int, int, asyncio.Task[Bytes]]] = deque()
+        ahead_nbytes = 0
+        async with asyncio.TaskGroup() as tasks:
+            for batch, number in batches:
+                stream = streams[number]
+                if ahead and ahead_nbytes + stream.piece_nbytes > self.batch_nbytes:
+                    ahead_nbytes -= await self._next(ahead, streams, incoming)
+                reading = tasks.create_task(self._read_piece(stream, batch, paths))
+                ahead.append((batch, number, reading))
+                ahead_nbytes += stream.piece_nbytes
+            while ahead:
+                await self._next(ahead, streams, incoming)
+        await self.agreement.ready(end)
+        self.next_batch = end
+
+    async def _next(
+        self,
+        ahead: deque[tuple[int, int, asyncio.Task[Bytes]]],
+        streams: Sequence[Stream],
+        incoming: Mapping[int, Incoming],
+    ) -> int:
+        """Exchange the next batch of which a piece is being read; return the size of a piece."""
+        batch, number, reading = ahead.popleft()
+        stream = streams[number]
+        piece = await reading
+        taking_part = self._gather(stream.members, piece, batch)
+        # Where the others cannot be woken, a process that has said that it is ready takes part.
+        gathered = await (uninterrupted(taking_part) if self._exchange.binding else taking_part)
+        if gathered is None:
+            await self.agreement.round.outcome()  # which is the error of another process
+            raise AssertionError("the restore has failed")
+        self._idle.append(piece)
+        for part in stream.parts(batch):
+            self.received_nbytes += part.stop - part.start
+            await incoming[number].deliver(gathered[part])
+        return stream.piece_nbytes
+
+    async def _gather(self, members: tuple[int, ...], piece: Bytes, batch: int) -> Bytes | None:
+        """Return the pieces of all members, once all processes are ready; None if one failed."""
+        if not await self.agreement.ready(batch):
+            return None
+        try:
+            return await self._exchange.gather(members, piece)
+        except StoreError:
+            # A member that dies breaks the collective of all others. That it has fallen silent is
+            # found soon, and says which one it was.
+            await asyncio.sleep(self.agreement.round.silence_s + MARGIN_S)
+            raise
+
+    async def _read_piece(self, stream: Stream, batch: int, paths: Sequence[str]) -> Bytes:
+        """Read what this process reads of a batch."""
+        begin, end = stream.piece(self.process, batch)
+        piece = self._idle.pop() if self._idle else np.empty(0, np.uint8)
+        if piece.nbytes != stream.piece_nbytes:
+            piece = np.empty(stream.piece_nbytes, np.uint8)
+        async with asyncio.TaskGroup() as tasks:
+            for start in range(begin, end, READ_NBYTES):
+                stop = min(start + READ_NBYTES, end)
+                for each in stream.ranges(start, stop, PADDING_NBYTES):
+                    buffers: list[Bytes] = []
+                    for run, gap in zip(each.runs, [*each.gaps, 0], strict=True):
+                        buffers.append(piece[start - begin : start - begin + run])
+                        if gap:
+                            buffers.append(np.empty(gap, np.uint8))
+                        start += run
+                    tasks.create_task(self._read(paths[each.file], each.offset, buffers))
+        self.read_nbytes += end - begin
+        return piece
+
+    async def _read(self, path: str, offset: int, buffers: Sequence[Bytes]) -> None:
+        async with self._limit:
+            await self._files.read_into(path, offset, buffers, direct=True)
+
+    async def read(self, path: str, offset: int, nbytes: int) -> Bytes:
+        """Return one range of a file, which all processes want and ask for at the same time."""
+        members = tuple(range(self._process_count))
+        stream = Stream(
+            members=members,
+            rows=np.zeros(1, np.int64),
+            file=np.zeros(1, np.int64),
+            offset=np.array([offset], np.int64),
+            begin=np.array([0, nbytes], np.int64),
+            piece_nbytes=piece_nbytes(len(members), self.batch_nbytes),
+            first_batch=self.next_batch,
+        )
+        incoming = Incoming()
+        data = np.empty(nbytes, np.uint8)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.run([stream], [path], {0: incoming}))
+            tasks.create_task(incoming.read_into(0, [data], self.compute))
+        return data
+
+    async def close(self) -> None:
+        """End the collectives."""
+        await self._exchange.close()

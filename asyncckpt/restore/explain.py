@@ -1,0 +1,58 @@
+"""Explanation of a restore: which part of which leaf every read was for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from asyncckpt.planning.restore import Part, intersection
+from asyncckpt.reports import ReadItem, ReadRange
+from asyncckpt.restore.buffers import Buffers
+from asyncckpt.restore.fetch import Fetch
+from asyncckpt.restore.match import LeafRestore
+from asyncckpt.restore.ranges import span
+from asyncckpt.spec import Box
+
+
+def explained(
+    fetch: Fetch, leaves: Sequence[LeafRestore], buffers: Buffers
+) -> tuple[ReadRange, ...]:
+    """Return what was read, by file and offset. Blocking: a few microseconds per item.
+
+    Args:
+        fetch: what has read it.
+        leaves: the leaves that are arrays.
+        buffers: what was fetched.
+    """
+    opened, extents = fetch.opened, fetch.extents
+
+    def items(parts: Iterable[Part]) -> Iterator[ReadItem]:
+        for part in parts:
+            wanted = buffers.destinations[part.request]
+            leaf, storage = leaves[buffers.owners[part.request]], opened.storage(wanted.array)
+            box = wanted.box or Box.whole(storage.spec.shape)
+            cell = part.row - opened.first_rows[wanted.array]
+            _, within = intersection(storage.grid, cell, box)
+            pieces = opened.pieces(leaf.saved, leaf.array)
+            origin = next(piece.offset for piece in pieces if piece.array == wanted.array)
+            starts = zip(origin, box.offset, within, strict=True)
+            shape = tuple([s.stop - s.start for s in within])
+            yield ReadItem(
+                path=leaf.path,
+                offset=tuple([piece + start + s.start for piece, start, s in starts]),
+                shape=shape,
+                chunk_offset=int(extents.offset[part.row]),
+                chunk_nbytes=int(extents.nbytes[part.row]),
+                wanted_nbytes=math.prod(shape) * storage.spec.itemsize,
+            )
+
+    ranges = [
+        ReadRange(
+            file=opened.stored_files[read.batches[0].file].path,
+            offset=read.batches[0].offset,
+            nbytes=span(read.batches),
+            items=tuple(items(part for batch in read.batches for part in batch.parts)),
+        )
+        for read in fetch.reads
+    ]
+    return tuple(sorted(ranges, key=lambda one: (one.file, one.offset)))

@@ -1,0 +1,102 @@
+"""Streams of exchanged bytes as files, so that a restore reads them like any others."""
+
+# Rule 1: a batch stays until every one of its bytes has been read; each is read exactly once.
+# Rule 2: reads come in the order of the stream, or the batch at its head could never go: the fetch
+#   stage starts them in that order.
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from asyncckpt.flow.threads import Workers
+from asyncckpt.ports import Bytes, StoreCapabilities
+
+READS = 4
+"""Reads in flight. They only copy: each of them a few megabytes, or what is left of a batch."""
+
+INLINE_NBYTES = 64 << 10
+"""Copies up to this size are made on the loop."""
+
+
+class Incoming:
+    """A stream as this process receives it, batch after batch."""
+
+    def __init__(self) -> None:
+        self._data = np.empty(0, np.uint8)
+        self._begin = 0
+        self._left = 0
+        self._changed = asyncio.Event()
+
+    async def deliver(self, data: Bytes) -> None:
+        """Let the next bytes of the stream be read; return once they all have been."""
+        self._begin += len(self._data)
+        self._data, self._left = data, len(data)
+        self._change()
+        while self._left:
+            await self._changed.wait()
+
+    async def read_into(self, offset: int, buffers: Sequence[Bytes], workers: Workers) -> None:
+        """Fill the buffers with the bytes from `offset`, as soon as they are there."""
+        wanted = [buffer for buffer in buffers if len(buffer)]
+        while wanted:
+            while offset >= self._begin + len(self._data):
+                await self._changed.wait()
+            here = self._data[offset - self._begin :]
+            nbytes = min(len(here), sum(map(len, wanted)))
+            if nbytes > INLINE_NBYTES:
+                wanted = await workers.run(_copy, here, wanted)
+            else:
+                wanted = _copy(here, wanted)
+            offset += nbytes
+            self._left -= nbytes
+            if not self._left:
+                self._change()
+
+    def _change(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+def _copy(data: Bytes, buffers: Sequence[Bytes]) -> list[Bytes]:
+    """Copy what there is to the buffers; return what remains to be filled."""
+    for number, buffer in enumerate(buffers):
+        taken = min(len(buffer), len(data))
+        np.copyto(buffer[:taken], data[:taken])
+        data = data[taken:]
+        if taken < len(buffer):
+            return [buffer[taken:], *buffers[number + 1 :]]
+    return []
+
+
+class StreamFiles:
+    """The streams of a restore as files, by their paths.
+
+    Attributes:
+        capabilities: those of memory.
+    """
+
+    capabilities = StoreCapabilities("any", read_gap_nbytes=0)
+
+    def __init__(self, streams: Mapping[str, Incoming], workers: Workers) -> None:
+        self._streams = streams
+        self._workers = workers
+
+    def reads(self) -> int:
+        """Return how many reads to have in flight."""
+        return READS
+
+    async def read_into(
+        self,
+        path: str,
+        offset: int,
+        buffers: Sequence[Bytes],
+        *,
+        direct: bool = False,
+        received: Callable[[], None] | None = None,
+        ahead_nbytes: int | None = None,
+    ) -> None:
+        """Fill the buffers from a stream, as `CheckpointFiles.read_into`."""
+        await self._streams[path].read_into(offset, buffers, self._workers)

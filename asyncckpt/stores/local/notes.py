@@ -1,0 +1,59 @@
+"""The last error of each process, in small files for the job that continues the run."""
+
+# Rule: a note is a courtesy. What cannot be written, read or removed is passed over.
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+
+from asyncckpt.stores.paths import NOTE_NBYTES, Layout
+
+_NOTE = re.compile(r"error-[0-9]{1,9}")
+
+
+def keep_note(layout: Layout, process: int, note: bytes | None) -> None:
+    """Replace the note of a process; remove it with None. Blocking."""
+    path = os.path.join(layout.control, f"error-{process}")
+    with contextlib.suppress(OSError):
+        if note is None:
+            os.unlink(path)
+            return
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(layout.control)  # not the root: without it, there is nothing to continue
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        with open(os.open(path, flags, 0o600), "wb") as file:
+            file.write(note)
+
+
+def take_notes(layout: Layout) -> list[bytes]:
+    """Remove all notes; return them by process. Blocking."""
+    notes: list[bytes] = []
+    for path in _paths(layout):
+        with contextlib.suppress(OSError):
+            with open(path, "rb") as file:
+                notes.append(file.read(NOTE_NBYTES))
+            os.unlink(path)
+    return notes
+
+
+def collect_notes(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:
+    """Remove notes that are so old; return their names. Blocking."""
+    found: list[str] = []
+    for path in _paths(layout):
+        with contextlib.suppress(OSError):
+            if time.time() - os.lstat(path).st_mtime >= older_than_s:
+                if not dry_run:
+                    os.unlink(path)
+                found.append(os.path.basename(path))
+    return found
+
+
+def _paths(layout: Layout) -> list[str]:
+    try:
+        names = [name for name in os.listdir(layout.control) if _NOTE.fullmatch(name)]
+    except OSError:
+        return []
+    return [os.path.join(layout.control, name) for name in sorted(names)]

@@ -1,0 +1,38 @@
+"""The last errors of processes on object stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from asyncckpt.stores.objects.store import COLLECT_MIN_S
+from tests.simulator import Simulator, simulator
+from tests.stores.objects.stores import KINDS, opened
+from tests.stores.objects.test_store_collect import age, keys
+
+
+@pytest.fixture
+def sim() -> Iterator[Simulator]:
+    with simulator(keep_log=False) as sim:
+        yield sim
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_notes_are_kept_taken_and_collected(sim: Simulator, kind: str) -> None:
+    async with opened(kind, sim) as store:
+        for process in (10, 2):
+            await store.keep_note(process, f"of {process}".encode())
+        assert keys(sim) == {".asyncckpt/error-2", ".asyncckpt/error-10"}
+        assert await store.sweep() == ()
+        assert set(await store.take_notes()) == {b"of 2", b"of 10"}
+        assert await store.take_notes() == []
+        await store.keep_note(1, b"failed")
+        async with opened(kind, sim) as other:
+            await other.keep_note(1, None)  # of another job
+            assert keys(sim) == {".asyncckpt/error-1"}
+        await store.keep_note(1, None)
+        assert keys(sim) == set()
+        await store.keep_note(3, b"failed")
+        age(sim, COLLECT_MIN_S + 3600)
+        assert await store.collect(COLLECT_MIN_S) == [".asyncckpt/error-3"]
