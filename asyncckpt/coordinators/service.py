@@ -9,7 +9,7 @@ own, which can be abandoned and replaced.
 # Rule 1: an await never waits for the thread to leave a call: cancelling returns at once. A call
 #   that changes keys is made nevertheless, in its turn: an error reaches the other processes even
 #   if the process that posts it does not wait for a slow server.
-#   (test_cancelling_a_save_returns_while_the_server_is_stopped,
+#   (test_cancelling_returns_while_the_server_is_stopped,
 #   test_a_message_of_a_cancelled_call_arrives_when_the_server_answers_again)
 # Rule 2: calls are short, `SLICE_S` at most. Longer waits are made of many of them, and a call that
 #   waits gives way to those that do not, so that a beat is held up for one slice.
