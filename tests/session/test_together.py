@@ -6,6 +6,7 @@ Real processes, kills and runtimes are in `tests/processes`; what can be seen wi
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -37,6 +38,7 @@ from asyncckpt.errors import (
     UsageError,
 )
 from asyncckpt.session.root import Root
+from asyncckpt.stores.local.datafile import LocalDataFile
 from asyncckpt.stores.local.store import LocalStore
 
 Part = Callable[[Checkpointer, int], Coroutine[Any, Any, Any]]
@@ -552,11 +554,46 @@ def test_another_step_on_one_process(job: Job) -> None:
 
 
 def test_a_root_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncckpt.save import shared
+    results, written = saved_on_two_disks(tmp_path, monkeypatch)
+    for error in results:
+        assert isinstance(error, UsageError), results
+        assert "share" in str(error)
+    assert not [place for place in written if "host1" in place], "written before it was seen"
+    assert not [p for p in tmp_path.glob("host*/**/d/*") if p.is_file()]
+
+
+def test_control_without_the_check_of_the_root_a_process_writes_to_its_own_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from asyncckpt.stores.local import joined
+
+    def made(base: str) -> list[str]:
+        os.makedirs(base, exist_ok=True)
+        return [base]
+
+    monkeypatch.setattr(joined, "_attempts", made)
+    monkeypatch.setattr(joined, "has_mark", lambda *_: True)
+    _, written = saved_on_two_disks(tmp_path, monkeypatch)
+    assert [place for place in written if "host1" in place], "on its own disk, and nobody noticed"
+
+
+def saved_on_two_disks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Any], list[str]]:
+    """Return how a save ends of two processes that see other disks, and where they have written."""
+    from asyncckpt.save import shared, shared_plan
 
     monkeypatch.setattr(shared, "JOIN_S", 0.2)
     monkeypatch.setattr(shared, "UNSHARED_S", 0.5)
-    job = Job(tmp_path, 2)
+    monkeypatch.setattr(shared_plan, "VISIBLE_S", 0.5)
+    job, written = Job(tmp_path, 2), []
+    write = LocalDataFile.write
+
+    async def noted(self: LocalDataFile, *args: Any, **keywords: Any) -> Any:
+        written.append(self._location)
+        return await write(self, *args, **keywords)
+
+    monkeypatch.setattr(LocalDataFile, "write", noted)
 
     async def main(process: int) -> Any:
         # The processes call it by one name, and each sees another directory.
@@ -565,11 +602,7 @@ def test_a_root_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             ckpt._session.processes._root = "one name"
             return await ckpt.save(1, state())
 
-    results = job.run(main)
-    for error in results:
-        assert isinstance(error, UsageError), results
-        assert "share" in str(error)
-    assert not [p for p in tmp_path.glob("host*/**/d/*") if p.is_file()]
+    return job.run(main), written
 
 
 def test_retention_is_that_of_process_0(job: Job) -> None:
