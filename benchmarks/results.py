@@ -24,6 +24,9 @@ OURS, SAFETENSORS, ORBAX = "asyncckpt", "safetensors", "Orbax"
 PROCESS_COUNTS = (100, 10_000)
 """Processes among which one plans what it holds: the time must hardly depend on their number."""
 
+AGREED = "cached plan of several processes"
+"""The time to find a plan that is known, and what the processes agreed on with it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Measurement:

@@ -125,7 +125,8 @@ class _Host:
         await meeting.say(replace(meeting.hello, run=self._run_id))
         settled = 0.0
         for pause in pauses(meeting.count):
-            self._hellos = _hellos(await meeting.coordinator.list(meeting.key("hello")))
+            met = await meeting.coordinator.list(meeting.key("hello"))
+            self._hellos = _hellos(met, meeting.count)
             self._check(before)
             now = time.monotonic()
             waiting = [p for p in range(meeting.count) if not self._live(p)]
@@ -243,7 +244,7 @@ class _Guest:
             acknowledged = meeting.hello.run != ""
             grace_s = ANSWER_S if acknowledged else REFUSAL_S
             if time.monotonic() >= meeting.end + grace_s:
-                raise await meeting.absent(() if acknowledged else (0,))
+                raise meeting.silent() if acknowledged else await meeting.absent((0,))
             await asyncio.sleep(pause)
         raise AssertionError("pauses never end")
 
@@ -267,9 +268,11 @@ def echoes(welcome: Mapping[str, Any], nonce: str) -> bool:
     return nonce in welcome["nonces"]
 
 
-def _hellos(met: Mapping[str, bytes]) -> dict[int, list[Hello]]:
-    """Return the hellos of each process, from their keys below ``hello/``."""
+def _hellos(met: Mapping[str, bytes], count: int) -> dict[int, list[Hello]]:
+    """Return the hellos of each of `count` processes, from their keys below ``hello/``."""
     hellos: dict[int, list[Hello]] = {}
     for key in sorted(met):
-        hellos.setdefault(int(key.partition("/")[0]), []).append(Hello.decoded(met[key]))
+        process = int(key.partition("/")[0])
+        if process < count:  # an earlier life may have had more of them
+            hellos.setdefault(process, []).append(Hello.decoded(met[key]))
     return hellos

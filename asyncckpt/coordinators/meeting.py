@@ -102,10 +102,8 @@ class Meeting:
                 process = int(place)
                 if int(opened) != self.opened:
                     others[process] = max(int(opened), others.get(process, 0))
-                elif process not in unheard:
+                elif process < self.count and process not in unheard:
                     come.add(process)
-        if len(come) == self.count:
-            come.discard(0)  # it does not say that all agree, so it has died since
         missing = [process for process in range(self.count) if process not in come]
         counts = [
             f"process {process} has opened it {others[process]} times"
@@ -125,6 +123,14 @@ class Meeting:
             location=self.root,
             expected=self.count,
             found=len(come),
+        )
+
+    def silent(self) -> UsageError:
+        """Return the error for a process 0 that has welcomed this process and then says nothing."""
+        return UsageError(
+            f"{self.root}: process 0 of {self.count} has met process {self.index}, and has since "
+            "neither gone on nor said why not: it may have died. Restart the job",
+            location=self.root,
         )
 
     def twice(self, process: int, one: Hello, other: Hello) -> UsageError:

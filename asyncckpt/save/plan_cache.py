@@ -189,8 +189,7 @@ def layout_key(
     return [
         snapshot.paths,
         snapshot.kinds,
-        # Boxes and the processes that hold them are part of the shards.
-        [*map(attrgetter("spec", "shards", "partition"), snapshot.sources)],
+        arrays_key(snapshot),
         snapshot.held,
         snapshot.tied,
         snapshot.extra,
@@ -212,6 +211,12 @@ def layout_key(
             budget_nbytes,
         ),
     ]
+
+
+def arrays_key(snapshot: Snapshot) -> list[object]:
+    """Return what plans and schemas depend on of every array."""
+    # Boxes and the processes that hold them are part of the shards.
+    return [*map(attrgetter("spec", "shards", "partition"), snapshot.sources)]
 
 
 def mirror_sources(snapshot: Snapshot, mirrors: Sequence[int]) -> list[Source]:

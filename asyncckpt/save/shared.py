@@ -36,6 +36,7 @@ from asyncckpt.errors import (
     CheckpointNotFoundError,
     DeadlineExceededError,
     SaveAbortedError,
+    SaveError,
     SaveOutcomeUnknownError,
     StoreError,
     UsageError,
@@ -215,6 +216,8 @@ class SharedSave(Save):
                 if not isinstance(error, SaveOutcomeUnknownError):
                     raise self._unknown(error) from error
                 raise
+            if isinstance(error, StoreError) and not self._round.leads:
+                raise self._unanswered(error) from error
             self._ended_by_others, self._kept = True, False
             raise
 
@@ -223,6 +226,14 @@ class SharedSave(Save):
             f"{self._location}: the coordinator failed after this process had written its part, "
             "and the record has not appeared; whether the save succeeds is unknown: look at "
             f"latest_step(), then save again ({error})",
+            location=self._location,
+        )
+
+    def _unanswered(self, error: StoreError) -> SaveError:
+        return SaveError(
+            f"{self._location}: the coordinator, whose keys {self._group.named(0)} usually serves, "
+            f"does not answer ({error}); that process may have died. Nothing is committed without "
+            "the part of this process: restart the job",
             location=self._location,
         )
 

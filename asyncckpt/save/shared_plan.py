@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,13 @@ from asyncckpt.planning.schema import (
 )
 from asyncckpt.ports import AttemptFiles, Sizes, Store
 from asyncckpt.runtime import Runtime
-from asyncckpt.save.plan_cache import Layout, LayoutCache, layout_of, options_of_leaf
+from asyncckpt.save.plan_cache import (
+    Layout,
+    LayoutCache,
+    arrays_key,
+    layout_of,
+    options_of_leaf,
+)
 from asyncckpt.save.snapshot import SaveRequest, Snapshot, completed
 
 NO_LIMIT = 1 << 62
@@ -226,14 +233,16 @@ def first_change(before: Sequence[Any] | None, after: Sequence[Any]) -> str:
     """Return the path of the first leaf that differs from an earlier save, if there is one."""
     if before is None:
         return ""
-    old, new = ({path: n for n, path in enumerate(key[0])} for key in (before, after))
-    for path in after[0]:
-        if path not in old or before[1][old[path]] != after[1][new[path]]:
-            return str(path)
-    for path in before[0]:
-        if path not in new:
-            return str(path)
-    return ""
+    old, new = _by_path(before), _by_path(after)
+    changed = (path for path, leaf in new.items() if path not in old or old[path] != leaf)
+    return next(itertools.chain(changed, (path for path in old if path not in new)), "")
+
+
+def _by_path(key: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
+    """Return kind and array of every leaf of a schema's key."""
+    paths, kinds, arrays, array_leaf = key[:4]
+    array_of = dict(zip(array_leaf, arrays, strict=True))
+    return {path: (kinds[leaf], array_of.get(leaf)) for leaf, path in enumerate(paths)}
 
 
 async def taken(attempt: AttemptFiles, path: str, round_: Round, *, max_nbytes: int) -> bytes:
@@ -265,12 +274,12 @@ def _limit(nbytes: int) -> int | None:
 def schema_key(request: SaveRequest) -> Sequence[Any]:
     """Return what this process' part of the schema is made of; compared part by part."""
     snapshot = request.snapshot
-    of_leaf: list[Any] = list(snapshot.kinds)
-    for leaf, source in zip(snapshot.array_leaf, snapshot.sources, strict=True):
-        of_leaf[leaf] = source.spec, source.shards, source.partition
+    # `_by_path` reads the first four.
     return [
         snapshot.paths,
-        of_leaf,
+        snapshot.kinds,
+        arrays_key(snapshot),
+        snapshot.array_leaf,
         snapshot.tied,
         snapshot.extra,
         snapshot.structure,

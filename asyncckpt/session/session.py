@@ -305,8 +305,7 @@ class Session:
         coordinator = self.processes.foreseen()
         if coordinator is not None and coordinator.process_index == 0:
             await self.call(self.root.sweep).wait()
-            if coordinator.process_count > 1:
-                await self.call(self.root.log_notes).wait()
+            await self.call(self.root.log_notes).wait()
 
     # -- on the engine
 

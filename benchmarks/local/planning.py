@@ -26,11 +26,12 @@ from asyncckpt.planning.restore import (
 from asyncckpt.planning.save import LeafLayout, SavePlan, plan_save
 from asyncckpt.ports import Sizes, StoreCapabilities
 from asyncckpt.save.plan_cache import LayoutCache, layout_key, make_layout
-from asyncckpt.save.snapshot import take_snapshot
+from asyncckpt.save.shared_plan import schema_key
+from asyncckpt.save.snapshot import SaveRequest, take_snapshot
 from asyncckpt.spec import Box, ChunkGrid, Partition, Shard, array_spec
 from benchmarks.local.suite import Suite
 from benchmarks.measure import Case
-from benchmarks.results import OURS, PLAN, PROCESS_COUNTS, own_shards
+from benchmarks.results import AGREED, OURS, PLAN, PROCESS_COUNTS, own_shards
 from benchmarks.workloads import Tree, Workload, flat_arrays
 
 LEAVES_PER_SHARD = 20
@@ -90,6 +91,7 @@ def planned(tree: Tree) -> list[Planned]:
         *_plans("shards", *sharded),
         *(_own_shards(len(leaves), processes) for processes in PROCESS_COUNTS),
         _cached(tree),
+        _agreed(tree),
     ]
 
 
@@ -195,3 +197,28 @@ def _cached(tree: Tree) -> Planned:
             raise AssertionError("the plan of an equal tree was not found")
 
     return Planned("cached plan", len(taken.paths), find)
+
+
+def _agreed(tree: Tree) -> Planned:
+    # The same where several processes save: what they agreed on is found, too.
+    given = options.SaveOptions()
+    processes = (1, 4)
+
+    def request() -> SaveRequest:
+        taken = take_snapshot(tree)
+        return SaveRequest("1", 1, taken, {}, {}, False, given, None, stall_first=True)
+
+    def key(request: SaveRequest) -> list[Any]:
+        return layout_key(request.snapshot, given, BUDGET_NBYTES, SIZES, *processes)
+
+    first, second = request(), request()
+    layouts = LayoutCache()
+    layouts.agree(schema_key(first), given)
+    layout = make_layout(first.snapshot, given, BUDGET_NBYTES, SIZES, *processes)
+    layouts.keep(key(first), layout)
+
+    def find() -> None:
+        if layouts.agreement(schema_key(second)) is None or layouts.find(key(second)) is None:
+            raise AssertionError("the plan of an equal tree was not found")
+
+    return Planned(AGREED, len(second.snapshot.paths), find)

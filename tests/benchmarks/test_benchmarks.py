@@ -462,6 +462,7 @@ def test_suite_runs_every_scenario_without_errors_and_cleans_up(tmp_path: Path) 
         ("save, own shards among 100", 1000),
         ("save, own shards among 10000", 1000),
         ("cached plan", 1000),
+        ("cached plan of several processes", 1000),
     }
     assert all(m["samples"][0]["cpu_s"] >= 0 for m in data["measurements"])
 

@@ -90,3 +90,18 @@ async def test_tensors_of_uneven_sizes(four: Pool, two: Pool, tmp_path: Path, ki
 def test_a_trainer_runs_its_collectives_during_saves(four: Pool, tmp_path: Path) -> None:
     assert four.all(cases.save_while_training, str(tmp_path)) == [[]] * 4
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.isdigit()) == list("0123")
+
+
+def test_cancelling_a_save_returns_while_the_server_is_stopped(two: Pool, tmp_path: Path) -> None:
+    root = str(tmp_path)
+    two.all(cases.open_and_save, root)
+    two.stop(0)
+    try:
+        taken_s, tasks, opened, leases, threads = two.run(1, cases.cancel_save)
+    finally:
+        two.resume(0)
+    assert taken_s < 1
+    assert (tasks, opened, leases) == (0, [], 0)
+    # In a call that does not return; it is a daemon, and its name says whose it is.
+    assert threads == ["asyncckpt-torch-coordinator"]
+    assert two.all(cases.go_on) == [[1, 3]] * 2

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +24,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Placement
 
-from asyncckpt import blocking
+from asyncckpt import Checkpointer, blocking
+from asyncckpt.coordinators.service import CALL_LIMIT_S
+from asyncckpt.errors import SaveAbortedError
+from tests.crash.scenarios import left_in_process
 from tests.processes.values import array, same, shuffled
 from tests.processes.worker import Worker
 
@@ -284,3 +289,61 @@ def save_while_training(worker: Worker, root: str) -> list[str]:
     if trainer.is_alive():
         trainer.wrong.append("the trainer hangs")
     return trainer.wrong
+
+
+# ------------------------------------------------------- while the server of the store is stopped
+
+
+def local_tree(step: int) -> dict[str, Any]:
+    """A tree that both processes have, and share the writing of."""
+    return {"w": torch.full((2 << 20,), float(step)), "step": step}
+
+
+async def open_and_save(worker: Worker, root: str) -> None:
+    """Save step 1, and keep the `Checkpointer` open."""
+    worker.state["open"] = ckpt = Checkpointer(root)
+    await ckpt.save(1, local_tree(1))
+
+
+async def cancel_save(worker: Worker) -> tuple[float, int, list[str], int, list[str]]:
+    """Begin to save step 2, and cancel that once the thread of the coordinator is held up.
+
+    Returns:
+        Seconds that this took; tasks that are left on the engine, descriptors below the root,
+        leases of memory, and threads of coordinators.
+    """
+    ckpt = worker.state["open"]
+    session = ckpt._session
+    runtime, caller = session.runtime, session.processes.coordinator._caller
+
+    async def tasks() -> int:
+        return len(asyncio.all_tasks()) - 1
+
+    pending = await ckpt.start_save(2, local_tree(2))
+    while caller.time_left_s() > CALL_LIMIT_S:  # it has been in one call for longer than a slice
+        await asyncio.sleep(0.02)
+    begun = time.monotonic()
+    pending.cancel()
+    try:
+        await pending
+    except SaveAbortedError:
+        taken_s = time.monotonic() - begun
+    left = left_in_process(session.root.url)
+    threads = [name for name in left if name.endswith("-coordinator")]
+    opened = [name for name in left if not name.startswith("asyncckpt")]
+    count = await runtime.engine.submit(tasks).wait()
+    return taken_s, count, opened, runtime.budget.in_use, threads
+
+
+async def go_on(worker: Worker) -> list[int]:
+    """Make the call that the other process has cancelled if this one has not, then save step 3."""
+    ckpt = worker.state.pop("open")
+    if worker.index == 0:
+        try:
+            await ckpt.save(2, local_tree(2))
+        except SaveAbortedError:
+            pass
+    await ckpt.save(3, local_tree(3))
+    steps = await ckpt.steps()
+    await ckpt.close()
+    return steps  # type: ignore[no-any-return]

@@ -319,6 +319,15 @@ def test_a_restarted_job_says_why_the_one_before_failed(
     assert "in an earlier job" not in caplog.text
 
 
+def test_one_process_that_continues_alone_says_it_too(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.play(different)
+    with asyncckpt.blocking.Checkpointer(job.root, coordinator="single"):
+        assert "in an earlier job, process 0 (" in caplog.text
+    assert not list(job.root.rglob("error-*"))
+
+
 def test_a_save_that_succeeds_removes_the_last_error(job: Job) -> None:
     async def part(ckpt: Checkpointer, process: int) -> Any:
         with pytest.raises(MismatchError):
