@@ -176,9 +176,10 @@ class SharedSave(Save):
     async def _note(self, error: BaseException | None) -> None:
         """Leave the error with which this process ended the save to the job that comes next.
 
-        Errors of other processes are theirs to note. After a success, the last note is removed.
+        Errors of other processes are theirs to note. After a success, the last note is removed. A
+        one-shot save is a run of its own, which no job continues.
         """
-        if not isinstance(self._store, NotingStore):
+        if self._request.step is None or not isinstance(self._store, NotingStore):
             return
         note = None
         if error is not None:
@@ -385,6 +386,8 @@ class SharedSave(Save):
             if not await self._is_committed():
                 raise self._unknown(error) from error
         else:
+            if self._request.consent is not None:
+                self._request.consent.asked()
             await self._outcome()
         await joined.leave()
         totals = json.loads(self._round.result or b"{}")

@@ -46,7 +46,7 @@ from asyncckpt.runtime import Runtime
 from asyncckpt.save.plan_cache import LayoutCache, sizes_for
 from asyncckpt.save.save import Save, SaveState
 from asyncckpt.save.shared import SharedSave
-from asyncckpt.save.snapshot import SaveRequest, check_alone, take_snapshot
+from asyncckpt.save.snapshot import Consent, SaveRequest, check_alone, take_snapshot
 from asyncckpt.session.claiming import Claiming
 from asyncckpt.session.in_flight import InFlight, overlap_error, skipped, skipped_report
 from asyncckpt.session.pending import PendingSave
@@ -95,6 +95,7 @@ class Session:
         storage_options: Mapping[str, Any] | None = None,
         coordinator: object = "auto",
         takeover: bool = False,
+        owns_coordinator: bool = False,
     ) -> None:
         self.save_options = typed("save_options", save_options, SaveOptions)
         self.restore_options = typed("restore_options", restore_options, RestoreOptions)
@@ -121,6 +122,7 @@ class Session:
             coordinator,
             arrival_s=waits.arrival_s,
             silence_s=waits.silence_s,
+            owned=owns_coordinator,
         )
         self.claims = Claiming(self.root, self.processes, one_shot=one_shot, takeover=takeover)
         self.steps = Steps(self.root, self.claims)
@@ -191,6 +193,7 @@ class Session:
         options: SaveOptions | None,
         progress: Callable[[Progress], None] | None,
         stall_first: bool,
+        consent: Consent | None = None,
     ) -> Any:
         """Begin a save of the tree as it is now; return it as a `kind`.
 
@@ -221,18 +224,27 @@ class Session:
                 options=options,
                 progress=guarded(progress),
                 stall_first=stall_first,
+                consent=consent,
             )
         except Exception as error:
             if number is not None:
-                # The others would wait for this process. A closed session takes no call.
-                with contextlib.suppress(AsyncCheckpointError):
-                    refused = self.call(partial(processes.refuse, "save", number, error))
-                    self._refusals.append(refused.future)
+                self._refuse(number, error)
             raise
         pending = self._submit(kind, request, number, location)
         self.saves.add(pending)
         self.root.to_sweep = not self.root.swept and processes.leads
         return pending
+
+    def refuse_save(self, error: BaseException) -> None:
+        """End the save that all processes begin now with an error that came before its call."""
+        if not self.processes.alone:
+            self._refuse(self.processes.count("save"), error)
+
+    def _refuse(self, number: int, error: BaseException) -> None:
+        # The others would wait for this process. A closed session takes no call.
+        with contextlib.suppress(AsyncCheckpointError):
+            refused = self.call(partial(self.processes.refuse, "save", number, error))
+            self._refusals.append(refused.future)
 
     def _submit(
         self, kind: type[PendingSave], request: SaveRequest, number: int | None, location: str
@@ -424,6 +436,15 @@ class Session:
                 await (job.wait() if first else ended(job.future))
         finally:
             await engine.aclose()
+
+    def begin_close(self) -> None:
+        """Release everything as `aclose`, without waiting for it. From any thread."""
+        engine = self.runtime.engine
+        with self._closing:
+            if self._release_job is not None or not engine.usable or engine.abandoned:
+                return
+            self._release_job = engine.submit(self._release)
+        self._release_job.future.add_done_callback(lambda _: engine.begin_close())
 
 
 def _futures_of(session: weakref.ref[Session]) -> Callable[[], list[Future[Any]]]:
