@@ -172,6 +172,12 @@ def check_keep(keep: object) -> None:
         raise UsageError(f"keep={keep!r}: pass a retention policy such as KeepLast(3)")
 
 
+def check_takeover(takeover: object) -> None:
+    """Check that this is True or False."""
+    if not isinstance(takeover, bool):
+        raise UsageError(f"takeover={takeover!r}: pass True or False", found=takeover)
+
+
 def check_coordinator(coordinator: object) -> None:
     """Check that this is ``"auto"``, ``"single"`` or an object like `ports.Coordinator`.
 

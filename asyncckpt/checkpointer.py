@@ -124,8 +124,8 @@ class Checkpointer(OpenRun):
         coordinator: ``"auto"``: all processes of the runtime that the program has initialised save
             and restore together; ``"single"``: this process alone; or an object, such as a
             `DirectoryCoordinator`.
-        takeover: the first save or deletion takes the run over: from then on, whoever saved to it
-            before gets a `FencedError`. Several processes that save together always do so.
+        takeover: the first save or deletion takes the run over: a job that saved to it before gets
+            a `FencedError` from then on. Several processes that save together always do so.
 
     Raises:
         UsageError: an argument is wrong.

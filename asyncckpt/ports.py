@@ -462,19 +462,18 @@ class Store(Protocol):
         ...
 
     async def claim(self) -> Claim | None:
-        """Take the right to write below this root from whoever has it.
+        """Take over the right to write below this root.
 
-        On return it is durable. What was published under a lower claim until then stays, whatever
-        happens to this process; what comes later under one does not count, and whoever publishes,
-        replaces or deletes under one gets a `FencedError`, where it was at that moment. Epoch 0 is
-        below no claim.
+        On return the claim is durable. Checkpoints that were published under a lower claim until
+        then stay, whatever happens to this process. Later ones do not count: publishing, replacing
+        and deleting under a lower claim raise a `FencedError`. Epoch 0 is below no claim.
 
         Returns:
             The claim, whose epoch is higher than all before; None where two processes could make
             the same claim, so that there are none.
 
         Raises:
-            FencedError: another process makes a claim, too, and is faster.
+            FencedError: another process makes a claim at the same time, and is faster.
             StoreError: the claim could not be made; nothing changes for those before, or the next
                 claim completes it.
         """

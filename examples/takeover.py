@@ -1,7 +1,7 @@
 """A job is stopped in the middle of a commit, another one takes over, and the first one wakes up.
 
 The first job saves every step. It is stopped (SIGSTOP) while it commits one, as by a machine that
-hangs, and a scheduler that hears nothing of it starts a second job. That one continues from the
+hangs, and a scheduler that gets no answer starts a second job. That one continues from the
 newest checkpoint and takes the run over with its first save. Then the first job goes on: its commit
 fails with a `FencedError`, and it ends. What both have logged must fit what is listed, or the exit
 status is 1.

@@ -86,7 +86,7 @@ def list_steps(
         print_json([documents.summary(info) for info in infos])
     elif infos:
         tables.show([tables.listing(infos, tables.terminal_width())])
-        # Without a claimed step, nobody need ask who may save.
+        # A run without claimed steps need not be asked for its claims.
         if any(info.epoch for info in infos):
             claim = opening.last_claim(root, options)
             if claim is not None:

@@ -23,7 +23,7 @@ class Claiming:
         root: what is claimed.
         processes: several of them make a claim.
         one_shot: a single checkpoint needs none.
-        takeover: a single process makes one, too.
+        takeover: a single process also makes one.
     """
 
     def __init__(self, root: Root, processes: Processes, *, one_shot: bool, takeover: bool) -> None:
@@ -42,7 +42,7 @@ class Claiming:
 
         Raises:
             FencedError: it was taken over, or another process was faster.
-            UsageError: a takeover was asked for, and this store cannot exclude anybody.
+            UsageError: a takeover was asked for, and this store cannot keep other writers out.
             StoreError: it could not be made.
         """
         if self._lost is not None:
@@ -70,7 +70,7 @@ class Claiming:
         if self._takeover:
             raise UsageError(
                 f"{self._root.url}: takeover=True needs a store that creates an object only where "
-                "there is none, and this one does not: nobody could be kept from writing; use "
+                "there is none, and this one does not: an earlier job could go on writing; use "
                 "another store, or leave it out and make sure that earlier jobs have ended",
                 location=self._root.url,
             )

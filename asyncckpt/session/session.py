@@ -20,6 +20,7 @@ from asyncckpt.adapters import AdapterSet, adapters_for_loaded_frameworks
 from asyncckpt.arguments import (
     check_coordinator,
     check_keep,
+    check_takeover,
     checked_globs,
     checked_metadata,
     checked_metrics,
@@ -100,6 +101,7 @@ class Session:
         self.restore_options = typed("restore_options", restore_options, RestoreOptions)
         check_keep(keep)
         check_coordinator(coordinator)
+        check_takeover(takeover)
         budget = self.save_options.host_memory_nbytes
         if budget is None and one_shot:
             budget = self.restore_options.host_memory_nbytes

@@ -1,4 +1,4 @@
-"""Names of claims, and the errors of those who lose them: the same for all stores."""
+"""Names of claims, and errors of lost claims: the same for all stores."""
 
 from __future__ import annotations
 

@@ -95,13 +95,12 @@ def violations(scenario: Scenario, root: Path, possible: Sequence[State]) -> lis
 def leftovers(steps: Path) -> list[str]:
     """Everything in the control directory but what belongs there.
 
-    That is the lock, the empty directories of epochs, and the last errors of processes, which the
-    next job logs.
+    That is the lock, claims, the empty directories of epochs, and the last errors of processes,
+    which the next job logs.
     """
-    control = steps / ".asyncckpt"
+    control, kept = steps / ".asyncckpt", ("epoch-", "claim-", "error-")
     return [
         str(path)
         for path in control.rglob("*")
-        if path.name != "lock"
-        and not (path.parent == control and path.name.startswith(("epoch-", "error-")))
+        if path.name != "lock" and not (path.parent == control and path.name.startswith(kept))
     ]

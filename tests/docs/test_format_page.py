@@ -573,7 +573,7 @@ def counts(objects: dict[str, bytes], step: int) -> bool:
     """Whether the record of a step of the run at the root counts, by the page."""
     record = json.loads(objects[f"run/{step}/checkpoint.json"])
     lists = {}
-    taken = {}
+    taken = []
     for key, data in objects.items():
         name = key.removeprefix("run/.asyncckpt/")
         if re.fullmatch("inherited-[1-9][0-9]*", name):
@@ -581,13 +581,13 @@ def counts(objects: dict[str, bytes], step: int) -> bool:
             if found is not None and found["epoch"] > record["epoch"]:
                 lists[found["epoch"]] = found["save_ids"]
         elif match := re.fullmatch("replaces-([0-9a-f]{32})-([0-9a-f]{32})", name):
-            taken[match[1]] = match[2]
+            taken.append((match[1], match[2]))
     if record["epoch"] == 0 or not lists:
         return True
-    line = [record["save_id"]]
-    while line[-1] in taken:
-        line.append(taken[line[-1]])
-    return not set(line).isdisjoint(lists[max(lists)])
+    line = {record["save_id"]}
+    for _ in taken:
+        line |= {old for new, old in taken if new in line}
+    return not line.isdisjoint(lists[max(lists)])
 
 
 def test_the_page_covers_claims(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncckpt import Checkpointer, UsageError
+from asyncckpt.stores.objects.store import ObjectStore
 from tests.objects.stores import Place, place
 from tests.session.takeover_controls import LOCAL, REMOTE
 from tests.session.takeovers import SCENARIOS, Scenario, local_round, remote_round
@@ -29,6 +31,26 @@ async def at(request: pytest.FixtureRequest) -> AsyncIterator[Place]:
     """An S3-like and a GCS-like service."""
     async with place(request.param) as found:
         yield found
+
+
+def test_a_takeover_is_asked_for_with_true_or_false(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="takeover='yes': pass True or False"):
+        Checkpointer(tmp_path, takeover="yes")  # type: ignore[arg-type]
+
+
+async def test_on_a_store_without_conditions_a_takeover_is_refused_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def no_claim(self: ObjectStore) -> None:
+        return None
+
+    monkeypatch.setattr(ObjectStore, "claim", no_claim)
+    async with place("obstore") as at:
+        async with Checkpointer(at.store(), takeover=True) as ckpt:
+            with pytest.raises(UsageError, match="takeover=True needs a store that creates"):
+                await ckpt.save(1, {"w": 1.0})
+        async with Checkpointer(at.store()) as ckpt:
+            await ckpt.save(1, {"w": 1.0})
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

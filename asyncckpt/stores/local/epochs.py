@@ -1,29 +1,29 @@
-"""Claims of a local root: who may publish, replace and delete below it, and who may not any more.
+"""Claims of a local root, and the directories of their epochs.
 
 A claim is the file ``claim-<e>`` and the directory ``epoch-<e>``, in which its writer makes its
-attempts and its trash. Whoever takes over makes the next claim, then takes the directories of all
-lower ones away. Epoch 0 belongs to no claim and is never taken away.
+attempts and its trash. A takeover makes the next claim, then takes away the directories of all
+lower ones. Epoch 0 belongs to no claim, and its directory is never taken away.
 """
 
 # Rule 1: every rename that changes what is published has one end in the directory of the epoch:
 #   publishing comes from there, replacing changes places with something there, deleting goes there.
 #   A writer that was stopped anywhere before that rename finds no such directory, and changes
 #   nothing. One that was stopped behind it has changed what the next writer sees before it begins.
-#   So there is no moment at which both may change something, without any lock: a stopped process
-#   may hold every lock there is.
+#   So there is no moment at which both may change something. No lock is involved, because a
+#   stopped process may hold any lock.
 #   (test_a_writer_that_was_stopped_anywhere_is_fenced)
-# Rule 2: the path is not all. A rename that has looked up the directory already, or a client of NFS
-#   that remembers it, reaches it under its new name too. So everything is moved out of it, and then
-#   it is removed: in a directory that is gone nothing can be found, made or left.
+# Rule 2: renaming the directory is not enough. A rename that has already looked it up, or a client
+#   of NFS that has it cached, reaches it under its new name. So everything is moved out of it, and
+#   then it is removed: nothing can be found or made in a directory that was removed.
 #   (test_a_directory_that_a_fenced_writer_has_open_is_dead)
 # Rule 3: the directory of an epoch is made once, by the process that has made the claim. It looks
 #   for higher claims after that. If there is one, its maker may have looked for the directory too
-#   early, and nothing is written. If there is none, whoever makes one will find the directory.
+#   early, so nothing is written. If there is none, the maker of the next one finds the directory.
 #   (test_a_claim_that_was_overtaken_while_it_was_made_is_lost)
 # Rule 4: nothing but a takeover removes the directory of a claim, also where it is empty, since its
 #   writer would not make it again. (test_tidying_leaves_the_directory_of_a_living_epoch)
-# Rule 5: `claim` returns when all of that is durable, and all that was published before, too. What
-#   it left undone, because the process died, the next one does.
+# Rule 5: `claim` returns when all of that is durable, and so is everything published before. If it
+#   dies half-way, the next claim does the rest.
 #   (test_a_takeover_that_dies_at_any_call_hides_and_loses_nothing)
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def claim(layout: Layout) -> Claim:
     """Make the next claim and take all lower ones away from their writers. Blocking.
 
     Raises:
-        FencedError: another process makes a claim, too, and is faster.
+        FencedError: another process makes a claim at the same time, and is faster.
         StoreError: the claim cannot be made, or a directory not be taken away.
     """
     with reported("making a claim", layout.control):
@@ -192,7 +192,7 @@ def _numbers(layout: Layout) -> list[int]:
 
 
 def _next(layout: Layout) -> int:
-    """Return the number of the next claim, also where somebody has removed the files of claims."""
+    """Return the number of the next claim, even if files of claims were removed by hand."""
     names = os.listdir(layout.control)
     return 1 + max([int(found[1]) for name in names if (found := _NUMBERED.match(name))], default=0)
 

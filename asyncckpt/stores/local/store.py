@@ -112,7 +112,7 @@ class LocalStore:
         )
 
     async def claim(self) -> Claim:
-        """Take the root over from whoever has claimed it. As `Store.claim`.
+        """Take the root over from the job that has claimed it. As `Store.claim`.
 
         Cancellation: waits for the thread, then raises; the claim may have been made.
         """

@@ -9,7 +9,7 @@ What is removed is older than the caller says (a week at least) by the store's o
   raced each other, or of an earlier try;
 - an experiment (`.asyncckpt/probe-…`), or the last error of a process (`.asyncckpt/error-…`);
 - a record that does not count, because its writer had been taken over, with its objects, where the
-  store deletes on condition that nobody has replaced it;
+  store deletes on condition that it was not replaced;
 - the list of a claim that is not the highest list;
 - a multipart upload to a name that carries a save id (older releases made such).
 """

@@ -1,4 +1,4 @@
-"""Laws of claims: whoever was taken over changes nothing any more."""
+"""Laws of claims: a writer that was taken over changes nothing any more."""
 
 from __future__ import annotations
 

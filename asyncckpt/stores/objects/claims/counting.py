@@ -42,7 +42,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from asyncckpt.flow.shield import together
@@ -81,12 +82,13 @@ class Seen:
     Attributes:
         claims: epochs of the claims, ascending.
         lists: epochs of the claims with a list, ascending.
-        replaced: save ids of replaced records by those of the records that took their places.
+        replaced: save ids of replaced records by those of the records that took their places;
+            several, where a save found others to be faster.
     """
 
     claims: tuple[int, ...] = ()
     lists: tuple[int, ...] = ()
-    replaced: Mapping[str, str] = field(default_factory=dict)
+    replaced: Mapping[str, Collection[str]] = field(default_factory=dict)
 
 
 class Claims:
@@ -168,8 +170,11 @@ class Claims:
         names = [entry.key.removeprefix(f"{CONTROL}/") for entry in listed]
         claims = sorted(int(found[1]) for name in names if (found := CLAIM.fullmatch(name)))
         lists = sorted(int(found[1]) for name in names if (found := INHERITED.fullmatch(name)))
-        notes = (found for name in names if (found := _REPLACES.fullmatch(name)))
-        return Seen(tuple(claims), tuple(lists), {found[1]: found[2] for found in notes})
+        replaced: defaultdict[str, set[str]] = defaultdict(set)
+        for name in names:
+            if (note := _REPLACES.fullmatch(name)) is not None:
+                replaced[note[1]].add(note[2])
+        return Seen(tuple(claims), tuple(lists), replaced)
 
     async def _list_of(self, epoch: int) -> frozenset[str] | None:
         """Return the list of a claim; None if it is damaged or gone."""
@@ -206,11 +211,13 @@ def _replaces(new: str, old: str) -> str:
     return f"replaces-{new}-{old}"
 
 
-def _line(save_id: str, replaced: Mapping[str, str]) -> list[str]:
-    """Return a save id, that which it has replaced, and so on."""
-    line = [save_id]
-    while (older := replaced.get(line[-1])) is not None and older not in line:
-        line.append(older)
+def _line(save_id: str, replaced: Mapping[str, Collection[str]]) -> set[str]:
+    """Return a save id, those that it has replaced, and so on."""
+    line, found = {save_id}, [save_id]
+    while found:
+        older = set(replaced.get(found.pop(), ())) - line
+        line |= older
+        found += older
     return line
 
 

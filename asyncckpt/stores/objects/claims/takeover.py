@@ -28,7 +28,7 @@ async def take_over(context: Context) -> Claim:
     """Make the next claim, on a store that creates objects conditionally.
 
     Raises:
-        FencedError: another process makes one, too, and is faster.
+        FencedError: another process makes one at the same time, and is faster.
         StoreError: the claim or its list cannot be made.
     """
     requests = context.requests
@@ -45,7 +45,7 @@ async def take_over(context: Context) -> Claim:
         inherited = encode_inherited(made.epoch, await _committed(context))
     key = join(CONTROL, inherited_name(made.epoch))
     with reported("writing what the claim inherits", requests.location(key)):
-        # If there is one, an earlier try has made it: nobody else has this claim.
+        # If there is one, an earlier try has made it: no other process has this claim.
         await requests.create(key, inherited)
     await context.claims.check(made.epoch)
     return made
