@@ -41,6 +41,7 @@ _EXPORTS = {
     "DeadlineExceededError": "errors",
     "DtypeMismatchError": "errors",
     "EngineDiedError": "errors",
+    "FencedError": "errors",
     "MismatchError": "errors",
     "ResourceError": "errors",
     "RestoreError": "errors",
@@ -107,6 +108,7 @@ if TYPE_CHECKING:
     from asyncckpt.errors import DeadlineExceededError as DeadlineExceededError
     from asyncckpt.errors import DtypeMismatchError as DtypeMismatchError
     from asyncckpt.errors import EngineDiedError as EngineDiedError
+    from asyncckpt.errors import FencedError as FencedError
     from asyncckpt.errors import MismatchError as MismatchError
     from asyncckpt.errors import ResourceError as ResourceError
     from asyncckpt.errors import RestoreError as RestoreError

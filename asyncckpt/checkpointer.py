@@ -47,6 +47,7 @@ class OpenRun:
         restore_options: RestoreOptions | None = None,
         storage_options: Mapping[str, Any] | None = None,
         coordinator: object = "auto",
+        takeover: bool = False,
     ) -> None:
         self._session = Session(
             root,
@@ -55,6 +56,7 @@ class OpenRun:
             restore_options=restore_options,
             storage_options=storage_options,
             coordinator=coordinator,
+            takeover=takeover,
         )
 
     def __repr__(self) -> str:
@@ -122,6 +124,8 @@ class Checkpointer(OpenRun):
         coordinator: ``"auto"``: all processes of the runtime that the program has initialised save
             and restore together; ``"single"``: this process alone; or an object, such as a
             `DirectoryCoordinator`.
+        takeover: the first save or deletion takes the run over: from then on, whoever saved to it
+            before gets a `FencedError`. Several processes that save together always do so.
 
     Raises:
         UsageError: an argument is wrong.
@@ -161,6 +165,7 @@ class Checkpointer(OpenRun):
 
         Raises:
             CheckpointExistsError: the step exists; nothing was written.
+            FencedError: another process has taken the run over.
             UnsupportedLeafError: names the path of a leaf that cannot be saved.
             SaveError, StoreError: names leaf, stage or file; no file of the attempt remains.
         """

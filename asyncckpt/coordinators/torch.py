@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed
 from torch.distributed import distributed_c10d
 
+from asyncckpt.coordinators.collectives.torch import TorchExchange
 from asyncckpt.coordinators.service import ServiceCoordinator
-from asyncckpt.coordinators.torch_exchange import TorchExchange
 from asyncckpt.errors import UsageError
 from asyncckpt.ports import CallIn
 

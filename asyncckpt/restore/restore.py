@@ -15,11 +15,11 @@ from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.reports import RestoreReport
 from asyncckpt.restore.agreement import RestoreAgreement
-from asyncckpt.restore.exchange import WORTH_NBYTES, Exchanger
+from asyncckpt.restore.exchange.exchanger import WORTH_NBYTES, Exchanger
+from asyncckpt.restore.exchange.shared_metadata import SharedMetadataFiles
 from asyncckpt.restore.match import Matching, match
 from asyncckpt.restore.pipeline import RestorePipeline
 from asyncckpt.restore.request import Holder, RestoreRequest
-from asyncckpt.restore.shared_metadata import SharedMetadataFiles
 from asyncckpt.runtime import Runtime, reads_in_flight
 from asyncckpt.tree import Structure
 

@@ -73,6 +73,7 @@ class Commit:
         save_id: identity of the save, 32 hex digits.
         compute: threads that encode.
         writers: number of processes that save together.
+        epoch: the claim under which they do.
     """
 
     def __init__(
@@ -84,8 +85,10 @@ class Commit:
         save_id: str,
         compute: Workers,
         writers: int = 1,
+        epoch: int = 0,
     ) -> None:
         self._writers = writers
+        self._epoch = epoch
         self._attempt = attempt
         self._layout = layout
         self._request = request
@@ -181,7 +184,7 @@ class Commit:
             CommitRecord(
                 save_id=self._save_id,
                 step=request.step,
-                epoch=0,
+                epoch=self._epoch,
                 writer=0,
                 writers=self._writers,
                 plan_digest=layout.plan.digest,

@@ -27,7 +27,12 @@ from asyncckpt.arguments import (
     typed,
 )
 from asyncckpt.coordinators.rounds import Round
-from asyncckpt.errors import AsyncCheckpointError, DeadlineExceededError, UsageError
+from asyncckpt.errors import (
+    AsyncCheckpointError,
+    DeadlineExceededError,
+    FencedError,
+    UsageError,
+)
 from asyncckpt.flow.caller import CallerThread
 from asyncckpt.flow.engine import Job, ended
 from asyncckpt.flow.shield import uninterrupted
@@ -41,6 +46,7 @@ from asyncckpt.save.plan_cache import LayoutCache, sizes_for
 from asyncckpt.save.save import Save, SaveState
 from asyncckpt.save.shared import SharedSave
 from asyncckpt.save.snapshot import Consent, SaveRequest, check_alone, take_snapshot
+from asyncckpt.session.claiming import Claiming
 from asyncckpt.session.in_flight import InFlight, overlap_error, skipped, skipped_report
 from asyncckpt.session.pending import PendingSave
 from asyncckpt.session.processes import Processes
@@ -71,6 +77,7 @@ class Session:
         runtime: engine, budget, staging memory.
         root: the store.
         processes: who saves and restores together.
+        claims: under which claim it saves and deletes.
         steps: finds and deletes steps.
         reads: restores, inspects, verifies.
         saves: saves in flight.
@@ -86,6 +93,7 @@ class Session:
         restore_options: RestoreOptions | None = None,
         storage_options: Mapping[str, Any] | None = None,
         coordinator: object = "auto",
+        takeover: bool = False,
         owns_coordinator: bool = False,
     ) -> None:
         self.save_options = typed("save_options", save_options, SaveOptions)
@@ -114,7 +122,8 @@ class Session:
             silence_s=waits.silence_s,
             owned=owns_coordinator,
         )
-        self.steps = Steps(self.root)
+        self.claims = Claiming(self.root, self.processes, one_shot=one_shot, takeover=takeover)
+        self.steps = Steps(self.root, self.claims)
         self.reads = Reads(self.runtime, self.root, self.steps, self.processes)
         self.saves = InFlight()
         self._pruner = None
@@ -308,8 +317,7 @@ class Session:
         coordinator = self.processes.foreseen()
         if coordinator is not None and coordinator.process_index == 0:
             await self.call(self.root.sweep).wait()
-            if coordinator.process_count > 1:
-                await self.call(self.root.log_notes).wait()
+            await self.call(self.root.log_notes).wait()
 
     # -- on the engine
 
@@ -321,7 +329,8 @@ class Session:
         number: int | None,
         busy: bool | None,
     ) -> SaveReport:
-        given = (self.runtime, self.root.store, self._layouts, request, state, staged)
+        store, claim = self.root.store, self.claims.epoch
+        given = (self.runtime, store, self._layouts, request, state, staged, claim)
         if number is None:
             save = Save(*given)
         else:
@@ -344,7 +353,11 @@ class Session:
         retain = None
         if self._pruner is not None and self.processes.leads:
             retain = self._pruner.retain
-        return await save.run(self._turn, retain)
+        try:
+            return await save.run(self._turn, retain)
+        except FencedError as error:
+            self.claims.note(error)
+            raise
 
     async def _overlaps(self, round_: Round, busy: bool) -> bool:
         """Return whether a save was in flight on process 0 at its call, whose word counts."""
