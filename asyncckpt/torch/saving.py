@@ -37,6 +37,10 @@ from asyncckpt.session.session import Session
 FINISH_S = 10.0
 """How long a process that ends waits for a save that has only its commit to come."""
 
+OUTCOME_S = 1.0
+"""How long a rank waits for the outcome of a save before it begins the next one: where `finish` was
+called, the outcome was posted before DCP returned."""
+
 
 class Saving:
     """A save of one rank. Its methods block.
@@ -67,6 +71,7 @@ class Saving:
         )
         self._written: Future[None] = Future()
         self._consent: Future[Mapping[str, Any]] = Future()
+        self._over: Future[None] = Future()
         self._pending: BlockingPendingSave | None = None
 
     def write(self, tree: dict[str, Any], *, overwrite: bool) -> None:
@@ -123,6 +128,12 @@ class Saving:
         self._session.refuse_save(error)
         self.close()
 
+    def leave(self) -> None:
+        """End a save of which this rank has heard no outcome: wait for it briefly, then abort."""
+        if self._pending is not None:
+            wait_quietly(self._over, OUTCOME_S)
+        self.abandon()
+
     def drop(self) -> None:
         """Abort the save if it has not ended, without waiting for that."""
         if self._pending is not None:
@@ -162,6 +173,7 @@ class Saving:
 
     def _end(self) -> None:
         self._end_wait()
+        self._over.set_result(None)
         self._session.begin_close()
 
     def _end_wait(self) -> None:

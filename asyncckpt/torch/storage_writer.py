@@ -198,8 +198,12 @@ class StorageWriter(storage.StorageWriter):
 
     def _abandon(self) -> None:
         saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.abandon()
+        if saving is None:
+            return
+        if self._leads:
+            saving.abandon()  # `finish`, which would have taken it, was not called
+        else:
+            saving.leave()
 
     def _other_group(self, found: str, own: tuple[int, int] | None) -> UsageError:
         return UsageError(

@@ -25,6 +25,7 @@ from asyncckpt.torch import StorageReader, StorageWriter
 from asyncckpt.torch.dcp_metadata import NAME
 from tests.processes.values import array
 from tests.torch.cases import differing, plain, read, state, write
+from tests.torch.failure_cases import joined, left
 
 AS_IT_IS = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 
@@ -266,3 +267,38 @@ def test_checkpoint_ids(tmp_path: Path) -> None:
     assert target["w"].tolist() == [1.0] * 3
     assert (writer.checkpoint_id, reader.checkpoint_id) == (tmp_path / "2", tmp_path / "1")
     assert repr(reader) == f"StorageReader({str(tmp_path / '1')!r})"
+
+
+# ------------------------------------------------------------------------- without finish
+
+
+def written(writer: StorageWriter) -> tuple[Any, Any]:
+    """Call a writer as DCP does, up to and without `finish`; return its arguments."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({"w": torch.ones(3)}, is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+    (plan,) = writer.prepare_global_plan(plans)
+    return metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()]
+
+
+def test_a_save_without_finish_ends_with_its_writer(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "1"
+    writers = [StorageWriter(path)]
+    written(writers[0])
+    assert left(path) != []
+    writers.clear()
+    assert joined() == []
+    assert left(path) == []
+    assert not path.exists()
+
+
+def test_a_save_whose_finish_does_not_come_in_time_ends_by_itself(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "1"
+    writer = StorageWriter(path, options=asyncckpt.SaveOptions(arrival_s=0.2))
+    given = written(writer)
+    assert joined() == []  # the save ends, and with it the threads
+    assert left(path) == []
+    with pytest.raises(errors.SaveError, match=r"did not call finish\(\) within 0.2 s"):
+        writer.finish(*given)
+    assert not path.exists()
