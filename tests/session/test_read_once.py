@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -247,6 +248,30 @@ def test_targets_in_place_and_atomic_ones(job: ExchangingJob, batches: int) -> N
         return None
 
     assert job.play(part) == [None] * job.count
+
+
+def test_two_batches_are_held(job: ExchangingJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbytes = 256 << 10
+    monkeypatch.setattr(Exchanger, "batch_nbytes", nbytes)
+    tree = many_leaves()
+    save(job, tree)
+    ahead = Counter[int]()
+    most = [0]
+    read_piece = Exchanger._read_piece
+
+    async def reading(exchanger: Exchanger, stream: Any, *args: Any) -> Any:
+        ahead[exchanger.process] += stream.piece_nbytes
+        most[0] = max(most[0], ahead[exchanger.process])
+        return await read_piece(exchanger, stream, *args)
+
+    def exchanged(process: int, number: int) -> None:
+        ahead[process] -= nbytes // job.count
+
+    monkeypatch.setattr(Exchanger, "_read_piece", reading)
+    job.place.on_gather = exchanged
+    restored(job, tree, ONCE)
+    assert sum(job.place.gathers.values()) > 8
+    assert nbytes // job.count < most[0] <= nbytes  # the other batch is the one that was exchanged
 
 
 def test_every_dtype_comes_bit_by_bit(job: ExchangingJob) -> None:
