@@ -10,13 +10,14 @@ point of its runtime does the rest. Elsewhere, it is done here::
     posts the step of its last call          post theirs
                   ◄── process 0 answers: the highest of these, plus one ──►
     `reached` goes on                        `reached` goes on
-
 """
 
-# Rule 1: a process takes no further step between posting its last one and learning the answer. So
-#   the answer is ahead of all, and all come to it: no process has passed it, in whatever step it is.
-# Rule 2: all of it happens on the engine. The thread that trains may be inside a collective that
-#   waits for a process whose `reached` is held: holding it there, too, would be a deadlock.
+# Rule 1: between posting its last step and learning the answer, a process comes to no further step.
+#   So the answer is ahead of every process, and all of them come to it.
+#   (test_all_processes_end_at_one_step_however_fast_each_is)
+# Rule 2: processes agree on their engines. The thread that trains may be inside a collective, which
+#   waits for a process whose `reached` is held: it must not be needed for the answer.
+#   (test_processes_agree_while_their_threads_are_busy)
 # Rule 3: without a notice, a step costs no message: `reached` compares numbers. Each process looks
 #   at one key every `WATCH_S`, whatever its steps take.
 
