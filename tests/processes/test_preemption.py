@@ -48,13 +48,13 @@ from asyncckpt.errors import UsageError
 from tests.processes.pool import free_port
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-before = signal.getsignal(signal.SIGTERM)
 early = blocking.Checkpointer(sys.argv[1], preemption=True)
 jax.distributed.initialize(f"127.0.0.1:{free_port()}", 1, 0)
 try:
     early.reached(0)
 except UsageError as error:
     print(error)
+before = signal.getsignal(signal.SIGTERM)
 with blocking.Checkpointer(sys.argv[1], preemption=True) as ckpt:
     assert signal.getsignal(signal.SIGTERM) is before
     assert not ckpt.reached(0)
