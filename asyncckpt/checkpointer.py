@@ -50,6 +50,7 @@ class OpenRun:
         coordinator: object = "auto",
         preemption: bool = False,
         grace_s: float | None = None,
+        takeover: bool = False,
     ) -> None:
         self._session = Session(
             root,
@@ -60,6 +61,7 @@ class OpenRun:
             coordinator=coordinator,
             preemption=preemption,
             grace_s=grace_s,
+            takeover=takeover,
         )
 
     def __repr__(self) -> str:
@@ -132,6 +134,8 @@ class Checkpointer(OpenRun):
         preemption: notice SIGTERM, and report it on all processes at the same step (`reached`).
         grace_s: seconds from SIGTERM to the end of the process, where they are known: reports say
             when a save took longer.
+        takeover: the first save or deletion takes the run over: from then on, whoever saved to it
+            before gets a `FencedError`. Several processes that save together always do so.
 
     Raises:
         UsageError: an argument is wrong, or `preemption` needs the main thread.
@@ -171,6 +175,7 @@ class Checkpointer(OpenRun):
 
         Raises:
             CheckpointExistsError: the step exists; nothing was written.
+            FencedError: another process has taken the run over.
             UnsupportedLeafError: names the path of a leaf that cannot be saved.
             SaveError, StoreError: names leaf, stage or file; no file of the attempt remains.
         """

@@ -1,12 +1,15 @@
 """`python -m benchmarks.read_once`: restores that read once against each process for itself.
 
-Processes of a torch job (gloo) restore the whole of one state, from local disk and from the
-S3-like simulator. A round measures both ways once, in a shuffled order; ratios are of medians.
+Processes of a torch job (gloo) restore the whole of one state: from local disk, from the S3-like
+simulator, and from the same over a link of 250 MB/s that all of them share, as the processes of a
+host do. A round measures both ways once, in a shuffled order; ratios are of medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import multiprocessing
 import random
@@ -23,12 +26,16 @@ import numpy as np
 from asyncckpt import RestoreOptions, blocking
 from benchmarks.machine import facts
 from benchmarks.processes import answers
-from tests.simulator import simulator_process
+from tests.simulator import S3, simulator_process
 
 MIB = 1 << 20
 ARRAYS = 64
 COUNTS = (2, 4)
 BUCKET = "bench"
+SERVICES = {
+    "s3": S3,
+    "s3, shared link": dataclasses.replace(S3, name="link", link_bandwidth=250e6),
+}
 
 
 class Sample(NamedTuple):
@@ -127,14 +134,11 @@ def main() -> None:
     nbytes = given.size * MIB
     tree = {f"w{n}": np.full(nbytes // ARRAYS // 4, n, np.float32) for n in range(ARRAYS)}
     found = []
-    with (
-        tempfile.TemporaryDirectory(dir=given.dir) as home,
-        simulator_process("s3", buckets=[BUCKET]) as service,
-    ):
-        places: dict[str, tuple[str, dict[str, Any] | None]] = {
-            "local disk": (f"{home}/run", None),
-            "s3": (f"s3://{BUCKET}/run", service.s3_options(client="obstore")),
-        }
+    with tempfile.TemporaryDirectory(dir=given.dir) as home, contextlib.ExitStack() as stack:
+        places: dict[str, tuple[str, dict[str, Any] | None]] = {"local disk": (f"{home}/run", None)}
+        for name, profile in SERVICES.items():
+            service = stack.enter_context(simulator_process(profile, buckets=[BUCKET]))
+            places[name] = f"s3://{BUCKET}/run", service.s3_options(client="obstore")
         for name, (root, storage) in places.items():
             with blocking.Checkpointer(root, storage_options=storage, coordinator="single") as ckpt:
                 ckpt.save(1, tree)

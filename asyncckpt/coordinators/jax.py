@@ -16,7 +16,7 @@ import jax
 import jax.distributed
 from jax._src import distributed, xla_bridge
 
-from asyncckpt.coordinators.jax_exchange import JaxExchange, JaxGathers
+from asyncckpt.coordinators.collectives.jax import JaxExchange, JaxGathers
 from asyncckpt.coordinators.key_values import check_key, longest_pause_s
 from asyncckpt.coordinators.service import SLICE_S, WAIT, ServiceCoordinator
 from asyncckpt.errors import UsageError

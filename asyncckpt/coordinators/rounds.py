@@ -29,8 +29,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from asyncckpt.coordinators.absence import closed_error, late_error, silent_error, unknown_error
-from asyncckpt.coordinators.group import Group, departed
+from asyncckpt.coordinators.group import (
+    Group,
+    closed_error,
+    departed,
+    late_error,
+    silent_error,
+    unknown_error,
+)
 from asyncckpt.coordinators.key_values import pauses
 from asyncckpt.coordinators.messages import decode_error, encode_error, parts_of
 from asyncckpt.coordinators.pulse import Pulse

@@ -28,7 +28,12 @@ from asyncckpt.arguments import (
     typed,
 )
 from asyncckpt.coordinators.rounds import Round
-from asyncckpt.errors import AsyncCheckpointError, DeadlineExceededError, UsageError
+from asyncckpt.errors import (
+    AsyncCheckpointError,
+    DeadlineExceededError,
+    FencedError,
+    UsageError,
+)
 from asyncckpt.flow.caller import CallerThread
 from asyncckpt.flow.engine import Job, ended
 from asyncckpt.flow.shield import uninterrupted
@@ -41,7 +46,8 @@ from asyncckpt.runtime import Runtime
 from asyncckpt.save.plan_cache import LayoutCache, sizes_for
 from asyncckpt.save.save import Save, SaveState
 from asyncckpt.save.shared import SharedSave
-from asyncckpt.save.snapshot import SaveRequest, check_alone, take_snapshot
+from asyncckpt.save.snapshot import Consent, SaveRequest, check_alone, take_snapshot
+from asyncckpt.session.claiming import Claiming
 from asyncckpt.session.in_flight import InFlight, overlap_error, skipped, skipped_report
 from asyncckpt.session.pending import PendingSave
 from asyncckpt.session.preemption import Preemption
@@ -73,6 +79,7 @@ class Session:
         runtime: engine, budget, staging memory.
         root: the store.
         processes: who saves and restores together.
+        claims: under which claim it saves and deletes.
         steps: finds and deletes steps.
         reads: restores, inspects, verifies.
         saves: saves in flight.
@@ -91,6 +98,8 @@ class Session:
         coordinator: object = "auto",
         preemption: bool = False,
         grace_s: float | None = None,
+        takeover: bool = False,
+        owns_coordinator: bool = False,
     ) -> None:
         self.save_options = typed("save_options", save_options, SaveOptions)
         self.restore_options = typed("restore_options", restore_options, RestoreOptions)
@@ -117,8 +126,10 @@ class Session:
             coordinator,
             arrival_s=waits.arrival_s,
             silence_s=waits.silence_s,
+            owned=owns_coordinator,
         )
-        self.steps = Steps(self.root)
+        self.claims = Claiming(self.root, self.processes, one_shot=one_shot, takeover=takeover)
+        self.steps = Steps(self.root, self.claims)
         self.reads = Reads(self.runtime, self.root, self.steps, self.processes)
         self.saves = InFlight()
         self._pruner = None
@@ -190,6 +201,7 @@ class Session:
         options: SaveOptions | None,
         progress: Callable[[Progress], None] | None,
         stall_first: bool,
+        consent: Consent | None = None,
     ) -> Any:
         """Begin a save of the tree as it is now; return it as a `kind`.
 
@@ -220,18 +232,27 @@ class Session:
                 options=options,
                 progress=guarded(progress),
                 stall_first=stall_first,
+                consent=consent,
             )
         except Exception as error:
             if number is not None:
-                # The others would wait for this process. A closed session takes no call.
-                with contextlib.suppress(AsyncCheckpointError):
-                    refused = self.call(partial(processes.refuse, "save", number, error))
-                    self._refusals.append(refused.future)
+                self._refuse(number, error)
             raise
         pending = self._submit(kind, request, number, location)
         self.saves.add(pending)
         self.root.to_sweep = not self.root.swept and processes.leads
         return pending
+
+    def refuse_save(self, error: BaseException) -> None:
+        """End the save that all processes begin now with an error that came before its call."""
+        if not self.processes.alone:
+            self._refuse(self.processes.count("save"), error)
+
+    def _refuse(self, number: int, error: BaseException) -> None:
+        # The others would wait for this process. A closed session takes no call.
+        with contextlib.suppress(AsyncCheckpointError):
+            refused = self.call(partial(self.processes.refuse, "save", number, error))
+            self._refusals.append(refused.future)
 
     def _submit(
         self, kind: type[PendingSave], request: SaveRequest, number: int | None, location: str
@@ -306,8 +327,7 @@ class Session:
         coordinator = self.processes.foreseen()
         if coordinator is not None and coordinator.process_index == 0:
             await self.call(self.root.sweep).wait()
-            if coordinator.process_count > 1:
-                await self.call(self.root.log_notes).wait()
+            await self.call(self.root.log_notes).wait()
 
     # -- on the engine
 
@@ -319,7 +339,8 @@ class Session:
         number: int | None,
         busy: bool | None,
     ) -> SaveReport:
-        given = (self.runtime, self.root.store, self._layouts, request, state, staged)
+        store, claim = self.root.store, self.claims.epoch
+        given = (self.runtime, store, self._layouts, request, state, staged, claim)
         if number is None:
             save = Save(*given)
         else:
@@ -342,7 +363,11 @@ class Session:
         retain = None
         if self._pruner is not None and self.processes.leads:
             retain = self._pruner.retain
-        return self._noted(await save.run(self._turn, retain))
+        try:
+            return self._noted(await save.run(self._turn, retain))
+        except FencedError as error:
+            self.claims.note(error)
+            raise
 
     def _noted(self, report: SaveReport) -> SaveReport:
         """Return the report with what there is to say about preemption."""
@@ -427,6 +452,15 @@ class Session:
             await engine.aclose()
             if self.preemption is not None:
                 self.preemption.close()
+
+    def begin_close(self) -> None:
+        """Release everything as `aclose`, without waiting for it. From any thread."""
+        engine = self.runtime.engine
+        with self._closing:
+            if self._release_job is not None or not engine.usable or engine.abandoned:
+                return
+            self._release_job = engine.submit(self._release)
+        self._release_job.future.add_done_callback(lambda _: engine.begin_close())
 
 
 def _futures_of(session: weakref.ref[Session]) -> Callable[[], list[Future[Any]]]:

@@ -35,8 +35,9 @@ def pool(pools: Pools) -> Pool:
 def left(root: Path) -> list[Path]:
     """Files of unfinished attempts."""
     control = root / ".asyncckpt"
-    paths = [path for path in control.rglob("*") if path.is_file() and path.name != "lock"]
-    return [path for path in paths if not path.name.startswith("error-")]
+    kept = ("lock", "claim-", "error-")
+    files = (path for path in control.rglob("*") if path.is_file())
+    return [path for path in files if not path.name.startswith(kept)]
 
 
 async def works(pool: Pool, root: Path) -> None:

@@ -29,6 +29,7 @@ from asyncckpt.errors import (
     CheckpointNotFoundError,
     ClosedError,
     DeadlineExceededError,
+    FencedError,
     MismatchError,
     SaveAbortedError,
     TreeMismatchError,
@@ -96,8 +97,9 @@ class Job:
     def left(self) -> list[Path]:
         """Return all files of unfinished attempts."""
         control = self.root / ".asyncckpt"
-        paths = [path for path in control.rglob("*") if path.is_file() and path.name != "lock"]
-        return [path for path in paths if not path.name.startswith("error-")]
+        kept = ("lock", "claim-", "error-")
+        paths = (path for path in control.rglob("*") if path.is_file())
+        return [path for path in paths if not path.name.startswith(kept)]
 
 
 @pytest.fixture
@@ -317,6 +319,15 @@ def test_a_restarted_job_says_why_the_one_before_failed(
     assert "in an earlier job" not in caplog.text
 
 
+def test_one_process_that_continues_alone_says_it_too(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.play(different)
+    with asyncckpt.blocking.Checkpointer(job.root, coordinator="single"):
+        assert "in an earlier job, process 0 (" in caplog.text
+    assert not list(job.root.rglob("error-*"))
+
+
 def test_a_save_that_succeeds_removes_the_last_error(job: Job) -> None:
     async def part(ckpt: Checkpointer, process: int) -> Any:
         with pytest.raises(MismatchError):
@@ -325,6 +336,49 @@ def test_a_save_that_succeeds_removes_the_last_error(job: Job) -> None:
 
     assert job.play(part) == [None] * job.count
     assert not list((job.root / ".asyncckpt").glob("error-*"))
+
+
+def test_a_job_that_was_taken_over_is_fenced_on_all_processes(job: Job, tmp_path: Path) -> None:
+    later = Job(tmp_path / "later", job.count)
+    later.root = job.root
+
+    async def take_over(ckpt: Checkpointer, process: int) -> Any:
+        assert await ckpt.latest_step() == 1
+        return (await ckpt.save(2, state(2))).step
+
+    async def part(ckpt: Checkpointer, process: int) -> Any:
+        await ckpt.save(1, state(1))
+        assert (await ckpt.inspect(1)).epoch == 1
+        if process == 0:  # the others come to their next save, and wait
+            assert await asyncio.to_thread(later.play, take_over) == [2] * job.count
+        for step in (3, 2, 4):
+            with pytest.raises(FencedError, match="the run was taken over by claim 2") as caught:
+                await ckpt.save(step, state(step))
+            assert (caught.value.epoch, caught.value.visible) == (1, False)
+            assert caught.value.claimed_by is not None and caught.value.claimed_ns is not None
+        with pytest.raises(FencedError):
+            await ckpt.delete(1)
+        with pytest.raises(FencedError):
+            await ckpt.delete_after(0)
+        return await ckpt.steps()
+
+    assert job.play(part) == [[1, 2]] * job.count
+
+
+def test_a_job_that_only_deletes_takes_over_too(job: Job) -> None:
+    async def save(ckpt: Checkpointer, process: int) -> Any:
+        for step in (1, 2):
+            await ckpt.save(step, state(step))
+
+    async def delete(ckpt: Checkpointer, process: int) -> Any:
+        return await ckpt.delete_after(1)
+
+    assert job.play(save) == [None] * job.count
+    assert job.play(delete) == [[2]] * job.count
+    assert sorted(path.name for path in (job.root / ".asyncckpt").glob("claim-*")) == [
+        "claim-1",
+        "claim-2",
+    ]
 
 
 def test_an_error_that_cannot_be_noted_is_raised_all_the_same(

@@ -30,6 +30,8 @@ class Profile:
         latency_sigma: of the lognormal distribution of both.
         get_bandwidth: bytes per second that one connection delivers, or None for no limit.
         put_bandwidth: bytes per second that one connection accepts, or None.
+        link_bandwidth: bytes per second of all responses together, as of the link that the
+            processes of a host share; None for no limit.
         tail_fraction: share of requests that are slow.
         tail_latency: factor on the latency of a slow request.
         tail_bandwidth: divisor of the bandwidth of a slow request.
@@ -46,6 +48,7 @@ class Profile:
     latency_sigma: float = 0.0
     get_bandwidth: float | None = None
     put_bandwidth: float | None = None
+    link_bandwidth: float | None = None
     tail_fraction: float = 0.0
     tail_latency: float = 10.0
     tail_bandwidth: float = 10.0
@@ -156,6 +159,7 @@ class Shaper:
         self._reads = profile.reads_per_s and TokenBucket(profile.reads_per_s, burst_s)
         self._writes = profile.writes_per_s and TokenBucket(profile.writes_per_s, burst_s)
         self._written: dict[tuple[str, str], float] = {}
+        self._link_free_s = 0.0
         self._shapeless = profile == Profile(name=profile.name, seed=profile.seed)
 
     def shape(self, request: Request) -> Shape:
@@ -173,6 +177,15 @@ class Shaper:
             profile.put_bandwidth and profile.put_bandwidth / divisor,
             self._refusal(request),
         )
+
+    def link_wait_s(self, nbytes: int) -> float:
+        """Return how long a response of so many bytes waits for its turn on the link."""
+        if not self.profile.link_bandwidth:
+            return 0.0
+        now_s = self._clock()
+        begins_s = max(now_s, self._link_free_s)
+        self._link_free_s = begins_s + nbytes / self.profile.link_bandwidth
+        return self._link_free_s - now_s
 
     def _refusal(self, request: Request) -> str | None:
         now_s = self._clock()

@@ -212,6 +212,8 @@ class Port:
         stops = stalls + [fault.truncate for fault in faults if fault.truncate is not None]
         request.status = response.status
         stop = min(stops, default=None)
+        if wait_s := self._shaper.link_wait_s(response.nbytes):
+            await asyncio.sleep(wait_s)
         request.answered_nbytes = await connection.send(response, rate=rate, stop=stop)
         if not stalls:
             connection.keep_alive &= not stops
