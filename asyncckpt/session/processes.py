@@ -140,11 +140,15 @@ class Processes:
 
     # -- on the engine
 
+    async def group(self) -> Group:
+        """Return the processes, which have shaken hands."""
+        return (await self._met())[0]
+
     async def round(self, kind: str, number: int, name: str = "") -> Round:
         """Begin a round of this process; the first one shakes hands.
 
         Args:
-            kind: ``save``, or ``call`` for all other calls.
+            kind: ``save``, ``preemption``, or ``call`` for all other calls.
             number: its number among those of its kind.
             name: what was called, where the kind does not say it.
         """

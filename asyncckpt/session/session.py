@@ -20,6 +20,7 @@ from asyncckpt.adapters import AdapterSet, adapters_for_loaded_frameworks
 from asyncckpt.arguments import (
     check_coordinator,
     check_keep,
+    check_preemption,
     check_takeover,
     checked_globs,
     checked_metadata,
@@ -50,6 +51,7 @@ from asyncckpt.save.snapshot import Consent, SaveRequest, check_alone, take_snap
 from asyncckpt.session.claiming import Claiming
 from asyncckpt.session.in_flight import InFlight, overlap_error, skipped, skipped_report
 from asyncckpt.session.pending import PendingSave
+from asyncckpt.session.preemption import Preemption
 from asyncckpt.session.processes import Processes
 from asyncckpt.session.pruning import Pruner
 from asyncckpt.session.reads import Reads
@@ -82,6 +84,7 @@ class Session:
         steps: finds and deletes steps.
         reads: restores, inspects, verifies.
         saves: saves in flight.
+        preemption: whether the job is to end; None where this is not asked for.
     """
 
     def __init__(
@@ -94,6 +97,8 @@ class Session:
         restore_options: RestoreOptions | None = None,
         storage_options: Mapping[str, Any] | None = None,
         coordinator: object = "auto",
+        preemption: bool = False,
+        grace_s: float | None = None,
         takeover: bool = False,
         owns_coordinator: bool = False,
     ) -> None:
@@ -102,6 +107,7 @@ class Session:
         check_keep(keep)
         check_coordinator(coordinator)
         check_takeover(takeover)
+        check_preemption(preemption, grace_s)
         budget = self.save_options.host_memory_nbytes
         if budget is None and one_shot:
             budget = self.restore_options.host_memory_nbytes
@@ -141,6 +147,10 @@ class Session:
         engine.drain_deadline_s = self.save_options.exit_deadline_s
         engine.on_exit = _futures_of(weakref.ref(self))
         weakref.finalize(self, _end, engine).atexit = False
+        self.preemption: Preemption | None = None
+        if preemption:
+            self.preemption = Preemption(engine, self.processes, grace_s=grace_s)
+            weakref.finalize(self, self.preemption.close).atexit = False
 
     def __repr__(self) -> str:
         closed = self.runtime.engine.closed
@@ -209,7 +219,7 @@ class Session:
             engine.check()
             self.saves.raise_unseen(options)
             if number is None and stall_first and not self.saves.admits(options, location):
-                return skipped(kind, engine, location, step)
+                return skipped(kind, engine, self._noted(skipped_report(location, step)))
             process = processes.coordinator.process_index
             snapshot = take_snapshot(tree, adapters_for_loaded_frameworks(process))
             if number is None:
@@ -350,16 +360,20 @@ class Session:
                 location = f"{self.root.url}/{request.name}"
                 if request.options.on_overlap == "error":
                     raise overlap_error(location)
-                return skipped_report(location, request.step)
+                return self._noted(skipped_report(location, request.step))
             save = SharedSave(*given, round_)
         retain = None
         if self._pruner is not None and self.processes.leads:
             retain = self._pruner.retain
         try:
-            return await save.run(self._turn, retain)
+            return self._noted(await save.run(self._turn, retain))
         except FencedError as error:
             self.claims.note(error)
             raise
+
+    def _noted(self, report: SaveReport) -> SaveReport:
+        """Return the report with what there is to say about preemption."""
+        return report if self.preemption is None else self.preemption.noted(report)
 
     async def _overlaps(self, round_: Round, busy: bool) -> bool:
         """Return whether a save was in flight on process 0 at its call, whose word counts."""
@@ -387,6 +401,8 @@ class Session:
             return await self.steps.delete_after(step)
 
     async def _release(self) -> None:
+        if self.preemption is not None:
+            await self.preemption.release()
         try:
             if self._pruner is not None:
                 await self._pruner.settle()
@@ -436,6 +452,8 @@ class Session:
                 await (job.wait() if first else ended(job.future))
         finally:
             await engine.aclose()
+            if self.preemption is not None:
+                self.preemption.close()
 
     def begin_close(self) -> None:
         """Release everything as `aclose`, without waiting for it. From any thread."""
