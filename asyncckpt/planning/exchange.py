@@ -105,9 +105,11 @@ def share(wanted: Mapping[int, bytes], row_count: int) -> Sharing:
     stream = np.full(row_count, _NONE, np.int64)
     if not len(shared):
         return Sharing([], stream)
-    _, first, number = np.unique(sums[shared], axis=0, return_index=True, return_inverse=True)
-    order = np.argsort(np.argsort(first))  # streams in the order of their first chunks
-    stream[shared] = order[number.reshape(-1)]
+    sums = sums[shared]
+    order = np.lexsort(sums.T)
+    fresh = np.append(True, (sums[order[1:]] != sums[order[:-1]]).any(axis=1))
+    first = np.sort(order[fresh])  # streams in the order of their first chunks
+    stream[shared[order]] = np.searchsorted(first, order[fresh])[np.cumsum(fresh) - 1]
     members: list[list[int]] = [[] for _ in first]
     for rows, processes in zip(wants, alike.values(), strict=True):
         for each in np.unique(stream[rows]).tolist():
