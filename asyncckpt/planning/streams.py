@@ -11,7 +11,8 @@ other. Its members read it together, a piece each, and every one of them gets al
 
 from __future__ import annotations
 
-import json
+import bisect
+import itertools
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,23 +41,42 @@ class Sharing:
 
     def encoded(self) -> bytes:
         """Return it as a message."""
-        head = json.dumps([len(self.stream), self.members]).encode()
-        return len(head).to_bytes(4, "little") + head + zlib.compress(self.stream.tobytes(), 1)
+        sizes = list(map(len, self.members))
+        members = itertools.chain.from_iterable(self.members)
+        head = np.array([len(sizes), *sizes, *members], np.int64)
+        return _packed(np.concatenate([head, self.stream]))
 
     @classmethod
     def decoded(cls, message: bytes) -> Sharing:
         """Return what a message says."""
-        end = 4 + int.from_bytes(message[:4], "little")
-        count, members = json.loads(message[4:end])
-        stream = np.frombuffer(zlib.decompress(message[end:]), np.int64, count)
-        return cls([tuple(each) for each in members], stream)
+        values = _unpacked(message)
+        first = 1 + int(values[0])
+        *members, stream = np.split(values[first:], np.cumsum(values[1:first]))
+        return cls([tuple(each.tolist()) for each in members], stream)
 
 
-def encoded_rows(rows: Column, row_count: int) -> bytes:
-    """Return as a message which chunks a process wants."""
-    wanted = np.zeros(row_count, bool)
-    wanted[rows] = True
-    return zlib.compress(np.packbits(wanted).tobytes())
+def encoded_rows(rows: Column) -> bytes:
+    """Return as a message which chunks a process wants: the runs of their numbers."""
+    wanted = np.unique(rows)
+    begins = np.flatnonzero(np.diff(wanted, prepend=-2) != 1)
+    counts = np.diff(begins, append=len(wanted))
+    return _packed(np.stack([wanted[begins], wanted[begins] + counts], axis=1).reshape(-1))
+
+
+def _decoded_rows(message: bytes) -> Column:
+    starts, stops = _unpacked(message).reshape(-1, 2).T
+    counts = stops - starts
+    firsts = np.cumsum(counts) - counts
+    return np.repeat(starts - firsts, counts) + np.arange(counts.sum())
+
+
+def _packed(values: Column) -> bytes:
+    # Differences: runs of chunks, and of the streams of neighbours, take next to nothing.
+    return zlib.compress(np.diff(values, prepend=0).astype("<i8").tobytes(), 1)
+
+
+def _unpacked(message: bytes) -> Column:
+    return np.cumsum(np.frombuffer(zlib.decompress(message), "<i8"))
 
 
 def share(wanted: Mapping[int, bytes], row_count: int) -> Sharing:
@@ -72,12 +92,7 @@ def share(wanted: Mapping[int, bytes], row_count: int) -> Sharing:
     alike: dict[bytes, list[int]] = {}
     for process in sorted(wanted):
         alike.setdefault(wanted[process], []).append(process)
-    wants = [
-        np.flatnonzero(
-            np.unpackbits(np.frombuffer(zlib.decompress(message), np.uint8), count=row_count)
-        )
-        for message in alike
-    ]
+    wants = list(map(_decoded_rows, alike))
     # Chunks are alike if the same wants name them. Sums of two random numbers per want tell that
     # apart: among a million chunks, two sums agree by chance once in 10^26 restores.
     names = np.random.default_rng(0).integers(1 << 63, size=(len(wants), 2), dtype=np.uint64)
@@ -90,9 +105,11 @@ def share(wanted: Mapping[int, bytes], row_count: int) -> Sharing:
     stream = np.full(row_count, _NONE, np.int64)
     if not len(shared):
         return Sharing([], stream)
-    _, first, number = np.unique(sums[shared], axis=0, return_index=True, return_inverse=True)
-    order = np.argsort(np.argsort(first))  # streams in the order of their first chunks
-    stream[shared] = order[number.reshape(-1)]
+    sums = sums[shared]
+    order = np.lexsort(sums.T)
+    fresh = np.append(True, (sums[order[1:]] != sums[order[:-1]]).any(axis=1))
+    first = np.sort(order[fresh])  # streams in the order of their first chunks
+    stream[shared[order]] = np.searchsorted(first, order[fresh])[np.cumsum(fresh) - 1]
     members: list[list[int]] = [[] for _ in first]
     for rows, processes in zip(wants, alike.values(), strict=True):
         for each in np.unique(stream[rows]).tolist():
@@ -141,19 +158,25 @@ class Stream:
 
     def piece(self, process: int, batch: int) -> tuple[int, int]:
         """Return begin and end, in the stream, of what a member reads of a batch."""
+        begin, end, share = self._batch(batch)
+        begin += bisect.bisect_left(self.members, process) * share
+        return min(begin, end), min(begin + share, end)
+
+    def _batch(self, batch: int) -> tuple[int, int, int]:
+        """Return begin and end of a batch, and what each member reads of it but the last ones."""
         begin = (batch - self.first_batch) * self.batch_nbytes
         end = min(begin + self.batch_nbytes, self.nbytes)
-        share = -(-(end - begin) // len(self.members))
-        begin += self.members.index(process) * share
-        return min(begin, end), min(begin + share, end)
+        return begin, end, -(-(end - begin) // len(self.members))
 
     def parts(self, batch: int) -> list[slice]:
         """Return where the bytes of a batch are among the pieces of all members, in their order."""
-        starts = range(0, self.batch_nbytes, self.piece_nbytes)
-        sizes = [end - begin for begin, end in (self.piece(m, batch) for m in self.members)]
-        if sizes[-1] == self.piece_nbytes:
-            return [slice(0, self.batch_nbytes)]
-        return [slice(at, at + size) for at, size in zip(starts, sizes, strict=True) if size]
+        begin, end, share = self._batch(batch)
+        if share == self.piece_nbytes:  # they follow each other without gaps
+            return [slice(0, end - begin)]
+        return [
+            slice(number * self.piece_nbytes, number * self.piece_nbytes + min(share, end - start))
+            for number, start in enumerate(range(begin, end, share))
+        ]
 
     def ranges(self, begin: int, end: int, gap_nbytes: int) -> list[Range]:
         """Return the ranges of files that hold the bytes from `begin` to `end`, in their order.

@@ -106,7 +106,7 @@ class RestoreAgreement:
             least_nbytes: if several processes want less, they share nothing.
             compute: worker threads.
         """
-        wanted = await compute.run(encoded_rows, rows, len(nbytes))
+        wanted = await compute.run(encoded_rows, rows)
         if not self.round.leads:
             await self.round.post_parts("wanted", wanted)
             message = await self.round.answered_parts("shared")

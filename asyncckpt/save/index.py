@@ -12,13 +12,15 @@ import numpy.typing as npt
 from asyncckpt.format.chunks import ChunkIndex, encode_chunk_index
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.ocdbt.btree import ValueColumns, encode_tree
-from asyncckpt.format.ocdbt.keys import KeyColumns, prepare_keys
+from asyncckpt.format.ocdbt.keys import KeyColumns, key_columns
 from asyncckpt.format.ocdbt.manifest import encode_manifest
 from asyncckpt.format.zarr3 import chunk_keys, encode_metadata, metadata_key
 from asyncckpt.options import INLINE_NBYTES, NODE_NBYTES
 from asyncckpt.planning.held import HeldBox
 from asyncckpt.planning.leaves import Arrays
 from asyncckpt.save.serialize import Extents
+
+NO_ROWS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,34 +52,43 @@ def make_catalog(arrays: Arrays) -> Catalog:
     templates: dict[bytes, int] = {}
     template_of: list[int] = []
     suffixes_of: list[list[bytes]] = []
+    # Of every part: where its sorted keys are among metadata and chunks in C order.
+    places_of: list[npt.NDArray[np.int64]] = []
     for part in arrays.parts:
         data = encode_metadata(part.spec, part.grid.chunk_shape, part.zstd_level)
         template_of.append(templates.setdefault(data, len(templates)))
-        suffixes_of.append([metadata_key(""), *chunk_keys("", part.grid.counts)])
-    keys: list[bytes] = []
-    for name, number in zip(arrays.names, arrays.part.tolist(), strict=True):
-        stem = name.encode()
-        keys += [stem + suffix for suffix in suffixes_of[number]]
-    # The metadata of each array, then its chunks.
-    counts = np.array(list(map(len, suffixes_of)), np.int64)[arrays.part]
-    heads = np.cumsum(counts) - counts
-    chunks = np.repeat(arrays.first_chunk - heads - 1, counts) + np.arange(len(keys))
-    chunks[heads] = -1
-    inline = np.full(len(keys), -1, np.int64)
-    inline[heads] = np.array(template_of, np.int64)[arrays.part]
-    order = np.array(sorted(range(len(keys)), key=keys.__getitem__), np.intp)
-    chunk = chunks[order]
-    index = inline[order]
+        suffixes = [metadata_key(""), *chunk_keys("", part.grid.counts)]
+        places = sorted(range(len(suffixes)), key=suffixes.__getitem__)
+        suffixes_of.append(list(map(suffixes.__getitem__, places)))
+        places_of.append(np.array(places, np.int64))
+    nbytes_of = [np.fromiter(map(len, suffixes), np.int64) for suffixes in suffixes_of]
+    # Names have no slash: keys of different arrays do not mix.
+    stems = list(map(str.encode, arrays.names))
+    order = sorted(range(len(stems)), key=lambda array: stems[array] + b"/")
+    kinds = arrays.part[order].tolist()
+    text = b"".join(
+        [
+            stems[array] + stems[array].join(suffixes_of[kind])
+            for array, kind in zip(order, kinds, strict=True)
+        ]
+    )
+    stem_nbytes = np.array([len(stems[array]) for array in order], np.int64)
+    counts = np.array(list(map(len, suffixes_of)), np.int64)[kinds]
+    chunk = np.concatenate([NO_ROWS, *(places_of[kind] for kind in kinds)]) - 1
+    lengths = np.concatenate([NO_ROWS, *(nbytes_of[kind] for kind in kinds)])
+    lengths += np.repeat(stem_nbytes, counts)
+    is_chunk = chunk >= 0
+    chunk += np.where(is_chunk, np.repeat(arrays.first_chunk[order], counts), 0)
+    index = np.repeat(np.array(template_of, np.int64)[kinds], counts)
     # Inline chunks, tied ones included, carry their value with every key.
     value_of_chunk = np.full(arrays.chunk_count, -1, np.int64)
     inline_chunk = arrays.first_chunk[arrays.inline]
     value_of_chunk[inline_chunk] = np.arange(len(inline_chunk)) + len(templates)
-    is_chunk = chunk >= 0
     index[is_chunk] = value_of_chunk[chunk[is_chunk]]
     key_of_chunk = np.zeros(arrays.chunk_count, np.int64)
     key_of_chunk[chunk[is_chunk]] = np.flatnonzero(is_chunk)
     return Catalog(
-        columns=prepare_keys(list(map(keys.__getitem__, order.tolist()))),
+        columns=key_columns(text, lengths),
         chunk=chunk,
         inline=index,
         templates=tuple(templates),

@@ -207,8 +207,9 @@ def compare(layout: Layout, snapshot: Snapshot, entries: Sequence[Entries], name
     for one in entries:
         if one.digest != entries[0].digest:
             raise _disagreement(f"{named(one.process)} has another schema than {named(0)}")
-    for what in ("scalar", "checked"):
-        found = _first_difference(entries, what)
+    counts = {"scalar": len(snapshot.paths), "checked": layout.plan.arrays.chunk_count}
+    for what, count in counts.items():
+        found = _first_difference(entries, what, count, named)
         if found is None:
             continue
         number, one_process, other_process = found
@@ -223,19 +224,30 @@ def compare(layout: Layout, snapshot: Snapshot, entries: Sequence[Entries], name
                 raise _difference(snapshot.paths[leaf], named(process), named(one.process))
 
 
-def _first_difference(entries: Sequence[Entries], what: str) -> tuple[int, int, int] | None:
-    """Return what differs first, by number, and two processes that have different checksums."""
-    numbers = np.concatenate([getattr(one, what) for one in entries])
-    crcs = np.concatenate([getattr(one, f"{what}_crc") for one in entries])
-    counts = [getattr(one, what).size for one in entries]
-    owners = np.repeat(np.array([one.process for one in entries], np.int64), counts)
-    order = np.lexsort((owners, numbers))
-    numbers, owners, crcs = numbers[order], owners[order], crcs[order]
-    differ = np.flatnonzero((numbers[1:] == numbers[:-1]) & (crcs[1:] != crcs[:-1]))
-    if not differ.size:
-        return None
-    at = int(differ[0])
-    return int(numbers[at]), int(owners[at]), int(owners[at + 1])
+def _first_difference(
+    entries: Sequence[Entries], what: str, count: int, named: Any
+) -> tuple[int, int, int] | None:
+    """Return what differs first, by number, and two processes that have different checksums.
+
+    Args:
+        entries: those of all processes.
+        what: ``scalar`` or ``checked``.
+        count: how many there are of these.
+        named: names a process.
+    """
+    crcs, owners = np.zeros(count, np.uint32), np.full(count, -1, np.int64)
+    found: tuple[int, int, int] | None = None
+    for one in entries:
+        numbers, theirs = getattr(one, what), getattr(one, f"{what}_crc")
+        if numbers.size and int(numbers.max()) >= count:
+            raise _disagreement(named(one.process))
+        first = owners[numbers] < 0
+        crcs[numbers[first]], owners[numbers[first]] = theirs[first], one.process
+        differ = numbers[crcs[numbers] != theirs]
+        if differ.size and (found is None or differ.min() < found[0]):
+            number = int(differ.min())
+            found = number, int(owners[number]), one.process
+    return found
 
 
 def _leaf_of(layout: Layout, snapshot: Snapshot, chunk: int) -> int:

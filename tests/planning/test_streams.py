@@ -33,7 +33,7 @@ def test_pieces_cover_what_several_want_once_and_nobody_waits_in_a_circle(
     job: tuple[dict[int, list[int]], list[int], list[int], list[int]], batch: int, first: int
 ) -> None:
     wants, files, offsets, nbytes = job
-    sharing = share({p: encoded_rows(np.array(w, int), ROWS) for p, w in wants.items()}, ROWS)
+    sharing = share({p: encoded_rows(np.array(w, int)) for p, w in wants.items()}, ROWS)
     sharing = Sharing.decoded(sharing.encoded())
     for row in range(ROWS):
         who = tuple(p for p, wanted in wants.items() if row in wanted)
@@ -75,7 +75,7 @@ def test_ranges_hold_the_bytes_of_the_stream(
     job: tuple[dict[int, list[int]], list[int], list[int], list[int]], data: st.DataObject, gap: int
 ) -> None:
     _, files, offsets, nbytes = job
-    everything = encoded_rows(np.arange(ROWS), ROWS)
+    everything = encoded_rows(np.arange(ROWS))
     (stream,) = streams(
         share({0: everything, 1: everything}, ROWS),
         file=np.array(files),
@@ -108,7 +108,7 @@ def test_pieces_of_one_number_of_members_have_one_size(count: int) -> None:
 
 def test_the_cost_is_that_of_distinct_wants() -> None:
     """Ten thousand replicas of one state are as one."""
-    everything = encoded_rows(np.arange(100_000), 100_000)
+    everything = encoded_rows(np.arange(100_000))
     sharing = share(dict.fromkeys(range(10_000), everything), 100_000)
     assert sharing.members == [tuple(range(10_000))]
     assert len(everything) < 200

@@ -41,8 +41,8 @@ class JaxGathers:
             if "RESOURCE_EXHAUSTED" in str(error):
                 raise ResourceError(
                     f"the exchange of a restore needs {nbytes + piece.nbytes} bytes on "
-                    f"{_device(process)}, which has not as many left: free memory there, or pass "
-                    "RestoreOptions(broadcast=False)",
+                    f"{_devices()[process]}, which has not as many left: free memory there, or "
+                    "pass RestoreOptions(broadcast=False)",
                     expected=nbytes + piece.nbytes,
                 ) from error
             raise StoreError(
@@ -76,14 +76,16 @@ class JaxExchange:
         """Do nothing: the compiled collectives belong to the coordinator."""
 
 
-def _device(process: int) -> jax.Device:
-    """Return the device of a process that takes part in exchanges: its first one."""
-    return min((d for d in jax.devices() if d.process_index == process), key=lambda d: d.id)
+def _devices() -> dict[int, jax.Device]:
+    """Return the device of each process that takes part in exchanges: its first one."""
+    # Of equal keys, the last one counts.
+    ordered = sorted(jax.devices(), key=lambda device: device.id, reverse=True)
+    return {device.process_index: device for device in ordered}
 
 
 def _gather(process: int, members: tuple[int, ...]) -> Callable[[Bytes], Bytes]:
     """Return an all-gather of these processes."""
-    devices = [_device(member) for member in members]
+    devices = list(map(_devices().__getitem__, members))
     own = devices[members.index(process)]
     mesh = Mesh(np.array(devices), (AXIS,))
     apart = NamedSharding(mesh, PartitionSpec(AXIS))  # type: ignore[no-untyped-call]

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from datetime import timedelta
 from typing import Any
 
@@ -55,8 +56,9 @@ class TorchExchange:
             ) from error
 
     def _connect(self, members: tuple[int, ...]) -> Any:
-        numbers = ".".join(map(str, members))
-        store = distributed_c10d.PrefixStore(f"{self._name}/{numbers}", self._store.clone())
+        # Every key begins with the name of the group, which may have thousands of members.
+        name = hashlib.sha256(repr(members).encode()).hexdigest()[:32]
+        store = distributed_c10d.PrefixStore(f"{self._name}/{name}", self._store.clone())
         return distributed_c10d.ProcessGroupGloo(
             store, members.index(self._process), len(members), self._timeout
         )

@@ -106,12 +106,13 @@ def encode_tree(
     interior node of two, which cannot be split. A value is either inline (file -1) or in a data
     file; every column has one row per key.
     """
-    count = len(columns.keys)
+    count = len(columns)
     indirect = values.file >= 0
     if not count:
         return EncodedTree([], None, 0, 0, 0, 0, np.empty(0, np.int64))
-    inline_nbytes = np.array([len(value or b"") for value in values.inline])
-    nbytes = np.where(indirect, values.nbytes, inline_nbytes)
+    nbytes = values.nbytes.copy()
+    inline = np.flatnonzero(~indirect)
+    nbytes[inline] = [len(values.inline[row] or b"") for row in inline.tolist()]
     groups = _split_leaves(columns, values, indirect, nbytes, data_files, max_decoded_node_nbytes)
     blocks: list[bytes] = []
     inline_offset = np.full(count, -1, np.int64)
@@ -166,7 +167,7 @@ def _split_leaves(
     data_files: Sequence[str],
     max_nbytes: int,
 ) -> list[int]:
-    count = len(columns.keys)
+    count = len(columns)
     suffix = columns.lengths - columns.shared
     cost = varint_sizes(columns.shared) + varint_sizes(suffix) + suffix + varint_sizes(nbytes) + 1
     place = varint_sizes(np.maximum(values.file, 0)) + varint_sizes(np.maximum(values.offset, 0))
@@ -252,7 +253,7 @@ def _encode_leaf(
             encode_varint(stop - start),
             encode_varints(columns.shared[start + 1 : stop] - prefix),
             encode_varints(lengths),
-            columns.keys[start][prefix:],
+            columns.key(start)[prefix:],
             suffixes,
             encode_varints(nbytes[rows]),
             in_file.astype(np.uint8).tobytes(),
@@ -304,7 +305,7 @@ def _encode_level(
         rows = slice(start, stop)
         own = suffix[rows].copy()
         own[0] = lengths[start] - prefix
-        keys = [columns.keys[k] for k in children.key[rows].tolist()]
+        keys = list(map(columns.key, children.key[rows].tolist()))
         cuts = [prefix, *shared[start + 1 : stop].tolist()]
         body = b"".join(
             (

@@ -20,45 +20,65 @@ class KeyColumns:
     """Sorted keys and their derived columns; independent of values, and so reusable across saves.
 
     Attributes:
-        keys: strictly increasing.
+        text: strictly increasing keys, one after the other.
+        starts: where each begins in `text`.
         lengths: bytes of each key.
         shared: bytes that each key shares with the one before it; 0 for the first.
         suffixes: every key without its shared bytes, one after the other.
         suffix_ends: end of each suffix in `suffixes`, with a leading 0.
     """
 
-    keys: Sequence[bytes]
+    text: bytes
+    starts: I64
     lengths: I64
     shared: I64
     suffixes: bytes
     suffix_ends: I64
 
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def key(self, number: int) -> bytes:
+        """Return one key."""
+        start = int(self.starts[number])
+        return self.text[start : start + int(self.lengths[number])]
+
 
 def prepare_keys(keys: Sequence[bytes]) -> KeyColumns:
-    """Return the columns of strictly increasing keys.
+    """Return the columns of strictly increasing keys; errors as `key_columns`."""
+    return key_columns(b"".join(keys), np.fromiter(map(len, keys), np.int64, len(keys)))
+
+
+def key_columns(text: bytes, lengths: I64) -> KeyColumns:
+    """Return the columns of strictly increasing keys, given one after the other.
 
     Raises:
         ValueError: keys are out of order, equal, or longer than 64 KiB.
     """
-    count = len(keys)
-    lengths = np.fromiter(map(len, keys), np.int64, count)
+    count = len(lengths)
+    starts = np.cumsum(lengths) - lengths
     if count and int(lengths.max()) > MAX_KEY_NBYTES:
-        longest = keys[int(lengths.argmax())]
-        raise ValueError(f"the key {longest[:64]!r}… is longer than {MAX_KEY_NBYTES} bytes")
+        start = int(starts[lengths.argmax()])
+        longest = text[start : start + 64]
+        raise ValueError(f"the key {longest!r}… is longer than {MAX_KEY_NBYTES} bytes")
     shared = np.zeros(count, np.int64)
     if count > 1:
-        shared[1:] = _shared_with_previous(keys, lengths)
-    suffixes = [key[n:] for key, n in zip(keys, shared.tolist(), strict=True)]
+        shared[1:] = _shared_with_previous(text, starts, lengths)
+    # A step up where a suffix begins, a step down where the next key does.
+    steps = np.zeros(len(text) + 1, np.int8)
+    np.add.at(steps, starts + shared, np.int8(1))
+    np.subtract.at(steps, starts + lengths, np.int8(1))
+    in_suffix = np.cumsum(steps[:-1], dtype=np.int8).view(np.bool_)
+    suffixes = np.frombuffer(text, np.uint8)[in_suffix].tobytes()
     ends = np.zeros(count + 1, np.int64)
     np.cumsum(lengths - shared, out=ends[1:])
-    return KeyColumns(keys, lengths, shared, b"".join(suffixes), ends)
+    return KeyColumns(text, starts, lengths, shared, suffixes, ends)
 
 
-def _shared_with_previous(keys: Sequence[bytes], lengths: I64) -> I64:
-    text = b"".join(keys) + bytes(_WORD)
+def _shared_with_previous(text: bytes, starts: I64, lengths: I64) -> I64:
+    text += bytes(_WORD)
     # Every run of eight bytes as a little-endian number, overlapping, without a copy.
     words = np.ndarray((len(text) - _WORD + 1,), "<u8", text, 0, (1,))
-    starts = np.cumsum(lengths) - lengths
     first, second = starts[:-1], starts[1:]
     limit = np.minimum(lengths[:-1], lengths[1:])
     shared = limit.copy()
@@ -81,5 +101,6 @@ def _shared_with_previous(keys: Sequence[bytes], lengths: I64) -> I64:
     )
     if not rises.all():
         row = int(np.argmin(rises))
-        raise ValueError(f"the key {keys[row + 1]!r} does not sort after {keys[row]!r}")
+        one, other = (text[starts[n] : starts[n] + lengths[n]] for n in (row, row + 1))
+        raise ValueError(f"the key {other!r} does not sort after {one!r}")
     return shared

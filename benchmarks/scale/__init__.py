@@ -1,0 +1,1 @@
+"""What planning, committing and agreeing cost in jobs of many processes."""
