@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+from asyncckpt.planning.exchange import Sharing, share, streams
 
 from asyncckpt import options
 from asyncckpt.coordinators.beats import Beats
@@ -22,7 +23,6 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.format.chunks import index_nbytes
 from asyncckpt.format.entries import decode_entries
 from asyncckpt.format.record import StoredSpec
-from asyncckpt.planning.exchange import Sharing, share, streams
 from asyncckpt.planning.save import SavePlan
 from asyncckpt.restore.exchange import BATCH_NBYTES
 from asyncckpt.save.commit import Commit
