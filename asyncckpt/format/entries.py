@@ -29,7 +29,7 @@ MAGIC = b"ACKE"
 VERSION = 1
 
 MAX_HEADER_NBYTES = 64 * MIB
-"""Longest header: some hundred bytes per data file and per part of a small sharded leaf."""
+"""Longest header: some hundred bytes per data file."""
 
 MAX_ENTRIES_NBYTES = 1 << 33
 """Largest entries object: 28 bytes per chunk that the process has written."""
@@ -49,6 +49,7 @@ _KINDS: Mapping[str, str] = {
     "scalar": "<i8",
     "scalar_crc": "<u4",
     "values": "u1",
+    "part": "<i8",
     "part_values": "u1",
 }
 
@@ -127,6 +128,12 @@ def encode_entries(entries: Entries) -> bytes:
     columns["value_chunk"] = np.array(list(entries.values), np.int64)
     columns["value_nbytes"] = np.array(list(map(len, entries.values.values())), np.int64)
     columns["values"] = np.frombuffer(b"".join(entries.values.values()), np.uint8)
+    # Thousands of processes send parts of each small leaf: no JSON.
+    places: list[int] = []
+    for part in entries.parts:
+        box = part.box
+        places += part.array, len(part.values), part.crc, len(box.shape), *box.offset, *box.shape
+    columns["part"] = np.array(places, np.int64)
     columns["part_values"] = np.frombuffer(b"".join(p.values for p in entries.parts), np.uint8)
     header = json.dumps(
         {
@@ -134,10 +141,6 @@ def encode_entries(entries: Entries) -> bytes:
             "process": entries.process,
             "digest": entries.digest,
             "files": [list(file) for file in entries.files],
-            "parts": [
-                [part.array, part.box.offset, part.box.shape, len(part.values), part.crc]
-                for part in entries.parts
-            ],
             "facts": entries.facts,
             "columns": [[name, column.size] for name, column in columns.items()],
         },
@@ -225,17 +228,6 @@ def _entries(header: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any]])
             zip(columns["value_chunk"].tolist(), ends, strict=True)
         )
     }
-    parts: list[Part] = []
-    held, at = columns["part_values"].tobytes(), 0
-    for array, offset, shape, nbytes, crc in header["parts"]:
-        numbers = [array, nbytes, crc, *offset, *shape]
-        if any(type(n) is not int or n < 0 for n in numbers) or len(offset) != len(shape):
-            raise ValueError("a part of a leaf has no valid place")
-        box = Box(tuple(offset), tuple(shape))
-        parts.append(Part(array, box, held[at : at + nbytes], crc))
-        at += nbytes
-    if at != len(held):
-        raise ValueError("parts of leaves and their lengths differ")
     texts = header["save_id"], header["digest"]
     if not all(type(text) is str for text in texts) or type(header["process"]) is not int:
         raise ValueError("the save id, the digest or the process is missing")
@@ -249,7 +241,24 @@ def _entries(header: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any]])
         digest=header["digest"],
         files=tuple(files),
         values=values,
-        parts=tuple(parts),
+        parts=_parts(columns["part"].tolist(), columns["part_values"].tobytes()),
         facts=header["facts"],
         **{name: columns[name] for name in written + compared},
     )
+
+
+def _parts(places: Sequence[int], values: bytes) -> list[Part]:
+    """Return the parts of leaves: array, length of the values, checksum, rank, offset, shape."""
+    parts: list[Part] = []
+    start = begin = 0
+    while start < len(places):
+        array, nbytes, crc, rank = places[start : start + 4]
+        middle, stop = start + 4 + rank, start + 4 + 2 * rank
+        if stop > len(places) or begin + nbytes > len(values):
+            raise ValueError("a part of a leaf has no valid place")
+        box = Box(tuple(places[start + 4 : middle]), tuple(places[middle:stop]))
+        parts.append(Part(array, box, values[begin : begin + nbytes], crc))
+        start, begin = stop, begin + nbytes
+    if begin != len(values):
+        raise ValueError("parts of leaves and their lengths differ")
+    return parts

@@ -91,9 +91,6 @@ def forged(change: Any) -> bytes:
         lambda h: h.__setitem__("files", []),
         lambda h: h["files"][0].__setitem__(0, "../../etc/passwd"),
         lambda h: h["files"][0].__setitem__(1, -4),
-        lambda h: h["parts"][0].__setitem__(3, 2**40),
-        lambda h: h["parts"][0].__setitem__(1, [1]),
-        lambda h: h["parts"][0].__setitem__(0, "x"),
         lambda h: h.__setitem__("process", None),
         lambda h: h.__setitem__("save_id", 3),
         lambda h: h.__setitem__("facts", []),
@@ -102,6 +99,22 @@ def forged(change: Any) -> bytes:
 def test_a_forged_header_is_refused(change: Any) -> None:
     with pytest.raises(CorruptCheckpointError, match="entries"):
         decode_entries(forged(change), file="entries")
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [3, 4, 9],  # neither rank nor box
+        [3, 4, 9, 2, 0, 0, 1],  # half a shape
+        [3, 4, 9, 2**40, 0, 0, 1, 1],
+        [3, 5, 9, 1, 0, 1],  # more values than there are
+        [3, 3, 9, 1, 0, 1],  # fewer
+    ],
+)
+def test_parts_without_a_valid_place_are_refused(places: list[int]) -> None:
+    assert module._parts([3, 4, 9, 1, 0, 1], b"abcd") == [Part(3, Box((0,), (1,)), b"abcd", 9)]
+    with pytest.raises(ValueError):
+        module._parts(places, b"abcd")
 
 
 def test_another_version_is_refused() -> None:
