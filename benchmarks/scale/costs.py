@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from asyncckpt.planning.exchange import Sharing, share, streams
 
 from asyncckpt import options
 from asyncckpt.coordinators.beats import Beats
@@ -24,7 +23,8 @@ from asyncckpt.format.chunks import index_nbytes
 from asyncckpt.format.entries import decode_entries
 from asyncckpt.format.record import StoredSpec
 from asyncckpt.planning.save import SavePlan
-from asyncckpt.restore.exchange import BATCH_NBYTES
+from asyncckpt.planning.streams import Sharing, share, streams
+from asyncckpt.restore.exchange.exchanger import BATCH_NBYTES
 from asyncckpt.save.commit import Commit
 from asyncckpt.save.index import make_catalog
 from asyncckpt.save.merge import compare, merge
