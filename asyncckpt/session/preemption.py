@@ -26,7 +26,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from asyncckpt.coordinators.choice import sync_point
@@ -132,10 +132,14 @@ class SyncPoint:
 
     async def reached(self, step: int) -> int | None:
         """Tell JAX the step; return the one it has chosen, once this process has come to it."""
-        # JAX chooses one number and compares for equality, so none may be left out.
-        first = step if self._last is None else min(self._last + 1, step)
+        # JAX chooses one number, the highest that it was asked about plus one, and compares for
+        # equality: none may be left out. If the signal came before the first step, it is 1.
+        if self._last is None:
+            numbers: Sequence[int] = (1, step) if step > 1 else (step,)
+        else:
+            numbers = range(min(self._last + 1, step), step + 1)
         self._last = step
-        return next((number for number in range(first, step + 1) if self._point(number)), None)
+        return next((number for number in numbers if self._point(number)), None)
 
     async def release(self) -> None:
         """Do nothing: the sync point belongs to the runtime."""

@@ -22,7 +22,7 @@ import pytest
 
 from asyncckpt import Checkpointer, SaveOptions, blocking
 from asyncckpt.errors import ClosedError, UsageError
-from asyncckpt.session.preemption import WATCH_S, Agreement
+from asyncckpt.session.preemption import WATCH_S, Agreement, SyncPoint
 from tests import children
 from tests.script import in_thread
 from tests.session.test_together import Job
@@ -135,6 +135,26 @@ def test_a_grace_period_that_is_long_enough_is_not(
         with caplog.at_level(logging.WARNING, "asyncckpt"):
             assert ckpt.reached(2)
     assert [r.getMessage() for r in caplog.records] == ["preempted: step 2 is the last one"]
+
+
+# ------------------------------------------------------------------------------ JAX's sync point
+
+
+@pytest.mark.parametrize(
+    ("chosen", "steps", "expected"),
+    [
+        (7, (5, 6, 7), [None, None, 7]),
+        (7, (0, 5, 10), [None, None, 7]),  # steps that leave numbers out
+        (1, (5000,), [1]),  # the signal came before the first step of a run that goes on
+        (1, (0, 1), [None, 1]),
+        (7, (6, 3, 4, 7), [None, None, None, 7]),  # a run that went back
+    ],
+)
+async def test_the_number_that_jax_chooses_is_not_missed(
+    chosen: int, steps: tuple[int, ...], expected: list[int | None]
+) -> None:
+    point = SyncPoint(lambda number: number == chosen)
+    assert [await point.reached(step) for step in steps] == expected
 
 
 # ------------------------------------------------------------------------------------ the handler
