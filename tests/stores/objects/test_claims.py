@@ -302,6 +302,7 @@ class Turns:
         self._rng = random.Random(seed)
         self._waiting: list[asyncio.Event] = []
         self._over = False
+        self.alone = asyncio.Lock()  # fsspec's memory is not to be listed while it is written
 
     async def turn(self) -> None:
         """Wait until it is the turn of this request."""
@@ -332,7 +333,8 @@ def in_turns(store: ObjectStore, turns: Turns) -> None:
 
         async def call(*args: object, _method: object = method, **options: object) -> object:
             await turns.turn()
-            return await _method(*args, **options)  # type: ignore[operator]
+            async with turns.alone:
+                return await _method(*args, **options)  # type: ignore[operator]
 
         setattr(client, name, call)
 
@@ -351,6 +353,8 @@ async def one_history(seed: int) -> None:
             await store._conditions()
             in_turns(store, turns)
         reader = await stack.enter_async_context(opened("memory", None, root))  # type: ignore[arg-type]
+
+        in_turns(reader, turns)
 
         async def job(number: int) -> None:
             store = stores[number]
