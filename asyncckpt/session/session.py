@@ -329,7 +329,9 @@ class Session:
         coordinator = self.processes.foreseen()
         if coordinator is not None and coordinator.process_index == 0:
             await self.call(self.root.sweep).wait()
-            await self.call(self.root.log_notes).wait()
+            # A single process has told its errors itself, and need not look.
+            if coordinator.process_count > 1:
+                await self.call(self.root.log_notes).wait()
 
     # -- on the engine
 

@@ -12,6 +12,7 @@ import itertools
 import re
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -325,6 +326,22 @@ def once_more_on_one(ckpt: blocking.Checkpointer, process: int) -> None:
         ckpt.save(step, {"x": 1})
 
 
+def fewer_calls(where: Path) -> None:
+    ended = threading.Event()
+
+    def part(ckpt: blocking.Checkpointer, process: int) -> None:
+        ckpt.save(0, {"x": 1})
+        if process:
+            ended.wait(30)
+            return
+        try:
+            ckpt.save(1, {"x": 1})
+        finally:
+            ended.set()
+
+    together(where, part)
+
+
 def unmeshed(ckpt: blocking.Checkpointer, process: int) -> None:
     ckpt.save(1, {"x": np.zeros(3 + process)})
 
@@ -379,7 +396,11 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
         unlaunched,
     ),
     "alone": ("All processes must make this call", one_alone),
-    "fewer calls": ("processes made this call", lambda where: together(where, once_more_on_one)),
+    "fewer calls": ("processes made this call", fewer_calls),
+    "left": (
+        "closed the Checkpointer with which this call was made here",
+        lambda where: together(where, once_more_on_one),
+    ),
     "other calls": (
         "all processes make the same calls in the same order",
         lambda where: together(

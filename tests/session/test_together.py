@@ -293,7 +293,8 @@ def test_of_small_shards_that_may_differ_the_lowest_holder_counts(job: Job) -> N
     async def part(ckpt: Checkpointer, this: int) -> Any:
         return await ckpt.save(1, replicated_shards(this, [this] * 4), options=options)
 
-    assert all(isinstance(report, asyncckpt.SaveReport) for report in job.play(part))
+    reports = job.play(part)
+    assert all(isinstance(report, asyncckpt.SaveReport) for report in reports), reports
     restored = asyncio.run(asyncckpt.restore(job.root / "1", coordinator="single"))
     assert restored["s"].tolist() == [0] * 4 + [1] * 4
 
@@ -421,7 +422,8 @@ def test_control_without_the_digest_a_leaf_is_lost(
         tree = {"w": np.ones((4, 1 << 20))} | ({"v": np.ones((8, 1 << 18))} if process else {})
         return await ckpt.save(1, tree)
 
-    assert all(isinstance(report, asyncckpt.SaveReport) for report in job.play(part))
+    reports = job.play(part)
+    assert all(isinstance(report, asyncckpt.SaveReport) for report in reports), reports
     restored = asyncio.run(asyncckpt.restore(job.root / "1", coordinator="single"))
     assert "v" not in restored, "a leaf is lost, and nobody noticed"
 
@@ -567,9 +569,10 @@ def test_control_without_the_check_of_the_root_a_process_writes_to_its_own_disk(
 ) -> None:
     from asyncckpt.stores.local import joined
 
-    def made(base: str) -> list[str]:
-        os.makedirs(base, exist_ok=True)
-        return [base]
+    def made(layout: Layout, name: str) -> list[str]:
+        path = os.path.join(layout.epoch(1), name)
+        os.makedirs(path, exist_ok=True)
+        return [path]
 
     monkeypatch.setattr(joined, "_attempts", made)
     monkeypatch.setattr(joined, "has_mark", lambda *_: True)
