@@ -31,7 +31,7 @@ CHUNKS = (125_000, 250_000, 500_000, 1_000_000)
 
 REQUESTS = 3
 """Store requests of each process beside data: it looks for the attempt and passes its entries on,
-and process 0 reads them (tests/objects/test_requests.py)."""
+and process 0 reads them (tests/objects/test_requests_of_many.py)."""
 
 
 def apart(work: Callable[..., Figures], *given: Any) -> Figures:
