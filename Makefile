@@ -17,7 +17,8 @@ demo: $(VENV)/.installed-demo  ## train, be killed, resume, compare bit by bit
 	$(PY) examples/demo.py
 
 # Tests that start several processes each come after all others, whose timing they would disturb.
-TOGETHER := tests/processes tests/coordinators tests/crash/test_kills.py tests/examples/test_jobs.py
+TOGETHER := tests/processes tests/coordinators tests/crash/test_kills.py \
+	tests/crash/test_runtime_kills.py tests/examples/test_jobs.py
 
 test: $(VENV)/.installed-dev  ## run the tests, in three processes
 	$(PY) -m pytest -n 3 --dist loadfile $(addprefix --ignore=,$(TOGETHER))

@@ -2,7 +2,8 @@
 
 ``await save(location, tree)`` and ``tree = await restore(location)`` handle one checkpoint; a
 `Checkpointer` handles those of a training run and saves in the background; `asyncckpt.blocking`
-has the same names for ordinary loops. Importing this package imports no framework.
+has the same names for ordinary loops; `asyncckpt.torch` has the storage plug-ins for
+`torch.distributed.checkpoint`. Importing this package imports no framework.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ _EXPORTS = {
     "DeadlineExceededError": "errors",
     "DtypeMismatchError": "errors",
     "EngineDiedError": "errors",
+    "FencedError": "errors",
     "MismatchError": "errors",
     "ResourceError": "errors",
     "RestoreError": "errors",
@@ -81,10 +83,12 @@ _EXPORTS = {
     "PerProcess": "tree.per_process",
 }
 
+# Not `torch`: `from asyncckpt import *` must work without PyTorch.
 __all__ = [*_EXPORTS, "__version__", "blocking"]
 
 if TYPE_CHECKING:
     import asyncckpt.blocking as blocking
+    import asyncckpt.torch as torch  # noqa: F401 - not in `__all__`, see above
     from asyncckpt.adapters.sharded_array import ShardedArray as ShardedArray
     from asyncckpt.checkpointer import Checkpointer as Checkpointer
     from asyncckpt.checkpointer import inspect as inspect
@@ -104,6 +108,7 @@ if TYPE_CHECKING:
     from asyncckpt.errors import DeadlineExceededError as DeadlineExceededError
     from asyncckpt.errors import DtypeMismatchError as DtypeMismatchError
     from asyncckpt.errors import EngineDiedError as EngineDiedError
+    from asyncckpt.errors import FencedError as FencedError
     from asyncckpt.errors import MismatchError as MismatchError
     from asyncckpt.errors import ResourceError as ResourceError
     from asyncckpt.errors import RestoreError as RestoreError
@@ -149,8 +154,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "blocking":
-        return importlib.import_module("asyncckpt.blocking")
+    if name in ("blocking", "torch"):
+        return importlib.import_module(f"asyncckpt.{name}")
     if name in _EXPORTS:
         value = getattr(importlib.import_module(f"asyncckpt.{_EXPORTS[name]}"), name)
         globals()[name] = value

@@ -21,7 +21,7 @@ from typing import (
 )
 
 from asyncckpt.errors import UsageError
-from asyncckpt.options import RestoreOptions, SaveOptions, step_number
+from asyncckpt.options import RestoreOptions, SaveOptions, check_seconds, step_number
 from asyncckpt.reports import Progress, RestoreReport
 
 T = TypeVar("T")
@@ -170,6 +170,25 @@ def check_keep(keep: object) -> None:
     """Check that this is a retention policy, or None."""
     if keep is not None and not callable(getattr(keep, "keep", None)):
         raise UsageError(f"keep={keep!r}: pass a retention policy such as KeepLast(3)")
+
+
+def check_takeover(takeover: object) -> None:
+    """Check that this is True or False."""
+    if not isinstance(takeover, bool):
+        raise UsageError(f"takeover={takeover!r}: pass True or False", found=takeover)
+
+
+def check_preemption(preemption: object, grace_s: object) -> None:
+    """Check whether to notice preemption, and the time between the notice and the end."""
+    if not isinstance(preemption, bool):
+        raise UsageError(f"preemption={preemption!r:.80}: pass True or False", found=preemption)
+    check_seconds("grace_s", grace_s)
+    if grace_s is not None and not preemption:
+        raise UsageError(
+            f"grace_s={grace_s!r} without preemption=True: it says how long the program has after "
+            "a notice of preemption; pass both, or neither",
+            found=grace_s,
+        )
 
 
 def check_coordinator(coordinator: object) -> None:

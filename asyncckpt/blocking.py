@@ -100,6 +100,7 @@ class Checkpointer(_async.OpenRun):
 
     save = _method(_async.Checkpointer.save)
     start_save = _returning(BlockingPendingSave, _async.Checkpointer.start_save)
+    reached = _method(_async.Checkpointer.reached)
     restore = _method(_async.Checkpointer.restore)
     restore_into = _method(_async.Checkpointer.restore_into)
     prepare = _method(_async.Checkpointer.prepare)

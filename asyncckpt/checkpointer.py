@@ -21,6 +21,7 @@ from asyncckpt.arguments import (
     documented,
     number_of,
 )
+from asyncckpt.errors import UsageError
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.options import RestoreOptions, SaveOptions
 from asyncckpt.reports import CheckpointInfo, RestoreReport, SaveReport, VerifyReport
@@ -47,6 +48,9 @@ class OpenRun:
         restore_options: RestoreOptions | None = None,
         storage_options: Mapping[str, Any] | None = None,
         coordinator: object = "auto",
+        preemption: bool = False,
+        grace_s: float | None = None,
+        takeover: bool = False,
     ) -> None:
         self._session = Session(
             root,
@@ -55,6 +59,9 @@ class OpenRun:
             restore_options=restore_options,
             storage_options=storage_options,
             coordinator=coordinator,
+            preemption=preemption,
+            grace_s=grace_s,
+            takeover=takeover,
         )
 
     def __repr__(self) -> str:
@@ -91,10 +98,12 @@ class OpenRun:
             finally:
                 await uninterrupted(core.aclose())
 
-    def _begin_save(
+    async def _begin_save(
         self, step: int, tree: Any, arguments: StepSaveArguments, *, stall_first: bool
     ) -> Any:
         name, number = number_of(step)
+        if self._session.preemption is not None:
+            await self._session.preemption.reached(number)
         return self._session.start_save(
             self._pending,
             name,
@@ -122,9 +131,14 @@ class Checkpointer(OpenRun):
         coordinator: ``"auto"``: all processes of the runtime that the program has initialised save
             and restore together; ``"single"``: this process alone; or an object, such as a
             `DirectoryCoordinator`.
+        preemption: notice SIGTERM, and report it on all processes at the same step (`reached`).
+        grace_s: seconds from SIGTERM to the end of the process, where they are known: reports say
+            when a save took longer.
+        takeover: the first save or deletion takes the run over: a job that saved to it before gets
+            a `FencedError` from then on. Several processes that save together always do so.
 
     Raises:
-        UsageError: an argument is wrong.
+        UsageError: an argument is wrong, or `preemption` needs the main thread.
     """
 
     async def __aenter__(self) -> Self:
@@ -161,10 +175,11 @@ class Checkpointer(OpenRun):
 
         Raises:
             CheckpointExistsError: the step exists; nothing was written.
+            FencedError: another process has taken the run over.
             UnsupportedLeafError: names the path of a leaf that cannot be saved.
             SaveError, StoreError: names leaf, stage or file; no file of the attempt remains.
         """
-        pending: PendingSave = self._begin_save(step, tree, arguments, stall_first=False)
+        pending: PendingSave = await self._begin_save(step, tree, arguments, stall_first=False)
         return await pending._wait_owned()
 
     @documented
@@ -179,9 +194,33 @@ class Checkpointer(OpenRun):
 
         Cancellation: aborts the save, waits for its clean-up, then raises.
         """
-        pending: PendingSave = self._begin_save(step, tree, arguments, stall_first=True)
+        pending: PendingSave = await self._begin_save(step, tree, arguments, stall_first=True)
         await pending._wait_staged()
         return pending
+
+    async def reached(self, step: int) -> bool:
+        """Return whether the job is to end at this step: save it, and end.
+
+        All processes call it with the same steps, which do not decrease: once per step of the
+        training, before any `save` of it. It is False until one of them has got SIGTERM, and True
+        from the same step on for all. Without a notice, it costs no message. With one, it may wait
+        until the processes have agreed; training and saves in flight go on meanwhile. `save` and
+        `start_save` do the same with their step: see `SaveReport.preempted`.
+
+        Cancellation: stops the waiting only.
+
+        Raises:
+            UsageError: this `Checkpointer` was made without `preemption=True`; or another process
+                has closed its own.
+            SaveError: another process is missing; names it.
+        """
+        _, number = number_of(step)
+        if self._session.preemption is None:
+            raise UsageError(
+                f"{self!r}: reached() needs notices of preemption; pass preemption=True to the "
+                "Checkpointer"
+            )
+        return await self._session.preemption.reached(number)
 
     @overload
     async def restore(

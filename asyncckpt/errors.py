@@ -15,6 +15,7 @@
     │   ├── ShapeMismatchError      another shape
     │   └── DtypeMismatchError      another dtype, or a value that does not fit
     ├── StoreError                  the file system or object store failed (`retryable`)
+    ├── FencedError                 another process has taken the run over: end this one
     ├── SaveError                   a save failed (`visible`, `durable`)
     │   ├── StagingError            copying a leaf to host memory failed
     │   ├── SaveAbortedError        the save was cancelled by `PendingSave.cancel()`
@@ -167,6 +168,42 @@ class StoreError(AsyncCheckpointError):
         self.retryable = retryable
 
 
+class FencedError(AsyncCheckpointError):
+    """Another process has taken the run over; end this one, whose saves do not count any more.
+
+    It is no `SaveError`, because saving again cannot help: steps that this process saved before are
+    part of the run, and the process that took over continues from them.
+
+    Attributes:
+        epoch: claim under which this process wrote, or None.
+        claimed_by: host and process id of the process that took over, or None if unknown.
+        claimed_ns: when it did, by its own clock, in nanoseconds since 1970, or None.
+        visible: whether the step of the save that raised is part of the run; None if unknown.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        epoch: int | None = None,
+        claimed_by: str | None = None,
+        claimed_ns: int | None = None,
+        visible: bool | None = False,
+        path: str | None = None,
+        stage: str | None = None,
+        location: str | None = None,
+        expected: object = None,
+        found: object = None,
+    ) -> None:
+        super().__init__(
+            message, path=path, stage=stage, location=location, expected=expected, found=found
+        )
+        self.epoch = epoch
+        self.claimed_by = claimed_by
+        self.claimed_ns = claimed_ns
+        self.visible = visible
+
+
 class SaveError(AsyncCheckpointError):
     """A save failed.
 
@@ -208,7 +245,10 @@ class DeadlineExceededError(SaveError):
 
 
 class SaveOutcomeUnknownError(SaveError):
-    """A save may have succeeded: process 0, which decides, fell silent after all had written.
+    """A save may have succeeded, and that could not be found out.
+
+    Process 0, which decides, fell silent after all had written, or the claims could not be read
+    after the record was written.
 
     `latest_step` says later which of both it was; the state in memory is unharmed.
     """

@@ -202,7 +202,7 @@ class SaveOptions:
         _choice("compression", self.compression, (None, "zstd"))
         _integer("compression_level", self.compression_level, 1, 22, "a zstd level")
         _choice("direct_io", self.direct_io, ("auto", True, False))
-        _seconds("deadline_s", self.deadline_s)
+        check_seconds("deadline_s", self.deadline_s)
         for name in ("exit_deadline_s", "silence_s", "arrival_s"):
             _duration(name, getattr(self, name))
         _choice("snapshot", self.snapshot, ("copy", "reference"))
@@ -253,7 +253,7 @@ class RestoreOptions:
         _choice("atomic", self.atomic, (True, False))
         _choice("broadcast", self.broadcast, ("auto", True, False))
         _choice("explain", self.explain, (True, False))
-        _seconds("deadline_s", self.deadline_s)
+        check_seconds("deadline_s", self.deadline_s)
         if self.host_memory_nbytes is not None:
             _integer(
                 "host_memory_nbytes", self.host_memory_nbytes, MIN_BUDGET_NBYTES, 1 << 50, "bytes"
@@ -312,7 +312,8 @@ def _integer(name: str, value: object, low: int, high: int, unit: str) -> None:
         )
 
 
-def _seconds(name: str, value: object) -> None:
+def check_seconds(name: str, value: object) -> None:
+    """Check that this is a positive number of seconds, or None."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
@@ -322,7 +323,7 @@ def _seconds(name: str, value: object) -> None:
 def _duration(name: str, value: object) -> None:
     if value is None:
         raise UsageError(f"{name}=None: pass a positive number of seconds; every wait must end")
-    _seconds(name, value)
+    check_seconds(name, value)
 
 
 def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.errors import DtypeMismatchError
+from asyncckpt.format.claim import Claim as Claim
 from asyncckpt.format.record import RECORD_NAME as RECORD_NAME
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES
 from asyncckpt.spec import ArraySpec, Box, Partition, Shard
@@ -199,6 +200,8 @@ class Attempt(AttemptFiles, Protocol):
         Raises:
             CheckpointExistsError: the name is taken and the attempt was not begun with
                 `overwrite`; nothing of the other checkpoint was touched.
+            FencedError: the claim was taken over; `visible` says whether the checkpoint is part of
+                the run nevertheless.
             SaveError: with `visible` and `durable` saying what holds. Where that is unknown, what
                 was written is kept.
         """
@@ -390,10 +393,13 @@ class Store(Protocol):
             name: one path part.
             save_id: unique identity of the attempt, which its record carries: 32 lower-case hex
                 digits. Paths of its data files contain it.
-            epoch: the claim under which it writes.
+            epoch: the claim under which it writes, 0 for none.
             overwrite: replace a checkpoint of this name atomically at `publish`.
             private: create files 0600 and directories 0700 instead of following the umask.
             shared: let other processes `join` it.
+
+        Raises:
+            FencedError: the claim was taken over, and that is seen already.
         """
         ...
 
@@ -404,7 +410,6 @@ class Store(Protocol):
         *,
         process: int,
         timeout_s: float,
-        epoch: int = 0,
         private: bool = False,
     ) -> JoinedAttempt:
         """Take part in an attempt that another process has begun, or is about to begin.
@@ -417,7 +422,6 @@ class Store(Protocol):
             save_id: as `begin`.
             process: number of this process, above zero; no two of an attempt are equal.
             timeout_s: how long to look for the attempt.
-            epoch: as `begin`.
             private: as `begin`.
 
         Raises:
@@ -436,21 +440,54 @@ class Store(Protocol):
         """Read access to one checkpoint; nothing is opened yet."""
         ...
 
-    async def delete(self, name: str) -> None:
+    async def delete(self, name: str, *, epoch: int = 0) -> None:
         """Delete the checkpoint: first its name, durably, then its bytes.
+
+        Args:
+            name: of the checkpoint.
+            epoch: the claim under which it is deleted, 0 for none.
 
         Raises:
             CheckpointNotFoundError: there was none.
+            FencedError: the claim was taken over.
         """
         ...
 
-    async def unlist(self, name: str) -> Removal:
+    async def unlist(self, name: str, *, epoch: int = 0) -> Removal:
         """Make the checkpoint invisible, durably; the result removes its bytes.
 
         `delete` does both. Bytes that are never removed, because the process ends, are a leftover.
+        Arguments, errors: as `delete`.
+        """
+        ...
+
+    async def claim(self) -> Claim | None:
+        """Take over the right to write below this root.
+
+        On return the claim is durable. Checkpoints that were published under a lower claim until
+        then stay, whatever happens to this process. Later ones do not count: publishing, replacing
+        and deleting under a lower claim raise a `FencedError`. Epoch 0 is below no claim.
+
+        Returns:
+            The claim, whose epoch is higher than all before; None where two processes could make
+            the same claim, so that there are none.
 
         Raises:
-            CheckpointNotFoundError: there was none.
+            FencedError: another process makes a claim at the same time, and is faster.
+            StoreError: the claim could not be made; nothing changes for those before, or the next
+                claim completes it.
+        """
+        ...
+
+    async def claims(self) -> Sequence[Claim]:
+        """Return the claims that can be read, ascending."""
+        ...
+
+    async def check_claim(self, epoch: int) -> None:
+        """Check that no higher claim was made.
+
+        Raises:
+            FencedError: one was.
         """
         ...
 

@@ -13,7 +13,7 @@ from asyncckpt.errors import UsageError
 from asyncckpt.flow.budget import ByteBudget
 from asyncckpt.flow.buffers import AnonymousMemory, SlotPool
 from asyncckpt.flow.engine import Engine
-from asyncckpt.format.record import is_record, outline_of, save_id_of
+from asyncckpt.format.record import epoch_of, is_record, outline_of, save_id_of
 from asyncckpt.options import (
     LOCAL_CONCURRENCY,
     MIN_BUDGET_NBYTES,
@@ -136,6 +136,7 @@ class Runtime:
             Requests(client),
             save_id_of=save_id_of,
             outline_of=outline_of,
+            epoch_of=epoch_of,
             workers=self.engine.compute,
             google=root.lower().startswith(("gs://", "gcs://")),
         )

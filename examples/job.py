@@ -243,7 +243,8 @@ def published(root: Path) -> list[int]:
 def leftovers(root: Path) -> list[Path]:
     """Return the files of unfinished saves."""
     found = sorted(path for path in (root / ".asyncckpt").rglob("*") if path.is_file())
-    return [path for path in found if path.name != "lock" and ".owner" not in path.name]
+    kept = ("lock", "claim-")
+    return [path for path in found if not path.name.startswith(kept) and ".owner" not in path.name]
 
 
 # ------------------------------------------------------------------------------------ the example

@@ -24,6 +24,9 @@ _FRAMEWORKS = {"jax": ("Array", "JaxAdapter"), "torch": ("Tensor", "TorchAdapter
 _SHARDED = "asyncckpt.adapters.sharded_array"
 """Imported when a `ShardedArray` is made."""
 
+_BOXES = "asyncckpt.adapters.tensor_boxes"
+"""Imported when `TensorBoxes` are made."""
+
 _DTENSOR = "torch.distributed.tensor"
 """Imported when a `DTensor` is made, by what makes it."""
 
@@ -103,6 +106,8 @@ def adapters_for_loaded_frameworks(process: int = 0) -> AdapterSet:
     nodes: list[NodeAdapter] = [PerProcessNodes(process)]
     if hasattr(sys.modules.get(_SHARDED), "ShardedArray"):
         adapters.append(_module("sharded").ShardedAdapter())
+    if hasattr(sys.modules.get(_BOXES), "TensorBoxes"):
+        adapters.append(_module("tensor_boxes").BoxesAdapter())
     if hasattr(sys.modules.get(_DTENSOR), "DTensor"):
         adapters.append(_module("dtensor").DTensorAdapter())
     for name, (attribute, _) in _FRAMEWORKS.items():

@@ -213,6 +213,12 @@ def _open(path: str, leaf: DTensor) -> tuple[Division, torch.Tensor]:
         tensor: Any = leaf.to_local()
     if type(tensor).__name__ == "AsyncCollectiveTensor":
         tensor = tensor.wait()
+    _check_local(path, leaf, tensor, division)
+    return division, tensor
+
+
+def _check_local(path: str, leaf: DTensor, tensor: torch.Tensor, division: Division) -> None:
+    """Refuse a tensor whose local part has another shape than its placements say."""
     found, expected = tuple(tensor.shape), division.shape
     # `fully_shard` makes (0, 0) of an empty (1, 0): without elements, every shape is the same.
     empty = expected is not None and 0 == tensor.numel() == math.prod(expected)
@@ -228,7 +234,6 @@ def _open(path: str, leaf: DTensor) -> tuple[Division, torch.Tensor]:
             expected=expected,
             found=found,
         )
-    return division, tensor
 
 
 @lru_cache(maxsize=1024)

@@ -41,7 +41,8 @@ class Division:
 
 
 @lru_cache(maxsize=1024)
-def _divide(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Division:
+def divide(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Division:
+    """Return what shards with these boxes hold of an array."""
     first: dict[Box, int] = {}
     for number, box in enumerate(boxes):
         if box.size:
@@ -110,7 +111,7 @@ class ShardedArray:
             )
             for offset, array in self._shards
         )
-        self._division = _divide(self._shape, self._boxes)
+        self._division = divide(self._shape, self._boxes)
         if self._division.overlap is not None:
             one, other = self._division.overlap
             raise UsageError(

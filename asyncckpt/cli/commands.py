@@ -19,6 +19,7 @@ from asyncckpt.errors import (
     UsageError,
 )
 from asyncckpt.reports import CheckpointInfo, Damage, Progress, VerifyReport, nbytes_text
+from asyncckpt.stores.claims import claim_text
 from asyncckpt.version import VERSION
 
 app = typer.Typer(
@@ -85,6 +86,12 @@ def list_steps(
         print_json([documents.summary(info) for info in infos])
     elif infos:
         tables.show([tables.listing(infos, tables.terminal_width())])
+        # A run without claimed steps need not be asked for its claims.
+        if any(info.epoch for info in infos):
+            claim = opening.last_claim(root, options)
+            if claim is not None:
+                text = f"claim {claim.epoch}: {claim_text(claim)}"
+                typer.echo(f"\n{tables.printable(text)}")
     elif not failed:
         typer.echo(f"no checkpoints in {tables.printable(root)}")
     if failed:

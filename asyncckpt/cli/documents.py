@@ -27,7 +27,7 @@ _OF_ARRAYS = (
 
 def summary(info: CheckpointInfo) -> dict[str, Any]:
     """Return the JSON of a checkpoint without its leaves and files."""
-    same = ("location", "step", "save_id", "format", "library", "nbytes", "stored_nbytes")
+    same = ("location", "step", "save_id", "epoch", "format", "library", "nbytes", "stored_nbytes")
     return {
         **{name: getattr(info, name) for name in same},
         "created": created(info).astimezone(datetime.UTC).isoformat() if info.created_ns else None,

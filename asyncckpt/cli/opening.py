@@ -18,7 +18,7 @@ from asyncckpt.flow.driver import run_blocking
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import MIN_BUDGET_NBYTES
-from asyncckpt.ports import Store
+from asyncckpt.ports import Claim, Store
 from asyncckpt.reports import CheckpointInfo, Progress, VerifyReport
 from asyncckpt.runtime import Runtime
 from asyncckpt.stores.objects.clients.urls import is_url, parse_url, without_scheme
@@ -191,6 +191,15 @@ def has_record(location: str, options: Options) -> bool:
     if not separator or is_bucket(location):
         return False
     return _at_store(root, options, lambda store: _has_record(store, name))
+
+
+def last_claim(root: str, options: Options) -> Claim | None:
+    """Return the last claim of a run that can be read; None if it was never claimed."""
+
+    async def last(store: Store) -> Claim | None:
+        return next(reversed(await store.claims()), None)
+
+    return _at_store(root, options, last)
 
 
 # -- on an engine of its own

@@ -112,6 +112,8 @@ def listing(infos: Sequence[CheckpointInfo], width: int | None) -> Grid:
         ">size": [nbytes_text(info.stored_nbytes) for info in infos],
         ">files": [str(len(info.files)) for info in infos],
     }
+    if any(info.epoch for info in infos):
+        columns[">epoch"] = [str(info.epoch) for info in infos]
     if any(info.format != "asyncckpt" for info in infos):
         columns["format"] = [info.format for info in infos]
     texts: dict[str, Callable[[CheckpointInfo, int], str]] = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 from asyncckpt.arguments import check_coordinator
@@ -46,6 +47,15 @@ def choose(coordinator: object) -> Coordinator:
         return SingleCoordinator()
     assert not isinstance(coordinator, str)
     return coordinator  # type: ignore[return-value] # its methods have been checked
+
+
+def sync_point() -> Callable[[int], bool] | None:
+    """Return JAX's preemption sync point, None if its runtime has none or is not initialised."""
+    if "jax" not in sys.modules:
+        return None
+    from asyncckpt.coordinators.jax import preemption_sync_point
+
+    return preemption_sync_point()
 
 
 def _automatic() -> Coordinator:

@@ -9,14 +9,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.distributed
 from jax._src import distributed, xla_bridge
 
-from asyncckpt.coordinators.jax_exchange import JaxExchange, JaxGathers
+from asyncckpt.coordinators.collectives.jax import JaxExchange, JaxGathers
 from asyncckpt.coordinators.key_values import check_key, longest_pause_s
 from asyncckpt.coordinators.service import SLICE_S, WAIT, ServiceCoordinator
 from asyncckpt.errors import UsageError
@@ -38,6 +38,19 @@ def initialized_processes() -> tuple[int, int] | None:
     if state.client is None:
         return None
     return state.process_id or 0, state.num_processes or 1
+
+
+def preemption_sync_point() -> Callable[[int], bool] | None:
+    """Return the function that asks for the sync point, None where JAX has none.
+
+    It has one once jax.distributed is initialised, of one process too, unless
+    `jax_enable_preemption_service` is off.
+    """
+    if distributed.global_state.preemption_sync_manager is None:
+        return None
+    from jax.experimental.multihost_utils import reached_preemption_sync_point
+
+    return reached_preemption_sync_point
 
 
 def uncoordinated_count() -> int:

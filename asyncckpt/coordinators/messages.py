@@ -31,9 +31,9 @@ CLASSES: Mapping[str, type[AsyncCheckpointError]] = {
     and not name.startswith("_")
 }
 
-TEXTS = ("path", "stage", "location", "expected", "found", "file", "host")
+TEXTS = ("path", "stage", "location", "expected", "found", "file", "host", "claimed_by")
 FLAGS = ("retryable", "visible", "durable")
-NUMBERS = ("offset", "process")
+NUMBERS = ("offset", "process", "epoch", "claimed_ns")
 
 
 def parts_of(message: bytes) -> list[tuple[int, bytes]]:

@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed
 from torch.distributed import distributed_c10d
 
+from asyncckpt.coordinators.collectives.torch import TorchExchange
 from asyncckpt.coordinators.service import ServiceCoordinator
-from asyncckpt.coordinators.torch_exchange import TorchExchange
 from asyncckpt.errors import UsageError
 from asyncckpt.ports import CallIn
 
@@ -32,18 +32,24 @@ EMPTY = b"\n"
 """A directory without names: `compare_set` takes an empty value for a missing one."""
 
 
-def initialized_processes() -> tuple[int, int] | None:
-    """Return rank and world size of torch.distributed, None if it is not initialised."""
+def initialized_processes(
+    group: torch.distributed.ProcessGroup | None = None,
+) -> tuple[int, int] | None:
+    """Return rank and size of a group (None: all), None if torch.distributed is not initialised."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
-    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
 
 
 class TorchCoordinator(ServiceCoordinator["TorchService"]):
-    """Coordinates the processes of the default process group, which has been initialised."""
+    """Coordinates the processes of a group, through the store of the default process group.
 
-    def __init__(self) -> None:
-        processes = initialized_processes()
+    Args:
+        group: a group that this process belongs to; None for all processes.
+    """
+
+    def __init__(self, group: torch.distributed.ProcessGroup | None = None) -> None:
+        processes = initialized_processes(group)
         if processes is None:
             raise UsageError(
                 "call torch.distributed.init_process_group() before the torch coordinator is used"

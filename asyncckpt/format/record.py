@@ -67,7 +67,9 @@ __all__ = [
     "decode_scalar",
     "encode_record",
     "encode_scalar",
+    "epoch_of",
     "is_record",
+    "is_sealed",
     "outline_of",
     "save_id_of",
     "seal",
@@ -98,6 +100,10 @@ _HEAD = re.compile(
     rb'\{"format":"asyncckpt","version":([0-9]{1,9}),"save_id":"([0-9a-f]{8,64})"(,"fixed":)?'
 )
 """The beginning of every record."""
+
+_EPOCH = re.compile(rb'"step":(?:null|[0-9]{1,19}),"epoch":([0-9]{1,19}),"writer":')
+"""Members behind `fixed`, whose rows have none of these names; within a string, a quote would be
+escaped."""
 
 _MAX = (1 << 63) - 1
 _ANY = re.compile(r"[\s\S]*")
@@ -283,16 +289,27 @@ def decode_record(data: bytes, *, location: str) -> CommitRecord:
 
 def is_record(data: bytes) -> bool:
     """Return whether these bytes are a commit record whose checksum holds, without decoding it."""
-    tail = data[-RECORD_TAIL_NBYTES:]
-    if len(tail) < RECORD_TAIL_NBYTES or not data.startswith(b'{"format":"asyncckpt",'):
+    return data.startswith(b'{"format":"asyncckpt",') and is_sealed(data)
+
+
+def is_sealed(data: bytes) -> bool:
+    """Return whether these bytes end with their checksum, as `seal` makes it."""
+    if len(data) < RECORD_TAIL_NBYTES:
         return False
-    return tail == b'"%08x"}\n' % crc32c(memoryview(data)[:-RECORD_TAIL_NBYTES])
+    found = crc32c(memoryview(data)[:-RECORD_TAIL_NBYTES])
+    return data[-RECORD_TAIL_NBYTES:] == b'"%08x"}\n' % found
 
 
 def save_id_of(data: bytes) -> str | None:
     """Return the save id of a commit record whose checksum holds, or None for anything else."""
     found = _HEAD.match(data) if is_record(data) else None
     return None if found is None else found[2].decode()
+
+
+def epoch_of(data: bytes) -> int | None:
+    """Return the epoch of a commit record, or of its beginning; None if it does not say."""
+    found = _EPOCH.search(data)
+    return None if found is None else int(found[1])
 
 
 def outline_of(data: bytes, *, head: bool = False) -> Outline | None:

@@ -123,6 +123,7 @@ class CheckpointInfo:
         metrics: metrics given to `save`.
         tree: nested containers of `LeafInfo`, as saved.
         format: ``asyncckpt``, or what else it is: ``orbax``, ``ocdbt``, ``safetensors``, ``dcp``.
+        epoch: claim under which it was saved, 0 for none.
     """
 
     location: str
@@ -136,6 +137,7 @@ class CheckpointInfo:
     metrics: Mapping[str, float]
     tree: Any = None
     format: str = "asyncckpt"
+    epoch: int = 0
 
     @property
     def nbytes(self) -> int:

@@ -61,6 +61,8 @@ class SaveReport:
         deleted_steps: steps that retention removed after the commit.
         orbax: whether Orbax can restore this checkpoint.
         skipped: nothing was saved, because another save was in flight (`on_overlap="skip"`).
+        preempted: one of the processes has got SIGTERM, and all report it from this step on
+            (`preemption=True`).
         notes: anything a person should know.
         processes: what each of several processes did; process 0 knows all of them, every other
             one only itself.
@@ -85,6 +87,7 @@ class SaveReport:
     deleted_steps: tuple[int, ...] = ()
     orbax: bool = True
     skipped: bool = False
+    preempted: bool = False
     notes: tuple[str, ...] = ()
     processes: tuple[ProcessPart, ...] = ()
 

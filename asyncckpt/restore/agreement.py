@@ -17,7 +17,7 @@ from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.threads import Workers
-from asyncckpt.planning.exchange import Sharing, encoded_rows, share
+from asyncckpt.planning.streams import Sharing, encoded_rows, share
 from asyncckpt.ports import Exchange
 from asyncckpt.restore.match import Matching, refuse_unexpected
 

@@ -22,14 +22,14 @@ from asyncckpt.options import ALIGNED_CHUNK_NBYTES
 from asyncckpt.planning.restore import RestorePlan, plan_restore
 from asyncckpt.reports import Progress, ReadRange, nbytes_text
 from asyncckpt.restore.buffers import Buffers, Memory, allocate, check_overlaps, tied_key
-from asyncckpt.restore.exchange import Exchanger
+from asyncckpt.restore.exchange.exchanger import Exchanger
+from asyncckpt.restore.exchange.shared_reads import share_reads
+from asyncckpt.restore.exchange.streams import StreamFiles
 from asyncckpt.restore.explain import explained
 from asyncckpt.restore.fetch import Fetch
 from asyncckpt.restore.match import LeafRestore, Matching
 from asyncckpt.restore.place import Placement
 from asyncckpt.restore.request import RestoreRequest
-from asyncckpt.restore.shared_reads import share_reads
-from asyncckpt.restore.streams import StreamFiles
 from asyncckpt.runtime import Runtime, reads_in_flight
 
 PLACE_LEAVES = 512

@@ -95,6 +95,7 @@ class RestoreRequest:
         loaded: adapters of the frameworks that are imported.
         per_process: paths of the target at which every process has its own values.
         process_count: number of processes that restore.
+        save_id: identity of the save that is wanted; empty for any.
     """
 
     mode: Mode
@@ -109,6 +110,7 @@ class RestoreRequest:
     loaded: Sequence[ArrayAdapter] = ()
     per_process: Sequence[str] = ()
     process_count: int = 1
+    save_id: str = ""
 
 
 def restore_request(

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncckpt.checkpoint.open import open_any
+from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.reports import RestoreReport
 from asyncckpt.restore.agreement import RestoreAgreement
-from asyncckpt.restore.exchange import WORTH_NBYTES, Exchanger
+from asyncckpt.restore.exchange.exchanger import WORTH_NBYTES, Exchanger
+from asyncckpt.restore.exchange.shared_metadata import SharedMetadataFiles
 from asyncckpt.restore.match import Matching, match
 from asyncckpt.restore.pipeline import RestorePipeline
 from asyncckpt.restore.request import Holder, RestoreRequest
-from asyncckpt.restore.shared_metadata import SharedMetadataFiles
 from asyncckpt.runtime import Runtime, reads_in_flight
 from asyncckpt.tree import Structure
 
@@ -101,6 +102,13 @@ async def run_restore(
     opened = await open_any(metadata, compute)
     if metadata is not files:
         opened = dataclasses.replace(opened, files=files)  # payload is exchanged in another way
+    if request.save_id not in ("", opened.save_id):
+        raise CheckpointNotFoundError(
+            f"{opened.location}: the checkpoint was replaced while being loaded; load it again",
+            location=opened.location,
+            expected=request.save_id,
+            found=opened.save_id,
+        )
     matching = await compute.run(match, opened, request)
     if agreement is not None:
         await agreement.matched(opened, matching, request.strict)

@@ -73,6 +73,7 @@ class Commit:
         save_id: identity of the save, 32 hex digits.
         compute: threads that encode.
         writers: number of processes that save together.
+        epoch: the claim under which they do.
     """
 
     def __init__(
@@ -84,11 +85,14 @@ class Commit:
         save_id: str,
         compute: Workers,
         writers: int = 1,
+        epoch: int = 0,
     ) -> None:
         self._writers = writers
+        self._epoch = epoch
         self._attempt = attempt
         self._layout = layout
         self._request = request
+        self._metadata = request.metadata
         self._save_id = save_id
         self._compute = compute
         self._numbers = itertools.count()
@@ -105,11 +109,16 @@ class Commit:
     async def put_index(self, payload: Payload) -> Committable:
         """Write index file and manifest; on return they are durable. Encode the record meanwhile.
 
-        May be called again with other places of the data files; the last result counts.
+        Where the request asks for consent, nothing is written before that is given. May be called
+        again with other places of the data files; the last result counts.
 
         Cancellation: waits for writes that are running.
         """
         assert self._layout.catalog is not None
+        consent = self._request.consent
+        if consent is not None:
+            consent.asked()
+            self._metadata = {**self._request.metadata, **await consent.given()}
         number = next(self._numbers)
         path = f"d/{self._save_id}-index{number or ''}"
         now_ns = time.time_ns()
@@ -175,7 +184,7 @@ class Commit:
             CommitRecord(
                 save_id=self._save_id,
                 step=request.step,
-                epoch=0,
+                epoch=self._epoch,
                 writer=0,
                 writers=self._writers,
                 plan_digest=layout.plan.digest,
@@ -194,7 +203,7 @@ class Commit:
                     chunks if len(chunks) <= INDEX_IN_RECORD_NBYTES else None,
                 ),
                 manifest=index.manifest,
-                metadata=request.metadata,
+                metadata=self._metadata,
                 metrics=request.metrics,
                 database=DATABASE,
                 fixed=tuple(fixed),

@@ -85,6 +85,11 @@ async def exists(store: Store, name: str) -> bool:
         await files.close()
 
 
+async def no_claim() -> int:
+    """Return the epoch of those who save without a claim."""
+    return 0
+
+
 class Save:
     """One save on its way through the engine.
 
@@ -95,6 +100,7 @@ class Save:
         request: what is saved.
         state: where the save shows how far it has come.
         staged: called when every leaf may be mutated.
+        claim: returns the epoch under which process 0 saves.
     """
 
     def __init__(
@@ -105,6 +111,7 @@ class Save:
         request: SaveRequest,
         state: SaveState,
         staged: Callable[[], None],
+        claim: Callable[[], Coroutine[Any, Any, int]] = no_claim,
     ) -> None:
         self._runtime = runtime
         self._store = store
@@ -112,6 +119,8 @@ class Save:
         self._request = request
         self._state = state
         self._staged = staged
+        self._claim = claim
+        self._epoch = 0
         self._clean_up_notes: list[str] = []
         self._process = 0
         self._attempt: AttemptFiles | None = None
@@ -134,6 +143,7 @@ class Save:
 
         Raises:
             CheckpointExistsError: the name is taken; nothing of this save is left.
+            FencedError: another process has taken the run over.
             DeadlineExceededError: `deadline_s` passed; nothing is left.
             SaveAbortedError: cancelled; nothing is left.
             SaveError, StoreError: names stage, leaf or file; nothing is left.
@@ -176,6 +186,7 @@ class Save:
     async def _run(self) -> SaveReport:
         request, store, state = self._request, self._store, self._state
         positional = store.capabilities.positional_writes
+        await self._make_claim()
         if positional and not request.overwrite:
             await self._refuse_existing()
         sizes = sizes_for(self._runtime, store, request.snapshot.nbytes, request.options)
@@ -220,6 +231,10 @@ class Save:
 
     # -- what a save of several processes does otherwise
 
+    async def _make_claim(self) -> None:
+        """Make the claim of the session, if this is its first save and it needs one."""
+        self._epoch = await self._claim()
+
     async def _plan(self, sizes: Sizes) -> Layout:
         """Return the layout of the tree."""
         return await layout_of(
@@ -236,6 +251,7 @@ class Save:
         return await self._store.begin(
             self._request.name,
             self._save_id,
+            epoch=self._epoch,
             overwrite=self._request.overwrite,
             private=self._request.options.private,
         )
@@ -243,7 +259,14 @@ class Save:
     def _committing(self, attempt: Any, layout: Layout) -> Commit | Contribution:
         """Return what writes the index, or what it is made of."""
         compute = self._runtime.engine.compute
-        return Commit(attempt, layout, self._request, save_id=self._save_id, compute=compute)
+        return Commit(
+            attempt,
+            layout,
+            self._request,
+            save_id=self._save_id,
+            compute=compute,
+            epoch=self._epoch,
+        )
 
     def _parts(self) -> tuple[ProcessPart, ...]:
         """Return what is known of the part of each process."""
@@ -265,6 +288,8 @@ class Save:
 
     async def _refuse_existing(self) -> None:
         if await exists(self._store, self._request.name):
+            # It may be of a process that has taken over.
+            await self._store.check_claim(self._epoch)
             raise CheckpointExistsError(
                 f"{self._location}: a checkpoint already exists here; pass overwrite=True to "
                 "replace it, or save another step",

@@ -36,7 +36,6 @@ from asyncckpt.errors import (
     CheckpointNotFoundError,
     DeadlineExceededError,
     SaveAbortedError,
-    SaveError,
     SaveOutcomeUnknownError,
     StoreError,
     UsageError,
@@ -135,9 +134,10 @@ class SharedSave(Save):
         request: SaveRequest,
         state: SaveState,
         staged: Callable[[], None],
+        claim: Callable[[], Coroutine[Any, Any, int]],
         round_: Round,
     ) -> None:
-        super().__init__(runtime, store, layouts, request, state, staged)
+        super().__init__(runtime, store, layouts, request, state, staged, claim)
         self._round = round_
         self._group = round_.group
         identity = f"{self._group.run_id}\n{request.name}\n{round_.number}"
@@ -175,13 +175,15 @@ class SharedSave(Save):
     async def _note(self, error: BaseException | None) -> None:
         """Leave the error with which this process ended the save to the job that comes next.
 
-        Errors of other processes are theirs to note. After a success, the last note is removed.
+        Errors of other processes are theirs to note. After a success, the last note is removed. A
+        one-shot save is a run of its own, which no job continues.
         """
-        if not isinstance(self._store, NotingStore):
+        if self._request.step is None or not isinstance(self._store, NotingStore):
             return
         note = None
         if error is not None:
-            theirs = getattr(error, "process", None) is not None
+            # The own error may have come back from the round.
+            theirs = getattr(error, "process", None) not in (None, self._process)
             if theirs or isinstance(error, (SaveAbortedError, asyncio.CancelledError)):
                 return
             host, stage = self._group.host, self._state.stage
@@ -214,8 +216,6 @@ class SharedSave(Save):
                 if not isinstance(error, SaveOutcomeUnknownError):
                     raise self._unknown(error) from error
                 raise
-            if isinstance(error, StoreError) and not self._round.leads:
-                raise self._unanswered(error) from error
             self._ended_by_others, self._kept = True, False
             raise
 
@@ -224,14 +224,6 @@ class SharedSave(Save):
             f"{self._location}: the coordinator failed after this process had written its part, "
             "and the record has not appeared; whether the save succeeds is unknown: look at "
             f"latest_step(), then save again ({error})",
-            location=self._location,
-        )
-
-    def _unanswered(self, error: StoreError) -> SaveError:
-        return SaveError(
-            f"{self._location}: the coordinator, whose keys {self._group.named(0)} usually serves, "
-            f"does not answer ({error}); that process may have died. Nothing is committed without "
-            "the part of this process: restart the job",
             location=self._location,
         )
 
@@ -251,6 +243,10 @@ class SharedSave(Save):
             await files.close()
 
     # -- stages
+
+    async def _make_claim(self) -> None:
+        if self._round.leads:
+            await super()._make_claim()
 
     async def _refuse_existing(self) -> None:
         if self._round.leads:
@@ -273,6 +269,7 @@ class SharedSave(Save):
             self._attempt = await self._store.begin(
                 request.name,
                 self._save_id,
+                epoch=self._epoch,
                 overwrite=request.overwrite,
                 private=request.options.private,
                 shared=True,
@@ -333,6 +330,7 @@ class SharedSave(Save):
                 save_id=self._save_id,
                 compute=compute,
                 writers=self._group.process_count,
+                epoch=self._epoch,
                 round_=self._round,
                 times=self._times,
             )
@@ -377,6 +375,8 @@ class SharedSave(Save):
             if not await self._is_committed():
                 raise self._unknown(error) from error
         else:
+            if self._request.consent is not None:
+                self._request.consent.asked()
             await self._outcome()
         await joined.leave()
         totals = json.loads(self._round.result or b"{}")

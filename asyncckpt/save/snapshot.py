@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +76,20 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Consent:
+    """Word from outside that a save waits for before its record is made.
+
+    Attributes:
+        asked: called on the engine, also more than once, when this process has written its part.
+        given: awaited by the process that commits, also more than once; returns what is added to
+            the metadata. Its errors end the save.
+    """
+
+    asked: Callable[[], None]
+    given: Callable[[], Awaitable[Mapping[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SaveRequest:
     """What a caller wants saved, as taken in the caller's thread.
 
@@ -89,6 +103,7 @@ class SaveRequest:
         options: how to save.
         progress: called as the save goes.
         stall_first: copying has priority, because the caller goes on when it is done.
+        consent: what the commit waits for, if anything.
         begun: `perf_counter` at the call.
     """
 
@@ -101,6 +116,7 @@ class SaveRequest:
     options: SaveOptions
     progress: Callable[[Progress], None] | None
     stall_first: bool
+    consent: Consent | None = None
     begun: float = field(default_factory=time.perf_counter)
 
 

@@ -129,12 +129,10 @@ def skipped_report(location: str, step: int | None) -> SaveReport:
     )
 
 
-def skipped(
-    kind: type[PendingSave], engine: Engine, location: str, step: int | None
-) -> PendingSave:
+def skipped(kind: type[PendingSave], engine: Engine, report: SaveReport) -> PendingSave:
     """Return a save that ended before it began, because another one was in flight."""
     job: Job[SaveReport] = Job(engine)
-    job.future.set_result(skipped_report(location, step))
+    job.future.set_result(report)
     staged: Future[None] = Future()
     staged.set_result(None)
-    return kind(job, staged, SaveState(), location=location, step=step, skipped=True)
+    return kind(job, staged, SaveState(), location=report.location, step=report.step, skipped=True)

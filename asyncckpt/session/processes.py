@@ -43,6 +43,7 @@ class Processes:
         coordinator: ``"auto"``, ``"single"`` or an object.
         arrival_s: how long processes may come after the first.
         silence_s: how long a process may give no sign of life.
+        owned: a coordinator that was given as an object is closed here.
     """
 
     def __init__(
@@ -53,10 +54,12 @@ class Processes:
         *,
         arrival_s: float,
         silence_s: float,
+        owned: bool = False,
     ) -> None:
         self._runtime = runtime
         self._root = root
         self._given = coordinator
+        self._owned = owned
         self._arrival_s = arrival_s
         self._silence_s = silence_s
         self._lock = threading.Lock()
@@ -137,11 +140,15 @@ class Processes:
 
     # -- on the engine
 
+    async def group(self) -> Group:
+        """Return the processes, which have shaken hands."""
+        return (await self._met())[0]
+
     async def round(self, kind: str, number: int, name: str = "") -> Round:
         """Begin a round of this process; the first one shakes hands.
 
         Args:
-            kind: ``save``, or ``call`` for all other calls.
+            kind: ``save``, ``preemption``, or ``call`` for all other calls.
             number: its number among those of its kind.
             name: what was called, where the kind does not say it.
         """
@@ -202,5 +209,5 @@ class Processes:
         """Leave the group, and close the coordinator if it was chosen here."""
         if self._group is not None:
             await briefly(part(self._group), limit_s=PART_S)
-        if self._chosen is not None and self._chosen is not self._given:
+        if self._chosen is not None and (self._owned or self._chosen is not self._given):
             await self._chosen.close()

@@ -4,7 +4,8 @@
 #   and a policy that fails, or answers with anything but steps, deletes nothing.
 # Rule 2: a step is deleted only if its record is still the one that the decision was made on.
 # Rule 3: what has no record that this release reads is no step, and is left alone.
-# Rule 4: a step is unlisted, durably, inside the save; its bytes go in the background. Before the
+# Rule 4: a process that was taken over deletes nothing: every deletion is one under its claim.
+# Rule 5: a step is unlisted, durably, inside the save; its bytes go in the background. Before the
 #   next step is unlisted the last removal has ended: a disk never holds more than the steps kept,
 #   the one just saved, and those of one removal.
 
@@ -20,6 +21,7 @@ from typing import Any
 from asyncckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    FencedError,
     UnsupportedFormatError,
 )
 from asyncckpt.flow.engine import Job, ended
@@ -116,7 +118,6 @@ class Pruner:
             await ended(self.removing.future)
 
     async def _unlist(self, steps: list[int], deleted: list[int], notes: list[str]) -> None:
-        store = self._root.store
         removals: list[tuple[int, Removal]] = []
         try:
             for step in steps:
@@ -124,12 +125,15 @@ class Pruner:
                     # Readers come last: one may begin while the record is looked at.
                     if not await self._unchanged(step) or self._pinned.get(str(step)):
                         continue
-                    removals.append((step, await store.unlist(str(step))))
+                    removals.append((step, await self._steps.unlist(str(step))))
                     deleted.append(step)
                     del self._seen[step]
                     logger.info("deleted %s/%s (%s)", self._root.url, step, _name(self._policy))
                 except CheckpointNotFoundError:
                     continue
+                except FencedError as error:
+                    notes.append(f"no more steps were deleted: {error}")
+                    break
                 except Exception as error:
                     # Tried again after the next save.
                     notes.append(f"step {step} could not be deleted: {error}")

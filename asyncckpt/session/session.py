@@ -20,6 +20,8 @@ from asyncckpt.adapters import AdapterSet, adapters_for_loaded_frameworks
 from asyncckpt.arguments import (
     check_coordinator,
     check_keep,
+    check_preemption,
+    check_takeover,
     checked_globs,
     checked_metadata,
     checked_metrics,
@@ -27,7 +29,12 @@ from asyncckpt.arguments import (
     typed,
 )
 from asyncckpt.coordinators.rounds import Round
-from asyncckpt.errors import AsyncCheckpointError, DeadlineExceededError, UsageError
+from asyncckpt.errors import (
+    AsyncCheckpointError,
+    DeadlineExceededError,
+    FencedError,
+    UsageError,
+)
 from asyncckpt.flow.caller import CallerThread
 from asyncckpt.flow.engine import Job, ended
 from asyncckpt.flow.shield import uninterrupted
@@ -40,9 +47,11 @@ from asyncckpt.runtime import Runtime
 from asyncckpt.save.plan_cache import LayoutCache, sizes_for
 from asyncckpt.save.save import Save, SaveState
 from asyncckpt.save.shared import SharedSave
-from asyncckpt.save.snapshot import SaveRequest, check_alone, take_snapshot
+from asyncckpt.save.snapshot import Consent, SaveRequest, check_alone, take_snapshot
+from asyncckpt.session.claiming import Claiming
 from asyncckpt.session.in_flight import InFlight, overlap_error, skipped, skipped_report
 from asyncckpt.session.pending import PendingSave
+from asyncckpt.session.preemption import Preemption
 from asyncckpt.session.processes import Processes
 from asyncckpt.session.pruning import Pruner
 from asyncckpt.session.reads import Reads
@@ -71,9 +80,11 @@ class Session:
         runtime: engine, budget, staging memory.
         root: the store.
         processes: who saves and restores together.
+        claims: under which claim it saves and deletes.
         steps: finds and deletes steps.
         reads: restores, inspects, verifies.
         saves: saves in flight.
+        preemption: whether the job is to end; None where this is not asked for.
     """
 
     def __init__(
@@ -86,11 +97,17 @@ class Session:
         restore_options: RestoreOptions | None = None,
         storage_options: Mapping[str, Any] | None = None,
         coordinator: object = "auto",
+        preemption: bool = False,
+        grace_s: float | None = None,
+        takeover: bool = False,
+        owns_coordinator: bool = False,
     ) -> None:
         self.save_options = typed("save_options", save_options, SaveOptions)
         self.restore_options = typed("restore_options", restore_options, RestoreOptions)
         check_keep(keep)
         check_coordinator(coordinator)
+        check_takeover(takeover)
+        check_preemption(preemption, grace_s)
         budget = self.save_options.host_memory_nbytes
         if budget is None and one_shot:
             budget = self.restore_options.host_memory_nbytes
@@ -111,8 +128,10 @@ class Session:
             coordinator,
             arrival_s=waits.arrival_s,
             silence_s=waits.silence_s,
+            owned=owns_coordinator,
         )
-        self.steps = Steps(self.root)
+        self.claims = Claiming(self.root, self.processes, one_shot=one_shot, takeover=takeover)
+        self.steps = Steps(self.root, self.claims)
         self.reads = Reads(self.runtime, self.root, self.steps, self.processes)
         self.saves = InFlight()
         self._pruner = None
@@ -128,6 +147,10 @@ class Session:
         engine.drain_deadline_s = self.save_options.exit_deadline_s
         engine.on_exit = _futures_of(weakref.ref(self))
         weakref.finalize(self, _end, engine).atexit = False
+        self.preemption: Preemption | None = None
+        if preemption:
+            self.preemption = Preemption(engine, self.processes, grace_s=grace_s)
+            weakref.finalize(self, self.preemption.close).atexit = False
 
     def __repr__(self) -> str:
         closed = self.runtime.engine.closed
@@ -180,6 +203,7 @@ class Session:
         options: SaveOptions | None,
         progress: Callable[[Progress], None] | None,
         stall_first: bool,
+        consent: Consent | None = None,
     ) -> Any:
         """Begin a save of the tree as it is now; return it as a `kind`.
 
@@ -195,7 +219,7 @@ class Session:
             engine.check()
             self.saves.raise_unseen(options)
             if number is None and stall_first and not self.saves.admits(options, location):
-                return skipped(kind, engine, location, step)
+                return skipped(kind, engine, self._noted(skipped_report(location, step)))
             process = processes.coordinator.process_index
             snapshot = take_snapshot(tree, adapters_for_loaded_frameworks(process))
             if number is None:
@@ -210,18 +234,27 @@ class Session:
                 options=options,
                 progress=guarded(progress),
                 stall_first=stall_first,
+                consent=consent,
             )
         except Exception as error:
             if number is not None:
-                # The others would wait for this process. A closed session takes no call.
-                with contextlib.suppress(AsyncCheckpointError):
-                    refused = self.call(partial(processes.refuse, "save", number, error))
-                    self._refusals.append(refused.future)
+                self._refuse(number, error)
             raise
         pending = self._submit(kind, request, number, location)
         self.saves.add(pending)
         self.root.to_sweep = not self.root.swept and processes.leads
         return pending
+
+    def refuse_save(self, error: BaseException) -> None:
+        """End the save that all processes begin now with an error that came before its call."""
+        if not self.processes.alone:
+            self._refuse(self.processes.count("save"), error)
+
+    def _refuse(self, number: int, error: BaseException) -> None:
+        # The others would wait for this process. A closed session takes no call.
+        with contextlib.suppress(AsyncCheckpointError):
+            refused = self.call(partial(self.processes.refuse, "save", number, error))
+            self._refusals.append(refused.future)
 
     def _submit(
         self, kind: type[PendingSave], request: SaveRequest, number: int | None, location: str
@@ -308,7 +341,8 @@ class Session:
         number: int | None,
         busy: bool | None,
     ) -> SaveReport:
-        given = (self.runtime, self.root.store, self._layouts, request, state, staged)
+        store, claim = self.root.store, self.claims.epoch
+        given = (self.runtime, store, self._layouts, request, state, staged, claim)
         if number is None:
             save = Save(*given)
         else:
@@ -326,12 +360,20 @@ class Session:
                 location = f"{self.root.url}/{request.name}"
                 if request.options.on_overlap == "error":
                     raise overlap_error(location)
-                return skipped_report(location, request.step)
+                return self._noted(skipped_report(location, request.step))
             save = SharedSave(*given, round_)
         retain = None
         if self._pruner is not None and self.processes.leads:
             retain = self._pruner.retain
-        return await save.run(self._turn, retain)
+        try:
+            return self._noted(await save.run(self._turn, retain))
+        except FencedError as error:
+            self.claims.note(error)
+            raise
+
+    def _noted(self, report: SaveReport) -> SaveReport:
+        """Return the report with what there is to say about preemption."""
+        return report if self.preemption is None else self.preemption.noted(report)
 
     async def _overlaps(self, round_: Round, busy: bool) -> bool:
         """Return whether a save was in flight on process 0 at its call, whose word counts."""
@@ -359,6 +401,8 @@ class Session:
             return await self.steps.delete_after(step)
 
     async def _release(self) -> None:
+        if self.preemption is not None:
+            await self.preemption.release()
         try:
             if self._pruner is not None:
                 await self._pruner.settle()
@@ -408,6 +452,17 @@ class Session:
                 await (job.wait() if first else ended(job.future))
         finally:
             await engine.aclose()
+            if self.preemption is not None:
+                self.preemption.close()
+
+    def begin_close(self) -> None:
+        """Release everything as `aclose`, without waiting for it. From any thread."""
+        engine = self.runtime.engine
+        with self._closing:
+            if self._release_job is not None or not engine.usable or engine.abandoned:
+                return
+            self._release_job = engine.submit(self._release)
+        self._release_job.future.add_done_callback(lambda _: engine.begin_close())
 
 
 def _futures_of(session: weakref.ref[Session]) -> Callable[[], list[Future[Any]]]:

@@ -13,8 +13,9 @@ from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import MAX_RECORD_NBYTES
-from asyncckpt.ports import CheckpointFiles
+from asyncckpt.ports import CheckpointFiles, Removal
 from asyncckpt.save.save import exists, record_of
+from asyncckpt.session.claiming import Claiming
 from asyncckpt.session.root import Root
 
 logger = logging.getLogger("asyncckpt")
@@ -52,8 +53,9 @@ class PeekedFiles:
 class Steps:
     """The steps below one root, as they are at each call: other processes add and delete some."""
 
-    def __init__(self, root: Root) -> None:
+    def __init__(self, root: Root, claims: Claiming) -> None:
         self._root = root
+        self._claims = claims
 
     async def found(self) -> list[int]:
         """Return the steps with a valid commit record, ascending."""
@@ -109,6 +111,7 @@ class Steps:
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint of this name.
+            FencedError: another process has taken the run over.
         """
         store, location = self._root.store, f"{self._root.url}/{name}"
         files = store.files(name)
@@ -122,17 +125,22 @@ class Steps:
             ) from None
         finally:
             await files.close()
-        await store.delete(name)
+        await store.delete(name, epoch=await self._claims.epoch())
         logger.info("deleted %s", location)
+
+    async def unlist(self, name: str) -> Removal:
+        """Make the checkpoint invisible, as `Store.unlist`."""
+        return await self._root.store.unlist(name, epoch=await self._claims.epoch())
 
     async def delete_after(self, step: int) -> list[int]:
         """Delete all steps above `step`, the highest first; return them, ascending."""
         deleted: list[int] = []
+        epoch = await self._claims.epoch()
         for number in reversed(await self.found()):
             if number <= step:
                 break
             with contextlib.suppress(CheckpointNotFoundError):  # another process was faster
-                await self._root.store.delete(str(number))
+                await self._root.store.delete(str(number), epoch=epoch)
                 deleted.append(number)
                 logger.info("deleted %s/%s", self._root.url, number)
         return deleted[::-1]

@@ -4,6 +4,8 @@
 
     <root>/<name>/                                  a published checkpoint
     <root>/.asyncckpt/lock                          held while something published is replaced
+    <root>/.asyncckpt/claim-<e>                     the right to write in the epoch e; epoch 0
+                                                    needs none
     <root>/.asyncckpt/epoch-<e>/<name>-<save id>/   an attempt, and next to it
     <root>/.asyncckpt/epoch-<e>/<name>-<save id>.owner
     <root>/.asyncckpt/epoch-<e>/<name>-<save id>.owner-<p>
@@ -11,9 +13,11 @@
                                                     several do
     <root>/.asyncckpt/epoch-<e>/<name>-<save id>/.asyncckpt-exchange/
                                                     what these leave for each other; never published
+    <root>/.asyncckpt/fenced-<e>-<token>/           what was in epoch-<e> when it was taken over
     <root>/.asyncckpt/trash-<name>-<token>/         deleted, being removed; with .owner
     <root>/.asyncckpt/old-<name>-<save id>/         being replaced, where two directories cannot
-                                                    change places in one step; with .owner
+                                                    change places in one step; with .owner. Both
+                                                    are in epoch-<e> where their writer has a claim
     <root>/.asyncckpt/error-<p>                     the last error of process p, for the job that
                                                     continues the run
     <root>/.asyncckpt/aside-<name>-<save id>/       was in the way of a save without being a
@@ -36,6 +40,9 @@ RECORD_FILE = RECORD_NAME
 """Name of the commit record in a checkpoint's directory."""
 
 OWNER_SUFFIX = ".owner"
+
+FENCED = "fenced-"
+"""Beginning of the names of directories with what was taken from a writer."""
 
 NOTE_NBYTES = 64 << 10
 """Longest note of a process that is read."""
@@ -73,9 +80,13 @@ class Layout:
         """Return the path of an attempt's directory, to which a number may have been added."""
         return os.path.join(self.epoch(epoch), f"{clipped(name)}-{save_id}")
 
-    def leftover(self, kind: str, name: str, token: str) -> str:
-        """Return a path for something that is no longer a checkpoint."""
-        return os.path.join(self.control, f"{kind}-{clipped(name)}-{token}")
+    def leftover(self, kind: str, name: str, token: str, epoch: int = 0) -> str:
+        """Return a path for something that is no longer a checkpoint.
+
+        With a claim, it is in the directory of its epoch: see stores/local/epochs.py, rule 1.
+        """
+        directory = self.epoch(epoch) if epoch else self.control
+        return os.path.join(directory, f"{kind}-{clipped(name)}-{token}")
 
 
 def clipped(name: str) -> str:

@@ -35,7 +35,11 @@ def identity(text: str) -> str:
 
 
 def record_of(
-    save_id: str, seed: int = 0, data: str = "", fixed: Sequence[FixedName] = ()
+    save_id: str,
+    seed: int = 0,
+    data: str = "",
+    fixed: Sequence[FixedName] = (),
+    epoch: int = 0,
 ) -> bytes:
     """Return the bytes that tests publish as a commit record.
 
@@ -44,10 +48,12 @@ def record_of(
         seed: of the contents.
         data: path of the data file, if there is one.
         fixed: files that the store names after the record, see `named`.
+        epoch: the claim under which it is written.
     """
     rows = [[name.path, name.nbytes, name.crc32c, name.md5, name.object] for name in fixed]
     table = json.dumps(rows, separators=(",", ":"))
-    return f"record {seed} {save_id} {data} {table}".encode()
+    kind = f"record@{epoch}" if epoch else "record"
+    return f"{kind} {seed} {save_id} {data} {table}".encode()
 
 
 def named(attempt: Attempt, files: Mapping[str, bytes]) -> list[FixedName]:
@@ -68,7 +74,7 @@ def save_id_of(record: bytes) -> str | None:
 def outline_of(record: bytes, *, head: bool = False) -> Outline | None:
     """Return the outline of a record of `record_of`, and None for anything else."""
     words = record.split(b" ", 4)
-    if len(words) != 5 or words[0] != b"record" or len(words[2]) != 32:
+    if len(words) != 5 or words[0].partition(b"@")[0] != b"record" or len(words[2]) != 32:
         return None
     try:
         fixed = tuple(FixedName(*row) for row in json.loads(words[4]))
@@ -76,6 +82,12 @@ def outline_of(record: bytes, *, head: bool = False) -> Outline | None:
         return None
     paths = {name.path for name in fixed} | {words[3].decode()} - {""}
     return Outline(words[2].decode(), frozenset(paths), fixed)
+
+
+def epoch_of(record: bytes) -> int | None:
+    """Return the epoch of a record of `record_of`, and None for anything else."""
+    kind, _, epoch = record.split(b" ", 1)[0].partition(b"@")
+    return int(epoch or 0) if kind == b"record" else None
 
 
 def data_path(save_id: str, name: str = "data") -> str:
@@ -92,25 +104,32 @@ async def write_file(attempt: AttemptFiles, path: str, data: Bytes) -> str:
     return file.path
 
 
-async def fill(attempt: Attempt, save_id: str, seed: int = 0) -> bytes:
+async def fill(attempt: Attempt, save_id: str, seed: int = 0, epoch: int = 0) -> bytes:
     """Write one data file and one small file, and return the record to publish."""
     path = await write_file(attempt, data_path(save_id), pattern(PAGE + 1, seed))
-    return await put(attempt, save_id, {"default/small": b"small %d" % seed}, seed, path)
+    return await put(attempt, save_id, {"default/small": b"small %d" % seed}, seed, path, epoch)
 
 
 async def put(
-    attempt: Attempt, save_id: str, files: Mapping[str, bytes], seed: int = 0, data: str = ""
+    attempt: Attempt,
+    save_id: str,
+    files: Mapping[str, bytes],
+    seed: int = 0,
+    data: str = "",
+    epoch: int = 0,
 ) -> bytes:
     """Write small files, at the same time, and return the record to publish."""
     await together(attempt.put(path, content) for path, content in files.items())
-    return record_of(save_id, seed, data, named(attempt, files))
+    return record_of(save_id, seed, data, named(attempt, files), epoch)
 
 
-async def save(store: Store, name: str, text: str, seed: int = 0, **options: bool) -> None:
+async def save(
+    store: Store, name: str, text: str, seed: int = 0, *, epoch: int = 0, **options: bool
+) -> None:
     """Publish a checkpoint of one data file, one small file and a record."""
     save_id = identity(text)
-    attempt = await store.begin(name, save_id, **options)
-    await attempt.publish(await fill(attempt, save_id, seed))
+    attempt = await store.begin(name, save_id, epoch=epoch, **options)
+    await attempt.publish(await fill(attempt, save_id, seed, epoch))
 
 
 async def expect(store: Store, name: str, seed: int = 0) -> None:
@@ -118,7 +137,7 @@ async def expect(store: Store, name: str, seed: int = 0) -> None:
     files = store.files(name)
     try:
         record = await files.read(RECORD, max_nbytes=1000)
-        assert record.startswith(b"record %d " % seed)
+        assert save_id_of(record) is not None and record.split()[1] == b"%d" % seed
         assert await files.read("default/small", max_nbytes=100) == b"small %d" % seed
         buffer = np.empty(PAGE + 1, np.uint8)
         await files.read_into(record.split()[3].decode(), 0, [buffer])
@@ -154,6 +173,6 @@ async def expect_no_record(store: Store, name: str) -> None:
     files = store.files(name)
     try:
         with pytest.raises(CheckpointNotFoundError):
-            await files.read(RECORD, max_nbytes=100)
+            await files.read(RECORD, max_nbytes=1000)
     finally:
         await files.close()

@@ -11,8 +11,10 @@ Make a subclass in a test module, with pytest and pytest-asyncio installed::
 
 `place` is a new directory for each test; opened again with the same `place`, the store must find
 what was published there before. A store that must know to which save a commit record belongs gets
-`save_id_of` and `outline_of`. Set `lists_attempts` for a store that lists a name as soon as an
-attempt has written something; a name counts as a checkpoint only once its record can be read.
+`save_id_of`, `outline_of` and `epoch_of`. A store in which two processes could make the same claim
+has the laws of all bases of `StoreConformance` but `Claiming`. Set `lists_attempts` for a store
+that lists a name as soon as an attempt has written something; a name counts as a checkpoint only
+once its record can be read.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from asyncckpt.testing.store_laws.cancelling import Cancelling
 from asyncckpt.testing.store_laws.complete_reads import Reading
 from asyncckpt.testing.store_laws.naming import Naming
 from asyncckpt.testing.store_laws.sharing import Sharing
+from asyncckpt.testing.store_laws.taking_over import Claiming
 from asyncckpt.testing.store_laws.visibility import Visibility
 from asyncckpt.testing.store_laws.writing import Writing
 
 
-class StoreConformance(Visibility, Naming, Writing, Reading, Cancelling, Sharing):
+class StoreConformance(Visibility, Naming, Writing, Reading, Cancelling, Sharing, Claiming):
     """All laws of stores. Subclass it as `Test…` and define `opened`; see `StoreLaws`."""

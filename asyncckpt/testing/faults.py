@@ -4,8 +4,8 @@
 
 Operations are counted from 1 for each kind and, as `any`, over all kinds. The kinds are `begin`,
 `join`, `create`, `write`, `seal`, `put`, `pass_on`, `taken`, `settle`, `publish`, `leave`, `abort`,
-`files`, `read`, `read_into`, `entries`, `changed`, `close_files`, `names`, `delete`, `unlist`,
-`remove`, `sweep`, `collect` and `close`.
+`claim`, `claims`, `check_claim`, `files`, `read`, `read_into`, `entries`, `changed`, `close_files`,
+`names`, `delete`, `unlist`, `remove`, `sweep`, `collect` and `close`.
 """
 
 from __future__ import annotations
@@ -151,10 +151,10 @@ class FaultStore:
         self.log.append(Operation("files", name))
         return FaultFiles(self, self.inner.files(name))
 
-    async def unlist(self, name: str) -> Removal:
+    async def unlist(self, name: str, **options: Any) -> Removal:
         """Unlist as the inner store does; removing the bytes is the operation `remove`."""
         async with self.operation("unlist", name):
-            removal = await self.inner.unlist(name)
+            removal = await self.inner.unlist(name, **options)
 
         async def remove() -> None:
             async with self.operation("remove", name):

@@ -46,6 +46,7 @@ def _info(opened: OpenCheckpoint, extents: Extents | None, step: int | None) -> 
         metrics=opened.metrics,
         tree=unflatten(structure, leaves),
         format=opened.format,
+        epoch=opened.epoch,
     )
 
 

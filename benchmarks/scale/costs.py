@@ -22,9 +22,9 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.format.chunks import index_nbytes
 from asyncckpt.format.entries import decode_entries
 from asyncckpt.format.record import StoredSpec
-from asyncckpt.planning.exchange import Sharing, share, streams
 from asyncckpt.planning.save import SavePlan
-from asyncckpt.restore.exchange import BATCH_NBYTES
+from asyncckpt.planning.streams import Sharing, share, streams
+from asyncckpt.restore.exchange.exchanger import BATCH_NBYTES
 from asyncckpt.save.commit import Commit
 from asyncckpt.save.index import make_catalog
 from asyncckpt.save.merge import compare, merge

@@ -10,10 +10,10 @@ import numpy as np
 
 from asyncckpt import options
 from asyncckpt.format.entries import Entries, Part, WrittenFile, encode_entries
-from asyncckpt.planning.exchange import encoded_rows
 from asyncckpt.planning.leaves import LeafLayout
 from asyncckpt.planning.replicas import checked_rows
 from asyncckpt.planning.save import SavePlan, plan_save
+from asyncckpt.planning.streams import encoded_rows
 from asyncckpt.spec import Box, Partition, Shard, array_spec
 
 REPLICAS = 10

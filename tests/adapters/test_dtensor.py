@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from asyncckpt import blocking, errors
-from asyncckpt.adapters import adapters_for_loaded_frameworks
+from asyncckpt.adapters import adapters_for_loaded_frameworks, dtensor
 from asyncckpt.adapters.dtensor import DTensorAdapter
 from asyncckpt.planning.tiling import tiling_fault
 from asyncckpt.spec import Box, Partition
@@ -115,6 +115,24 @@ def test_strided_shards_are_those_of_the_tensor_or_refused(mesh_shape: tuple[int
 
     Where they do, some process finds that its local tensor has another shape.
     """
+    refused, wrong = strided_shards(mesh_shape)
+    assert wrong <= refused
+    assert not refused & set(range(0, 20, math.prod(mesh_shape[-2:])))
+    if mesh_shape == (3, 2):
+        assert {7, 13} <= refused
+
+
+def test_control_without_the_comparison_of_local_shapes_rows_are_taken_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dtensor, "_check_local", lambda *_: None)
+    refused, wrong = strided_shards((3, 2))
+    assert not refused
+    assert {7, 13} <= wrong, "wrong rows, and nobody noticed"
+
+
+def strided_shards(mesh_shape: tuple[int, ...]) -> tuple[set[int], set[int]]:
+    """Return the lengths of tensors that some process refuses, and of those with wrong rows."""
     count = math.prod(mesh_shape)
     placements: list[Placement] = [_StridedShard(0, split_factor=2), Shard(0)]
     placements = [Replicate()] * (len(mesh_shape) - 2) + placements
@@ -133,10 +151,7 @@ def test_strided_shards_are_those_of_the_tensor_or_refused(mesh_shape: tuple[int
                 for shard, view in zip(source.shards or (), source.views, strict=True):
                     if not np.array_equal(view, numbered(length)[shard.box.slices()]):
                         wrong.add(length)
-    assert wrong <= refused
-    assert not refused & set(range(0, 20, math.prod(mesh_shape[-2:])))
-    if mesh_shape == (3, 2):
-        assert {7, 13} <= refused
+    return refused, wrong
 
 
 def test_a_process_that_gets_another_rank_opens_its_new_shards() -> None:

@@ -140,7 +140,7 @@ def test_a_plan_of_shards_has_a_chunk_and_a_part_for_each() -> None:
     count, leaves = planning.sharded_leaf(400)
     plan = planning.save(leaves)
     restore = planning.restoring(plan, leaves)()
-    assert count == len(plan.row_array) == restore.row_count == 400
+    assert count == len(plan.row_array) == len(restore.rows) == 400
     assert restore.counts == [1] * 400
 
 
@@ -149,5 +149,5 @@ def test_a_plan_of_leaves_restores_every_chunk_once() -> None:
     found = {work.column: work for work in planning.planned(tree)}
     assert found["restore, leaves"].count == found["cached plan"].count == 200
     restore = found["restore, leaves"].work()
-    assert restore.row_count == 200  # type: ignore[attr-defined]
+    assert len(restore.rows) == 200  # type: ignore[attr-defined]
     assert all(work.run()["wall_s"] > 0 for work in found.values())

@@ -109,6 +109,41 @@ async def test_without_the_echo_it_does(monkeypatch: pytest.MonkeyPatch) -> None
     assert {group.run_id for group in groups} == before
 
 
+async def test_fewer_processes_ignore_those_of_an_earlier_life() -> None:
+    values: dict[str, bytes] = {}
+    before = await outcomes(map(shake, members(4, values)))
+    # Long before the time is up at which process 0 welcomes whoever has come.
+    groups = await outcomes(shake(member, arrival_s=60.0) for member in members(2, values))
+    assert len({group.run_id for group in groups}) == 1
+    assert groups[0].run_id != before[0].run_id
+    assert [group.process_count for group in groups] == [2, 2]
+
+
+class Mortal(Member):
+    """A process 0 that dies once it has posted its welcome."""
+
+    async def put(self, key: str, value: bytes) -> None:
+        await super().put(key, value)
+        if "/welcome/" in key:
+            await asyncio.Event().wait()
+
+
+async def test_a_process_0_that_falls_silent_after_its_welcome_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that give up first have left when the others do, and are not to blame."""
+    monkeypatch.setattr(handshake, "ANSWER_S", 0.1)
+    values: dict[str, bytes] = {}
+    _, *guests = members(3, values)
+    async with asyncio.TaskGroup() as group:
+        host = group.create_task(shake(Mortal(values, 0, 3)))
+        waiting = [shake(g, arrival_s=SOON_S * (1 + n)) for n, g in enumerate(guests)]
+        errors = await outcomes(waiting)
+        host.cancel()
+    for process, error in enumerate(errors, 1):
+        assert f"process 0 of 3 has met process {process}" in str(error), error
+
+
 async def test_process_0_does_not_believe_the_predecessors_of_others() -> None:
     values: dict[str, bytes] = {}
     await outcomes(map(shake, members(3, values)))

@@ -93,10 +93,14 @@ def violations(scenario: Scenario, root: Path, possible: Sequence[State]) -> lis
 
 
 def leftovers(steps: Path) -> list[str]:
-    """Everything in the control directory but the lock and the empty directories of epochs."""
-    control = steps / ".asyncckpt"
+    """Everything in the control directory but what belongs there.
+
+    That is the lock, claims, the empty directories of epochs, and the last errors of processes,
+    which the next job logs.
+    """
+    control, kept = steps / ".asyncckpt", ("epoch-", "claim-", "error-")
     return [
         str(path)
         for path in control.rglob("*")
-        if path.name != "lock" and not (path.parent == control and path.name.startswith("epoch-"))
+        if path.name != "lock" and not (path.parent == control and path.name.startswith(kept))
     ]

@@ -12,6 +12,7 @@ import faulthandler
 import gc
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -238,7 +239,8 @@ def _wrong_end(process: int, report: Any, victim: int | None) -> list[str]:
         return [f"process {process}: {report['trace']}"]
     wrong = [f"process {process} leaves {path}" for path in report["left"]]
     failure = report["failure"]
-    if failure and victim is not None and f"process {victim}" not in failure["text"]:
+    names = rf"process(es [\d, ]*)? ?\b{victim}\b"
+    if failure and victim is not None and not re.search(names, failure["text"]):
         wrong.append(f"process {process} does not say who died: {failure['text']}")
     return wrong
 

@@ -69,7 +69,11 @@ def test_the_examples_of_a_page_run_in_order(
         # Errors then name the page and the line in it.
         lines = "\n" * text.count("\n", 0, found.start(1))
         exec(compile(lines + found[1], str(path), "exec"), names)
-    assert [file for file in tmp_path.rglob("*") if ".asyncckpt" in file.parts] == []
+    left = [file for file in tmp_path.rglob("*") if ".asyncckpt" in file.parts]
+    if path.stem == "takeover":
+        of_claims = re.compile(r"\.asyncckpt|claim-[12]|epoch-2")  # which a run keeps
+        left = [file for file in left if not of_claims.fullmatch(file.name)]
+    assert left == []
 
 
 def test_readme_is_short_and_has_what_it_must() -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 import struct
@@ -29,6 +30,7 @@ import zstandard
 from asyncckpt import (
     CorruptCheckpointError,
     DirectoryCoordinator,
+    FencedError,
     LeafOptions,
     PerProcess,
     SaveOptions,
@@ -556,6 +558,62 @@ def test_the_page_covers_object_stores(tmp_path: Path) -> None:
     assert not [entry for entry in record["files"] if record["save_id"] not in entry["path"]]
     _, found = restore(tmp_path / "x")
     assert np.array_equal(found["w"], tree["w"]) and (found["n"], found["s"]) == (3, "text")
+
+
+def read_sealed(data: bytes, kind: str) -> dict[str, Any] | None:
+    """A claim or a list, by the page; None if it is damaged."""
+    if data[-12:] != b'"%08x"}\n' % crc32c.crc32c(data[:-12]):
+        return None
+    document: dict[str, Any] = json.loads(data)
+    assert (document["format"], document["version"]) == (kind, 1)
+    return document
+
+
+def counts(objects: dict[str, bytes], step: int) -> bool:
+    """Whether the record of a step of the run at the root counts, by the page."""
+    record = json.loads(objects[f"run/{step}/checkpoint.json"])
+    lists = {}
+    taken = []
+    for key, data in objects.items():
+        name = key.removeprefix("run/.asyncckpt/")
+        if re.fullmatch("inherited-[1-9][0-9]*", name):
+            found = read_sealed(data, "asyncckpt-inherited")
+            if found is not None and found["epoch"] > record["epoch"]:
+                lists[found["epoch"]] = found["save_ids"]
+        elif match := re.fullmatch("replaces-([0-9a-f]{32})-([0-9a-f]{32})", name):
+            taken.append((match[1], match[2]))
+    if record["epoch"] == 0 or not lists:
+        return True
+    line = {record["save_id"]}
+    for _ in taken:
+        line |= {old for new, old in taken if new in line}
+    return not line.isdisjoint(lists[max(lists)])
+
+
+def test_the_page_covers_claims(tmp_path: Path) -> None:
+    tree = {"w": np.arange(5.0)}
+    with simulator() as sim:
+        options: dict[str, Any] = {"storage_options": sim.s3_options()}
+        with blocking.Checkpointer("s3://bucket/run", **options) as run:
+            run.save(0, tree)
+        with blocking.Checkpointer("s3://bucket/run", takeover=True, **options) as run:
+            run.save(1, tree)
+            run.save(2, tree)
+            with blocking.Checkpointer("s3://bucket/run", takeover=True, **options) as later:
+                later.save(3, tree)
+                with pytest.raises(FencedError):
+                    run.save(4, tree)
+                assert later.steps() == [0, 1, 2, 3]
+        stored = dict(sim.objects("bucket"))
+    for step in range(5):
+        assert counts(stored, step) == (step < 4)
+        assert json.loads(stored[f"run/{step}/checkpoint.json"])["epoch"] == [0, 1, 1, 2, 1][step]
+    claim = read_sealed(stored["run/.asyncckpt/claim-2"], "asyncckpt-claim")
+    assert claim is not None and (claim["epoch"], claim["pid"]) == (2, os.getpid())
+    assert re.fullmatch("[0-9a-f]{32}", claim["token"])
+    # Without the list, or with a damaged one, everything counts.
+    stored["run/.asyncckpt/inherited-2"] += b"x"
+    assert counts(stored, 4)
 
 
 @pytest.mark.parametrize("store", ["local", "objects"])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from asyncckpt.flow.threads import Workers
-from asyncckpt.format.record import outline_of, save_id_of
+from asyncckpt.format.record import epoch_of, outline_of, save_id_of
 from asyncckpt.options import KIB, MIB, PAGE_NBYTES, SaveOptions
 from asyncckpt.ports import Sizes
 from asyncckpt.stores.objects.clients.client import ObjectClient
@@ -90,6 +90,7 @@ class Place:
             Requests(client, policy=policy, rng=random.Random(1)),
             save_id_of=save_id_of,
             outline_of=outline_of,
+            epoch_of=epoch_of,
             workers=self.workers,
             google=client.url.startswith("gs://"),
             **more,

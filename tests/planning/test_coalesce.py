@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncckpt.planning.coalesce import coalesce
+from asyncckpt.planning.restore import coalesce
 
 
 @st.composite

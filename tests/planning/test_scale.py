@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from asyncckpt.format.entries import decode_entries, encode_entries
-from asyncckpt.planning.exchange import Sharing, encoded_rows, share, streams
+from asyncckpt.planning.streams import Sharing, encoded_rows, share, streams
 from benchmarks.scale.costs import messages
 from benchmarks.scale.job import REPLICAS, entries_by, even
 

@@ -15,7 +15,7 @@ import numpy as np
 import asyncckpt
 from asyncckpt import Checkpointer, RestoreOptions, ShardedArray, blocking
 from asyncckpt.errors import StoreError
-from asyncckpt.restore.exchange import Exchanger
+from asyncckpt.restore.exchange.exchanger import Exchanger
 from asyncckpt.spec import DTYPES
 from asyncckpt.stores.local.files import LocalFiles
 from tests.processes.values import array, same

@@ -41,12 +41,12 @@ def mesh(kind: str) -> Mesh:
     """A mesh over all processes, or over this one's devices."""
     if kind == "local":
         return Mesh(np.array(jax.local_devices()).reshape(1, -1), ("x", "y"))
-    devices = np.array(jax.devices()).reshape(2, 2)
+    devices = np.array(jax.devices()).reshape(2, -1)
     match kind:
         case "turned":
             devices = devices.T
         case "flat":
-            devices = devices.reshape(4, 1)
+            devices = devices.reshape(-1, 1)
     return Mesh(devices, ("x", "y"))
 
 

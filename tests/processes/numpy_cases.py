@@ -49,21 +49,22 @@ def regions(name: str, count: int) -> list[list[Region]]:
             tiles = [((8 * i, 10 * j), (8, 10)) for i in range(5) for j in range(5)]
             return [tiles[process::count] for process in range(count)]
         case "uneven rows" | "uneven and small":
-            # Every process has half of the rows that are left and a few.
+            # Every process has half of the rows that are left and a few, if any are.
             cuts = [0]
             for _ in range(count - 1):
-                cuts.append(cuts[-1] + (shape[0] - cuts[-1]) // 2 + 1)
+                cuts.append(min(cuts[-1] + (shape[0] - cuts[-1]) // 2 + 1, shape[0]))
             pairs = itertools.pairwise([*cuts, shape[0]])
-            return [[((at, 0), (end - at, shape[1]))] for at, end in pairs]
+            return [[((at, 0), (end - at, shape[1]))] if end > at else [] for at, end in pairs]
         case "columns":
-            width = 1024 // count
-            return [[((0, p * width), (64, width))] for p in range(count)]
+            cuts = [1024 * p // count for p in range(count + 1)]
+            return [[((0, at), (64, end - at))] for at, end in itertools.pairwise(cuts)]
         case "copies":
             return [[((128 * (p % 2), 0), (128, 640))] for p in range(count)]
     mesh = (2, count // 2)
     tile = tuple(-(-n // m) for n, m in zip(shape, mesh, strict=True))
-    cells = list(np.ndindex(*mesh))
-    return [[(tuple(i * n for i, n in zip(cell, tile, strict=True)), tile)] for cell in cells]
+    offsets = [tuple(i * n for i, n in zip(cell, tile, strict=True)) for cell in np.ndindex(*mesh)]
+    held = [[(offset, tile)] if np.all(np.less(offset, shape)) else [] for offset in offsets]
+    return held + [[]] * (count - len(held))
 
 
 def held(worker: Worker, name: str, count: int, *, seed: int | None) -> ShardedArray:
@@ -223,29 +224,52 @@ async def restore_stages(worker: Worker, root: str, shift: int) -> list[str]:
 # --------------------------------------------------------------------------------------- bytes
 
 
-def llama(seed: int) -> dict[str, Any]:
-    """The names and proportions of W1, 590 leaves, in 64 MiB."""
-    tree: dict[str, Any] = workloads.llama(64 << 20, seed=seed).tree
+def llama(count: int, seed: int, *, stacked: bool = False) -> dict[str, Any]:
+    """The names and proportions of W1, 590 leaves; process 0 writes some 600 KiB about them.
+
+    Stacked, they are as few and as large as those of a larger model: up to 64 KiB, sharded leaves
+    are all written by process 0.
+    """
+    tree: dict[str, Any] = workloads.llama(count * count << 22, stacked=stacked, seed=seed).tree
     tree["step"], tree["rate"] = seed, 0.5
     return tree
 
 
-async def save_counted(worker: Worker, root: str) -> tuple[list[int], int]:
-    """Save a replicated state twice; the bytes that this process wrote, and those of the state."""
+def spread(worker: Worker, kind: str, seed: int) -> dict[str, Any]:
+    """What this process has of that state: all, a shard of HSDP, or all with one leaf of 60 %."""
+    tree = llama(worker.count, seed, stacked=kind == "hsdp")
+    if kind == "one of 60 %":
+        return {"large": np.full(worker.count**2 * 3 << 19, seed, np.float32), **tree}
+    return divided(tree, worker) if kind == "hsdp" else tree
+
+
+def divided(tree: Any, worker: Worker) -> Any:
+    """The shards of two replicas, each on half of the processes."""
+    if isinstance(tree, dict):
+        return {key: divided(value, worker) for key, value in tree.items()}
+    shards = worker.count // 2
+    if not isinstance(tree, np.ndarray) or tree.shape[0] % shards:
+        return tree
+    rows = tree.shape[0] // shards
+    start = worker.index % shards * rows
+    held = tree[start : start + rows].copy()
+    return ShardedArray(tree.shape, tree.dtype, [((start, *(0,) * (tree.ndim - 1)), held)])
+
+
+async def save_counted(worker: Worker, root: str, kind: str) -> list[int]:
+    """Save a state twice; the bytes that this process wrote each time."""
     written: list[int] = []
 
     def count(data: Any) -> None:
         written[-1] += memoryview(data).nbytes
 
-    total = 0
     with counted(count):
         async with Checkpointer(root, coordinator=coordinator(worker)) as ckpt:
             for seed in (1, 2):
                 written.append(0)
-                report = await ckpt.save(seed, shuffled(worker, llama(seed)))
+                report = await ckpt.save(seed, shuffled(worker, spread(worker, kind, seed)))
                 assert report.plan_cached == (seed == 2)
-                total = report.nbytes
-    return written, total
+    return written
 
 
 @contextmanager

@@ -51,8 +51,11 @@ def mesh(kind: str) -> DeviceMesh:
     world = dist.get_world_size()
     if kind == "fsdp":
         return init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
-    names = {"hsdp": ("replicas", "shards"), "fsdp over tp": ("dp", "tp")}[kind]
-    return init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=names)
+    if kind == "hsdp":
+        names, shape = ("replicas", "shards"), (2, world // 2)
+    else:
+        names, shape = ("dp", "tp"), (world // 2, 2)
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def job(kind: str, seed: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:

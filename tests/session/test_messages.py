@@ -123,9 +123,9 @@ def test_a_known_plan_costs_one_message_and_one_answer_per_process(
     first, *others = known_save(tmp_path, count)
     for process, calls in enumerate(others, 1):
         assert messages(calls) == [("put", f"{last}/ready/{process}")]
-        # One answer; after a second without it, also why.
+        # One answer; after a second without it, also whether process 0 has decided or left.
         looked = {about for _, about in calls} - {f"{last}/ready/{process}"}
-        assert looked - {f"{last}/decision"} == {f"{last}/outcome"}
+        assert looked - {f"{last}/decision", "bye/0"} == {f"{last}/outcome"}
     # The calls of process 0 are the same, whatever the number of processes.
     assert messages(first) == [
         ("put_once", f"{last}/decision"),

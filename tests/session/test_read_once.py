@@ -20,7 +20,7 @@ import asyncckpt
 from asyncckpt import Checkpointer, RestoreOptions, SaveOptions, ShardedArray
 from asyncckpt.errors import CorruptCheckpointError, MismatchError, StoreError, UsageError
 from asyncckpt.restore.agreement import RestoreAgreement
-from asyncckpt.restore.exchange import Exchanger
+from asyncckpt.restore.exchange.exchanger import Exchanger
 from asyncckpt.spec import DTYPES
 from asyncckpt.stores.local.files import LocalFiles
 from asyncckpt.stores.local.store import LocalStore
@@ -223,7 +223,7 @@ def test_some_chunks_are_exchanged_and_some_are_not(
 def test_large_metadata_are_read_once(
     job: ExchangingJob, counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module("shared_metadata"), "SHARED_NBYTES", 4096)
+    monkeypatch.setattr(module("exchange.shared_metadata"), "SHARED_NBYTES", 4096)
     tree = {f"leaf {n}": np.full(300, n, np.int32) for n in range(2000)}
     save(job, tree)
     counted.metadata = 0

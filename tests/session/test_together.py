@@ -6,6 +6,7 @@ Real processes, kills and runtimes are in `tests/processes`; what can be seen wi
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -29,6 +30,7 @@ from asyncckpt.errors import (
     CheckpointNotFoundError,
     ClosedError,
     DeadlineExceededError,
+    FencedError,
     MismatchError,
     SaveAbortedError,
     TreeMismatchError,
@@ -36,6 +38,7 @@ from asyncckpt.errors import (
     UsageError,
 )
 from asyncckpt.session.root import Root
+from asyncckpt.stores.local.datafile import LocalDataFile
 from asyncckpt.stores.local.store import LocalStore
 
 Part = Callable[[Checkpointer, int], Coroutine[Any, Any, Any]]
@@ -96,8 +99,9 @@ class Job:
     def left(self) -> list[Path]:
         """Return all files of unfinished attempts."""
         control = self.root / ".asyncckpt"
-        paths = [path for path in control.rglob("*") if path.is_file() and path.name != "lock"]
-        return [path for path in paths if not path.name.startswith("error-")]
+        kept = ("lock", "claim-", "error-")
+        paths = (path for path in control.rglob("*") if path.is_file())
+        return [path for path in paths if not path.name.startswith(kept)]
 
 
 @pytest.fixture
@@ -336,6 +340,49 @@ def test_a_save_that_succeeds_removes_the_last_error(job: Job) -> None:
     assert not list((job.root / ".asyncckpt").glob("error-*"))
 
 
+def test_a_job_that_was_taken_over_is_fenced_on_all_processes(job: Job, tmp_path: Path) -> None:
+    later = Job(tmp_path / "later", job.count)
+    later.root = job.root
+
+    async def take_over(ckpt: Checkpointer, process: int) -> Any:
+        assert await ckpt.latest_step() == 1
+        return (await ckpt.save(2, state(2))).step
+
+    async def part(ckpt: Checkpointer, process: int) -> Any:
+        await ckpt.save(1, state(1))
+        assert (await ckpt.inspect(1)).epoch == 1
+        if process == 0:  # the others come to their next save, and wait
+            assert await asyncio.to_thread(later.play, take_over) == [2] * job.count
+        for step in (3, 2, 4):
+            with pytest.raises(FencedError, match="the run was taken over by claim 2") as caught:
+                await ckpt.save(step, state(step))
+            assert (caught.value.epoch, caught.value.visible) == (1, False)
+            assert caught.value.claimed_by is not None and caught.value.claimed_ns is not None
+        with pytest.raises(FencedError):
+            await ckpt.delete(1)
+        with pytest.raises(FencedError):
+            await ckpt.delete_after(0)
+        return await ckpt.steps()
+
+    assert job.play(part) == [[1, 2]] * job.count
+
+
+def test_a_job_that_only_deletes_takes_over_too(job: Job) -> None:
+    async def save(ckpt: Checkpointer, process: int) -> Any:
+        for step in (1, 2):
+            await ckpt.save(step, state(step))
+
+    async def delete(ckpt: Checkpointer, process: int) -> Any:
+        return await ckpt.delete_after(1)
+
+    assert job.play(save) == [None] * job.count
+    assert job.play(delete) == [[2]] * job.count
+    assert sorted(path.name for path in (job.root / ".asyncckpt").glob("claim-*")) == [
+        "claim-1",
+        "claim-2",
+    ]
+
+
 def test_an_error_that_cannot_be_noted_is_raised_all_the_same(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -507,11 +554,46 @@ def test_another_step_on_one_process(job: Job) -> None:
 
 
 def test_a_root_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncckpt.save import shared
+    results, written = saved_on_two_disks(tmp_path, monkeypatch)
+    for error in results:
+        assert isinstance(error, UsageError), results
+        assert "share" in str(error)
+    assert not [place for place in written if "host1" in place], "written before it was seen"
+    assert not [p for p in tmp_path.glob("host*/**/d/*") if p.is_file()]
+
+
+def test_control_without_the_check_of_the_root_a_process_writes_to_its_own_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from asyncckpt.stores.local import joined
+
+    def made(base: str) -> list[str]:
+        os.makedirs(base, exist_ok=True)
+        return [base]
+
+    monkeypatch.setattr(joined, "_attempts", made)
+    monkeypatch.setattr(joined, "has_mark", lambda *_: True)
+    _, written = saved_on_two_disks(tmp_path, monkeypatch)
+    assert [place for place in written if "host1" in place], "on its own disk, and nobody noticed"
+
+
+def saved_on_two_disks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Any], list[str]]:
+    """Return how a save ends of two processes that see other disks, and where they have written."""
+    from asyncckpt.save import shared, shared_plan
 
     monkeypatch.setattr(shared, "JOIN_S", 0.2)
     monkeypatch.setattr(shared, "UNSHARED_S", 0.5)
-    job = Job(tmp_path, 2)
+    monkeypatch.setattr(shared_plan, "VISIBLE_S", 0.5)
+    job, written = Job(tmp_path, 2), []
+    write = LocalDataFile.write
+
+    async def noted(self: LocalDataFile, *args: Any, **keywords: Any) -> Any:
+        written.append(self._location)
+        return await write(self, *args, **keywords)
+
+    monkeypatch.setattr(LocalDataFile, "write", noted)
 
     async def main(process: int) -> Any:
         # The processes call it by one name, and each sees another directory.
@@ -520,11 +602,7 @@ def test_a_root_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             ckpt._session.processes._root = "one name"
             return await ckpt.save(1, state())
 
-    results = job.run(main)
-    for error in results:
-        assert isinstance(error, UsageError), results
-        assert "share" in str(error)
-    assert not [p for p in tmp_path.glob("host*/**/d/*") if p.is_file()]
+    return job.run(main), written
 
 
 def test_retention_is_that_of_process_0(job: Job) -> None:

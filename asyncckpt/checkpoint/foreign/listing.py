@@ -24,7 +24,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.format.damage import path_fault
-from asyncckpt.planning.coalesce import coalesce
+from asyncckpt.planning.restore import coalesce
 from asyncckpt.ports import CheckpointFiles
 
 MAX_FILES = 1 << 20

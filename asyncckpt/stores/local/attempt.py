@@ -24,14 +24,14 @@ import os
 from asyncckpt.errors import AsyncCheckpointError, StoreError, UsageError
 from asyncckpt.flow.threads import ThreadAbandonedError
 from asyncckpt.stores.exchange import MARK, mark_of
-from asyncckpt.stores.local.context import Context
+from asyncckpt.stores.local.epochs import fenced, writing
 from asyncckpt.stores.local.export import FilesPublication
 from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.locks import leads_to, remove_owner, try_lock, unlock, write_owner
 from asyncckpt.stores.local.owners import EXCHANGE, make_owner_file, write_exchange
 from asyncckpt.stores.local.posix import Descriptor, make_directories, remove_tree
 from asyncckpt.stores.local.publish import Publication, check_place
-from asyncckpt.stores.local.tree import AttemptTree
+from asyncckpt.stores.local.tree import AttemptTree, Context
 from asyncckpt.stores.paths import RECORD_FILE
 
 BIRTH_ROUNDS = 100
@@ -43,30 +43,41 @@ class LocalAttempt(AttemptTree):
     """An attempt, made by `LocalStore.begin`, or by `LocalStore.begin_export` for plain files."""
 
     def __init__(
-        self, context: Context, name: str, save_id: str, *, overwrite: bool, private: bool
+        self,
+        context: Context,
+        name: str,
+        save_id: str,
+        *,
+        epoch: int,
+        overwrite: bool,
+        private: bool,
     ) -> None:
         super().__init__(context, name, save_id, private=private)
+        self._epoch = epoch
         self._overwrite = overwrite
         self._keep = False
 
     # ------------------------------------------------------------------------------------ begin
 
-    def open(self, epoch: int, *, exports: bool = False, shared: bool = False) -> None:
+    def open(self, *, exports: bool = False, shared: bool = False) -> None:
         """Make the attempt's directory, lock it and write its owner file. Blocking.
 
         Args:
-            epoch: the claim under which the attempt writes.
             exports: only `publish_files` knows whether a file or a directory is made.
             shared: other processes may join the attempt.
 
         Raises:
             CheckpointExistsError: the name is taken by something that is not to be replaced.
+            FencedError: another process has taken the claim over.
             UsageError: the save id was used before.
             StoreError: the directory cannot be made.
         """
-        layout = self._context.layout
+        layout, epoch = self._context.layout, self._epoch
         base = layout.attempt(epoch, self._name, self._save_id)
-        with reported("beginning a save", self.location):
+        with (
+            reported("beginning a save", self.location),
+            writing(layout, epoch, self.location),
+        ):
             if not exports:
                 # `publish` looks again, under the lock: this spares callers from staging in vain.
                 check_place(self.location, overwrite=self._overwrite)
@@ -74,10 +85,13 @@ class LocalAttempt(AttemptTree):
             for number in range(BIRTH_ROUNDS):
                 path = f"{base}.{number}" if number else base
                 try:
-                    make_directories(layout.epoch(epoch), self._directory_mode)
+                    if not epoch:
+                        make_directories(layout.epoch(epoch), self._directory_mode)
+                    elif not os.path.isdir(layout.epoch(epoch)):
+                        raise fenced(layout, epoch, self.location)
                     fd = self._make_locked(path)
                 except FileNotFoundError:
-                    continue  # swept, or the epoch's directory was tidied up
+                    continue  # swept, tidied up or taken away
                 if fd is not None:
                     self._path, self._directory = path, Descriptor(fd)
                     if shared:
@@ -149,6 +163,7 @@ class LocalAttempt(AttemptTree):
 
         Raises:
             CheckpointExistsError: the name is taken; nothing of the other checkpoint was touched.
+            FencedError: another process has taken the claim over; `visible` says what holds.
             SaveError: the last flush failed; `visible` says what holds.
             StoreError: an earlier step failed; nothing is visible.
         """
@@ -171,6 +186,7 @@ class LocalAttempt(AttemptTree):
             path,
             self._name,
             self._save_id,
+            epoch=self._epoch,
             overwrite=self._overwrite,
             mode=self._file_mode,
         )

@@ -2,6 +2,8 @@
 
 # Rule 1: the attempt's directory, and that of its epoch, are never made here: where they are not
 #   seen, the root is not shared.
+# Rule 2: the attempt is looked for in every epoch, since only process 0 knows its claim. What was
+#   taken away from it is in none, and is not joined.
 
 from __future__ import annotations
 
@@ -11,22 +13,24 @@ from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.locks import leads_to
 from asyncckpt.stores.local.owners import has_mark, make_owner_file
 from asyncckpt.stores.local.posix import Descriptor
+from asyncckpt.stores.local.sweep import epochs, listing
 from asyncckpt.stores.local.tree import AttemptTree
+from asyncckpt.stores.paths import Layout, clipped
 
 
 class LocalJoinedAttempt(AttemptTree):
     """A share in an attempt, made by `LocalStore.join`."""
 
-    def look(self, epoch: int, process: int) -> bool:
+    def look(self, process: int) -> bool:
         """Take part in the attempt if it is there; return whether it is. Blocking.
 
         Raises:
             UsageError: a process of this number takes part in it already.
             StoreError: it cannot be looked for, or the owner file cannot be made.
         """
-        base = self._context.layout.attempt(epoch, self._name, self._save_id)
+        name = f"{clipped(self._name)}-{self._save_id}"
         with reported("joining a save", self.location):
-            for path in _attempts(base):
+            for path in _attempts(self._context.layout, name):
                 try:
                     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
                 except (FileNotFoundError, NotADirectoryError):
@@ -80,15 +84,11 @@ class LocalJoinedAttempt(AttemptTree):
         await self.abort()
 
 
-def _attempts(base: str) -> list[str]:
+def _attempts(layout: Layout, name: str) -> list[str]:
     """Return the paths that an attempt may have; listing also makes NFS look for new names."""
-    epoch, name = os.path.split(base)
-    try:
-        found = os.listdir(epoch)
-    except FileNotFoundError:
-        return []
     return [
         os.path.join(epoch, this)
-        for this in sorted(found)
+        for epoch in epochs(layout)
+        for this in listing(epoch)
         if this == name or (this.startswith(f"{name}.") and this[len(name) + 1 :].isdecimal())
     ]

@@ -15,7 +15,8 @@ that there is no moment without a checkpoint.
 #   directory that was published. Without it: A renames, its flush fails; B overwrites A's
 #   checkpoint, is durable and acknowledged; A renames B's checkpoint back and removes it.
 #   (test_a_publication_is_taken_back_only_while_it_has_the_name)
-# Rule 4: a directory that is no checkpoint may be a person's work: it is moved, never removed,
+# Rule 4: a writer whose epoch is taken away changes nothing any more: stores/local/epochs.py.
+# Rule 5: a directory that is no checkpoint may be a person's work: it is moved, never removed,
 #   unless it is empty. At the place of a step it is a leftover of the run; elsewhere, where it may
 #   be a project, and if it is the root of a run, it is moved only with `overwrite`.
 
@@ -31,7 +32,7 @@ from typing import Literal
 from asyncckpt.errors import CheckpointExistsError, SaveError, StoreError
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import MAX_RECORD_NBYTES
-from asyncckpt.stores.local.context import Context
+from asyncckpt.stores.local.epochs import fenced, writing
 from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.locks import leads_to, remove_owner, root_lock, write_owner
 from asyncckpt.stores.local.posix import (
@@ -43,6 +44,7 @@ from asyncckpt.stores.local.posix import (
     rename_exchange,
     rename_noreplace,
 )
+from asyncckpt.stores.local.tree import Context
 from asyncckpt.stores.paths import CONTROL, RECORD_FILE
 
 log = logging.getLogger("asyncckpt.stores")
@@ -137,6 +139,7 @@ class Publication:
         file: the file in it that is published alone, for exports; else all of it is.
         name: under which it is published.
         save_id: of the attempt.
+        epoch: the claim under which it writes.
         overwrite: replace a checkpoint.
         mode: of files that are made.
 
@@ -154,9 +157,11 @@ class Publication:
         name: str,
         save_id: str,
         *,
+        epoch: int,
         overwrite: bool,
         mode: int,
     ) -> None:
+        self._epoch = epoch
         self._context = context
         self._layout = context.layout
         self._attempt = attempt
@@ -182,6 +187,8 @@ class Publication:
         Raises:
             CheckpointExistsError: the name is taken by a file, or without `overwrite` by a
                 checkpoint or an unrelated directory.
+            FencedError: another process has taken the claim over; `visible` says whether this
+                checkpoint was published before.
             SaveError: the flush failed; `visible` says whether the rename could be taken back.
             StoreError: the rename failed; nothing is visible.
         """
@@ -189,8 +196,11 @@ class Publication:
         self._directory = directory
         old = None
         try:
-            with reported("publishing the checkpoint", self._target):
-                # A takeover renames the epoch's directory: then this path leads nowhere.
+            with (
+                reported("publishing the checkpoint", self._target),
+                writing(self._layout, self._epoch, self._target),
+            ):
+                # After a takeover this path leads nowhere.
                 if not leads_to(self._attempt, directory):
                     raise SaveError(
                         f"{self._source}: the directory of this attempt disappeared before it was "
@@ -204,6 +214,8 @@ class Publication:
                     old = self._publish_locked()
                 else:
                     self._flush_root(None, locked=False)
+            if self._epoch and not os.path.isdir(self._layout.epoch(self._epoch)):
+                raise fenced(self._layout, self._epoch, self._target, visible=True)
         except BaseException as error:
             self.error = error
             raise
@@ -265,10 +277,10 @@ class Publication:
 
     def _replace_in_two_steps(self) -> str:
         # A crash between the two renames: `sweep` finds the owner file and puts the old one back.
-        old = self._layout.leftover("old", self._name, self._save_id)
+        old = self._layout.leftover("old", self._name, self._save_id, self._epoch)
         try:
             write_owner(old, self._context.machine(), self._name, self._save_id, self._mode)
-            flush_directory(self._layout.control)
+            flush_directory(os.path.dirname(old))
             landed(os.rename, self._target, old)
         except OSError:
             remove_owner(old)

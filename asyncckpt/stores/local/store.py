@@ -15,6 +15,7 @@ from typing import Literal
 
 from asyncckpt.errors import CheckpointNotFoundError, UsageError
 from asyncckpt.flow.threads import Workers
+from asyncckpt.format.claim import Claim
 from asyncckpt.options import (
     DEFAULT_CHUNK_NBYTES,
     DEFAULT_DATA_FILE_NBYTES,
@@ -22,10 +23,11 @@ from asyncckpt.options import (
     SLOT_NBYTES,
 )
 from asyncckpt.ports import Removal, Sizes, StoreCapabilities
+from asyncckpt.stores.claims import check_epoch
 from asyncckpt.stores.exchange import check_process, find_mark
 from asyncckpt.stores.local.attempt import LocalAttempt
-from asyncckpt.stores.local.context import Context
 from asyncckpt.stores.local.datafile import DirectWrites
+from asyncckpt.stores.local.epochs import check, claim, claims, writing
 from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.files import LocalFiles
 from asyncckpt.stores.local.joined import LocalJoinedAttempt
@@ -41,6 +43,7 @@ from asyncckpt.stores.local.locks import (
 from asyncckpt.stores.local.notes import keep_note, take_notes
 from asyncckpt.stores.local.posix import flush_directory, landed, remove_tree
 from asyncckpt.stores.local.sweep import collect, sweep, tidy
+from asyncckpt.stores.local.tree import Context
 from asyncckpt.stores.paths import CONTROL, RECORD_FILE, Layout, check_name, check_save_id
 from asyncckpt.stores.paths import open_local as open_local
 
@@ -108,6 +111,23 @@ class LocalStore:
             concurrency or LOCAL_CONCURRENCY,
         )
 
+    async def claim(self) -> Claim:
+        """Take the root over from the job that has claimed it. As `Store.claim`.
+
+        Cancellation: waits for the thread, then raises; the claim may have been made.
+        """
+        self._wrote = True
+        return await self._workers.run(claim, self._layout)
+
+    async def claims(self) -> Sequence[Claim]:
+        """Return the claims that can be read, ascending; none if there is no root."""
+        return await self._workers.run(claims, self._layout)
+
+    async def check_claim(self, epoch: int) -> None:
+        """Raise if a higher claim was made. As `Store.check_claim`."""
+        if epoch:
+            await self._workers.run(check, self._layout, epoch)
+
     async def begin(
         self,
         name: str,
@@ -124,13 +144,18 @@ class LocalStore:
         Raises:
             UsageError: the name is not one path part, or the save id was used before.
             CheckpointExistsError: something is at the name that a save does not replace.
+            FencedError: another process has taken the claim over.
             StoreError: the directory cannot be made.
         """
-        _check(name, save_id, epoch)
-        attempt = LocalAttempt(self._context, name, save_id, overwrite=overwrite, private=private)
+        check_name(name)
+        check_save_id(save_id)
+        check_epoch(epoch)
+        attempt = LocalAttempt(
+            self._context, name, save_id, epoch=epoch, overwrite=overwrite, private=private
+        )
         self._wrote = True
         try:
-            await self._workers.run(attempt.open, epoch, exports=exports, shared=shared)
+            await self._workers.run(attempt.open, exports=exports, shared=shared)
         except BaseException:
             await attempt.abort()
             raise
@@ -143,7 +168,6 @@ class LocalStore:
         *,
         process: int,
         timeout_s: float,
-        epoch: int = 0,
         private: bool = False,
     ) -> LocalJoinedAttempt:
         """Take part in an attempt that another process begins. As `Store.join`.
@@ -157,13 +181,14 @@ class LocalStore:
             CheckpointNotFoundError: there was no such attempt for `timeout_s`.
             StoreError: it cannot be looked for.
         """
-        _check(name, save_id, epoch)
+        check_name(name)
+        check_save_id(save_id)
         check_process(process)
         attempt = LocalJoinedAttempt(self._context, name, save_id, private=private)
         self._wrote = True
         try:
             await find_mark(
-                partial(self._workers.run, attempt.look, epoch, process),
+                partial(self._workers.run, attempt.look, process),
                 location=attempt.location,
                 save_id=save_id,
                 timeout_s=timeout_s,
@@ -199,34 +224,40 @@ class LocalStore:
         self._files.append(files)
         return files
 
-    async def delete(self, name: str) -> None:
+    async def delete(self, name: str, *, epoch: int = 0) -> None:
         """Delete a checkpoint, or the link to one, not its target. As `Store.delete`."""
         check_name(name)
+        check_epoch(epoch)
         self._wrote = True
-        await self._workers.run(lambda: self._empty_trash(*self._move_to_trash(name)))
+        await self._workers.run(lambda: self._empty_trash(*self._move_to_trash(name, epoch)))
 
-    async def unlist(self, name: str) -> Removal:
+    async def unlist(self, name: str, *, epoch: int = 0) -> Removal:
         """Delete the name, durably; once cancelled, the bytes are left to `sweep`."""
         check_name(name)
+        check_epoch(epoch)
         self._wrote = True
         moved: list[tuple[str, int]] = []
         try:
-            await self._workers.run(lambda: moved.append(self._move_to_trash(name)))
+            await self._workers.run(lambda: moved.append(self._move_to_trash(name, epoch)))
         except BaseException:
             if moved:
                 await self._workers.clean_up(partial(self._leave_trash, *moved[0]))
             raise
         return partial(self._workers.run, self._empty_trash, *moved[0])
 
-    def _move_to_trash(self, name: str) -> tuple[str, int]:
+    def _move_to_trash(self, name: str, epoch: int) -> tuple[str, int]:
         """Unlist a checkpoint durably; return where it is, and a descriptor that has locked it."""
+        with writing(self._layout, epoch, self._layout.target(name)):
+            return self._moved_to_trash(name, epoch)
+
+    def _moved_to_trash(self, name: str, epoch: int) -> tuple[str, int]:
         target = self._layout.target(name)
         absent = CheckpointNotFoundError(
             f"{target}: there is no checkpoint to delete", location=target
         )
         if not os.path.isdir(target):
             raise absent
-        trash = self._layout.leftover("trash", name, secrets.token_hex(8))
+        trash = self._layout.leftover("trash", name, secrets.token_hex(8), epoch)
         fd = -1
         try:
             with reported("deleting", target), root_lock(self._layout):
@@ -241,7 +272,7 @@ class LocalStore:
                     raise absent from None
                 try:
                     flush_directory(self._layout.root)
-                    flush_directory(self._layout.control)
+                    flush_directory(os.path.dirname(trash))
                 except OSError:
                     # After power loss the name could be back: its bytes must then be there.
                     landed(os.rename, trash, target)
@@ -294,10 +325,3 @@ class LocalStore:
         if self._wrote:
             self._wrote = False
             await self._workers.clean_up(partial(tidy, self._layout))
-
-
-def _check(name: str, save_id: str, epoch: int) -> None:
-    if epoch < 0:
-        raise UsageError(f"epoch={epoch}: pass a non-negative integer", found=epoch)
-    check_name(name)
-    check_save_id(save_id)

@@ -3,7 +3,7 @@
 Proven dead: the owner file names this host and this boot, and the lock is free; or it names this
 host and another boot, and the file system is certainly local. An attempt that several processes
 share is dead when all of them are. Everything else is kept for a person to remove; so are `aside-…`
-directories, which were never ours.
+directories, which were never ours, and claims.
 """
 
 # Rule 1: a held lock keeps its directory, whatever the owner file says.
@@ -53,7 +53,7 @@ from asyncckpt.stores.local.posix import (
     landed,
     rename_noreplace,
 )
-from asyncckpt.stores.paths import OWNER_SUFFIX, Layout, check_name
+from asyncckpt.stores.paths import FENCED, OWNER_SUFFIX, Layout, check_name
 
 log = logging.getLogger("asyncckpt.stores")
 
@@ -130,8 +130,7 @@ def _claim(
             return None
         dead = owner.is_dead(machine, locked, layout.root)
         dead = dead and is_abandoned(path, fd, machine, layout.root)
-        is_old = os.path.basename(path).startswith("old-")
-        claimed = dead and not (is_old and _put_back(layout, path, owner.name))
+        claimed = dead and not (_was_replaced(path) and _put_back(layout, path, owner.name))
         return fd if claimed else None
     finally:
         if not claimed:
@@ -181,7 +180,7 @@ def _discard(layout: Layout, path: str, *, dry_run: bool) -> bool:
             return False
         if any(map(is_locked, owner_files(path))):
             return False
-        if os.path.basename(path).startswith("old-"):
+        if _was_replaced(path):
             owner = read_owner(path)
             # Without an owner it may be the only one of its name, which is unknown.
             if owner is None or _put_back(layout, path, owner.name, dry_run=dry_run):
@@ -208,10 +207,14 @@ def _written_s(path: str) -> float:
 
 
 def tidy(layout: Layout) -> None:
-    """Remove our directories that are empty and unused. Blocking."""
+    """Remove our directories that are empty and unused. Blocking.
+
+    Those of claims are never unused: stores/local/epochs.py, rule 4.
+    """
+    unclaimed = os.path.basename(layout.epoch(0))
     with contextlib.suppress(OSError, StoreError):
         for name in os.listdir(layout.control):
-            if _EPOCH.fullmatch(name):
+            if name == unclaimed or name.startswith(FENCED):
                 with contextlib.suppress(OSError):
                     os.rmdir(os.path.join(layout.control, name))
         left = os.listdir(layout.control)
@@ -226,10 +229,10 @@ def tidy(layout: Layout) -> None:
 def _leftovers(layout: Layout) -> list[str]:
     """Return the paths of attempts, of trash and of replaced checkpoints, alive or not."""
     paths: list[str] = []
-    for name in _listing(layout.control):
+    for name in listing(layout.control):
         path = os.path.join(layout.control, name)
-        if _EPOCH.fullmatch(name):
-            paths += [os.path.join(path, attempt) for attempt in _listing(path)]
+        if _EPOCH.fullmatch(name) or name.startswith(FENCED):
+            paths += [os.path.join(path, attempt) for attempt in listing(path)]
         elif name.startswith(("trash-", "old-")):
             paths.append(path)
     found: dict[str, None] = {}
@@ -241,11 +244,37 @@ def _leftovers(layout: Layout) -> list[str]:
     return list(found)
 
 
-def _listing(path: str) -> list[str]:
+def epochs(layout: Layout) -> list[str]:
+    """Return the paths of the directories of all epochs that were not taken away."""
+    return [
+        os.path.join(layout.control, name)
+        for name in listing(layout.control)
+        if _EPOCH.fullmatch(name)
+    ]
+
+
+def listing(path: str) -> list[str]:
+    """Return the names in a directory, sorted; none if it cannot be listed."""
     try:
         return sorted(os.listdir(path))
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return []
+
+
+def _was_replaced(path: str) -> bool:
+    """Return whether this leftover is a checkpoint that was being replaced.
+
+    In epoch 0 it is an attempt, whose checkpoint may have any name.
+    """
+    directory, name = os.path.split(path)
+    return name.startswith("old-") and os.path.basename(directory) != "epoch-0"
+
+
+def put_back(layout: Layout, path: str) -> None:
+    """Put this leftover back if it is a checkpoint whose replacement cannot arrive. Blocking."""
+    owner = read_owner(path) if _was_replaced(path) else None
+    if owner is not None and os.path.isdir(path):
+        _put_back(layout, path, owner.name)
 
 
 def _put_back(layout: Layout, old: str, name: str, *, dry_run: bool = False) -> bool:

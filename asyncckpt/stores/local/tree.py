@@ -14,8 +14,9 @@ import contextlib
 import os
 import posixpath
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,11 +24,11 @@ import aiofiles
 
 from asyncckpt.errors import AsyncCheckpointError, UsageError
 from asyncckpt.flow.shield import run_all
+from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.exchange import check_passed, too_large
-from asyncckpt.stores.local.context import Context
-from asyncckpt.stores.local.datafile import LocalDataFile
+from asyncckpt.stores.local.datafile import DirectWrites, LocalDataFile
 from asyncckpt.stores.local.failures import Guard, reported
-from asyncckpt.stores.local.locks import leads_to, unlock
+from asyncckpt.stores.local.locks import Machine, leads_to, unlock
 from asyncckpt.stores.local.owners import (
     EXCHANGE,
     OwnerFile,
@@ -36,7 +37,26 @@ from asyncckpt.stores.local.owners import (
     write_exchange,
 )
 from asyncckpt.stores.local.posix import Descriptor, flush_directory, flush_file
-from asyncckpt.stores.paths import RECORD_FILE, check_file
+from asyncckpt.stores.paths import RECORD_FILE, Layout, check_file
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """State that all attempts of a store share.
+
+    Attributes:
+        layout: paths below the root.
+        workers: threads for every blocking call.
+        machine: returns the host and boot that owner files are compared with. Blocking.
+        direct: whether and where writes go past the page cache.
+        is_valid: whether the content of a record file is a commit record. Stores know no records.
+    """
+
+    layout: Layout
+    workers: Workers
+    machine: Callable[[], Machine]
+    direct: DirectWrites
+    is_valid: Callable[[bytes], bool]
 
 
 class AttemptTree:

@@ -5,6 +5,8 @@
 # Rule 2: it ends with exactly one of `publish` and `abort`; both run to their end, however often
 #   the caller is cancelled.
 # Rule 3: after a failure every further call raises it.
+# Rule 4: with a claim, the record is followed by one look for a higher one. If there is any, the
+#   save is not acknowledged, and nothing of it is removed (claims/counting.py, rule 1).
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from asyncckpt.errors import AsyncCheckpointError, SaveError
+from asyncckpt.errors import AsyncCheckpointError, SaveError, SaveOutcomeUnknownError, StoreError
 from asyncckpt.flow.shield import to_completion
 from asyncckpt.stores.exchange import MARK, mark_of
 from asyncckpt.stores.objects.clients.client import RequestError
-from asyncckpt.stores.objects.context import Context, owned
+from asyncckpt.stores.objects.context import Context, Record, owned
 from asyncckpt.stores.objects.layout import fixed_path, join
 from asyncckpt.stores.objects.probe import Conditions
 from asyncckpt.stores.objects.publish import AFTER_S, Publication
@@ -32,8 +34,10 @@ class ObjectAttempt(ObjectShare):
     """An attempt, made by `ObjectStore.begin`.
 
     Args:
+        epoch: the claim under which it writes, 0 for none.
         max_age_s: older than this it does not publish.
-        conditions: awaited before the record; the conditional requests that the store honours.
+        conditions: awaited before the record; the conditional requests that the store honours,
+            with ``versions=True`` those on versions too.
         in_background: takes work for after the commit, and returns at once.
         unfinished: called when fixed names could not be written.
         shared: other processes may join it, once `mark` has returned.
@@ -45,14 +49,16 @@ class ObjectAttempt(ObjectShare):
         name: str,
         save_id: str,
         *,
+        epoch: int,
         overwrite: bool,
         max_age_s: float,
-        conditions: Callable[[], Awaitable[Conditions]],
+        conditions: Callable[..., Awaitable[Conditions]],
         in_background: Callable[[Coroutine[Any, Any, None]], None],
         unfinished: Callable[[str], None],
         shared: bool,
     ) -> None:
         super().__init__(context, name, save_id, shared=shared)
+        self._epoch = epoch
         self._overwrite = overwrite
         self._max_age_s = max_age_s
         self._conditions = conditions
@@ -97,6 +103,8 @@ class ObjectAttempt(ObjectShare):
 
         Raises:
             CheckpointExistsError: the name is taken; the other checkpoint was not touched.
+            FencedError: another process has taken the claim over; the record may count or not.
+            SaveOutcomeUnknownError: whether that is so could not be found out.
             SaveError: the attempt is too old; or whether the record arrived is unknown.
             StoreError: an earlier step failed; nothing is visible.
         """
@@ -110,11 +118,18 @@ class ObjectAttempt(ObjectShare):
     async def _publication_of(self, record: bytes) -> Publication:
         """Return what publishes the record, once it is known which conditions the store obeys."""
         self._sending.check_sealed(self._files)
-        conditions = await self._conditions()
+        conditions = await self._conditions(versions=self._overwrite)
         self._check_age()
         witness = join(self._name, self._files[-1].path) if self._files else None
         return Publication(
-            self._context, self._name, self._save_id, record, self._fixed, conditions, witness
+            self._context,
+            self._name,
+            self._save_id,
+            record,
+            self._fixed,
+            conditions,
+            witness,
+            self._epoch,
         )
 
     async def _conclude(self, publication: Publication) -> None:
@@ -128,11 +143,8 @@ class ObjectAttempt(ObjectShare):
             raise
 
     async def _publish(self, publication: Publication) -> None:
-        replaced = None
-        if self._overwrite:
-            replaced = await publication.replace()
-        else:
-            await publication.create()
+        replaced = await self._put_record(publication)
+        await self._check_claim()
         self._sending.ended = True
         if not await publication.finish(self._sending.orphans):
             self._unfinished(self._name)
@@ -142,6 +154,32 @@ class ObjectAttempt(ObjectShare):
             await publication.settle(replaced)
         if self._exchanged:
             self._in_background(self._end_exchange())
+
+    async def _put_record(self, publication: Publication) -> Record | None:
+        """Put the record in its place; return the one that it has replaced."""
+        if self._overwrite:
+            return await publication.replace()
+        found = await publication.create()
+        if found is None:
+            return None
+        if await found.counts(self._context):
+            # A process that was taken over is to learn that, and not what others have saved since.
+            await self._context.claims.check(self._epoch, self.location)
+            raise publication.exists(found)
+        return await publication.replace(await self._conditions(versions=True))
+
+    async def _check_claim(self) -> None:
+        """Check that the claim was not taken over before the record was put."""
+        try:
+            await self._context.claims.check(self._epoch, self.location, visible=None)
+        except StoreError as error:
+            raise SaveOutcomeUnknownError(
+                f"{self.location}: the record is written, but whether another process has taken "
+                f"the run over before could not be found out: {error}. Look at latest_step(): if "
+                "it is this step, it is saved",
+                stage="commit",
+                location=self.location,
+            ) from error
 
     async def _end_exchange(self) -> None:
         """Remove the mark, and what was passed on and read. Raises nothing of the store's."""

@@ -11,6 +11,7 @@ from asyncckpt.flow.shield import together
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record import FixedName, Outline
 from asyncckpt.options import KIB, MAX_RECORD_NBYTES
+from asyncckpt.stores.objects.claims.counting import Claims
 from asyncckpt.stores.objects.clients.client import Body, RequestError
 from asyncckpt.stores.objects.layout import RECORD, join, owner
 from asyncckpt.stores.objects.requests.requests import Requests
@@ -40,6 +41,8 @@ class Context:
         save_id_of: returns the save id in a commit record, or None for anything else.
         outline_of: returns the outline of a commit record, or None for anything else; with
             ``head=True`` that of its beginning alone, unchecked.
+        epoch_of: returns the epoch of a commit record or of its beginning, None if it does not say.
+        claims: decide which records count.
         google: Orbax's mark is written last.
     """
 
@@ -47,6 +50,8 @@ class Context:
     workers: Workers
     save_id_of: Callable[[bytes], str | None]
     outline_of: Callable[..., Outline | None]
+    epoch_of: Callable[[bytes], int | None]
+    claims: Claims
     google: bool = False
 
 
@@ -57,10 +62,19 @@ class Record:
     Attributes:
         data: its bytes; empty where they are too many for a record.
         save_id: identity of the save that it commits; None if it is not a valid record.
+        epoch: the claim under which it was written, 0 for none.
     """
 
     data: bytes
     save_id: str | None
+    epoch: int = 0
+
+    async def counts(self, context: Context) -> bool:
+        """Return whether it is none that was written after its writer was taken over.
+
+        What is no valid record counts as what it is. Raises `StoreError`.
+        """
+        return self.save_id is None or await context.claims.counts(self.save_id, self.epoch)
 
     async def outline(self, context: Context) -> Outline:
         """Return its outline, which is empty if it is not a valid record."""
@@ -87,7 +101,8 @@ async def read_record(context: Context, name: str) -> Record | None:
         if error.kind == "missing":
             return None
         raise
-    return Record(data or b"", save_id)
+    epoch = context.epoch_of(data) if data and save_id is not None else None
+    return Record(data or b"", save_id, epoch or 0)
 
 
 async def read_at_once(

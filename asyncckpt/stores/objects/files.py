@@ -24,6 +24,7 @@ from asyncckpt.stores.objects.context import (
     HEAD_NBYTES,
     INLINE_NBYTES,
     Context,
+    Record,
     as_view,
     load_fixed,
     read_at_once,
@@ -87,10 +88,26 @@ class ObjectFiles:
                 location=self.location,
                 expected=max_nbytes,
             )
+        if save_id is not None:
+            await self._check_counts(Record(data, save_id, self._context.epoch_of(data) or 0))
         # A damaged one may have been damaged on its way only, which says nothing later.
         if save_id is not None and self._head is None:
             self._head = data[:HEAD_NBYTES]
         return data
+
+    async def _check_counts(self, record: Record) -> None:
+        """Check that the record is one of the run: stores/objects/claims/counting.py.
+
+        Raises:
+            CheckpointNotFoundError: it is not.
+        """
+        if not await record.counts(self._context):
+            raise CheckpointNotFoundError(
+                f"{self.location}: the record here does not count: its writer (epoch "
+                f"{record.epoch}) had been taken over before. A save of this step replaces it",
+                location=self.location,
+                found=record.save_id,
+            )
 
     async def read_into(
         self,

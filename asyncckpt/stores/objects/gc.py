@@ -8,6 +8,9 @@ What is removed is older than the caller says (a week at least) by the store's o
 - a data object with the save id of the valid record that the record does not list: one of two that
   raced each other, or of an earlier try;
 - an experiment (`.asyncckpt/probe-…`), or the last error of a process (`.asyncckpt/error-…`);
+- a record that does not count, because its writer had been taken over, with its objects, where the
+  store deletes on condition that it was not replaced;
+- the list of a claim that is not the highest list;
 - a multipart upload to a name that carries a save id (older releases made such).
 """
 
@@ -18,20 +21,24 @@ What is removed is older than the caller says (a week at least) by the store's o
 # Rule 3: ages are differences of times that the store itself tells: its "now" is when it says that
 #   an object that was just written was.
 # Rule 4: the record is read after the listing and before the deletion.
+# Rule 5: claims stay: stores/objects/claims/counting.py, rule 7.
 
 from __future__ import annotations
 
 import logging
 
 from asyncckpt.format.record import Outline
+from asyncckpt.stores.objects.claims.counting import superseded
 from asyncckpt.stores.objects.clients.client import Listed, RequestError
 from asyncckpt.stores.objects.context import OBJECTS_MAX, Context, read_record
 from asyncckpt.stores.objects.layout import (
     CONTROL,
+    RECORD,
     is_exchange,
     is_fixed,
     is_note,
     is_probe,
+    join,
     owner,
     probe_key,
 )
@@ -45,33 +52,75 @@ KEYS_PER_DELETION = 1000
 """Keys that one request of S3 deletes; the record is read again before each."""
 
 
-async def remove_garbage(context: Context, older_than_s: float, *, dry_run: bool) -> list[str]:
+async def remove_garbage(
+    context: Context, older_than_s: float, *, deletes: bool = False, dry_run: bool
+) -> list[str]:
     """Remove leftovers; return the keys of what was (with `dry_run`: would be) removed, sorted.
 
     Uploads are returned as ``key?upload``.
 
+    Args:
+        context: of the store.
+        older_than_s: seconds since it was written.
+        deletes: the store obeys conditions on deletions.
+        dry_run: remove nothing.
+
     Raises:
-        RequestError: a request failed, or the store does not tell when objects were written; what
-            was removed until then stays removed.
+        RequestError, StoreError: a request failed, or the store does not tell when objects were
+            written; what was removed until then stays removed.
     """
     requests = context.requests
     before_s = await _store_now_s(context) - older_than_s
     removed = await _uploads(context, before_s, dry_run=dry_run)
+    listed = await requests.list(CONTROL, recursive=True, limit=OBJECTS_MAX)
+    lists = superseded([entry.key.removeprefix(f"{CONTROL}/") for entry in listed])
+    unused = {join(CONTROL, name) for name in lists}
     control = [
         entry.key
-        for entry in await requests.list(CONTROL, recursive=True, limit=OBJECTS_MAX)
-        if (is_probe(entry.key) or is_note(entry.key)) and _is_older(entry, before_s)
+        for entry in listed
+        if (is_probe(entry.key) or is_note(entry.key) or entry.key in unused)
+        and _is_older(entry, before_s)
     ]
     if not dry_run:
         await requests.delete(control)
     removed += control
     for entry in await requests.list("", recursive=False, limit=NAMES_MAX):
         if entry.is_prefix and entry.key != CONTROL:
-            removed += await _checkpoint(context, entry.key, before_s, dry_run=dry_run)
+            fenced: list[str] = []
+            if deletes:
+                fenced = await _fenced(context, entry.key, before_s, dry_run=dry_run)
+            removed += fenced
+            removed += await _checkpoint(
+                context, entry.key, before_s, fenced=bool(fenced), dry_run=dry_run
+            )
     return sorted(removed)
 
 
-async def _checkpoint(context: Context, name: str, before_s: float, *, dry_run: bool) -> list[str]:
+async def _fenced(context: Context, name: str, before_s: float, *, dry_run: bool) -> list[str]:
+    """Remove a record that does not count; what belongs to it is then of no record."""
+    requests, key = context.requests, join(name, RECORD)
+    # The version first: what replaces the record after it is not what is deleted.
+    try:
+        version = await requests.version(key)
+    except RequestError as error:
+        if error.kind != "missing":
+            raise
+        return []
+    record = await read_record(context, name)
+    if record is None or await record.counts(context):
+        return []
+    listed = await requests.list(name, recursive=False, limit=OBJECTS_MAX)
+    if not any(entry.key == key and _is_older(entry, before_s) for entry in listed):
+        return []
+    if not dry_run:
+        await requests.delete_version(key, version)
+    return [key]
+
+
+async def _checkpoint(
+    context: Context, name: str, before_s: float, *, fenced: bool, dry_run: bool
+) -> list[str]:
+    """Remove what no record refers to; with `fenced`, one that does not count refers to nothing."""
     requests = context.requests
     listed = await requests.list(name, recursive=True, limit=OBJECTS_MAX)
     removed: list[str] = []
@@ -92,7 +141,8 @@ async def _checkpoint(context: Context, name: str, before_s: float, *, dry_run: 
                 requests.location(name),
             )
             break
-        outline = Outline("") if record is None else await record.outline(context)
+        gone = record is None or (fenced and not await record.counts(context))
+        outline = Outline("") if record is None or gone else await record.outline(context)
         some = ours[first : first + KEYS_PER_DELETION]
         dead = [key for key in some if _is_dead(key.removeprefix(f"{name}/"), outline)]
         if not dry_run:

@@ -101,6 +101,7 @@ class Publication:
     Args:
         fixed: contents of the fixed names.
         witness: key of an object of the attempt, which a deletion of the checkpoint removes.
+        epoch: the claim under which it writes, 0 for none.
 
     Attributes:
         keep: the record may arrive yet: nothing that it refers to may be removed.
@@ -115,6 +116,7 @@ class Publication:
         fixed: Mapping[str, bytes],
         conditions: Conditions,
         witness: str | None,
+        epoch: int,
     ) -> None:
         self._context = context
         self._requests = context.requests
@@ -124,6 +126,7 @@ class Publication:
         self._fixed = fixed
         self._conditions = conditions
         self._witness = witness
+        self._epoch = epoch
         self._key = join(name, RECORD)
         self._location = context.requests.location(name)
         self._retried = False
@@ -132,41 +135,48 @@ class Publication:
 
     # ------------------------------------------------------------------------------------ commit
 
-    async def create(self) -> None:
-        """Create the record where none is.
+    async def create(self) -> Record | None:
+        """Create the record where none is; return the object that is there instead, if one is.
 
         Where the store creates nothing conditionally, two attempts that look at the same time may
         both believe to have won; the last one has.
 
         Raises:
-            CheckpointExistsError: another object is there; it was not touched.
             SaveError: the outcome is unknown, or the checkpoint was deleted meanwhile.
         """
         if self._conditions.create:
-            found = await self._create()
-        else:
-            found, _ = await self._read_before()
+            return await self._create()
+        found, _ = await self._read_before()
+        if found is None:
+            await self._replace_guarded(None)
+            found = await self._read_back(None)
             if found is None:
-                await self._replace_guarded(None)
-                found = await self._read_back(None)
-                if found is None:
-                    raise self._unresolved(None, "there is none so far")
-                if found.data == self._record:
-                    return
-        if found is not None:
-            raise self._exists(found)
+                raise self._unresolved(None, "there is none so far")
+            if found.data == self._record:
+                return None
+        return found
 
-    async def replace(self) -> Record | None:
+    async def replace(self, fenced_only: Conditions | None = None) -> Record | None:
         """Put the record in the place of what is there; return what it has replaced.
 
+        Args:
+            fenced_only: replace only a record that does not count, on these conditions.
+
         Raises:
+            CheckpointExistsError: with `fenced_only`, what is there counts; it was not touched.
             StoreError: what is there could not be read; nothing was replaced.
             SaveError: the outcome is unknown, or another save was faster.
         """
+        self._conditions = fenced_only or self._conditions
         for _ in range(TURNS_MAX):
             old, version = await self._read_before()
             if old is not None and old.data == self._record:
                 return None  # an earlier try of ours, whose response was lost
+            if fenced_only and old is not None and await old.counts(self._context):
+                raise self.exists(old)
+            if old is not None and old.save_id is not None:
+                claims, location = self._context.claims, self._location
+                await claims.begin_replacing(old.save_id, self._save_id, self._epoch, location)
             if old is None and self._conditions.create:
                 if await self._create() is None:
                     return None
@@ -311,7 +321,8 @@ class Publication:
         text = f"{self._location}: {why}"
         return SaveError(text, location=self._location, stage="commit")
 
-    def _exists(self, found: Record) -> CheckpointExistsError:
+    def exists(self, found: Record) -> CheckpointExistsError:
+        """Return the error for an object that is there and stays."""
         if found.save_id is not None:
             return CheckpointExistsError(
                 f"{self._location}: a checkpoint already exists here; pass overwrite=True to "
@@ -389,6 +400,8 @@ class Publication:
                 written = set(self._fixed)
                 if replaced is not None and replaced.save_id not in (None, self._save_id):
                     written |= await self._remove(replaced)
+                    claims, old = self._context.claims, replaced.save_id
+                    await claims.end_replacing(old, self._save_id, self._epoch)
                 head = await read_head(self._context, self._name)
                 if head != self._record[:HEAD_NBYTES]:
                     await follow_record(self._context, self._name, self._save_id, written)

@@ -10,7 +10,10 @@ next `Checkpointer` repairs for others; or bytes that all carry a save id, which
 #   them: neither another attempt at the name nor a person who put files there loses anything.
 # Rule 3: with conditional deletion, only the version that was read is deleted: a checkpoint that
 #   has replaced it meanwhile stays, and its fixed names are written again.
-# Rule 4: after the bytes the record is looked for once more: a save whose response was lost may
+# Rule 4: the last request before the deletion of the record looks for a higher claim: a process
+#   that was stopped and taken over deletes nothing when it wakes up. No store has a condition for
+#   that: one that is stopped between these two requests deletes what it had decided to delete.
+# Rule 5: after the bytes the record is looked for once more: a save whose response was lost may
 #   have tried it again (see `publish`). A record of the same save is then removed again.
 
 from __future__ import annotations
@@ -79,13 +82,14 @@ async def delete_record(context: Context, name: str, version: str | None) -> Non
             raise
 
 
-async def unlist(context: Context, name: str, conditions: Conditions) -> Removal:
+async def unlist(context: Context, name: str, conditions: Conditions, epoch: int) -> Removal:
     """Delete the record, after what other programs look for; the result removes the bytes.
 
     What belonged to a damaged record is unknown: gc removes that by its age.
 
     Raises:
         CheckpointNotFoundError: there was none.
+        FencedError: the claim of this process was taken over; the checkpoint is still there.
         StoreError: the error says whether the checkpoint is still there.
     """
     location = context.requests.location(name)
@@ -96,9 +100,11 @@ async def unlist(context: Context, name: str, conditions: Conditions) -> Removal
                 f"{location}: there is no checkpoint to delete", location=location
             )
         names = shared_paths(await record.outline(context))
+        await context.claims.check(epoch, location)
         if context.google:
             await delete_paths(context, name, marks(names))
         await delete_paths(context, name, sorted(names))
+        await context.claims.check(epoch, location)
         # If another version is there now, ours was replaced, and its bytes are of no use either.
         await delete_record(context, name, version if conditions.delete else None)
     return partial(_remove_bytes, context, name, record.save_id, names)

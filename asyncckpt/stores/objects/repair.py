@@ -9,7 +9,8 @@ next `Checkpointer` sees by comparing listings with the record.
 """
 
 # Rule 1: nothing here writes or deletes a record, nor anything that has a save id in its name.
-# Rule 2: without a record nothing is written; a record that cannot be read stops everything.
+# Rule 2: without a record nothing is written, nor for one that does not count; a record that cannot
+#   be read stops everything.
 # Rule 3: looking downloads no contents: a few KiB of the record, and listings.
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping
 
-from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.errors import CorruptCheckpointError, StoreError
 from asyncckpt.flow.shield import together
 from asyncckpt.format.record import FixedName, Outline
 from asyncckpt.stores.objects.clients.client import Listed, RequestError
@@ -96,7 +97,7 @@ async def repair(context: Context, name: str) -> bool:
 
     Raises:
         CorruptCheckpointError: the contents are damaged.
-        RequestError: a request failed.
+        RequestError, StoreError: a request failed.
     """
     here = await _listed(context, name, "")
     if RECORD not in here:
@@ -117,7 +118,7 @@ async def repair(context: Context, name: str) -> bool:
         return False
     # That was the unchecked beginning of a record. What is written comes from all of it.
     record = await read_record(context, name)
-    if record is None or record.save_id != outline.save_id:
+    if record is None or record.save_id != outline.save_id or not await record.counts(context):
         return False
     outline = await record.outline(context)
     bad = [fixed for fixed in outline.fixed if fixed.path in wrong]
@@ -167,7 +168,7 @@ async def repair_quietly(context: Context, name: str) -> None:
                 "interrupted",
                 location,
             )
-    except (RequestError, CorruptCheckpointError) as error:
+    except (RequestError, StoreError, CorruptCheckpointError) as error:
         level = logging.WARNING
         if isinstance(error, RequestError) and error.kind in ("forbidden", "credentials"):
             level = logging.DEBUG

@@ -1,6 +1,7 @@
 """Checkpoints on an object store: committed by one conditional PUT, safe against other writers."""
 
-# Rule 1: the record makes a checkpoint exist, and nothing else is consulted for that.
+# Rule 1: the record makes a checkpoint exist, and nothing else is consulted for that but claims:
+#   stores/objects/claims/counting.py.
 # Rule 2: deleting removes the record before the bytes that it refers to, and those by the save id
 #   that it carried, so that another attempt at the same name loses nothing.
 # Rule 3: nothing about a store is remembered between calls except the results of probes, and the
@@ -19,12 +20,16 @@ from asyncckpt.errors import StoreError, UsageError
 from asyncckpt.flow.beside import Beside
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.flow.threads import Workers
+from asyncckpt.format.claim import Claim
 from asyncckpt.format.record import STEP_NAME, Outline
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES, KIB, PAGE_NBYTES, SLOT_NBYTES
 from asyncckpt.ports import Removal, Sizes, StoreCapabilities
 from asyncckpt.reports import nbytes_text
+from asyncckpt.stores.claims import check_epoch
 from asyncckpt.stores.exchange import check_process, find_mark
 from asyncckpt.stores.objects.attempt import ObjectAttempt
+from asyncckpt.stores.objects.claims.counting import Claims
+from asyncckpt.stores.objects.claims.takeover import take_over
 from asyncckpt.stores.objects.context import OBJECTS_MAX, Context
 from asyncckpt.stores.objects.export import ObjectExport
 from asyncckpt.stores.objects.failures import reported
@@ -76,6 +81,7 @@ class ObjectStore:
         save_id_of: returns the save id in a commit record, or None for anything else.
         outline_of: as `asyncckpt.format.record.outline_of`. Both are called in worker threads for
             records of more than 64 KiB.
+        epoch_of: as `asyncckpt.format.record.epoch_of`; without it, all records count.
         workers: threads for copies and checks.
         google: write Orbax's `commit_success.txt` last, which it wants on Google's store.
         collect_min_s: least age that `collect` accepts, and twice the age at which an attempt
@@ -89,6 +95,7 @@ class ObjectStore:
         save_id_of: Callable[[bytes], str | None],
         outline_of: Callable[..., Outline | None],
         workers: Workers,
+        epoch_of: Callable[[bytes], int | None] = lambda record: 0,
         google: bool = False,
         collect_min_s: float = COLLECT_MIN_S,
     ) -> None:
@@ -106,7 +113,9 @@ class ObjectStore:
             proves_dead=False,
         )
         self._requests = requests
-        self._context = Context(requests, workers, save_id_of, outline_of, google)
+        self._context = Context(
+            requests, workers, save_id_of, outline_of, epoch_of, Claims(requests), google
+        )
         self._collect_min_s = collect_min_s
         self._probes = Probes(requests, google=google)
         self._settling: list[Beside[None]] = []
@@ -177,26 +186,24 @@ class ObjectStore:
     ) -> ObjectAttempt:
         """Open an attempt; no request is waited for, unless it is shared. As `Store.begin`.
 
-        The first attempt begins the probe of conditional creation in the background. `epoch` means
-        nothing to a conditional PUT, nor `private` to the bucket's policy.
+        The first attempt begins the probe of conditional creation in the background. `private`
+        means nothing to the bucket's policy.
 
         Raises:
             UsageError: the name is not one path part or too long, or the save id is wrong.
         """
-        self._check(name, save_id, epoch)
+        self._check(name, save_id)
+        check_epoch(epoch)
         self._use(name)
         self._probes.begin()
-
-        async def conditions() -> Conditions:
-            return await self._conditions(versions=overwrite)
-
         attempt = ObjectAttempt(
             self._context,
             name,
             save_id,
+            epoch=epoch,
             overwrite=overwrite,
             max_age_s=self._collect_min_s / 2,
-            conditions=conditions,
+            conditions=self._conditions,
             in_background=self._begin_settling,
             unfinished=self._use,
             shared=shared,
@@ -216,7 +223,6 @@ class ObjectStore:
         *,
         process: int,
         timeout_s: float,
-        epoch: int = 0,
         private: bool = False,
     ) -> ObjectJoinedAttempt:
         """Take part in an attempt that another process begins. As `Store.join`.
@@ -226,7 +232,7 @@ class ObjectStore:
             CheckpointNotFoundError: there was no such attempt for `timeout_s`.
             StoreError: it cannot be looked for.
         """
-        self._check(name, save_id, epoch)
+        self._check(name, save_id)
         check_process(process)
         share = ObjectJoinedAttempt(
             self._context, name, save_id, in_background=self._begin_settling
@@ -240,9 +246,7 @@ class ObjectStore:
         )
         return share
 
-    def _check(self, name: str, save_id: str, epoch: int) -> None:
-        if epoch < 0:
-            raise UsageError(f"epoch={epoch}: pass a non-negative integer", found=epoch)
+    def _check(self, name: str, save_id: str) -> None:
         check_name(name)
         check_save_id(save_id)
         check_key(self._requests.location(name))
@@ -298,9 +302,24 @@ class ObjectStore:
         self._use(check_name(name))
         return ObjectFiles(self._context, name, self.capabilities)
 
+    # ------------------------------------------------------------------------------------ claims
+
+    async def claim(self) -> Claim | None:
+        """Take the root over, as stores/objects/claims/takeover.py does. As `Store.claim`."""
+        conditions = await self._conditions()
+        return await take_over(self._context) if conditions.create else None
+
+    async def claims(self) -> Sequence[Claim]:
+        """Return the claims that can be read, ascending."""
+        return await self._context.claims.read()
+
+    async def check_claim(self, epoch: int) -> None:
+        """Raise if a higher claim was made. As `Store.check_claim`."""
+        await self._context.claims.check(epoch)
+
     # ------------------------------------------------------------------------------------ remove
 
-    async def delete(self, name: str) -> None:
+    async def delete(self, name: str, *, epoch: int = 0) -> None:
         """Delete a checkpoint, in the order of stores/objects/remove.py. As `Store.delete`.
 
         Foreign objects below its prefix stay, and so do those of other attempts.
@@ -308,20 +327,24 @@ class ObjectStore:
         Cancellation: finishes, then raises.
         """
         check_name(name)
+        check_epoch(epoch)
 
         async def delete() -> None:
-            await (await self._unlist(name))()
+            await (await self._unlist(name, epoch))()
 
         await uninterrupted(delete())
 
-    async def unlist(self, name: str) -> Removal:
+    async def unlist(self, name: str, *, epoch: int = 0) -> Removal:
         """Delete a checkpoint as `delete` does, but leave its bytes to the result."""
         check_name(name)
-        return await uninterrupted(self._unlist(name))
+        check_epoch(epoch)
+        return await uninterrupted(self._unlist(name, epoch))
 
-    async def _unlist(self, name: str) -> Removal:
-        conditions = await self._probes.conditions(create=False, versions=True)
-        return await unlist(self._context, name, conditions)
+    async def _unlist(self, name: str, epoch: int) -> Removal:
+        return await unlist(self._context, name, await self._unlisting(), epoch)
+
+    async def _unlisting(self) -> Conditions:
+        return await self._probes.conditions(create=False, versions=True)
 
     async def sweep(self) -> Sequence[str]:
         """Repair the fixed names that a winner did not come to write; remove nothing.
@@ -346,7 +369,11 @@ class ObjectStore:
                 found=older_than_s,
             )
         with reported("removing leftovers", self.url):
-            return await remove_garbage(self._context, older_than_s, dry_run=dry_run)
+            claimed = bool((await self._context.claims.seen()).lists)
+            deletes = claimed and (await self._unlisting()).delete
+            return await remove_garbage(
+                self._context, older_than_s, deletes=deletes, dry_run=dry_run
+            )
 
     async def keep_note(self, process: int, note: bytes | None) -> None:
         """Keep a note of a process, as `NotingStore.keep_note`."""

@@ -234,8 +234,6 @@ class Sharing(StoreLaws):
                 await store.join("a/b", SAVE_ID, process=1, timeout_s=JOIN_S)
             with pytest.raises(UsageError, match="save id"):
                 await store.join("1", "../x", process=1, timeout_s=JOIN_S)
-            with pytest.raises(UsageError, match="epoch=-1"):
-                await store.join("1", SAVE_ID, process=1, timeout_s=JOIN_S, epoch=-1)
 
     async def test_a_share_is_settled_once_its_files_are_sealed(self, tmp_path: Path) -> None:
         """An open file would be published as it is."""

@@ -17,7 +17,7 @@ from asyncckpt.stores.objects.clients.opening import open_client
 from asyncckpt.stores.objects.layout import is_probe
 from asyncckpt.stores.objects.requests.requests import Requests
 from asyncckpt.stores.objects.store import ObjectStore
-from asyncckpt.testing.checkpoints import expect, identity, outline_of, save_id_of
+from asyncckpt.testing.checkpoints import epoch_of, expect, identity, outline_of, save_id_of
 from tests.simulator import Request, Simulator
 from tests.stores.objects.hasty import HASTY
 
@@ -77,6 +77,7 @@ def store_of(client: ObjectClient, workers: Workers, **more: Any) -> ObjectStore
         requests,
         save_id_of=save_id_of,
         outline_of=outline_of,
+        epoch_of=epoch_of,
         workers=workers,
         google=client.url.startswith("gs://"),
         **more,

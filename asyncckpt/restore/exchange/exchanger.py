@@ -16,11 +16,11 @@ import numpy as np
 from asyncckpt.errors import StoreError
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.flow.threads import Workers
-from asyncckpt.planning.exchange import Sharing, Stream, piece_nbytes
+from asyncckpt.planning.streams import Sharing, Stream, piece_nbytes
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import Bytes, CheckpointFiles, Exchange
 from asyncckpt.restore.agreement import RestoreAgreement
-from asyncckpt.restore.streams import Incoming
+from asyncckpt.restore.exchange.streams import Incoming
 
 WORTH_NBYTES = 64 << 20
 """``broadcast="auto"`` exchanges if several processes want so much: below, reading costs less than

@@ -1,4 +1,4 @@
-"""What a restore gets by exchange with other processes, and what it reads by itself."""
+"""Reads of a restore in two parts: what comes by exchange, and what this process reads."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, StoredFile
-from asyncckpt.planning.exchange import Stream, streams
 from asyncckpt.planning.restore import RestorePlan
+from asyncckpt.planning.streams import Stream, streams
 from asyncckpt.planning.table import Column
-from asyncckpt.restore.exchange import Exchanger
-from asyncckpt.restore.streams import Incoming, StreamFiles
+from asyncckpt.restore.exchange.exchanger import Exchanger
+from asyncckpt.restore.exchange.streams import Incoming, StreamFiles
 
 Plan = Callable[[Extents, int, npt.NDArray[np.bool_]], RestorePlan]
 """Where chunks are, the longest gap that a read takes along, and the chunks to read -> the plan."""

@@ -1,4 +1,4 @@
-"""Which processes read which chunks for each other, and in which batches they exchange them.
+"""Streams of bytes that several processes want, cut into batches that they exchange.
 
 The chunks that the same processes want make up a *stream*: their stored bytes, one chunk after the
 other. Its members read it together, a piece each, and every one of them gets all of it.

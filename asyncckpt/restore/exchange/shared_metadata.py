@@ -11,7 +11,7 @@ from asyncckpt.checkpoint.metadata import RECORD
 from asyncckpt.checkpoint.open import MAX_ENTRIES
 from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.ports import Bytes, CheckpointFiles, Entry
-from asyncckpt.restore.exchange import Exchanger
+from asyncckpt.restore.exchange.exchanger import Exchanger
 
 SHARED_NBYTES = 1 << 20
 """From this size on, metadata are read once: smaller ones cost less than the agreement."""

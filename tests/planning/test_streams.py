@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncckpt.planning.exchange import Sharing, encoded_rows, piece_nbytes, share, streams
+from asyncckpt.planning.streams import Sharing, encoded_rows, piece_nbytes, share, streams
 
 ROWS = 40
 

@@ -1,0 +1,136 @@
+"""Boxes of a global array, each in a tensor of its own: what planners of DCP give and want."""
+
+# Rule 1: the array is never assembled.
+# Rule 2: boxes to fill may be equal or overlap: each has memory of its own, and gets its values.
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from asyncckpt.adapters.arrays import check_values
+from asyncckpt.adapters.sharded_array import divide, selection
+from asyncckpt.adapters.torch import TorchAdapter
+from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
+from asyncckpt.ports import Source, Target
+from asyncckpt.spec import ArraySpec, Box, array_spec
+
+Memory = npt.NDArray[Any]
+
+
+class TensorBoxes:
+    """Parts of a global array that this process holds or wants.
+
+    Attributes:
+        shape: shape of the global array.
+        boxes: parts of it.
+        tensors: one for each box, of its shape, on any device; at least one.
+    """
+
+    # No dataclass: as a leaf of a tree, that would be a container.
+    __slots__ = ("boxes", "shape", "tensors")
+
+    def __init__(
+        self, shape: tuple[int, ...], boxes: tuple[Box, ...], tensors: tuple[torch.Tensor, ...]
+    ) -> None:
+        self.shape = shape
+        self.boxes = boxes
+        self.tensors = tensors
+
+
+@dataclass(slots=True, eq=False)
+class BoxesTarget(Target):
+    """A `Target` with those of its tensors."""
+
+    parts: tuple[Target, ...] = ()
+
+
+class BoxesAdapter:
+    """`TensorBoxes`; those that leave gaps are part of an array of several processes."""
+
+    name = "tensor boxes"
+
+    def __init__(self) -> None:
+        self._tensor = TorchAdapter()
+
+    def owns(self, kind: type) -> bool:
+        return issubclass(kind, TensorBoxes)
+
+    def source(self, path: str, leaf: TensorBoxes) -> Source:
+        parts = [self._tensor.source(path, tensor) for tensor in leaf.tensors]
+        dtypes = {part.spec.dtype for part in parts}
+        if len(dtypes) > 1:
+            raise UnsupportedLeafError(
+                f"{path}: its shards have the dtypes {', '.join(sorted(dtypes))}; an array has one",
+                path=path,
+                found=dtypes,
+            )
+        spec = array_spec(leaf.shape, *dtypes)
+        if len(parts) == 1 and leaf.boxes[0].shape == leaf.shape:
+            return Source(spec, leaf, parts[0].view, None, "torch", stream=parts)
+        division = divide(leaf.shape, leaf.boxes)
+        return Source(
+            spec,
+            leaf,
+            None,
+            None,
+            "torch",
+            shards=division.shards,
+            views=tuple([parts[number].view for number in division.first]),
+            stream=[parts[number] for number in division.first],
+            partial=division.gap is not None,
+        )
+
+    def fetch(self, source: Source, box: Box, out: Memory) -> None:
+        held = [Box.whole(source.spec.shape)]
+        if source.shards is not None:
+            held = [shard.box for shard in source.shards]
+        for own, part in zip(held, source.stream, strict=True):
+            common = own.intersect(box)
+            if common is not None:
+                place = selection(common.relative_to(box.offset))
+                self._tensor.fetch(part, common.relative_to(own.offset), out[place])
+
+    def target(self, path: str, leaf: TensorBoxes, *, in_place: bool) -> Target:
+        parts = tuple(
+            [self._tensor.target(path, tensor, in_place=in_place) for tensor in leaf.tensors]
+        )
+        buffers = [part.buffer for part in parts if part.buffer is not None]
+        host = len(buffers) == len(parts)
+        return BoxesTarget(
+            array_spec(leaf.shape, parts[0].spec.dtype),
+            leaf,
+            boxes=leaf.boxes,
+            buffers=tuple(buffers) if host else (),
+            path=path,
+            fill=not host,
+            parts=parts,
+        )
+
+    def place(self, target: Target, values: Memory) -> Any:
+        return self.place_parts(target, [values[selection(box)] for box in target.boxes or ()])
+
+    def place_parts(self, target: Target, parts: Sequence[Memory]) -> Any:
+        assert isinstance(target, BoxesTarget)
+        for part, values in zip(target.parts, parts, strict=True):
+            check_values(
+                target.path,
+                ArraySpec(part.spec.shape, target.spec.dtype),
+                values.shape,
+                values.dtype,
+            )
+            if part.buffer is not None and not target.buffers:
+                np.copyto(part.buffer, values, casting="no")
+            self._tensor.place(part, values if part.buffer is None else part.buffer)
+        return target.leaf
+
+    def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
+        return self._tensor.refuses(path, dtype)
+
+    def leaf(self, path: str, values: Memory, extra: Mapping[str, Any]) -> Any:
+        return self._tensor.leaf(path, values, extra)

@@ -1,0 +1,135 @@
+"""Claims: which process may write below a root, and the list of what it inherited.
+
+Both are JSON objects that end with their checksum, like the commit record. A claim takes a number,
+its epoch, by existing; what it says is for people. On object stores, the list that belongs to it
+decides which older records count.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.format.damage import corrupt
+from asyncckpt.format.fields import check_form, parse_json
+from asyncckpt.format.record import is_sealed, seal
+from asyncckpt.options import KIB, MIB
+
+CLAIM_NBYTES = 4 * KIB
+"""Largest claim."""
+
+INHERITED_NBYTES = 64 * MIB
+"""Largest list: 1.8 million steps."""
+
+_CLAIM = "asyncckpt-claim"
+_INHERITED = "asyncckpt-inherited"
+_VERSION = 1
+
+_MAX = (1 << 63) - 1
+_ANY = re.compile(r"[\s\S]*")
+_CLAIM_FORM: dict[str, Any] = {
+    "format": _ANY,
+    "version": _MAX,
+    "epoch": _MAX,
+    "token": re.compile(r"[0-9a-f]{32}"),
+    "host": re.compile(r"[^\x00-\x1f\x7f]{0,255}"),
+    "pid": _MAX,
+    "created_ns": _MAX,
+    "crc32c": _ANY,
+}
+_INHERITED_FORM: dict[str, Any] = {
+    "format": _ANY,
+    "version": _MAX,
+    "epoch": _MAX,
+    "save_ids": [str],
+    "crc32c": _ANY,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The right of one process, and of those that save with it, to write below a root.
+
+    Attributes:
+        epoch: its number, from 1; every claim ends all lower ones.
+        token: 32 hexadecimal digits that no other claim has.
+        host: name of the host of the process that made it.
+        pid: number of that process on its host.
+        created_ns: when it was made, by the clock of that host, in nanoseconds since 1970; nothing
+            is decided by it.
+    """
+
+    epoch: int
+    token: str
+    host: str
+    pid: int
+    created_ns: int
+
+
+def encode_claim(claim: Claim) -> bytes:
+    """Return the content of a claim's file or object."""
+    return _sealed(
+        {
+            "format": _CLAIM,
+            "version": _VERSION,
+            "epoch": claim.epoch,
+            "token": claim.token,
+            "host": claim.host,
+            "pid": claim.pid,
+            "created_ns": claim.created_ns,
+        }
+    )
+
+
+def decode_claim(data: bytes) -> Claim | None:
+    """Return the claim that these bytes are, None if they are damaged or of a newer release."""
+    found = _document(data, _CLAIM, _CLAIM_FORM, CLAIM_NBYTES)
+    if found is None:
+        return None
+    return Claim(found["epoch"], found["token"], found["host"], found["pid"], found["created_ns"])
+
+
+def encode_inherited(epoch: int, save_ids: Collection[str]) -> bytes:
+    """Return the content of the list that belongs to the claim `epoch`."""
+    return _sealed(
+        {
+            "format": _INHERITED,
+            "version": _VERSION,
+            "epoch": epoch,
+            "save_ids": sorted(save_ids),
+        }
+    )
+
+
+def decode_inherited(data: bytes) -> frozenset[str] | None:
+    """Return the save ids of a list, None if it is damaged or of a newer release."""
+    found = _document(data, _INHERITED, _INHERITED_FORM, INHERITED_NBYTES)
+    return None if found is None else frozenset(found["save_ids"])
+
+
+def _sealed(document: dict[str, Any]) -> bytes:
+    return seal(json.dumps(document, separators=(",", ":")))
+
+
+def _document(
+    data: bytes, kind: str, form: dict[str, Any], most_nbytes: int
+) -> dict[str, Any] | None:
+    if not is_sealed(data):
+        return None
+    try:
+        document = parse_json(data, kind, file="", most_nbytes=most_nbytes)
+        if not isinstance(document, dict) or document.get("format") != kind:
+            return None
+        check_form(document, form, "", _fault)
+    except CorruptCheckpointError:
+        return None
+    found: dict[str, Any] = document
+    return found if found["version"] == _VERSION else None
+
+
+def _fault(name: str, reason: str) -> CorruptCheckpointError:
+    return corrupt(name, reason, file="")

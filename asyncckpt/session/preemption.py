@@ -1,0 +1,245 @@
+"""Preemption: all processes of a job learn at the same step that the scheduler will end it.
+
+Every process tells how far it has come by calling `reached` with its step. Under JAX, the sync
+point of its runtime does the rest. Elsewhere, it is done here::
+
+    process p                                other processes
+    SIGTERM is noted
+    puts the notice ──────────────────────►  each finds it, at most one pause later
+    holds its next `reached`                 hold their next `reached`
+    posts the step of its last call          post theirs
+                  ◄── process 0 answers: the highest of these, plus one ──►
+    `reached` goes on                        `reached` goes on
+"""
+
+# Rule 1: between posting its last step and learning the answer, a process comes to no further step.
+#   So the answer is ahead of every process, and all of them come to it.
+#   (test_all_processes_end_at_one_step_however_fast_each_is)
+# Rule 2: processes agree on their engines. The thread that trains may be inside a collective, which
+#   waits for a process whose `reached` is held: it must not be needed for the answer.
+#   (test_processes_agree_while_their_threads_are_busy)
+# Rule 3: without a notice, a step costs no message: `reached` compares numbers. Each process looks
+#   at one key every `WATCH_S`, whatever its steps take.
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+from asyncckpt.coordinators.choice import sync_point
+from asyncckpt.coordinators.group import Group
+from asyncckpt.errors import StoreError, UsageError
+from asyncckpt.flow.engine import Engine, Job, ended
+from asyncckpt.reports import SaveReport
+from asyncckpt.session.processes import Processes
+from asyncckpt.session.sigterm import SigtermHandler
+
+WATCH_S = 0.5
+"""How often a process looks for a notice: little beside the shortest grace periods, of 30 s."""
+
+WATCH_PER_PROCESS_S = 500e-6
+"""The same for many processes, by their number: 2,000 looks a second for the server of the keys."""
+
+logger = logging.getLogger("asyncckpt")
+
+
+class Preemption:
+    """Whether the job is to end, and from which step on.
+
+    Args:
+        engine: where processes agree.
+        processes: who agrees.
+        grace_s: time between the notice and the end, None where it is not known.
+
+    Attributes:
+        step: the first step at which all processes know; None before they do.
+
+    Raises:
+        UsageError: a signal handler is needed, and this is not the main thread.
+    """
+
+    def __init__(self, engine: Engine, processes: Processes, *, grace_s: float | None) -> None:
+        self._engine = engine
+        self._grace_s = grace_s
+        self._last_save_s = 0.0
+        self._told = False
+        self.step: int | None = None
+        point = sync_point()
+        self._source = Agreement(engine, processes) if point is None else SyncPoint(point)
+
+    async def reached(self, step: int) -> bool:
+        """Tell that this process has come to `step`; return whether the job is to end at it.
+
+        Cancellation: stops the waiting for other processes only.
+
+        Raises:
+            ClosedError: the `Checkpointer` was closed.
+            SaveError, UsageError: the processes cannot agree; names one that is missing.
+        """
+        self._engine.check()
+        if self.step is None:
+            self.step = await self._source.reached(step)
+        if self.step is None or step < self.step:
+            return False
+        if not self._told:
+            self._told = True
+            logger.warning("preempted: step %d is the last one%s", step, self._too_short())
+        return True
+
+    def noted(self, report: SaveReport) -> SaveReport:
+        """Return the report of a save with what there is to say about preemption."""
+        notes = report.notes
+        if not report.skipped:
+            self._last_save_s = report.total_s
+            if self._too_short():
+                notes = (*notes, f"a preempted job may not finish{self._too_short()}")
+        ends = self.step is not None and report.step is not None and report.step >= self.step
+        return replace(report, preempted=ends, notes=notes)
+
+    async def release(self) -> None:
+        """Stop looking for a notice; an agreement that has begun is waited for."""
+        await self._source.release()
+
+    def close(self) -> None:
+        """Restore the signal handler. Idempotent."""
+        self._source.close()
+
+    def _too_short(self) -> str:
+        if self._grace_s is None or self._last_save_s <= self._grace_s:
+            return ""
+        return (
+            f": the last save took {self._last_save_s:.1f} s, and the grace period is "
+            f"{self._grace_s:g} s (grace_s)"
+        )
+
+
+class SyncPoint:
+    """JAX's sync point, whose runtime handles SIGTERM; there is no handler of ours.
+
+    Its call takes less than a microsecond, and for as long as processes agree, a few milliseconds,
+    it holds the calling thread.
+
+    Args:
+        point: `jax.experimental.multihost_utils.reached_preemption_sync_point`.
+    """
+
+    def __init__(self, point: Callable[[int], bool]) -> None:
+        self._point = point
+        self._last: int | None = None
+
+    async def reached(self, step: int) -> int | None:
+        """Tell JAX the step; return the one it has chosen, once this process has come to it."""
+        # JAX chooses one number and compares for equality, so none may be left out.
+        first = step if self._last is None else min(self._last + 1, step)
+        self._last = step
+        return next((number for number in range(first, step + 1) if self._point(number)), None)
+
+    async def release(self) -> None:
+        """Do nothing: the sync point belongs to the runtime."""
+
+    def close(self) -> None:
+        """Do nothing: there is no handler."""
+
+
+class Agreement:
+    """The processes of a session, which agree on a step once one of them has got SIGTERM."""
+
+    def __init__(self, engine: Engine, processes: Processes) -> None:
+        self._engine = engine
+        self._processes = processes
+        self._handler = SigtermHandler()
+        self._lock = threading.Lock()
+        self._last: int | None = None
+        self._held = False
+        self._job: Job[int] | None = None
+
+    async def reached(self, step: int) -> int | None:
+        """Note the step; return the one that was agreed on, None where there is no notice.
+
+        Waits while the processes agree.
+        """
+        if self._last is None:
+            _check_order()
+        with self._lock:
+            if not self._held:
+                self._last = step
+            if self._processes.alone:
+                return step if self._handler.noticed else None
+            if self._job is None:
+                self._job = self._engine.submit(self._agree)
+            if not self._held and not self._job.done():
+                return None
+        await ended(self._job.future)
+        return self._job.future.result()
+
+    async def release(self) -> None:
+        """Stop looking for a notice; an agreement that has begun is waited for.
+
+        The others need this process to agree, even if it will take no further step.
+        """
+        if self._job is None:
+            return
+        if not self._held:
+            self._job.cancel()
+        await ended(self._job.future)
+
+    def close(self) -> None:
+        """Restore the signal handler. Idempotent."""
+        self._handler.close()
+
+    # -- on the engine
+
+    async def _agree(self) -> int:
+        """Return the step that all processes agree on, after one of them has got notice."""
+        await self._notice(await self._processes.group())
+        with self._lock:
+            self._held = True
+            last = self._last
+        assert last is not None
+        round_ = await self._processes.round("preemption", 0)
+
+        async def on_this() -> int:
+            if not round_.leads:
+                await round_.post("last", str(last).encode())
+                return int(await round_.outcome())
+            others = await round_.gathered("last")
+            step = max(last, *map(int, others.values())) + 1
+            await round_.commit()
+            await round_.finish(str(step).encode())
+            return step
+
+        return await round_.run(on_this)
+
+    async def _notice(self, group: Group) -> None:
+        """Return once any process has got notice, and the others can see it."""
+        key = group.key("preempted")
+        pause_s = max(WATCH_S, WATCH_PER_PROCESS_S * group.process_count)
+        answers = True
+        while True:
+            try:
+                if self._handler.noticed:
+                    await group.coordinator.put(key, str(group.process_index).encode())
+                    return
+                if await group.coordinator.look(key) is not None:
+                    return
+                answers = True
+            except StoreError as error:
+                if answers:  # once for each time that it is out of order
+                    logger.warning("looking for a notice of preemption: %s", error)
+                answers = False
+            await asyncio.sleep(pause_s)
+
+
+def _check_order() -> None:
+    """Check that no sync point of JAX has come up since the handler was installed.
+
+    Its runtime has then replaced the handler.
+    """
+    if sync_point() is not None:
+        raise UsageError(
+            "jax.distributed.initialize() was called after Checkpointer(preemption=True), and "
+            "handles SIGTERM now: call it first"
+        )

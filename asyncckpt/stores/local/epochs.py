@@ -1,0 +1,213 @@
+"""Claims of a local root, and the directories of their epochs.
+
+A claim is the file ``claim-<e>`` and the directory ``epoch-<e>``, in which its writer makes its
+attempts and its trash. A takeover makes the next claim, then takes away the directories of all
+lower ones. Epoch 0 belongs to no claim, and its directory is never taken away.
+"""
+
+# Rule 1: every rename that changes what is published has one end in the directory of the epoch:
+#   publishing comes from there, replacing changes places with something there, deleting goes there.
+#   A writer that was stopped anywhere before that rename finds no such directory, and changes
+#   nothing. One that was stopped behind it has changed what the next writer sees before it begins.
+#   So there is no moment at which both may change something. No lock is involved, because a
+#   stopped process may hold any lock.
+#   (test_a_writer_that_was_stopped_anywhere_is_fenced)
+# Rule 2: renaming the directory is not enough. A rename that has already looked it up, or a client
+#   of NFS that has it cached, reaches it under its new name. So everything is moved out of it, and
+#   then it is removed: nothing can be found or made in a directory that was removed.
+#   (test_a_directory_that_a_fenced_writer_has_open_is_dead)
+# Rule 3: the directory of an epoch is made once, by the process that has made the claim. It looks
+#   for higher claims after that. If there is one, its maker may have looked for the directory too
+#   early, so nothing is written. If there is none, the maker of the next one finds the directory.
+#   (test_a_claim_that_was_overtaken_while_it_was_made_is_lost)
+# Rule 4: nothing but a takeover removes the directory of a claim, also where it is empty, since its
+#   writer would not make it again. (test_tidying_leaves_the_directory_of_a_living_epoch)
+# Rule 5: `claim` returns when all of that is durable, and so is everything published before. If it
+#   dies half-way, the next claim does the rest.
+#   (test_a_takeover_that_dies_at_any_call_hides_and_loses_nothing)
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+from collections.abc import Iterator
+
+from asyncckpt.errors import AsyncCheckpointError, FencedError
+from asyncckpt.format.claim import CLAIM_NBYTES, Claim, decode_claim, encode_claim
+from asyncckpt.stores.claims import CLAIM, claim_name, fenced_error, lost_error, new_claim
+from asyncckpt.stores.local.failures import reported
+from asyncckpt.stores.local.posix import (
+    checked_regular,
+    flush_directory,
+    landed,
+    make_directories,
+    write_all,
+)
+from asyncckpt.stores.local.sweep import put_back
+from asyncckpt.stores.paths import FENCED, Layout
+
+_EPOCH = re.compile(r"epoch-([1-9][0-9]*)")
+"""Directories of claims, which epoch 0 is not."""
+
+_NUMBERED = re.compile(rf"(?:claim-|epoch-|{FENCED})([0-9]+)")
+
+_TAKEN = "epoch"
+"""The directory that was taken away, in the one that its contents are moved to."""
+
+_ROUNDS = 100
+"""How often a directory may be filled again while it is emptied, and be removed while a claim is
+made in it; each has to hit a gap of microseconds."""
+
+
+def claims(layout: Layout) -> list[Claim]:
+    """Return the claims that can be read, ascending. Blocking."""
+    with reported("reading the claims", layout.control):
+        found = (_read(layout, epoch) for epoch in sorted(_numbers(layout)))
+        return [claim for claim in found if claim is not None]
+
+
+def claim(layout: Layout) -> Claim:
+    """Make the next claim and take all lower ones away from their writers. Blocking.
+
+    Raises:
+        FencedError: another process makes a claim at the same time, and is faster.
+        StoreError: the claim cannot be made, or a directory not be taken away.
+    """
+    with reported("making a claim", layout.control):
+        made = _make(layout)
+        os.mkdir(layout.epoch(made.epoch))
+        flush_directory(layout.control)
+        try:
+            check(layout, made.epoch)
+        except FencedError:
+            with contextlib.suppress(OSError):
+                os.rmdir(layout.epoch(made.epoch))
+            raise
+        _take_over(layout, made.epoch)
+        # What was renamed before the directories were taken away is part of the run now.
+        flush_directory(layout.control)
+        flush_directory(layout.root)
+    return made
+
+
+def check(layout: Layout, epoch: int) -> None:
+    """Check that no claim is higher than this one. Blocking.
+
+    Raises:
+        FencedError: one is.
+    """
+    above = [number for number in _numbers(layout) if number > epoch]
+    if above:
+        raise fenced_error(layout.root, epoch, _read(layout, min(above)))
+
+
+@contextlib.contextmanager
+def writing(layout: Layout, epoch: int, location: str = "") -> Iterator[None]:
+    """Turn whatever fails in the block, because the epoch was taken away, into a `FencedError`."""
+    try:
+        yield
+    except FencedError:
+        raise
+    except (OSError, AsyncCheckpointError) as error:
+        if epoch and not os.path.isdir(layout.epoch(epoch)):
+            raise fenced(layout, epoch, location) from error
+        raise
+
+
+def fenced(layout: Layout, epoch: int, location: str = "", *, visible: bool = False) -> FencedError:
+    """Return the error of a writer whose directory was taken away. Blocking."""
+    above = [number for number in _numbers(layout) if number > epoch]
+    successor = _read(layout, min(above)) if above else None
+    return fenced_error(layout.root, epoch, successor, location=location, visible=visible)
+
+
+def _make(layout: Layout) -> Claim:
+    """Make the file of the next claim, durably."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    for _ in range(_ROUNDS):
+        make_directories(layout.control, 0o777)
+        made = new_claim(_next(layout))
+        try:
+            fd = os.open(_path(layout, made.epoch), flags, 0o666)
+        except FileNotFoundError:
+            continue  # tidied up, because nothing was in it
+        except FileExistsError:
+            raise lost_error(layout.root, made.epoch, _read(layout, made.epoch)) from None
+        try:
+            write_all(fd, memoryview(encode_claim(made)), 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        return made
+    raise OSError(errno.EBUSY, "the directory is removed again and again", layout.control)
+
+
+def _take_over(layout: Layout, epoch: int) -> None:
+    """Take the directories of all lower epochs away, and finish what others have begun of that."""
+    for name in sorted(os.listdir(layout.control)):
+        found = _EPOCH.fullmatch(name)
+        if found is not None and int(found[1]) < epoch:
+            taken = os.path.join(layout.control, f"{FENCED}{found[1]}-{secrets.token_hex(8)}")
+            os.mkdir(taken)
+            with contextlib.suppress(FileNotFoundError):  # another takeover was faster
+                landed(os.rename, os.path.join(layout.control, name), os.path.join(taken, _TAKEN))
+    for name in sorted(os.listdir(layout.control)):
+        if name.startswith(FENCED):
+            _empty(layout, os.path.join(layout.control, name))
+
+
+def _empty(layout: Layout, taken: str) -> None:
+    """Move everything out of a directory that was taken away, and remove it."""
+    inner = os.path.join(taken, _TAKEN)
+    for _ in range(_ROUNDS):
+        try:
+            names = sorted(os.listdir(inner))
+        except FileNotFoundError:
+            break
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # another takeover does the same
+                os.rename(os.path.join(inner, name), os.path.join(taken, name))
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                os.rmdir(inner)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+    else:
+        raise OSError(errno.EBUSY, "the directory is filled again and again", inner)
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(taken):
+            put_back(layout, os.path.join(taken, name))
+
+
+def _numbers(layout: Layout) -> list[int]:
+    try:
+        names = os.listdir(layout.control)
+    except FileNotFoundError:
+        return []
+    return [int(found[1]) for name in names if (found := CLAIM.fullmatch(name)) is not None]
+
+
+def _next(layout: Layout) -> int:
+    """Return the number of the next claim, even if files of claims were removed by hand."""
+    names = os.listdir(layout.control)
+    return 1 + max([int(found[1]) for name in names if (found := _NUMBERED.match(name))], default=0)
+
+
+def _read(layout: Layout, epoch: int) -> Claim | None:
+    """Return a claim, None if it is damaged or cannot be read: its number is taken all the same."""
+    try:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        fd = checked_regular(os.open(_path(layout, epoch), flags))
+    except OSError:
+        return None
+    with open(fd, "rb", buffering=0) as file:
+        found = decode_claim(file.read(CLAIM_NBYTES + 1) or b"")
+    return found if found is not None and found.epoch == epoch else None
+
+
+def _path(layout: Layout, epoch: int) -> str:
+    return os.path.join(layout.control, claim_name(epoch))

@@ -1,0 +1,227 @@
+"""Claims of a root on an object store: which records count, and who may not write any more.
+
+Objects have no directory that could be taken from a writer that was stopped: whatever request it
+was about to make, it makes when it wakes up. A takeover does not prevent that. It says which
+records count::
+
+    .asyncckpt/claim-<e>              created on condition that there is none
+    .asyncckpt/inherited-<e>          save ids of the records that counted when claim e was made
+    .asyncckpt/replaces-<new>-<old>   save ids of a record that is about to be replaced, and of the
+                                      one that takes its place
+
+A record of epoch k counts if k is 0, or if no claim above k has a list, or if the highest list
+names it or one that it has replaced. Everyone who reads a record asks that.
+"""
+
+# Rule 1: the order of a takeover is claim, listing, list, and only then its first record. The order
+#   of a save is record, then a look for the next claim; without one, the save is acknowledged. In
+#   every order of the two, either the listing comes after the record, and the list names it, or the
+#   writer sees the claim, and acknowledges nothing.
+#   (test_a_writer_that_was_stopped_anywhere_is_fenced)
+# Rule 2: by induction, every later list names all that was acknowledged before its claim: at its
+#   listing, the highest list names that, or there is none above it. Which of the lists that were
+#   there at that moment was the highest does not matter.
+#   (test_any_sequence_of_saves_and_takeovers_is_one_history)
+# Rule 3: only the highest list decides. A process that was stopped between claim and list may write
+#   its list an hour later, and would otherwise hide all that was saved since.
+#   (test_a_list_that_comes_late_hides_nothing)
+# Rule 4: a claim without its list, or with one that is damaged, decides nothing about records. A
+#   crash in a takeover hides no checkpoint. (test_a_claim_without_its_list_hides_nothing)
+# Rule 5: claims are looked for after the record was read, or written. An answer from before would
+#   know nothing of a takeover that came in between.
+#   (test_a_reader_asks_for_the_claims_after_it_has_read_the_record)
+# Rule 6: a writer that was stopped while it replaced a record replaces it when it wakes up, on the
+#   condition that it is the old one, which no takeover changes. The list names the old one, and the
+#   step would be lost. So it writes first what it is about to replace, and the new record counts in
+#   place of the old one. (test_a_replacement_that_comes_late_takes_the_place_of_what_it_replaced)
+# Rule 7: neither claims nor lists ever change, and claims are never removed: so that the next claim
+#   after e, if there is any, is e + 1, and one request finds it.
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from asyncckpt.flow.shield import together
+from asyncckpt.format.claim import (
+    CLAIM_NBYTES,
+    INHERITED_NBYTES,
+    Claim,
+    decode_claim,
+    decode_inherited,
+)
+from asyncckpt.stores.claims import (
+    CLAIM,
+    INHERITED,
+    claim_name,
+    fenced_error,
+    inherited_name,
+)
+from asyncckpt.stores.objects.clients.client import RequestError
+from asyncckpt.stores.objects.failures import reported
+from asyncckpt.stores.objects.layout import CONTROL, join
+from asyncckpt.stores.objects.requests.requests import Requests
+
+log = logging.getLogger("asyncckpt.stores")
+
+OBJECTS_MAX = 1 << 20
+"""Objects below the control prefix that are listed: two for each claim, and a few probes."""
+
+
+_REPLACES = re.compile(r"replaces-([0-9a-f]{32})-([0-9a-f]{32})")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one listing showed.
+
+    Attributes:
+        claims: epochs of the claims, ascending.
+        lists: epochs of the claims with a list, ascending.
+        replaced: save ids of replaced records by those of the records that took their places;
+            several, where a save found others to be faster.
+    """
+
+    claims: tuple[int, ...] = ()
+    lists: tuple[int, ...] = ()
+    replaced: Mapping[str, Collection[str]] = field(default_factory=dict)
+
+
+class Claims:
+    """The claims of one root, as they are at each call.
+
+    All methods raise `StoreError` where the store fails.
+
+    Args:
+        requests: of the store.
+    """
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+        self._inherited: dict[int, frozenset[str] | None] = {}
+        self._lock = asyncio.Lock()
+        self._begun = self._done = 0
+        self._seen = Seen()
+
+    async def seen(self) -> Seen:
+        """Return what a listing showed that began after this call. Calls that wait share one."""
+        wanted = self._begun + 1
+        async with self._lock:
+            if self._done < wanted:
+                self._begun += 1
+                self._seen = await self._listed()
+                self._done = self._begun
+            return self._seen
+
+    async def counts(self, save_id: str, epoch: int) -> bool:
+        """Return whether a record that was read before is one of the run."""
+        if not epoch:
+            return True
+        seen = await self.seen()
+        for listed in reversed(seen.lists):
+            if listed <= epoch:
+                break
+            inherited = await self._list_of(listed)
+            if inherited is not None:
+                return not inherited.isdisjoint(_line(save_id, seen.replaced))
+        return True
+
+    async def check(self, epoch: int, location: str = "", *, visible: bool | None = False) -> None:
+        """Check that there is no higher claim; epoch 0 is below none.
+
+        Raises:
+            FencedError: there is one; `location` and `visible` as in `fenced_error`.
+        """
+        if epoch and (data := await self._read(claim_name(epoch + 1), CLAIM_NBYTES)) is not None:
+            successor = decode_claim(data)
+            url = self._requests.url
+            raise fenced_error(url, epoch, successor, location=location, visible=visible)
+
+    async def begin_replacing(self, old: str, new: str, epoch: int, location: str) -> None:
+        """Note that a record with the save id `old` is about to be replaced; none without a claim.
+
+        Raises:
+            FencedError: as `check`.
+        """
+        if epoch:
+            await self.check(epoch, location)
+            key = join(CONTROL, _replaces(new, old))
+            with reported("noting what is replaced", self._requests.location(key)):
+                await self._requests.replace(key, b"")
+
+    async def end_replacing(self, old: str, new: str, epoch: int) -> None:
+        """Remove the note of a replacement that was acknowledged. Raises `RequestError`."""
+        if epoch:
+            await self._requests.delete([join(CONTROL, _replaces(new, old))])
+
+    async def read(self) -> list[Claim]:
+        """Return the claims that can be read, ascending."""
+        numbers = (await self.seen()).claims
+        found = await together(self._read(claim_name(epoch), CLAIM_NBYTES) for epoch in numbers)
+        return [claim for data in found if data and (claim := decode_claim(data)) is not None]
+
+    async def _listed(self) -> Seen:
+        with reported("listing the claims", self._requests.location(CONTROL)):
+            listed = await self._requests.list(CONTROL, recursive=True, limit=OBJECTS_MAX)
+        names = [entry.key.removeprefix(f"{CONTROL}/") for entry in listed]
+        claims = sorted(int(found[1]) for name in names if (found := CLAIM.fullmatch(name)))
+        lists = sorted(int(found[1]) for name in names if (found := INHERITED.fullmatch(name)))
+        replaced: defaultdict[str, set[str]] = defaultdict(set)
+        for name in names:
+            if (note := _REPLACES.fullmatch(name)) is not None:
+                replaced[note[1]].add(note[2])
+        return Seen(tuple(claims), tuple(lists), replaced)
+
+    async def _list_of(self, epoch: int) -> frozenset[str] | None:
+        """Return the list of a claim; None if it is damaged or gone."""
+        if epoch not in self._inherited:
+            data = await self._read(inherited_name(epoch), INHERITED_NBYTES)
+            if data is None:
+                return None
+            inherited = self._inherited[epoch] = decode_inherited(data)
+            if inherited is None:
+                log.warning(
+                    "%s: not a valid list of checkpoints, damaged or of a newer release; it is "
+                    "ignored, so that steps of processes that were taken over may be listed until "
+                    "the next takeover",
+                    self._location(inherited_name(epoch)),
+                )
+        return self._inherited[epoch]
+
+    async def _read(self, name: str, most_nbytes: int) -> bytes | None:
+        """Return the content of an object; None if there is none, nothing if it is too large."""
+        with reported("reading the claims", self._location(name)):
+            try:
+                data = await self._requests.read(join(CONTROL, name), max_nbytes=most_nbytes)
+            except RequestError as error:
+                if error.kind != "missing":
+                    raise
+                return None
+        return data or b""
+
+    def _location(self, name: str) -> str:
+        return self._requests.location(join(CONTROL, name))
+
+
+def _replaces(new: str, old: str) -> str:
+    return f"replaces-{new}-{old}"
+
+
+def _line(save_id: str, replaced: Mapping[str, Collection[str]]) -> set[str]:
+    """Return a save id, those that it has replaced, and so on."""
+    line, found = {save_id}, [save_id]
+    while found:
+        older = set(replaced.get(found.pop(), ())) - line
+        line |= older
+        found += older
+    return line
+
+
+def superseded(names: Sequence[str]) -> list[str]:
+    """Return the lists among these names that decide nothing, because there is a higher one."""
+    lists = [name for name in names if INHERITED.fullmatch(name)]
+    return sorted(lists, key=lambda name: int(name.rpartition("-")[2]))[:-1]

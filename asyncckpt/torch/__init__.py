@@ -1,0 +1,17 @@
+"""Storage plug-ins for `torch.distributed.checkpoint` (DCP).
+
+::
+
+    dcp.save(state_dict, storage_writer=asyncckpt.torch.StorageWriter("/shared/run/7"))
+    dcp.load(state_dict, storage_reader=asyncckpt.torch.StorageReader("/shared/run/7"))
+
+DCP's planners decide what each rank writes and reads; this library decides how. Importing this
+package imports PyTorch.
+"""
+
+from __future__ import annotations
+
+from asyncckpt.torch.storage_reader import StorageReader
+from asyncckpt.torch.storage_writer import StorageWriter
+
+__all__ = ["StorageReader", "StorageWriter"]

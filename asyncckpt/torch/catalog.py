@@ -1,0 +1,226 @@
+"""A checkpoint as DCP's planners see it: keys with tensors in shards, and values."""
+
+# Rule: a checkpoint that was not written through DCP has the keys that DefaultSavePlanner would
+#   have given its tree, so that the same state dicts can be loaded from it.
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from asyncckpt.adapters.torch import TORCH_DTYPES, TorchAdapter
+from asyncckpt.checkpoint.metadata import OpenCheckpoint
+from asyncckpt.errors import UnsupportedFormatError
+from asyncckpt.format.record import decode_scalar
+from asyncckpt.spec import ArraySpec, Box
+from asyncckpt.torch.dcp_metadata import Layout, decode_layout
+from asyncckpt.tree import Structure, escape, flatten, unflatten
+
+
+class Stored:
+    """An array of the checkpoint, in the place of its values.
+
+    Attributes:
+        path: its path.
+        spec: shape and dtype.
+        is_bytes: it holds Python's `bytes`.
+    """
+
+    # No dataclass: in a tree, that would be a container.
+    __slots__ = ("is_bytes", "path", "spec")
+
+    def __init__(self, path: str, spec: ArraySpec, *, is_bytes: bool) -> None:
+        self.path = path
+        self.spec = spec
+        self.is_bytes = is_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensor:
+    """A tensor.
+
+    Attributes:
+        stored: the array.
+        shards: the boxes that were saved of it.
+        by_offset: the same by their offsets.
+    """
+
+    stored: Stored
+    shards: tuple[Box, ...]
+    by_offset: Mapping[tuple[int, ...], Box] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_offset", {box.offset: box for box in self.shards})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """A value that is no tensor: containers, and leaves, of which some may be stored `bytes`.
+
+    Attributes:
+        structure: the containers.
+        leaves: Python scalars, and `Stored`.
+        opaque: it is the bytes of a pickle.
+    """
+
+    structure: Structure
+    leaves: tuple[Any, ...]
+    opaque: bool = False
+
+    def stored(self) -> Iterator[Stored]:
+        """Yield what has to be read."""
+        return (leaf for leaf in self.leaves if isinstance(leaf, Stored))
+
+    def filled(self, read: Mapping[str, bytes]) -> Any:
+        """Return the value, with what was read by path."""
+        leaves = [read[leaf.path] if isinstance(leaf, Stored) else leaf for leaf in self.leaves]
+        return unflatten(self.structure, leaves)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Catalog:
+    """What a checkpoint holds, by DCP's keys.
+
+    Attributes:
+        location: of the checkpoint.
+        save_id: identity of its save.
+        entries: tensors and values by key.
+        paths: path of every key in the nested state dict; None if nothing was flattened.
+    """
+
+    location: str
+    save_id: str
+    entries: Mapping[str, Tensor | Value]
+    paths: Mapping[str, tuple[str | int, ...]] | None
+
+    def metadata(self) -> Metadata:
+        """Return it as DCP's metadata."""
+        described = {
+            key: _described(entry) if isinstance(entry, Tensor) else BytesStorageMetadata()
+            for key, entry in self.entries.items()
+        }
+        return Metadata(described, planner_data=None if self.paths is None else dict(self.paths))
+
+
+def catalog_of(opened: OpenCheckpoint) -> Catalog:
+    """Return what a checkpoint of this library holds.
+
+    Raises:
+        UnsupportedFormatError: it was written by another library; says how to read it.
+        CorruptCheckpointError: its metadata is damaged.
+        DtypeMismatchError: PyTorch has no such dtype.
+    """
+    _refuse_foreign(opened)
+    layout = decode_layout(opened.metadata, opened.location)
+    leaves = _leaves(opened)
+    if layout is not None:
+        entries = _entries_of_dcp(opened, layout, leaves)
+        paths = None if layout.paths is None else layout.paths(entries.keys())
+        return Catalog(opened.location, opened.save_id, entries, paths)
+    tree = unflatten(opened.structure(), [_stand_in(leaf) for leaf in leaves])
+    if not isinstance(tree, dict):
+        raise UnsupportedFormatError(
+            f"{opened.location}: this checkpoint holds a {type(tree).__name__} and no dict, which "
+            "DCP cannot load; restore it with asyncckpt.restore",
+            location=opened.location,
+            expected="a dict",
+            found=type(tree).__name__,
+        )
+    keys, paths = flatten_state_dict(tree)
+    found = {key: _entry(value) for key, value in keys.items()}
+    return Catalog(opened.location, opened.save_id, found, paths)
+
+
+def _refuse_foreign(opened: OpenCheckpoint) -> None:
+    if opened.record is not None:
+        return
+    advice = "convert it first with asyncckpt.convert"
+    if opened.format == "dcp":
+        advice = f"read it with FileSystemReader or FsspecReader, or {advice}"
+    raise UnsupportedFormatError(
+        f"{opened.location}: this checkpoint is of the format {opened.format!r}; StorageReader "
+        f"reads those of asyncckpt: {advice}",
+        location=opened.location,
+        expected="asyncckpt",
+        found=opened.format,
+    )
+
+
+def _leaves(opened: OpenCheckpoint) -> list[Any]:
+    """Return every leaf: a Python scalar, or `Stored`."""
+    adapter = TorchAdapter()
+    leaves: list[Any] = []
+    table = opened.leaves
+    paths = opened.structure().paths()
+    for leaf, (path, pieces) in enumerate(zip(paths, opened.leaf_pieces(), strict=True)):
+        if not pieces:
+            leaves.append(decode_scalar(table.kind[leaf], table.value[leaf]))
+            continue
+        spec = opened.leaf_spec(pieces)
+        fault = adapter.refuses(path, spec.dtype)
+        if fault is not None:
+            raise fault
+        is_bytes = table.extra.get(leaf, {}).get("python") == "bytes"
+        leaves.append(Stored(path, spec, is_bytes=is_bytes))
+    return leaves
+
+
+def _entries_of_dcp(
+    opened: OpenCheckpoint, layout: Layout, leaves: list[Any]
+) -> dict[str, Tensor | Value]:
+    """Return the entries of a checkpoint that was written through DCP: a flat dict by key."""
+    structure = opened.structure()
+    keys = [str(key) for key in structure.nodes[0].keys]
+    parts = structure.subtrees([escape(key) for key in keys])
+    entries: dict[str, Tensor | Value] = {}
+    for key, (inner, numbers) in zip(keys, parts.values(), strict=True):
+        own = tuple(leaves[numbers.start : numbers.stop])
+        if not inner.nodes and isinstance(own[0], Stored) and not own[0].is_bytes:
+            entries[key] = Tensor(own[0], layout.shards(key, own[0].spec.shape))
+        else:
+            entries[key] = Value(inner, own, key in layout.opaque)
+    return entries
+
+
+class _Tensor(torch.Tensor):
+    """Stands in for a stored tensor while DCP flattens a tree."""
+
+    stored: Stored
+
+
+def _stand_in(leaf: Any) -> Any:
+    if not isinstance(leaf, Stored) or leaf.is_bytes:
+        return leaf
+    tensor = torch.empty(0, device="meta").as_subclass(_Tensor)
+    tensor.stored = leaf
+    return tensor
+
+
+def _entry(value: Any) -> Tensor | Value:
+    if isinstance(value, _Tensor):
+        return Tensor(value.stored, (Box.whole(value.stored.spec.shape),))
+    flat = flatten(value)
+    return Value(flat.structure, tuple(flat.leaves))
+
+
+def _described(tensor: Tensor) -> TensorStorageMetadata:
+    spec = tensor.stored.spec
+    return TensorStorageMetadata(
+        TensorProperties(dtype=TORCH_DTYPES[spec.dtype]),
+        torch.Size(spec.shape),
+        [
+            ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+            for box in tensor.shards
+        ],
+    )

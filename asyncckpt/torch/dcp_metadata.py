@@ -1,0 +1,242 @@
+"""DCP's metadata in a checkpoint: one JSON object in the metadata of its record.
+
+::
+
+    {"version": 1,
+     "paths":  {key: path in the nested state dict}, without those of one part; or null
+     "shards": {key: {"cell": shape} or [[offset, shape], ...]}, without tensors of one shard
+     "opaque": [key, ...]}
+
+Shapes and dtypes are those of the arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from asyncckpt.errors import CorruptCheckpointError, UsageError
+from asyncckpt.planning.tiling import tiling_fault
+from asyncckpt.spec import Box, ChunkGrid
+
+NAME = "torch.distributed.checkpoint"
+"""Key of the JSON object in the metadata of a record."""
+
+VERSION = 1
+
+MAX_SHARDS = 1 << 22
+"""Most shards of one tensor; damaged or hostile metadata would exhaust the memory."""
+
+Path = tuple[str | int, ...]
+Paths = Mapping[str, Path]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a rank says of an item that it has written, as `WriteResult.storage_data`.
+
+    Attributes:
+        opaque: the item is a pickle, stored as bytes.
+    """
+
+    opaque: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """What a record keeps of DCP's metadata.
+
+    Attributes:
+        paths: path of each key in the nested state dict; None if the planner flattens nothing.
+        opaque: keys whose values are the bytes of a pickle.
+    """
+
+    paths: Callable[[Collection[str]], Paths] | None
+    opaque: Collection[str]
+    _shards: Mapping[str, Any]
+    _location: str
+
+    def shards(self, key: str, shape: tuple[int, ...]) -> tuple[Box, ...]:
+        """Return the boxes that the ranks have saved of a tensor, in C order.
+
+        Raises:
+            CorruptCheckpointError: they do not tile it.
+        """
+        stored = self._shards.get(key)
+        if stored is None:
+            return (Box.whole(shape),)
+        try:
+            boxes = _decoded(stored, shape)
+        except (KeyError, TypeError, ValueError) as error:
+            raise _damaged(self._location, f"the shards of {key!r:.200}: {error}") from None
+        return boxes
+
+
+def box_of(chunk: ChunkStorageMetadata) -> Box:
+    """Return the part of a tensor that DCP describes."""
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def check_written(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
+    """Check that every item of the global plan was written once.
+
+    Raises:
+        UsageError: names the key, and the ranks that have written it, or none of which did.
+    """
+    ranks: dict[MetadataIndex, list[int]] = {}
+    for rank, written in enumerate(results):
+        for result in written:
+            ranks.setdefault(result.index, []).append(rank)
+    for index in _items(metadata):
+        found = ranks.get(index, [])
+        if len(found) == 1:
+            continue
+        where = "" if index.offset is None else f" at {list(index.offset)}"
+        who = f"ranks {', '.join(map(str, found))} have all" if found else "no rank has"
+        raise UsageError(
+            f"{index.fqn}{where}: {who} written this item of the planner's global plan; nothing "
+            "was committed. create_global_plan must give every item to one rank, as "
+            "DefaultSavePlanner does",
+            path=index.fqn,
+            expected="one rank",
+            found=found,
+        )
+
+
+def _items(metadata: Metadata) -> Iterator[MetadataIndex]:
+    """Yield the index of every item that holds something."""
+    for key, value in metadata.state_dict_metadata.items():
+        if not isinstance(value, TensorStorageMetadata):
+            yield MetadataIndex(key)
+            continue
+        for chunk in value.chunks:
+            if 0 not in chunk.sizes:
+                yield MetadataIndex(key, chunk.offsets)
+
+
+def encode_layout(
+    metadata: Metadata, results: Sequence[Sequence[WriteResult]]
+) -> dict[str, dict[str, Any]]:
+    """Return what the metadata of the record is to hold.
+
+    Raises:
+        UsageError: the planner's data is no mapping of keys to paths.
+    """
+    shards: dict[str, Any] = {}
+    for key, value in metadata.state_dict_metadata.items():
+        if isinstance(value, TensorStorageMetadata):
+            boxes = [box for box in map(box_of, value.chunks) if box.size]
+            if len(boxes) > 1:
+                shards[key] = _encoded(tuple(value.size), boxes)
+    opaque = [
+        result.index.fqn
+        for written in results
+        for result in written
+        if isinstance(result.storage_data, Written) and result.storage_data.opaque
+    ]
+    paths = _encoded_paths(metadata.planner_data)
+    return {NAME: {"version": VERSION, "paths": paths, "shards": shards, "opaque": opaque}}
+
+
+def decode_layout(metadata: Mapping[str, Any], location: str) -> Layout | None:
+    """Return what a record keeps of DCP's metadata, None if it was not written through DCP.
+
+    Raises:
+        CorruptCheckpointError: it is malformed, or of another version.
+    """
+    stored = metadata.get(NAME)
+    if stored is None:
+        return None
+    try:
+        version, paths, shards, opaque = (
+            stored[name] for name in ("version", "paths", "shards", "opaque")
+        )
+        if version != VERSION:
+            raise ValueError(f"version {version!r:.40}, this release reads {VERSION}")
+        if not isinstance(shards, dict) or not isinstance(opaque, list):
+            raise TypeError("its fields have other types")
+        known = None if paths is None else {key: _path(path) for key, path in paths.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _damaged(location, str(error)) from None
+
+    def paths_of(keys: Collection[str]) -> Paths:
+        assert known is not None
+        return {key: known.get(key, (key,)) for key in keys}
+
+    return Layout(None if known is None else paths_of, frozenset(opaque), shards, location)
+
+
+def _encoded(shape: tuple[int, ...], boxes: Sequence[Box]) -> Any:
+    """Return the boxes as a regular grid, if they are one, else one by one."""
+    boxes = sorted(boxes, key=lambda box: box.offset)
+    cell = boxes[0].shape
+    grid = ChunkGrid(shape, cell)
+    if grid.chunk_count == len(boxes) and tuple(boxes) == _cells(grid):
+        return {"cell": list(cell)}
+    return [[list(box.offset), list(box.shape)] for box in boxes]
+
+
+def _decoded(stored: Any, shape: tuple[int, ...]) -> tuple[Box, ...]:
+    if isinstance(stored, dict):
+        grid = ChunkGrid(shape, _lengths(stored["cell"], shape))
+        if 0 in grid.chunk_shape or grid.chunk_count > MAX_SHARDS:
+            raise ValueError(f"{len(shape)} axes cut into cells of {grid.chunk_shape}")
+        return _cells(grid)
+    boxes = tuple([Box(_lengths(o, shape), _lengths(n, shape)) for o, n in stored])
+    fault = tiling_fault(Box.whole(shape), boxes)
+    if fault is not None:
+        raise ValueError(fault)
+    return boxes
+
+
+def _cells(grid: ChunkGrid) -> tuple[Box, ...]:
+    return tuple(map(grid.box, grid.cells()))
+
+
+def _lengths(values: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if not isinstance(values, list) or len(values) != len(shape):
+        raise TypeError(f"{values!r:.80} for shape {shape}")
+    if any(type(n) is not int or n < 0 for n in values):
+        raise ValueError(f"{values!r:.80} for shape {shape}")
+    return tuple(values)
+
+
+def _encoded_paths(planner_data: Any) -> dict[str, list[str | int]] | None:
+    if planner_data is None:
+        return None
+    try:
+        paths = {key: _path(list(path)) for key, path in planner_data.items()}
+    except (AttributeError, TypeError):
+        raise UsageError(
+            f"planner_data: the metadata of this planner holds a {type(planner_data).__name__}, "
+            "which cannot be stored; nothing was committed. Let create_global_plan give metadata "
+            "whose planner_data is None, or maps each key to its path in the nested state dict, as "
+            "DefaultSavePlanner does",
+            expected="a dict of tuples of str and int",
+            found=type(planner_data).__name__,
+        ) from None
+    return {key: list(path) for key, path in paths.items() if path != (key,)}
+
+
+def _path(path: Any) -> Path:
+    if not isinstance(path, list) or not path or set(map(type, path)) - {str, int}:
+        raise TypeError(f"{path!r:.80} is no path")
+    return tuple(path)
+
+
+def _damaged(location: str, reason: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{location}: {NAME!r} in the metadata of the record is malformed ({reason}); restore an "
+        "older checkpoint, or this one with asyncckpt.restore",
+        location=location,
+        found=reason,
+    )

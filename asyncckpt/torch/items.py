@@ -1,0 +1,107 @@
+"""Items of DCP's plans as leaves of a tree, on the way in and out."""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from asyncckpt.adapters.tensor_boxes import TensorBoxes
+from asyncckpt.errors import ShapeMismatchError, UnsupportedLeafError
+from asyncckpt.spec import Box
+from asyncckpt.torch.dcp_metadata import Written, box_of
+from asyncckpt.torch.values import value_of
+
+
+def resolve(
+    plan: SavePlan, planner: SavePlanner, *, opaque: bool
+) -> tuple[dict[str, Any], list[WriteResult]]:
+    """Return what this rank writes as a tree by key, and what it tells the coordinator.
+
+    Every item is resolved once, in the calling thread.
+
+    Args:
+        plan: the final plan of this rank.
+        planner: gives the values.
+        opaque: values that are not plain are stored as the bytes of their pickle.
+
+    Raises:
+        UnsupportedLeafError: a value cannot be stored; names the key.
+        ShapeMismatchError: the planner gave a tensor of another shape than it had planned.
+    """
+    tree: dict[str, Any] = {}
+    shards: defaultdict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
+    shapes: dict[str, tuple[int, ...]] = {}
+    results: list[WriteResult] = []
+    for item in plan.items:
+        key, data = item.index.fqn, planner.resolve_data(item)
+        if item.type is WriteItemType.BYTE_IO:
+            tree[key], is_opaque, nbytes = _value(key, data, opaque=opaque)
+            results.append(WriteResult(item.index, nbytes, Written(is_opaque)))
+            continue
+        box, tensor = _shard(item, data)
+        results.append(WriteResult(item.index, tensor.nbytes, Written()))
+        assert item.tensor_data is not None
+        shape = tuple(item.tensor_data.size)
+        if box.size or 0 in shape:
+            tree[key] = None  # keeps its place among the keys
+            shards[key].append((box, tensor))
+            shapes[key] = shape
+    for key, held in shards.items():
+        boxes, tensors = zip(*held, strict=True)
+        if 0 in shapes[key]:
+            boxes, tensors = (Box.whole(shapes[key]),), (tensors[0].new_empty(shapes[key]),)
+        tree[key] = TensorBoxes(shapes[key], boxes, tensors)
+    return tree, results
+
+
+def _value(key: str, data: object, *, opaque: bool) -> tuple[Any, bool, int]:
+    """Return a value, whether it is the bytes of a pickle, and their number."""
+    if not isinstance(data, io.BytesIO):
+        raise UnsupportedLeafError(
+            f"{key}: the planner resolved this item to a {type(data).__name__}; resolve_data must "
+            "return an io.BytesIO for an item of type BYTE_IO",
+            path=key,
+            expected="io.BytesIO",
+            found=type(data).__name__,
+        )
+    archive = data.getvalue()
+    try:
+        return value_of(key, archive), False, len(archive)
+    except UnsupportedLeafError:
+        if not opaque:
+            raise
+        return archive, True, len(archive)
+
+
+def _shard(item: WriteItem, data: object) -> tuple[Box, torch.Tensor]:
+    """Return a shard, and which part of its tensor it is."""
+    key = item.index.fqn
+    if not isinstance(data, torch.Tensor) or item.tensor_data is None:
+        raise UnsupportedLeafError(
+            f"{key}: the planner resolved this item to a {type(data).__name__}; resolve_data must "
+            f"return a tensor for an item of type {item.type.name}",
+            path=key,
+            expected="torch.Tensor",
+            found=type(data).__name__,
+        )
+    box = box_of(item.tensor_data.chunk)
+    if tuple(data.shape) != box.shape:
+        raise ShapeMismatchError(
+            f"{key}: the planner resolved the shard at {list(box.offset)} to a tensor of shape "
+            f"{list(data.shape)}, its item says {list(box.shape)}; resolve_data must return the "
+            "values of the item alone",
+            path=key,
+            expected=box.shape,
+            found=tuple(data.shape),
+        )
+    return box, data.detach()

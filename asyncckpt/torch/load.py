@@ -1,0 +1,191 @@
+"""Items of a load plan as targets of a restore."""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from asyncckpt.adapters.arrays import byte_span
+from asyncckpt.adapters.tensor_boxes import BoxesAdapter, TensorBoxes
+from asyncckpt.errors import AsyncCheckpointError, ShapeMismatchError, TreeMismatchError
+from asyncckpt.planning.tiling import box_text
+from asyncckpt.restore.request import Holder, Wanted
+from asyncckpt.spec import Box
+from asyncckpt.torch.catalog import Catalog, Tensor, Value
+from asyncckpt.torch.values import archive_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resolved:
+    """One item of the plan.
+
+    Attributes:
+        item: what the planner knows it by.
+        entry: what is read for it.
+        box: which part of the tensor; None for values.
+        tensor: where that goes; None for values.
+    """
+
+    item: ReadItem
+    entry: Tensor | Value
+    box: Box | None = None
+    tensor: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Load:
+    """The items of a load plan, in its order."""
+
+    items: Sequence[Resolved]
+
+    def rounds(self) -> Iterator[list[Wanted]]:
+        """Yield what is restored, one part after the other.
+
+        Keys whose targets share memory, as tied weights do, are in different parts.
+        """
+        groups: defaultdict[tuple[str, torch.dtype], list[Resolved]] = defaultdict(list)
+        wanted: list[Wanted] = []
+        for one in self.items:
+            if one.tensor is not None:
+                groups[one.item.storage_index.fqn, one.tensor.dtype].append(one)
+            elif isinstance(one.entry, Value):
+                wanted += [
+                    Wanted(stored.path, b"", holder=Holder({}, stored.path, False))
+                    for stored in one.entry.stored()
+                ]
+        held = list(groups.values())
+        for numbers in apart([[one.tensor for one in group] for group in held]):
+            wanted += [_wanted(held[number]) for number in numbers]
+            yield wanted
+            wanted = []
+        if wanted:
+            yield wanted
+
+    def commit(self, planner: LoadPlanner, read: Mapping[str, bytes]) -> None:
+        """Hand everything to the planner; `read` has stored bytes by path."""
+        for one in self.items:
+            if one.tensor is not None:
+                planner.commit_tensor(one.item, one.tensor)
+            elif isinstance(one.entry, Value):
+                value = one.entry.filled(read)
+                data = io.BytesIO(value) if one.entry.opaque else archive_of(value)
+                planner.load_bytes(one.item, data)
+
+
+def resolve(plan: LoadPlan, planner: LoadPlanner, catalog: Catalog) -> Load:
+    """Find the items of a plan in the checkpoint, then resolve every tensor once.
+
+    Raises:
+        TreeMismatchError: an item is not in the checkpoint; no tensor was resolved.
+        ShapeMismatchError: the planner gave a tensor of another shape than its item.
+    """
+    found = [_found(item, catalog) for item in plan.items]
+    return Load([_resolved(one, planner) for one in found])
+
+
+def _found(item: ReadItem, catalog: Catalog) -> Resolved:
+    index = item.storage_index
+    entry = catalog.entries.get(index.fqn)
+    if entry is None:
+        raise _missing(item, catalog, "no such key", None)
+    if isinstance(entry, Value):
+        if item.type is not LoadItemType.BYTE_IO:
+            raise _missing(item, catalog, "a value that is no tensor", "value")
+        return Resolved(item, entry)
+    if item.type is LoadItemType.BYTE_IO:
+        raise _missing(item, catalog, f"a tensor, {entry.stored.spec}", "tensor")
+    offset = (0,) * len(entry.stored.spec.shape) if index.offset is None else tuple(index.offset)
+    shard = entry.by_offset.get(offset)
+    if shard is None:
+        raise _missing(item, catalog, f"no shard at {list(offset)}", None)
+    inner, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+    if not len(inner) == len(lengths) == len(offset):
+        raise _missing(item, catalog, f"a tensor of rank {len(offset)}", len(offset))
+    start = tuple([o + i for o, i in zip(offset, inner, strict=True)])
+    box = Box(start, lengths)
+    if box.size and box.intersect(shard) != box:
+        raise _missing(item, catalog, f"a shard that holds {box_text(shard)}", shard)
+    return Resolved(item, entry, box)
+
+
+def _missing(item: ReadItem, catalog: Catalog, there: str, found: object) -> AsyncCheckpointError:
+    index = item.storage_index
+    wanted = f"{item.type.name} item"
+    if index.offset is not None:
+        where = list(index.offset)
+        wanted += f" at {list(item.storage_offsets)} of shard {where}, {list(item.lengths)} long"
+    return TreeMismatchError(
+        f"{index.fqn}: the planner asks for a {wanted}; {catalog.location} has {there}; nothing "
+        "was read. Plan from the metadata that this reader returns",
+        path=index.fqn,
+        location=catalog.location,
+        expected=wanted,
+        found=found,
+    )
+
+
+def _resolved(one: Resolved, planner: LoadPlanner) -> Resolved:
+    if one.box is None:
+        return one
+    tensor = planner.resolve_tensor(one.item).detach()
+    if tuple(tensor.shape) != one.box.shape:
+        key = one.item.dest_index.fqn
+        raise ShapeMismatchError(
+            f"{key}: the planner resolved an item of shape {list(one.box.shape)} to a tensor of "
+            f"shape {list(tensor.shape)}; nothing was read",
+            path=key,
+            expected=one.box.shape,
+            found=tuple(tensor.shape),
+        )
+    return Resolved(one.item, one.entry, one.box, tensor)
+
+
+def _wanted(group: Sequence[Resolved]) -> Wanted:
+    """Return one target for all items of a key."""
+    entry = group[0].entry
+    assert isinstance(entry, Tensor)
+    path, adapter = entry.stored.path, BoxesAdapter()
+    boxes = tuple([one.box for one in group if one.box is not None])
+    tensors = tuple([one.tensor for one in group if one.tensor is not None])
+    leaf = TensorBoxes(entry.stored.spec.shape, boxes, tensors)
+    return Wanted(path, leaf, adapter, adapter.target(path, leaf, in_place=True))
+
+
+def apart(groups: Sequence[Sequence[Any]]) -> list[list[int]]:
+    """Part groups of tensors so that no two groups of one part share memory.
+
+    Tensors whose memory is interleaved count as sharing it.
+    """
+    spans: list[tuple[str, int, int, int]] = []
+    for number, group in enumerate(groups):
+        for tensor in group:
+            if tensor.numel():
+                strides = [step * tensor.itemsize for step in tensor.stride()]
+                extent = byte_span(tensor.data_ptr(), tensor.shape, strides, tensor.itemsize)
+                spans.append((str(tensor.device), *extent, number))
+    spans.sort(key=itemgetter(0, 1))
+    near: dict[int, set[int]] = defaultdict(set)
+    reaching: list[tuple[str, int, int, int]] = []
+    for span in spans:
+        device, start, _, number = span
+        reaching = [other for other in reaching if other[0] == device and other[2] > start]
+        for *_, other in reaching:
+            if other != number:
+                near[other].add(number)
+                near[number].add(other)
+        reaching.append(span)
+    part_of: dict[int, int] = {}
+    for number in range(len(groups)):
+        taken = {part_of[other] for other in near[number] if other in part_of}
+        part_of[number] = next(part for part in range(len(taken) + 1) if part not in taken)
+    parts: list[list[int]] = [[] for _ in range(max(part_of.values(), default=-1) + 1)]
+    for number, part in part_of.items():
+        parts[part].append(number)
+    return parts

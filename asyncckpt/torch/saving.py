@@ -1,0 +1,181 @@
+"""One save between `write_data`, which all ranks call, and `finish`, which the coordinator calls.
+
+The save itself is that of `asyncckpt.save`, by all ranks together. Its commit waits for consent::
+
+    rank r                                   coordinator
+    write: stage, write, post "ready"        write: stage, write, gather "ready", ask for consent
+    return                                   return
+      │ (DCP gathers the results)              │
+      │                                      commit: consent, index, record, publish
+    leave ◄──────────── outcome ──────────── report
+
+Where a rank fails, all saves end, and what they had written is removed.
+"""
+
+# Rule 1: nothing here refers to the writer: one that is dropped ends its save, which holds open
+#   files and staging memory. (test_a_save_without_finish_ends_with_its_writer)
+# Rule 2: between `write` and `commit` only DCP's own collective is due. If `commit` does not come
+#   within `arrival_s`, it never will: DCP has failed.
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from asyncckpt.arguments import Location
+from asyncckpt.errors import SaveError
+from asyncckpt.flow.driver import run_blocking
+from asyncckpt.flow.engine import ended, wait_quietly
+from asyncckpt.options import SaveOptions
+from asyncckpt.reports import SaveReport
+from asyncckpt.save.snapshot import Consent
+from asyncckpt.session.pending import BlockingPendingSave
+from asyncckpt.session.session import Session
+
+FINISH_S = 10.0
+"""How long a process that ends waits for a save that has only its commit to come."""
+
+OUTCOME_S = 1.0
+"""How long a rank waits for the outcome of a save before it begins the next one: where `finish` was
+called, the outcome was posted before DCP returned."""
+
+
+class Saving:
+    """A save of one rank. Its methods block.
+
+    Args:
+        location: of the checkpoint.
+        options: how to save.
+        storage_options: options of the file system for URLs.
+        coordinator: of the ranks; it is closed here.
+    """
+
+    def __init__(
+        self,
+        location: Location,
+        *,
+        options: SaveOptions,
+        storage_options: Mapping[str, Any] | None,
+        coordinator: object,
+    ) -> None:
+        self._options = options
+        self._session = Session(
+            location,
+            one_shot=True,
+            save_options=options,
+            storage_options=storage_options,
+            coordinator=coordinator,
+            owns_coordinator=True,
+        )
+        self._written: Future[None] = Future()
+        self._consent: Future[Mapping[str, Any]] = Future()
+        self._over: Future[None] = Future()
+        self._pending: BlockingPendingSave | None = None
+
+    def write(self, tree: dict[str, Any], *, overwrite: bool) -> None:
+        """Write this rank's part; on return it is staged and written, but not yet visible.
+
+        Ctrl-C aborts the save on all ranks.
+
+        Raises:
+            …: as `asyncckpt.save`, of any rank; nothing of the save is left.
+        """
+        session = self._session
+        try:
+            pending: BlockingPendingSave = session.start_save(
+                BlockingPendingSave,
+                session.root.name,
+                None,
+                tree,
+                metadata=None,
+                metrics=None,
+                overwrite=overwrite,
+                options=None,
+                progress=None,
+                stall_first=False,
+                consent=Consent(self._ask, self._given),
+            )
+            self._pending = pending
+            pending._when_done(self._end)
+            wait_quietly(self._written)
+            if pending.done():
+                pending.result()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def commit(self, metadata: Mapping[str, Any]) -> SaveReport:
+        """Add the metadata, commit, and close; on return the checkpoint is durable.
+
+        Raises:
+            …: as `asyncckpt.save`; nothing of the save is left.
+        """
+        assert self._pending is not None
+        if not self._consent.done():
+            self._consent.set_result(metadata)
+        try:
+            return self._pending.result()
+        except KeyboardInterrupt:
+            self.abandon()
+            raise
+        finally:
+            self.close()
+
+    def refuse(self, error: BaseException) -> None:
+        """End the save on all ranks with an error that came before this one's part."""
+        self._session.refuse_save(error)
+        self.close()
+
+    def leave(self) -> None:
+        """End a save of which this rank has heard no outcome: wait for it briefly, then abort."""
+        if self._pending is not None:
+            wait_quietly(self._over, OUTCOME_S)
+        self.abandon()
+
+    def drop(self) -> None:
+        """Abort the save if it has not ended, without waiting for that."""
+        if self._pending is not None:
+            self._pending.cancel()
+
+    def abandon(self) -> None:
+        """Abort the save if it has not ended, and wait for its clean-up."""
+        self.drop()
+        self.close()
+
+    def close(self) -> None:
+        """Wait for the end of the save, and release everything."""
+        run_blocking(self._session.idle())
+        run_blocking(self._session.aclose())
+
+    # -- on the engine
+
+    def _ask(self) -> None:
+        engine = self._session.runtime.engine
+        engine.drain_deadline_s = min(engine.drain_deadline_s, FINISH_S)
+        self._end_wait()
+
+    async def _given(self) -> Mapping[str, Any]:
+        limit_s = self._options.arrival_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await ended(self._consent)
+        except TimeoutError:
+            raise SaveError(
+                f"{self._session.root.url}: torch.distributed.checkpoint did not call finish() "
+                f"within {limit_s:g} s (arrival_s) after all ranks had written, because a rank "
+                "failed outside this library; nothing was committed",
+                location=self._session.root.url,
+                stage="commit",
+            ) from None
+        return self._consent.result()
+
+    def _end(self) -> None:
+        self._end_wait()
+        self._over.set_result(None)
+        self._session.begin_close()
+
+    def _end_wait(self) -> None:
+        if not self._written.done():
+            self._written.set_result(None)

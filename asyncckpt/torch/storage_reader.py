@@ -1,0 +1,170 @@
+"""`StorageReader`: DCP loads a checkpoint of this library."""
+
+# Rule 1: planners are called in the thread that called `read_data`, and once per item: all targets
+#   are resolved first, and committed when every byte of the load has passed its checksums.
+#   (test_nothing_is_committed_before_every_checksum_has_passed)
+# Rule 2: `read_metadata` takes no keywords: DCP would fall back to metadata of one rank where one
+#   rank alone fails to read them, and the others would wait for it in a collective.
+# Rule 3: what is read is the checkpoint whose metadata were read: its save id is compared.
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import storage
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+
+from asyncckpt.adapters.numpy import NumpyAdapter
+from asyncckpt.arguments import Location, typed
+from asyncckpt.checkpoint.open import open_any
+from asyncckpt.errors import UsageError
+from asyncckpt.flow.driver import run_blocking
+from asyncckpt.options import RestoreOptions
+from asyncckpt.restore.request import RestoreRequest, Wanted
+from asyncckpt.session.session import Session
+from asyncckpt.torch.catalog import Catalog, catalog_of
+from asyncckpt.torch.load import resolve
+from asyncckpt.torch.storage_writer import is_known
+
+
+class StorageReader(storage.StorageReader):
+    """Lets `torch.distributed.checkpoint.load` read a checkpoint of this library.
+
+    Every rank reads for itself what its plan asks for, straight into the tensors. The checkpoint
+    may be from DCP, with any planner and number of ranks, or from `asyncckpt.save`, with JAX or
+    NumPy too: its keys are then those that DCP would have given to its tree.
+
+    Args:
+        path: directory or URL of the checkpoint; `checkpoint_id=` of DCP's functions replaces it.
+        cast: convert dtypes; values out of range stay errors. Otherwise another dtype is an error.
+        options: how to restore.
+        storage_options: options of the file system for URLs.
+
+    Raises:
+        UsageError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        path: Location,
+        *,
+        cast: bool = False,
+        options: RestoreOptions | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._location = path
+        self._cast = cast
+        self._options = typed("options", options, RestoreOptions)
+        self._storage_options = storage_options
+        self._catalog: Catalog | None = None
+
+    def __repr__(self) -> str:
+        return f"StorageReader({os.fspath(self._location)!r})"
+
+    @property
+    def checkpoint_id(self) -> Location:
+        """Path or URL of the checkpoint."""
+        return self._location
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether this is a path or a URL that the library knows."""
+        return is_known(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new load, of `checkpoint_id` if that is given."""
+        self._catalog = None
+        if checkpoint_id is not None:
+            self._location = checkpoint_id
+
+    def read_metadata(self) -> Metadata:
+        """Return keys, shapes, dtypes and saved shards.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            UnsupportedFormatError: it was written by another library; says how to read it.
+            CorruptCheckpointError: its metadata is damaged.
+        """
+
+        async def read() -> Catalog:
+            files = session.root.store.files(session.root.name)
+            try:
+                return catalog_of(await open_any(files, session.runtime.engine.compute))
+            finally:
+                await files.close()
+
+        with self._opened() as session:
+            catalog = self._catalog = session.call(read).result()
+        return catalog.metadata()
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Do nothing: a rank that reads needs no other."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        """Read the items of the plan into what the planner resolves them to, then commit them.
+
+        If it fails, nothing was committed, and the contents of the tensors are undefined.
+
+        Raises:
+            TreeMismatchError: an item is not in the checkpoint.
+            ShapeMismatchError: a tensor has another shape than its item.
+            DtypeMismatchError: a tensor has another dtype than was saved; see `cast`.
+            CorruptCheckpointError: names key, file and offset.
+        """
+        catalog = self._catalog
+        if catalog is None:
+            raise UsageError("read_data() was called without read_metadata()")
+        load = resolve(plan, planner, catalog)
+        read: dict[str, bytes] = {}
+        with self._opened() as session:
+            for wanted in load.rounds():
+                request = self._request(catalog, wanted)
+                outcome = session.restore(None, request).result()
+                read |= {path: value for path, _, value in outcome.replaced}
+        load.commit(planner, read)
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    def _request(self, catalog: Catalog, wanted: Sequence[Wanted]) -> RestoreRequest:
+        return RestoreRequest(
+            mode="into",
+            wanted=wanted,
+            framework=NumpyAdapter(),
+            include=None,
+            strict=False,  # a plan may want a part of the checkpoint
+            cast=self._cast,
+            options=self._options,
+            progress=None,
+            save_id=catalog.save_id,
+        )
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[Session]:
+        session = Session(
+            self._location,
+            one_shot=True,
+            restore_options=self._options,
+            storage_options=self._storage_options,
+            coordinator="single",
+        )
+        try:
+            yield session
+        finally:
+            run_blocking(session.aclose())

@@ -1,0 +1,227 @@
+"""`StorageWriter`: DCP saves a checkpoint of this library."""
+
+# Rule 1: nothing that a save needs on a rank travels in plans: with cached plans, ranks get those
+#   of an earlier save, and perhaps of another writer. (test_five_saves_with_cached_plans)
+# Rule 2: DCP's metadata is that of its plan cache: it is read, and never changed.
+# Rule 3: threads and connections begin in `write_data`: before, the writer may be pickled into
+#   another process.
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import weakref
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import storage
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+
+from asyncckpt.arguments import Location, typed
+from asyncckpt.coordinators.torch import TorchCoordinator, initialized_processes
+from asyncckpt.errors import UsageError
+from asyncckpt.options import SaveOptions
+from asyncckpt.stores.objects.clients.urls import check_scheme, is_url, parse_url
+from asyncckpt.torch.dcp_metadata import check_written, encode_layout
+from asyncckpt.torch.items import resolve
+from asyncckpt.torch.saving import Saving
+
+
+class StorageWriter(storage.StorageWriter):
+    """Lets `torch.distributed.checkpoint.save` and `async_save` write a checkpoint.
+
+    Any planner will do. The checkpoint is one like any other: `asyncckpt.restore` reads it as a
+    dict by the planner's keys. Replicas are not compared: planners drop them. Values that are not
+    tensors are stored natively, dicts of any class as dicts.
+
+    Args:
+        path: directory or URL of the checkpoint, as for `asyncckpt.save`; `checkpoint_id=` of
+            DCP's functions replaces it.
+        overwrite: replace a checkpoint of this name atomically.
+        opaque: ``"allow"`` stores values that are not plain as the bytes of their pickle;
+            otherwise they are errors.
+        options: how to save; `tree` and `on_overlap` have no effect.
+        storage_options: options of the file system for URLs.
+        process_group: the group that is passed to DCP's functions, if any.
+
+    Raises:
+        UsageError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        path: Location,
+        *,
+        overwrite: bool = False,
+        opaque: Literal["error", "allow"] = "error",
+        options: SaveOptions | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        if opaque not in ("error", "allow"):
+            raise UsageError(f'opaque={opaque!r}: pass "error" or "allow"', found=opaque)
+        self._location = path
+        self._overwrite = overwrite
+        self._opaque = opaque == "allow"
+        options = typed("options", options, SaveOptions)
+        self._options = dataclasses.replace(options, tree="union")
+        self._storage_options = storage_options
+        self._group = process_group
+        self._leads = True
+        self._rank_count = 1
+        self._saving: Saving | None = None
+        self._dropped: weakref.finalize[Any, StorageWriter] | None = None
+
+    def __repr__(self) -> str:
+        return f"StorageWriter({os.fspath(self._location)!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The process of `async_save` has a default group of the ranks that save.
+        return {**self.__dict__, "_saving": None, "_dropped": None, "_group": None}
+
+    @property
+    def checkpoint_id(self) -> Location:
+        """Path or URL of the checkpoint."""
+        return self._location
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether this is a path or a URL that the library knows."""
+        return is_known(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta:
+        """Return what planners are told of the checkpoint."""
+        return StorageMeta(checkpoint_id=self._location)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new checkpoint, at `checkpoint_id` if that is given."""
+        self._abandon()
+        if checkpoint_id is not None:
+            self._location = checkpoint_id
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a save on this rank; abort an earlier one whose `finish` never came.
+
+        Raises:
+            UsageError: the ranks that save cannot coordinate.
+        """
+        self._abandon()
+        rank = kwargs.get("rank")
+        if not kwargs.get("use_collectives", True):
+            raise UsageError(
+                "use_collectives=False: every rank would write a checkpoint of its own to one "
+                "place; leave it out, or save with no_dist=True and a path per rank",
+                expected=True,
+                found=False,
+            )
+        if is_coordinator and rank not in (None, 0):
+            raise UsageError(
+                f"coordinator_rank={rank}: rank 0 commits; leave coordinator_rank out",
+                expected=0,
+                found=rank,
+            )
+        self._leads, self._rank_count = is_coordinator, 1
+        own = initialized_processes(self._group)
+        if not is_coordinator and (own is None or rank not in (None, own[0])):
+            raise self._other_group(f"this is rank {rank} of the ranks that save", own)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the plans as they are, once their number fits the process group.
+
+        Raises:
+            UsageError: another process group saves.
+        """
+        own = initialized_processes(self._group)
+        if len(plans) > 1 and (own is None or own[1] != len(plans)):
+            raise self._other_group(f"{len(plans)} ranks save", own)
+        self._rank_count = len(plans)
+        return plans
+
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
+        """Write this rank's items; return when they are written, before they are visible.
+
+        `resolve_data` is called once per item, in the calling thread.
+
+        Raises:
+            …: as `asyncckpt.save`, of any rank; nothing of the save is left.
+        """
+        alone = self._leads and self._rank_count == 1
+        saving = self._saving = Saving(
+            self._location,
+            options=self._options,
+            storage_options=self._storage_options,
+            coordinator="single" if alone else TorchCoordinator(self._group),
+        )
+        if self._dropped is not None:
+            self._dropped.detach()
+        self._dropped = weakref.finalize(self, saving.drop)
+        self._dropped.atexit = False
+        try:
+            tree, results = resolve(plan, planner, opaque=self._opaque)
+        except BaseException as error:
+            saving.refuse(error)
+            raise
+        saving.write(tree, overwrite=self._overwrite)
+        written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        written.set_result(results)
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit; on return the checkpoint is visible and durable.
+
+        Raises:
+            UsageError: the planner gave an item to no rank or to several.
+            …: as `asyncckpt.save`; nothing of the save is left.
+        """
+        saving = self._saving
+        if saving is None:
+            raise UsageError("finish() was called without write_data(), by another writer perhaps")
+        try:
+            check_written(metadata, results)
+            kept = encode_layout(metadata, results)
+        except BaseException:
+            self._abandon()
+            raise
+        self._saving = None
+        saving.commit(kept)
+
+    def _abandon(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        if self._leads:
+            saving.abandon()  # `finish`, which would have taken it, was not called
+        else:
+            saving.leave()
+
+    def _other_group(self, found: str, own: tuple[int, int] | None) -> UsageError:
+        return UsageError(
+            f"{found}, but the writer's process group "
+            f"{'has not been initialised' if own is None else f'says rank {own[0]} of {own[1]}'}; "
+            "pass StorageWriter(..., process_group=...) the group that DCP's function gets",
+            expected=own,
+            found=found,
+        )
+
+
+def is_known(checkpoint_id: object) -> bool:
+    """Return whether this is a path or a URL that the library knows."""
+    if not isinstance(checkpoint_id, (str, os.PathLike)) or not os.fspath(checkpoint_id):
+        return False
+    if is_url(checkpoint_id):
+        try:
+            check_scheme(parse_url(str(checkpoint_id)))
+        except UsageError:
+            return False
+    return True

@@ -1,0 +1,161 @@
+"""`python -m benchmarks.dcp`: `torch.distributed.checkpoint` with our classes and with its own.
+
+Two ranks (gloo) hold the state W1, every tensor sharded by rows. A round saves it with either
+class, flushed, and loads it again into tensors that exist already, from the page cache; who comes
+first changes with every round. Ratios are of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import facts
+from benchmarks.processes import answers
+from benchmarks.workloads import leaves, llama
+
+RANKS = 2
+TARGETS = {"save": 1.5, "load": 1.0}
+OURS, THEIRS = "asyncckpt", "DCP"
+LIMIT_S = 120.0
+
+Samples = dict[str, dict[str, list[float]]]
+"""By operation and class: seconds, of the slowest rank."""
+
+
+def work(store: Path, rank: int, size: int, pipe: Connection) -> None:
+    """Hold the own part of the state; save and load it at every word from the parent."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    from asyncckpt.adapters.torch import tensor_view
+    from asyncckpt.torch import StorageReader, StorageWriter
+
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    state: dict[str, Any] = {}
+    target: dict[str, Any] = {}
+    for path, value in leaves(llama(size << 20).tree):
+        if not hasattr(value, "dtype") or not value.shape:
+            state[path] = target[path] = value
+            continue
+        whole = tensor_view(value)
+        part = whole.tensor_split(RANKS)[rank].clone()
+        for tree, local in ((state, part), (target, torch.zeros_like(part))):
+            tree[path] = DTensor.from_local(
+                local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+    classes: dict[str, tuple[Any, Any]] = {
+        OURS: (StorageWriter, StorageReader),
+        THEIRS: (dcp.FileSystemWriter, dcp.FileSystemReader),
+    }
+    pipe.send(sum(v.nbytes for v in state.values() if isinstance(v, DTensor)))
+    while (word := pipe.recv()) is not None:
+        operation, name, path = word
+        writer, reader = classes[name]
+        dist.barrier()
+        begun = time.perf_counter()
+        if operation == "save":
+            dcp.save(state, storage_writer=writer(path))
+        else:
+            dcp.load(target, storage_reader=reader(path))
+        dist.barrier()
+        pipe.send(time.perf_counter() - begun)
+        if operation == "load":
+            for key, value in state.items():
+                if isinstance(value, DTensor):
+                    assert torch.equal(target[key].to_local(), value.to_local()), key
+                    target[key].to_local().zero_()
+    dist.destroy_process_group()
+
+
+def measure(directory: Path, size: int, rounds: int) -> tuple[Samples, int]:
+    """Return the samples of all rounds but the first, and the bytes of the state."""
+    context = multiprocessing.get_context("spawn")
+    home = Path(tempfile.mkdtemp(dir=directory))
+    samples: Samples = {operation: {OURS: [], THEIRS: []} for operation in TARGETS}
+    pipes: list[Connection] = []
+    workers = []
+    try:
+        for rank in range(RANKS):
+            mine, theirs = context.Pipe()
+            workers.append(
+                context.Process(target=work, args=(home / "store", rank, size, theirs), daemon=True)
+            )
+            workers[-1].start()
+            pipes.append(mine)
+        nbytes = answers(pipes)[0]
+        for number in range(rounds + 1):
+            names = [OURS, THEIRS][:: 1 if number % 2 else -1]
+            for operation in TARGETS:
+                for name in names:
+                    for pipe in pipes:
+                        pipe.send((operation, name, str(home / name)))
+                    seconds = max(answers(pipes))
+                    if number:
+                        samples[operation][name].append(seconds)
+            for name in names:
+                shutil.rmtree(home / name)
+        for pipe in pipes:
+            pipe.send(None)
+        for worker in workers:
+            worker.join(LIMIT_S)
+        return samples, nbytes
+    finally:
+        for worker in workers:
+            worker.kill()
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def report(samples: Samples, nbytes: int, about: dict[str, Any]) -> str:
+    """Return the figures as Markdown."""
+    lines = ["# torch.distributed.checkpoint with our classes and with its own", ""]
+    lines += [f"- {name}: {value}" for name, value in about.items()]
+    lines += ["", "| | classes | median | fastest – slowest | MB/s | ratio | target |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for operation, found in samples.items():
+        ratio = statistics.median(found[THEIRS]) / statistics.median(found[OURS])
+        target = TARGETS[operation]
+        verdict = f"≥ {target}: {'PASS' if ratio >= target else 'MISS'}"
+        for name, seconds in found.items():
+            median = statistics.median(seconds)
+            last = f"{ratio:.2f} | {verdict}" if name == OURS else "|"
+            lines.append(
+                f"| {operation} | {name} | {median:.3f} s | {min(seconds):.3f} – "
+                f"{max(seconds):.3f} s | {nbytes / median / 1e6:.0f} | {last} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, print, and write the results."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.dcp", description=__doc__)
+    parser.add_argument("--size", type=int, default=1024, help="MiB of the state")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    given = parser.parse_args()
+    samples, nbytes = measure(given.dir, given.size, given.rounds)
+    about = {**facts(given.dir), "state": f"{nbytes / 1e6:.0f} MB on each of {RANKS} ranks"}
+    text = report(samples, nbytes * RANKS, about)
+    print(text)
+    given.out.mkdir(parents=True, exist_ok=True)
+    (given.out / "dcp.md").write_text(text)
+    (given.out / "dcp.json").write_text(json.dumps({"about": about, "samples": samples}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

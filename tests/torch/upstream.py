@@ -1,0 +1,150 @@
+"""PyTorch's own tests of `torch.distributed.checkpoint`, with our classes in place of its own.
+
+    python -m tests.torch.upstream [--source DIR] [FILE ...]
+
+The tests are no part of the wheel. They are fetched from the commit of the installed version, or
+taken from `--source`, a directory like `test/distributed/checkpoint` of PyTorch; nothing of them is
+committed. Each file runs in a process of its own, in which `FileSystemWriter` and
+`FileSystemReader` are ours, in spawned children too. Counts per file are printed; the exit status
+is 1 if a test fails that is not in `EXPECTED`. The tests need the package `expecttest`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import urllib.request
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+URL = (
+    "https://raw.githubusercontent.com/pytorch/pytorch/{commit}/test/distributed/checkpoint/{file}"
+)
+
+FILES = (
+    "e2e/test_e2e_save_and_load.py",
+    "e2e/test_fine_tuning.py",
+    "e2e/test_fsdp_ep.py",
+    "test_async_process_executor.py",
+    "test_checkpoint.py",
+    "test_dedup_tensors.py",
+    "test_dtensor_checkpoint.py",
+    "test_dtensor_resharding.py",
+    "test_file_system_checkpoint.py",
+    "test_file_system_checkpoint_cpu.py",
+    "test_fsdp_model_state.py",
+    "test_fsdp_optim_state.py",
+    "test_fsdp_tp_checkpoint_conversion.py",
+    "test_hsdp_checkpoint.py",
+    "test_nested_dict.py",
+    "test_pg_aware_planner.py",
+    "test_planner.py",
+    "test_save_load_api.py",
+    "test_tp_checkpoint.py",
+    "test_traverse.py",
+    "test_utils.py",
+)
+"""Those that use its file system classes, or what our classes are called by."""
+
+EXPECTED = {
+    "extension": "stream transforms change bytes on their way to a file of DCP's own format",
+    "safetensors": "a file format of DCP's own writer",
+    "metadata_fn": "a file of DCP's own format",
+}
+"""Part of a test's name -> why it cannot pass."""
+
+HOOK = """
+import importlib.abc, importlib.machinery, sys
+
+NAME = "torch.distributed.checkpoint.filesystem"
+
+class Replace(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name != NAME:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            import tests.torch.upstream_classes as ours
+            module.FileSystemWriter = ours.FileSystemWriter
+            module.FileSystemReader = ours.FileSystemReader
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Replace())
+"""
+"""A `sitecustomize` that replaces the classes when their module is imported."""
+
+LIMIT_S = 900.0
+
+
+def fetch(file: str, into: Path) -> Path:
+    """Return a test file of the installed version."""
+    import torch
+
+    address = URL.format(commit=torch.version.git_version, file=file)
+    path = into / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with urllib.request.urlopen(address, timeout=30) as answer:
+        path.write_bytes(answer.read())
+    return path
+
+
+def outcomes(path: Path, home: Path) -> dict[str, str]:
+    """Run a file; return what became of each test: passed, skipped, failed or the reason."""
+    report = home / "report.xml"
+    (home / "sitecustomize.py").write_text(HOOK)
+    inherited = os.environ.get("PYTHONPATH", "")
+    search = os.pathsep.join([str(home), str(REPOSITORY), inherited])
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
+    command += ["-W", "default", "-c", os.devnull, f"--rootdir={path.parent}"]
+    subprocess.run(
+        [*command, f"--junitxml={report}", str(path)],
+        cwd=path.parent,
+        env={**os.environ, "PYTHONPATH": search},
+        timeout=LIMIT_S,
+        stdout=None if os.isatty(1) else subprocess.DEVNULL,
+        check=False,
+    )
+    found: dict[str, str] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = case.get("name", "")
+        kinds = {child.tag for child in case}
+        outcome = "skipped" if "skipped" in kinds else "passed"
+        if kinds & {"failure", "error"}:
+            reasons = [reason for part, reason in EXPECTED.items() if part in name]
+            outcome = reasons[0] if reasons else "FAILED"
+        found[name] = outcome
+    return found
+
+
+def main() -> int:
+    """Run the files and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m tests.torch.upstream", description=__doc__)
+    parser.add_argument("--source", type=Path)
+    parser.add_argument("files", nargs="*", default=FILES)
+    given = parser.parse_args()
+    failed = 0
+    with tempfile.TemporaryDirectory() as directory:
+        home = Path(directory)
+        for file in given.files:
+            path = given.source.resolve() / file if given.source else fetch(file, home)
+            found = outcomes(path, home)
+            counts = ", ".join(f"{n} {what}" for what, n in sorted(Counter(found.values()).items()))
+            print(f"{file}: {counts or 'no tests'}", flush=True)
+            for name, outcome in found.items():
+                if outcome == "FAILED":
+                    failed += 1
+                    print(f"  {name}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
