@@ -140,3 +140,7 @@ def main() -> None:
     (given.out / "scale.md").write_text(text)
     document = {"about": about, "jobs": jobs, "chunks": grown}
     (given.out / "scale.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
