@@ -118,8 +118,9 @@ def _identity(array: npt.NDArray[Any]) -> Hashable | None:
 
 
 def _dtype_name(path: str, leaf: Any) -> str:
-    masked = sys.modules.get("numpy.ma")  # whose import would stall the first save
-    if masked is not None and isinstance(leaf, masked.MaskedArray):
+    # Its import would stall the first save; another thread may be in the middle of it.
+    masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
+    if masked is not None and isinstance(leaf, masked):
         raise UnsupportedLeafError(
             f"{path}: masked arrays cannot be stored; store {{'data': x.data, 'mask': x.mask}}",
             path=path,

@@ -225,10 +225,8 @@ class ShardedArray:
             )
         given, array = shard
         offset = _lengths(f"the offset of shards[{number}]", given)
-        masked = sys.modules.get("numpy.ma")
-        if not isinstance(array, np.ndarray) or (
-            masked is not None and isinstance(array, masked.MaskedArray)
-        ):
+        masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
+        if not isinstance(array, np.ndarray) or (masked is not None and isinstance(array, masked)):
             raise UsageError(
                 f"ShardedArray: shards[{number}] is a {type(array).__name__}; pass a NumPy array "
                 "(x.numpy() is one that shares the memory of a CPU tensor)",

@@ -31,7 +31,7 @@ CHUNKS = (125_000, 250_000, 500_000, 1_000_000)
 
 REQUESTS = 3
 """Store requests of each process beside data: it looks for the attempt and passes its entries on,
-and process 0 reads them (tests/objects/test_requests.py)."""
+and process 0 reads them (tests/objects/test_requests_of_many.py)."""
 
 
 def apart(work: Callable[..., Figures], *given: Any) -> Figures:
@@ -140,3 +140,7 @@ def main() -> None:
     (given.out / "scale.md").write_text(text)
     document = {"about": about, "jobs": jobs, "chunks": grown}
     (given.out / "scale.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
