@@ -40,6 +40,7 @@ from asyncckpt.errors import (
 from asyncckpt.session.root import Root
 from asyncckpt.stores.local.datafile import LocalDataFile
 from asyncckpt.stores.local.store import LocalStore
+from asyncckpt.stores.paths import Layout
 
 Part = Callable[[Checkpointer, int], Coroutine[Any, Any, Any]]
 
@@ -322,15 +323,6 @@ def test_a_restarted_job_says_why_the_one_before_failed(
     assert "in an earlier job" not in caplog.text
 
 
-def test_one_process_that_continues_alone_says_it_too(
-    job: Job, caplog: pytest.LogCaptureFixture
-) -> None:
-    job.play(different)
-    with asyncckpt.blocking.Checkpointer(job.root, coordinator="single"):
-        assert "in an earlier job, process 0 (" in caplog.text
-    assert not list(job.root.rglob("error-*"))
-
-
 def test_a_save_that_succeeds_removes_the_last_error(job: Job) -> None:
     async def part(ckpt: Checkpointer, process: int) -> Any:
         with pytest.raises(MismatchError):
@@ -419,7 +411,7 @@ def test_control_without_the_digest_a_leaf_is_lost(
     job = Job(tmp_path, 2)
 
     async def part(ckpt: Checkpointer, process: int) -> Any:
-        tree = {"w": np.ones((4, 1 << 20))} | ({"v": np.ones((8, 1 << 18))} if process else {})
+        tree = {"w": np.ones((4, 1 << 20)), "v" if process else "u": np.ones((8, 1 << 18))}
         return await ckpt.save(1, tree)
 
     reports = job.play(part)
