@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -24,6 +25,9 @@ from asyncckpt.coordinators.handshake import shake_hands
 from asyncckpt.session import processes
 from asyncckpt.stores.local.joined import LocalJoinedAttempt
 
+INIT = timedelta(seconds=20)
+"""On a busy machine, gloo has been seen to wait for a connection that was never made."""
+
 OPTIONS = SaveOptions(silence_s=5.0, arrival_s=60.0)
 
 
@@ -32,10 +36,21 @@ def die(*args: object, **keywords: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def initialize() -> None:
+    """Initialise torch, again where gloo's processes do not find each other at once."""
+    for _ in range(2):
+        try:
+            dist.init_process_group("gloo", timeout=INIT)
+        except RuntimeError:
+            continue
+        return
+    dist.init_process_group("gloo", timeout=INIT)
+
+
 def main(directory: Path) -> None:
     """Live once."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    initialize()
     rank, life = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     groups = []
 

@@ -95,11 +95,12 @@ async def test_a_single_process_makes_neither_mark_nor_owner_files(
 async def test_every_process_has_an_owner_file_that_says_who_it_is(
     store: LocalStore, other: LocalStore, tmp_path: Path
 ) -> None:
-    attempt = await store.begin("1", ID, epoch=3, shared=True, private=True)
-    share = await join(other, 7, epoch=3, private=True)
+    epoch = (await store.claim()).epoch
+    attempt = await store.begin("1", ID, epoch=epoch, shared=True, private=True)
+    share = await join(other, 7, private=True)
     await write_file(share, DATA, pattern(PAGE))
     await share.pass_on("entries-7", b"x")
-    base = tmp_path / ".asyncckpt/epoch-3/1-a"
+    base = tmp_path / ".asyncckpt/epoch-1/1-a"
     for number in ("", "-0", "-7"):
         owner = json.loads(Path(f"{base}.owner{number}").read_bytes())
         assert (owner["pid"], owner["name"], owner["save_id"]) == (os.getpid(), "1", ID)
@@ -108,9 +109,9 @@ async def test_every_process_has_an_owner_file_that_says_who_it_is(
     for path in [base, *base.rglob("*"), *base.parent.glob("*.owner*")]:
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
     await attempt.publish(b"record")
-    assert left(tmp_path) == ["epoch-3", "epoch-3/1-a.owner-7"]
+    assert left(tmp_path) == ["claim-1", "epoch-1", "epoch-1/1-a.owner-7"]
     await share.leave()
-    assert left(tmp_path) == ["epoch-3"]
+    assert left(tmp_path) == ["claim-1", "epoch-1"]
     assert not (tmp_path / "1/.asyncckpt-exchange").exists()
 
 
@@ -124,8 +125,6 @@ async def test_joining_makes_no_directory(store: LocalStore, tmp_path: Path) -> 
     (tmp_path / EXCHANGE / ".begun").unlink()
     with pytest.raises(CheckpointNotFoundError):
         await store.join("1", ID, process=1, timeout_s=GIVE_UP_S)
-    with pytest.raises(CheckpointNotFoundError):
-        await store.join("1", ID, process=1, timeout_s=GIVE_UP_S, epoch=1)
     await attempt.abort()
     await elsewhere.close()
     assert not root.exists()
@@ -349,7 +348,7 @@ async def test_a_process_that_joins_while_the_attempt_is_removed_notices_it(
         return share
 
     monkeypatch.setattr(joined, "make_owner_file", held)
-    joining = store._workers.submit(joined.LocalJoinedAttempt.look, share_of(other), 0, 1)
+    joining = store._workers.submit(joined.LocalJoinedAttempt.look, share_of(other), 1)
     await store._workers.run(marked.wait, 30)
     await attempt.abort()
     assert (tmp_path / ATTEMPT).exists()  # the other one is alive
