@@ -148,23 +148,31 @@ class Exchanger:
         if gathered is None:
             await self.agreement.round.outcome()  # which is the error of another process
             raise AssertionError("the restore has failed")
+        if isinstance(gathered, StoreError):
+            # A member that dies breaks the collective of all others. That it has fallen silent is
+            # found soon, says which one it was, and ends this wait.
+            await asyncio.sleep(self.agreement.round.silence_s + MARGIN_S)
+            raise gathered
         self._idle.append(piece)
         for part in stream.parts(batch):
             self.received_nbytes += part.stop - part.start
             await incoming[number].deliver(gathered[part])
         return stream.piece_nbytes
 
-    async def _gather(self, members: tuple[int, ...], piece: Bytes, batch: int) -> Bytes | None:
-        """Return the pieces of all members, once all processes are ready; None if one failed."""
+    async def _gather(
+        self, members: tuple[int, ...], piece: Bytes, batch: int
+    ) -> Bytes | StoreError | None:
+        """Return the pieces of all members, once all processes are ready; None if one failed.
+
+        The error of the collective is returned: a process that waits for its reason can be
+        cancelled, one that takes part cannot.
+        """
         if not await self.agreement.ready(batch):
             return None
         try:
             return await self._exchange.gather(members, piece)
-        except StoreError:
-            # A member that dies breaks the collective of all others. That it has fallen silent is
-            # found soon, and says which one it was.
-            await asyncio.sleep(self.agreement.round.silence_s + MARGIN_S)
-            raise
+        except StoreError as error:
+            return error
 
     async def _read_piece(self, stream: Stream, batch: int, paths: Sequence[str]) -> Bytes:
         """Read what this process reads of a batch."""
