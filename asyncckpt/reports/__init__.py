@@ -15,6 +15,7 @@ from asyncckpt.reports.outcomes import (
 )
 from asyncckpt.reports.progress import Progress
 from asyncckpt.reports.texts import nbytes_text, rate_text
+from asyncckpt.reports.timeline import Recorder, Span, Timeline
 
 __all__ = [
     "CheckpointInfo",
@@ -28,8 +29,11 @@ __all__ = [
     "Progress",
     "ReadItem",
     "ReadRange",
+    "Recorder",
     "RestoreReport",
     "SaveReport",
+    "Span",
+    "Timeline",
     "VerifyReport",
     "nbytes_text",
     "rate_text",

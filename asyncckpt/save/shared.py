@@ -142,7 +142,7 @@ class SharedSave(Save):
         self._group = round_.group
         identity = f"{self._group.run_id}\n{request.name}\n{round_.number}"
         self._save_id = hashlib.sha256(identity.encode()).hexdigest()[:32]
-        self._process = self._group.process_index
+        self._process = self._recorder.process = self._group.process_index
         self._stem = f"{self._save_id}-{self._process}" if self._process else self._save_id
         self._ended_by_others = False
         self._posted = False

@@ -12,6 +12,7 @@ from asyncckpt.flow.buffers import AnonymousMemory, SlotPool
 from asyncckpt.flow.threads import Workers
 from asyncckpt.options import KIB, LeafOptions, SaveOptions
 from asyncckpt.ports import Sizes
+from asyncckpt.reports import Recorder
 from asyncckpt.save.plan_cache import Layout, make_layout
 from asyncckpt.save.snapshot import Snapshot, take_snapshot
 from asyncckpt.save.stage import Staging
@@ -51,4 +52,5 @@ class Staged:
             self.pool,
             workers,
             grow=False,
+            recorder=Recorder(),
         )
