@@ -15,7 +15,7 @@ from asyncckpt.reports.outcomes import (
 )
 from asyncckpt.reports.progress import Progress
 from asyncckpt.reports.texts import nbytes_text, rate_text
-from asyncckpt.reports.timeline import Recorder, Span, Timeline
+from asyncckpt.reports.timeline import Span, Timeline
 
 __all__ = [
     "CheckpointInfo",
@@ -29,7 +29,6 @@ __all__ = [
     "Progress",
     "ReadItem",
     "ReadRange",
-    "Recorder",
     "RestoreReport",
     "SaveReport",
     "Span",

@@ -188,6 +188,7 @@ class RestoreReport:
         matched: those of them that the checkpoint has.
         reads: with `RestoreOptions(explain=True)`, every range that was read, and what for; chunks
             that were never stored, as those of foreign checkpoints may be, are not in it.
+        timeline: when the stages were busy.
     """
 
     location: str
@@ -207,6 +208,7 @@ class RestoreReport:
     wanted: int = 0
     matched: int = 0
     reads: tuple[ReadRange, ...] = field(default=(), repr=False)
+    timeline: Timeline = field(default_factory=Timeline, repr=False)
 
     def __str__(self) -> str:
         found = ""

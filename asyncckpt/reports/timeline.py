@@ -1,18 +1,16 @@
 """Timelines: when the stages of a save or restore were busy, and with how many bytes."""
 
-# Rule 1: recording costs a few microseconds per call, and calls are made per window, read or batch,
-#   never per leaf: less than a thousandth of a save.
-# Rule 2: however long the operation, what is kept is bounded. Neighbours in a lane are merged, so
+# Rule: however long the operation, what is kept is bounded. Neighbours in a lane are merged, so
 #   that the begin, the end and the bytes of every stage stay exact; idle time between neighbours
 #   is lost.
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 SPANS_PER_STAGE = 256
 """Spans kept of one stage of one process: a picture is about a thousand pixels wide."""
@@ -50,6 +48,9 @@ class Timeline:
     neighbours in a lane were merged, and the idle time between them counts as busy; begin, end and
     bytes of every stage are exact in any case.
 
+    Of other processes, process 0 knows one span per stage: its begin, its end and its bytes. Clocks
+    of hosts differ, so times of a process are seconds from its own call.
+
     Attributes:
         spans: by start.
         process: number of the process that has recorded it.
@@ -57,6 +58,11 @@ class Timeline:
 
     spans: tuple[Span, ...] = ()
     process: int = 0
+
+    @property
+    def end_s(self) -> float:
+        """Seconds from the call until the last stage ended."""
+        return max((span.end_s for span in self.spans), default=0.0)
 
     def stages(self, process: int | None = None) -> Mapping[str, Span]:
         """Return all spans of a stage as one, by stage and in the order of their begins.
@@ -85,76 +91,100 @@ class Timeline:
                 busy[span.stage] = busy.get(span.stage, 0.0) + max(0.0, span.end_s - start)
         return busy
 
+    def joined(self, others: Iterable[Timeline]) -> Timeline:
+        """Return it with the spans of other processes."""
+        spans = [*self.spans, *(span for other in others for span in other.spans)]
+        return Timeline(tuple(sorted(spans, key=_start)), self.process)
 
-_Row = tuple[float, float, int]  # start, end, bytes
-
-
-class Recorder:
-    """Records the timeline of one operation. All threads may use it.
-
-    Args:
-        begun: `time.perf_counter` at the call; None for now.
-        process: number of this process.
-    """
-
-    def __init__(self, begun: float | None = None, process: int = 0) -> None:
-        self.begun = time.perf_counter() if begun is None else begun
-        self.process = process
-        self._stages: dict[str, list[list[_Row]]] = {}  # the lanes of each
-        self._lock = threading.Lock()
-
-    def add(self, stage: str, since: float, nbytes: int = 0, until: float | None = None) -> None:
-        """Record that a stage was busy since then, until now or the time given.
+    def rows(self, most: int = SPANS_PER_STAGE) -> list[list[Any]]:
+        """Return the spans as JSON: stage, process, begin and end in microseconds, bytes.
 
         Args:
-            stage: its name.
-            since: `time.perf_counter` at the begin.
-            nbytes: bytes that went through the stage.
-            until: `time.perf_counter` at the end.
+            most: spans per stage; where there are more, consecutive ones are merged.
         """
-        end = (time.perf_counter() if until is None else until) - self.begun
-        with self._lock:
-            lanes = self._stages.setdefault(stage, [])
-            _put(lanes, (since - self.begun, end, nbytes))
-            if sum(map(len, lanes)) > SPANS_PER_STAGE:
-                lanes[:] = map(_halved, lanes)
+        stages: dict[tuple[int, str], list[Span]] = {}
+        for span in self.spans:
+            stages.setdefault((span.process, span.stage), []).append(span)
+        rows: list[list[Any]] = []
+        for (process, stage), spans in stages.items():
+            size = -(-len(spans) // most)
+            for first in range(0, len(spans), size):
+                group = spans[first : first + size]
+                start_us = round(group[0].start_s * 1e6)
+                end_us = round(max(span.end_s for span in group) * 1e6)
+                nbytes = sum(span.nbytes for span in group)
+                rows.append([stage, process, start_us, end_us, nbytes])
+        return rows
 
-    def timeline(self) -> Timeline:
-        """Return what was recorded so far."""
-        with self._lock:
-            spans = [
-                Span(stage, self.process, number, *row)
-                for stage, lanes in self._stages.items()
-                for number, lane in enumerate(sorted(lanes))
-                for row in lane
-            ]
-        spans.sort(key=lambda span: span.start_s)
-        return Timeline(tuple(spans), self.process)
+    @classmethod
+    def from_rows(cls, rows: Iterable[Any], process: int = 0) -> Timeline:
+        """Return what `rows` has returned; lanes are given anew.
+
+        Args:
+            rows: the rows.
+            process: the process that has recorded it.
+
+        Raises:
+            ValueError: they are none.
+        """
+        lanes: dict[tuple[str, int], list[Lane]] = {}
+        for row in sorted(map(_checked, rows), key=itemgetter(3)):
+            stage, number, start, end, nbytes = row
+            put(lanes.setdefault((stage, number), []), start / 1e6, end / 1e6, nbytes)
+        spans = [span for named, found in lanes.items() for span in spans_of(found, *named)]
+        return cls(tuple(sorted(spans, key=_start)), process)
 
 
-def _put(lanes: list[list[_Row]], row: _Row) -> None:
-    """Put a span, which ends after all others, into the lane that ended last before its start."""
-    start, end, nbytes = row
+def _checked(row: Any) -> tuple[str, int, int, int, int]:
+    if type(row) is not list or [*map(type, row)] != [str, int, int, int, int]:
+        raise ValueError(f"{row!r:.80} is no span")
+    stage, process, start_us, end_us, nbytes = row
+    if not 0 <= start_us <= end_us < 1 << 53 or process < 0 or nbytes < 0:
+        raise ValueError(f"{row!r:.80} is no span")
+    return stage, process, start_us, end_us, nbytes
+
+
+Lane = list[tuple[float, float, int]]
+"""Spans of one lane, in order: start, end, bytes."""
+
+
+def put(lanes: list[Lane], start: float, end: float, nbytes: int) -> None:
+    """Put a span, which ends after all others, into the lane that ended last before its start.
+
+    Where there are too many spans, every two neighbours are merged.
+    """
     idle = [lane for lane in lanes if lane[-1][1] <= start]
     if idle:
-        max(idle, key=_end).append(row)
-        return
-    if len(lanes) < LANES_PER_STAGE:
-        lanes.append([row])
-        return
-    # More at a time than there are lanes: it becomes one span with those that it overlaps.
-    lane = min(lanes, key=_end)
-    while lane and lane[-1][1] > start:
-        first, last, more = lane.pop()
-        start, end, nbytes = min(start, first), max(end, last), nbytes + more
-    lane.append((start, end, nbytes))
+        max(idle, key=_end).append((start, end, nbytes))
+    elif len(lanes) < LANES_PER_STAGE:
+        lanes.append([(start, end, nbytes)])
+    else:
+        # More at a time than there are lanes: it becomes one span with those that it overlaps.
+        lane = min(lanes, key=_end)
+        while lane and lane[-1][1] > start:
+            first, last, more = lane.pop()
+            start, end, nbytes = min(start, first), max(end, last), nbytes + more
+        lane.append((start, end, nbytes))
+    if sum(map(len, lanes)) > SPANS_PER_STAGE:
+        lanes[:] = map(_halved, lanes)
 
 
-def _end(lane: Sequence[_Row]) -> float:
+def spans_of(lanes: list[Lane], stage: str, process: int) -> Iterator[Span]:
+    """Yield the spans of one stage, its lanes in the order of their first spans."""
+    for number, lane in enumerate(sorted(lanes)):
+        for row in lane:
+            yield Span(stage, process, number, *row)
+
+
+def _start(span: Span) -> float:
+    return span.start_s
+
+
+def _end(lane: Lane) -> float:
     return lane[-1][1]
 
 
-def _halved(lane: Sequence[_Row]) -> list[_Row]:
+def _halved(lane: Lane) -> Lane:
     """Return the lane with every two neighbours as one span."""
-    pairs = zip(lane[::2], [*lane[1::2], None], strict=False)
+    pairs = itertools.zip_longest(lane[::2], lane[1::2])
     return [one if other is None else (one[0], other[1], one[2] + other[2]) for one, other in pairs]

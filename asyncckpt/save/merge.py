@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from asyncckpt.format.crc import crc32c
 from asyncckpt.format.entries import MAX_ENTRIES_NBYTES, Entries, Part, decode_entries
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import INLINE_NBYTES
-from asyncckpt.reports import ProcessPart
+from asyncckpt.reports import ProcessPart, Timeline
 from asyncckpt.save.commit import DATABASE, Commit, Committable
 from asyncckpt.save.contribution import entries_of, part_of
 from asyncckpt.save.index import Payload
@@ -45,6 +46,7 @@ class MergingCommit(Commit):
 
     Attributes:
         parts: what each process did, for the report.
+        timelines: when each other process did what.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class MergingCommit(Commit):
         self._round = round_
         self._times = times
         self.parts: tuple[ProcessPart, ...] = ()
+        self.timelines: list[Timeline] = []
         self._others: list[Entries] | None = None
 
     async def put_index(self, payload: Payload) -> Committable:
@@ -79,12 +82,15 @@ class MergingCommit(Commit):
         entries = [own, *self._others]
         hosts = self._round.group.hosts
         self.parts = tuple([part_of(one, hosts[one.process]) for one in entries])
+        spans = [one.facts.get("spans", ()) for one in self._others]
+        self.timelines = list(map(Timeline.from_rows, spans))
         for one in self._others:
             for leaf, value in one.facts.get("scalars", ()):
                 snapshot.values[leaf] = value
         run = self._compute.run
         await run(compare, layout, snapshot, entries, self._round.group.named)
         merged, late = await run(merge, layout, entries, self._round.group.named)
+        merged = replace(merged, timeline=payload.timeline.joined(self.timelines))
         if late:
             await self._put_late(merged, late)
         return await super().put_index(merged)

@@ -28,12 +28,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncckpt.flow.buffers import SlotPool
+from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.planning.save import HeldBox, SavePlan
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import AttemptFiles, Sizes
-from asyncckpt.reports import Recorder
 from asyncckpt.save.commit import DATABASE, Commit, Committable
 from asyncckpt.save.contribution import Contribution
 from asyncckpt.save.index import Payload
@@ -199,6 +199,7 @@ class Pipeline(ABC):
             self._parts,
             checked,
             crcs,
+            self._recorder.timeline(),
         )
 
     # -- stage

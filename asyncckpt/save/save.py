@@ -29,12 +29,13 @@ from asyncckpt.errors import (
     DeadlineExceededError,
     SaveAbortedError,
 )
+from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import forget_frames, leading_error, to_completion
 from asyncckpt.format.record import is_record
 from asyncckpt.options import MAX_RECORD_NBYTES, SLOT_NBYTES
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import AttemptFiles, CheckpointFiles, Sizes, Store
-from asyncckpt.reports import ProcessPart, Progress, Recorder, SaveReport, Timeline
+from asyncckpt.reports import ProcessPart, Progress, SaveReport, Timeline
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.contribution import Contribution

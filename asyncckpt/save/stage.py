@@ -30,13 +30,13 @@ from asyncckpt.checkpoint.payload import ArrayReader, gather
 from asyncckpt.errors import AsyncCheckpointError, StagingError
 from asyncckpt.flow.arena import Arena
 from asyncckpt.flow.buffers import Slot, SlotPool, spans
+from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import together
 from asyncckpt.flow.threads import ThreadAbandonedError, Workers
 from asyncckpt.format.crc import crc32c
 from asyncckpt.options import MIB, PAGE_NBYTES
 from asyncckpt.planning.save import HeldBox, SavePlan, Window
 from asyncckpt.ports import ArrayAdapter, Bytes, Source
-from asyncckpt.reports import Recorder
 from asyncckpt.spec import DTYPES, Box
 
 T = TypeVar("T")

@@ -9,10 +9,10 @@ import numpy as np
 
 from asyncckpt.flow.budget import ByteBudget
 from asyncckpt.flow.buffers import AnonymousMemory, SlotPool
+from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.threads import Workers
 from asyncckpt.options import KIB, LeafOptions, SaveOptions
 from asyncckpt.ports import Sizes
-from asyncckpt.reports import Recorder
 from asyncckpt.save.plan_cache import Layout, make_layout
 from asyncckpt.save.snapshot import Snapshot, take_snapshot
 from asyncckpt.save.stage import Staging
