@@ -84,7 +84,7 @@ class ProgressBar:
         if not self._wanted or (self._ended if ended else now - self._drawn < REFRESH_S):
             return
         self._drawn, self._ended = now, ended
-        shown = self._shown or self._begin()
+        shown = self._shown or self._begin(state.total_nbytes)
         shown.update(
             shown.task_ids[0],
             description=self._description or state.stage,
@@ -96,7 +96,7 @@ class ProgressBar:
         else:
             shown.refresh()
 
-    def _begin(self) -> rich.progress.Progress:
+    def _begin(self, total_nbytes: int) -> rich.progress.Progress:
         import rich.progress as bars
 
         # Drawn by the calls, so that there is no thread; and standard output stays as it is.
@@ -111,7 +111,7 @@ class ProgressBar:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        shown.add_task(self._description or "", total=None)
+        shown.add_task(self._description or "", total=total_nbytes)
         shown.start()
         self._shown = shown
         # A terminal gets its cursor back, also where nothing closes the bar of a failed save.
