@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.entries import Entries, Part, WrittenFile, encode_entries
+from asyncckpt.format.entries import Entries, Parts, WrittenFile, encode_entries
 from asyncckpt.ports import AttemptFiles
 from asyncckpt.reports import ProcessPart
 from asyncckpt.save.commit import Committable
@@ -102,10 +102,12 @@ def entries_of(
         nbytes=extents.nbytes[written],
         crc=extents.crc[written],
         values=values,
-        parts=[
-            Part(held.array, held.box, values if held.writer == process else b"", crc32c(values))
-            for held, values in payload.parts
-        ],
+        parts=Parts.of(
+            [
+                (held.array, held.box, data if held.writer == process else b"", crc32c(data))
+                for held, data in payload.parts
+            ]
+        ),
         checked=plan.row_chunk[payload.checked],
         checked_crc=payload.checked_crc,
         scalar=np.array(list(snapshot.scalars), np.int64),
