@@ -15,6 +15,7 @@ from asyncckpt.reports.outcomes import (
 )
 from asyncckpt.reports.progress import Progress
 from asyncckpt.reports.texts import nbytes_text, rate_text
+from asyncckpt.reports.timeline import Span, Timeline
 
 __all__ = [
     "CheckpointInfo",
@@ -30,6 +31,8 @@ __all__ = [
     "ReadRange",
     "RestoreReport",
     "SaveReport",
+    "Span",
+    "Timeline",
     "VerifyReport",
     "nbytes_text",
     "rate_text",

@@ -112,7 +112,7 @@ def entries_of(
         checked_crc=payload.checked_crc,
         scalar=np.array(list(snapshot.scalars), np.int64),
         scalar_crc=scalar_checksums(snapshot),
-        facts={"scalars": _only_here(snapshot, process)},
+        facts={"scalars": _only_here(snapshot, process), "spans": payload.timeline.rows(1)},
     )
 
 

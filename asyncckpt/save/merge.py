@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import add
 from typing import Any
@@ -21,7 +22,7 @@ from asyncckpt.format.crc import crc32c
 from asyncckpt.format.entries import MAX_ENTRIES_NBYTES, Entries, Parts, decode_entries
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import INLINE_NBYTES
-from asyncckpt.reports import ProcessPart
+from asyncckpt.reports import ProcessPart, Timeline
 from asyncckpt.save.commit import DATABASE, Commit, Committable
 from asyncckpt.save.contribution import entries_of, part_of
 from asyncckpt.save.index import Payload
@@ -46,6 +47,7 @@ class MergingCommit(Commit):
 
     Attributes:
         parts: what each process did, for the report.
+        timelines: when each other process did what.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class MergingCommit(Commit):
         self._round = round_
         self._times = times
         self.parts: tuple[ProcessPart, ...] = ()
+        self.timelines: list[Timeline] = []
         self._others: list[Entries] | None = None
 
     async def put_index(self, payload: Payload) -> Committable:
@@ -80,6 +83,8 @@ class MergingCommit(Commit):
         entries = [own, *self._others]
         hosts = self._round.group.hosts
         self.parts = tuple([part_of(one, hosts[one.process]) for one in entries])
+        spans = [one.facts.get("spans", ()) for one in self._others]
+        self.timelines = list(map(Timeline.from_rows, spans))
         for one in self._others:
             for leaf, value in one.facts.get("scalars", ()):
                 snapshot.values[leaf] = value
@@ -87,6 +92,7 @@ class MergingCommit(Commit):
         boxes = await run(BoxesOfParts, entries)
         await run(compare, layout, snapshot, entries, boxes, self._round.group.named)
         merged, late = await run(merge, layout, entries, boxes, self._round.group.named)
+        merged = replace(merged, timeline=payload.timeline.joined(self.timelines))
         if late:
             await self._put_late(merged, late)
         return await super().put_index(merged)

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncckpt.flow.buffers import SlotPool
+from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.planning.save import HeldBox, SavePlan
@@ -77,6 +78,7 @@ class Work:
         process: number of this process.
         staged: called when every leaf may be mutated.
         written: called with bytes of progress.
+        recorder: notes when each stage is busy.
     """
 
     plan: SavePlan
@@ -92,6 +94,7 @@ class Work:
     reference: bool
     staged: Callable[[], None]
     written: Callable[[int], None]
+    recorder: Recorder
     process: int = 0
 
 
@@ -103,9 +106,6 @@ class Pipeline(ABC):
         files: where windows go.
         sink: where compressed chunks go; None if nothing is compressed.
         streams: writes in flight.
-
-    Attributes:
-        busy_s: seconds during which each stage was busy; stages overlap.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Pipeline(ABC):
         self._files = files
         self._sink = sink
         self._streams = streams
-        self.busy_s: dict[str, float] = {}
+        self._recorder = work.recorder
         self._inline: list[bytes] = []
         self._parts: list[tuple[HeldBox, bytes]] = []
         self._checked_crc: dict[int, int] = {}  # of those that are not written as they are
@@ -174,6 +174,12 @@ class Pipeline(ABC):
         finally:
             self._staging.release()
 
+    async def _indexed(self) -> Committable:
+        start = time.perf_counter()
+        made = await self._work.commit.put_index(self._payload(self._inline))
+        self._recorder.add("index", start)
+        return made
+
     def _payload(self, inline: Sequence[bytes]) -> Payload:
         """Return places and checksums as they are now."""
         files = [*zip(self._plan.file_nbytes, self._checksums.file_crcs, strict=True)]
@@ -193,12 +199,12 @@ class Pipeline(ABC):
             self._parts,
             checked,
             crcs,
+            self._recorder.timeline(),
         )
 
     # -- stage
 
     async def _stage(self) -> None:
-        start = time.perf_counter()
         staging = self._staging
         inline = await staging.inline() if self._plan.inline else []
         self._parts = await staging.parts()
@@ -226,7 +232,6 @@ class Pipeline(ABC):
         if self._sink is not None:
             await staging.chunks(self._chunks.put_nowait)
         self._chunks.put_nowait(None)
-        self._add_busy("stage", start)
         staging.forget()
         if not held:
             self._work.staged()
@@ -251,14 +256,14 @@ class Pipeline(ABC):
 
     async def _trail(self, inline: list[bytes]) -> None:
         """Compute the checksums of inline values, for which no caller waits any more."""
-        start = time.perf_counter()
         for first in range(0, len(inline), INLINE_VALUES):
+            start = time.perf_counter()
             values = inline[first : first + INLINE_VALUES]
             stored, crcs = await self._work.compute.run(_trail_all, values)
             self._inline += stored
             arrays = self._plan.inline[first : first + INLINE_VALUES]
             self._extents.crc[self._plan.first_row[list(arrays)]] = crcs
-        self._add_busy("serialize", start)
+            self._recorder.add("serialize", start, sum(map(len, stored)))
 
     async def _seal(self) -> None:
         """Compute the checksums of windows in plan order, and hand them to the uploads."""
@@ -267,7 +272,7 @@ class Pipeline(ABC):
             start = time.perf_counter()
             window, slot = item.window, item.slot
             await staging.use([slot], self._checksums.seal, window, slot.buffer)
-            self._add_busy("serialize", start)
+            self._recorder.add("serialize", start, window.nbytes)
             self._final.put_nowait(
                 FileWindow(
                     window.file,
@@ -284,16 +289,13 @@ class Pipeline(ABC):
 
     async def _compress(self, sink: ChunkAppender | ChunkPacker) -> None:
         """Compress staged chunks, several at a time, and hand them to the sink in plan order."""
-        staging = self._staging
         compressor = Compressor()
         plan, arrays = self._plan, self._plan.arrays
         running: deque[tuple[StagedChunks, asyncio.Task[list[Compressed]]]] = deque()
         async with asyncio.TaskGroup() as group:
             while (item := await self._chunks.get()) is not None:
                 zstd = [arrays.of(plan.row_array[row]).zstd_level or 0 for row in item.rows]
-                call = staging.use(
-                    item.slots, compressor.compress, item.slots, item.starts, item.nbytes, zstd
-                )
+                call = self._compressed(compressor, item, zstd)
                 running.append((item, group.create_task(call)))
                 # The queue may be empty because the budget is taken: then nothing more comes
                 # before the oldest has been written and has given its memory back.
@@ -302,6 +304,16 @@ class Pipeline(ABC):
             while running:
                 await self._place(sink, *running.popleft())
         await sink.finish()
+
+    async def _compressed(
+        self, compressor: Compressor, item: StagedChunks, zstd: Sequence[int]
+    ) -> list[Compressed]:
+        start = time.perf_counter()
+        made = await self._staging.use(
+            item.slots, compressor.compress, item.slots, item.starts, item.nbytes, zstd
+        )
+        self._recorder.add("serialize", start, sum(item.nbytes))
+        return made
 
     async def _place(
         self,
@@ -318,7 +330,9 @@ class Pipeline(ABC):
             extents.file[row], extents.offset[row] = file, offset
             extents.nbytes[row], extents.crc[row] = stored.nbytes, stored.crc
             placed.append(Placed(file, offset, stored, raw_nbytes))
+        start = time.perf_counter()
         await sink.write(placed)
+        self._recorder.add(sink.stage, start, sum(stored.nbytes for stored in made))
         # Only now is the compressor's output gone, for which these units stand.
         self._staging.give((), chunks.units)
 
@@ -326,15 +340,11 @@ class Pipeline(ABC):
 
     async def _upload(self) -> None:
         """Write windows one after the other, until the queue ends."""
-        start = time.perf_counter()
         while (window := await self._final.get()) is not None:
+            start = time.perf_counter()
             await self._files.write(window)
+            self._recorder.add("upload", start, window.nbytes)
             del window
-        # All streams begin and end together: the last one counts for all of them.
-        self.busy_s["upload"] = time.perf_counter() - start
-
-    def _add_busy(self, stage: str, since: float) -> None:
-        self.busy_s[stage] = self.busy_s.get(stage, 0.0) + time.perf_counter() - since
 
 
 class LocalPipeline(Pipeline):
@@ -354,7 +364,7 @@ class LocalPipeline(Pipeline):
         """Write all data, then the index, which uses the inline values up."""
         async with self._data():
             pass
-        return await self._work.commit.put_index(self._payload(self._inline))
+        return await self._indexed()
 
 
 class ObjectPipeline(Pipeline):
@@ -408,7 +418,7 @@ class ObjectPipeline(Pipeline):
         while True:
             renames = files.renames
             # Encoding uses the values up, and may have to be done again.
-            made = await self._work.commit.put_index(self._payload(self._inline))
+            made = await self._indexed()
             while files.renames == renames:
                 if all([task.done() for task in uploads]):
                     return made

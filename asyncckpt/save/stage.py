@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from asyncckpt.checkpoint.payload import ArrayReader, gather
 from asyncckpt.errors import AsyncCheckpointError, StagingError
 from asyncckpt.flow.arena import Arena
 from asyncckpt.flow.buffers import Slot, SlotPool, spans
+from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import together
 from asyncckpt.flow.threads import ThreadAbandonedError, Workers
 from asyncckpt.format.crc import crc32c
@@ -100,6 +102,7 @@ class Staging:
         window_pool: slots of windows.
         compute: threads that copy.
         grow: allocate up to the whole budget, because the caller waits for the copies.
+        recorder: notes when copies are made.
 
     Attributes:
         referenced_nbytes: bytes of leaves that are held instead of copied.
@@ -116,7 +119,9 @@ class Staging:
         compute: Workers,
         *,
         grow: bool,
+        recorder: Recorder,
     ) -> None:
+        self._recorder = recorder
         self._plan = plan
         self._sources = sources
         self._adapters = adapters
@@ -368,6 +373,7 @@ class Staging:
     # -- in worker threads
 
     def _copy_mutable(self, leaves: Sequence[int], nbytes: int) -> None:
+        since = time.perf_counter()
         arena = Arena(nbytes)
         for leaf in leaves:
             source, adapter = self._sources[leaf], self._adapters[leaf]
@@ -384,8 +390,10 @@ class Staging:
                 source.views = tuple([copies[shard.box] for shard in source.shards])
             except Exception as error:
                 raise self._failed(leaf, error) from error
+        self._recorder.add("stage", since, nbytes)
 
     def _copy_windows(self, part: Sequence[StagedWindow]) -> None:
+        since = time.perf_counter()
         for item in part:
             buffer = item.slot.buffer
             end = 0
@@ -397,14 +405,17 @@ class Staging:
                     piece.array, piece.row, piece.start, piece.stop, buffer[piece.position : end]
                 )
             buffer[end : -(-item.window.nbytes // PAGE_NBYTES) * PAGE_NBYTES] = 0
+        self._recorder.add("stage", since, sum(item.window.nbytes for item in part))
 
     def _copy_chunks(self, chunks: StagedChunks) -> None:
+        since = time.perf_counter()
         for row, at, nbytes in zip(chunks.rows, chunks.starts, chunks.nbytes, strict=True):
             array = int(self._plan.row_array[row])
             start = 0
             for out in spans(chunks.slots, at, nbytes):
                 self._copy(array, row, start, start + len(out), out)
                 start += len(out)
+        self._recorder.add("stage", since, sum(chunks.nbytes))
 
     def _checksum(self, slot: Slot, rows: Sequence[int]) -> list[int]:
         crcs: list[int] = []
@@ -448,6 +459,7 @@ class Staging:
 
     def _copy_inline(self, arrays: Sequence[int]) -> list[bytes]:
         plan = self._plan
+        since = time.perf_counter()
         values: list[bytes] = []
         for array in arrays:
             source = self._sources[self._leaf_of[array]]
@@ -467,6 +479,7 @@ class Staging:
                 values.append(payload.tobytes())
             except Exception as error:
                 raise self._failed(self._leaf_of[array], error) from error
+        self._recorder.add("stage", since, sum(map(len, values)))
         return values
 
     def _copy_parts(self, parts: Sequence[HeldBox]) -> list[tuple[HeldBox, bytes]]:

@@ -181,7 +181,13 @@ class Placed(NamedTuple):
 
 
 class ChunkAppender:
-    """Appends compressed chunks to data files in plan order, sealing each at its target size."""
+    """Appends compressed chunks to data files in plan order, sealing each at its target size.
+
+    Attributes:
+        stage: the stage that its work is part of.
+    """
+
+    stage = "upload"
 
     def __init__(
         self,
@@ -250,7 +256,12 @@ class ChunkPacker:
         compute: threads that copy.
         emit: takes a window that is full.
         written: called with the uncompressed bytes of every chunk.
+
+    Attributes:
+        stage: the stage that its work is part of.
     """
+
+    stage = "serialize"
 
     # Invariant: the slots are taken before the first chunk is staged and kept until the last one
     # is written. Taken later, a slot would wait for budget that is held by staged chunks, which

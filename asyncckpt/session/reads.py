@@ -121,7 +121,10 @@ class Reads:
             self.pinned[name] += 1  # until the last process has read it
             try:
                 outcome = await self.restore(chosen, request, agreement)
-                await agreement.restored()
+                report = outcome.report
+                timeline = await agreement.restored(report.timeline)
+                report = dataclasses.replace(report, timeline=timeline)
+                outcome = dataclasses.replace(outcome, report=report)
             finally:
                 self.pinned[name] -= 1
             return outcome

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -211,6 +212,7 @@ class Session:
             UsageError: arguments or leaves are wrong; nothing was begun.
             …: the unseen failure of an earlier save.
         """
+        begun = time.perf_counter()
         processes, engine = self.processes, self.runtime.engine
         number = None if processes.alone else processes.count("save")
         location = f"{self.root.url}/{name}"
@@ -235,6 +237,7 @@ class Session:
                 progress=guarded(progress),
                 stall_first=stall_first,
                 consent=consent,
+                begun=begun,
             )
         except Exception as error:
             if number is not None:
