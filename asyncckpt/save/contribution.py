@@ -1,7 +1,7 @@
 """Contribution of one process to a save of several: its entries, in place of index and record."""
 
-# Rule 1: entries are passed on when their files are durable; what follows from them is for the
-#   process that commits.
+# Rule 1: entries are passed on while the last files are written, and count once this process is
+#   ready: then all of its files are durable. What follows is for the process that commits.
 # Rule 2: entries that are made again have another name, as an index has (`save/commit.py`).
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Contribution:
         self._times = times
         self._numbers = itertools.count()
         self.path = ""
+        self.asks = False  # only the process that commits does
         self.parts: tuple[ProcessPart, ...] = ()
 
     async def put_orbax(self) -> None:
