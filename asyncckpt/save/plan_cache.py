@@ -10,11 +10,11 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
+from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.adapters.python import scalar_as_array
 from asyncckpt.errors import UsageError
 from asyncckpt.format.record import Piece, StoredSpec
@@ -33,7 +33,7 @@ from asyncckpt.runtime import Runtime
 from asyncckpt.save.index import Catalog, make_catalog
 from asyncckpt.save.orbax_files import key_devices, orbax_files
 from asyncckpt.save.snapshot import Snapshot
-from asyncckpt.spec import ArraySpec, Shard
+from asyncckpt.spec import ArraySpec, Partition, Shard, array_spec
 from asyncckpt.tree import array_names, where
 
 CACHED_LAYOUTS = 2
@@ -43,6 +43,9 @@ UNEVEN = (
     "the processes have different trees, which Orbax's metadata is not written for; "
     "'asyncckpt export --orbax' converts the checkpoint"
 )
+
+Division = tuple[tuple[Shard, ...] | None, Partition | None]
+"""How an array is divided: the shards that this process can read, and how all processes do it."""
 
 PLANNING_LEAVES = 200
 """Trees with more leaves than this are planned in a worker thread, not on the engine's loop."""
@@ -213,27 +216,32 @@ def layout_key(
     ]
 
 
-def arrays_key(snapshot: Snapshot) -> list[object]:
-    """Return what plans and schemas depend on of every array."""
+def arrays_key(snapshot: Snapshot) -> tuple[list[ArraySpec], dict[int, Division]]:
+    """Return what plans and schemas depend on of every array: specs, and divisions by number."""
     # Boxes and the processes that hold them are part of the shards.
-    return [*map(attrgetter("spec", "shards", "partition"), snapshot.sources)]
+    divisions: dict[int, Division] = {}
+    for number, source in snapshot.sources.opened.items():
+        if source.shards is not None or source.partition is not None:
+            divisions[number] = source.shards, source.partition
+    return [*snapshot.sources.specs], divisions
 
 
-def mirror_sources(snapshot: Snapshot, mirrors: Sequence[int]) -> list[Source]:
-    """Return scalars as sources, for staging with the arrays."""
-    sources = []
+def add_mirrors(snapshot: Snapshot, mirrors: Sequence[int]) -> None:
+    """Add scalars to the snapshot's sources, for staging with the arrays."""
     for leaf in mirrors:
         values = scalar_as_array(snapshot.scalars[leaf])
         assert values is not None
-        sources.append(Source(_MIRROR_SPECS[snapshot.kinds[leaf]], values, values))
-    return sources
+        snapshot.sources.append_plain(_MIRROR_SPECS[snapshot.kinds[leaf]], values)
+        snapshot.adapters.append(_NUMPY)
 
+
+_NUMPY = NumpyAdapter()
 
 _MIRROR_SPECS = {
-    "bool": ArraySpec((), "bool"),
-    "int": ArraySpec((), "int64"),
-    "float": ArraySpec((), "float64"),
-    "complex": ArraySpec((), "complex128"),
+    "bool": array_spec((), "bool"),
+    "int": array_spec((), "int64"),
+    "float": array_spec((), "float64"),
+    "complex": array_spec((), "complex128"),
 }
 
 
@@ -341,9 +349,9 @@ def _leaf_layouts(
     level = options.compression_level if options.compression == "zstd" else None
     chunk_nbytes = _bounded(options.chunk_nbytes, level, budget_nbytes, sizes)
     leaves: list[LeafLayout] = []
-    for number, (leaf, source) in enumerate(
-        zip(snapshot.array_leaf, snapshot.sources, strict=True)
-    ):
+    sources, opened = snapshot.sources, snapshot.sources.opened
+    whole = OwnPart(None, None, None)
+    for number, (leaf, spec) in enumerate(zip(snapshot.array_leaf, sources.specs, strict=True)):
         name = names[leaf]
         first = snapshot.tied.get(number)
         if first is not None:
@@ -352,24 +360,16 @@ def _leaf_layouts(
             continue
         own = None
         if options.leaf_options is not None:
-            own = options_of_leaf(options, snapshot.paths[leaf], source.spec)
-        held = snapshot.held.get(number) or OwnPart(source.shards, source.partition, None)
+            own = options_of_leaf(options, snapshot.paths[leaf], spec)
+        held = snapshot.held.get(number)
+        if held is None:
+            source = opened.get(number)
+            held = whole if source is None else OwnPart(source.shards, source.partition, None)
         if own is None:
-            leaves.append(
-                LeafLayout(
-                    name,
-                    source.spec,
-                    chunk_nbytes,
-                    None,
-                    level,
-                    None,
-                    *held,
-                )
-            )
+            leaves.append(LeafLayout(name, spec, chunk_nbytes, None, level, None, *held))
         else:
-            layout = _with_options(
-                snapshot.paths[leaf], source, held, name, own, options, budget_nbytes, sizes
-            )
+            path, source = snapshot.paths[leaf], sources[number]
+            layout = _with_options(path, source, held, name, own, options, budget_nbytes, sizes)
             leaves.append(_first_only(layout, process) if own.replicas == "first" else layout)
     return leaves
 

@@ -45,14 +45,13 @@ class ValueColumns:
     """Values of all keys, in key order.
 
     Attributes:
-        inline: the value itself, or None if it is in a data file; `encode_tree` takes the values
-            out of the list, so that each is in memory once.
+        inline: the value itself, or None if it is in a data file.
         file: index into the data files, -1 for inline values.
         offset: its first byte in that file; ignored for inline values.
         nbytes: its length; ignored for inline values.
     """
 
-    inline: list[bytes | None]
+    inline: Sequence[bytes | memoryview | None]
     file: I64
     offset: I64
     nbytes: I64
@@ -120,13 +119,11 @@ def encode_tree(
     is_root = len(groups) == 2
     prefixes = np.zeros(1, np.int64) if is_root else _common_prefixes(columns, groups)
     for start, stop, prefix in zip(groups, groups[1:], prefixes.tolist(), strict=False):
-        body, inline_start = _encode_leaf(
-            columns, values, indirect, nbytes, data_files, start, stop, prefix
-        )
-        values.inline[start:stop] = [None] * (stop - start)
+        head = _encode_leaf(columns, values, indirect, nbytes, data_files, start, stop, prefix)
         rows = start + np.flatnonzero(~indirect[start:stop])
         sizes = nbytes[rows]
-        inline_offset[rows] = offset + FRAME_HEADER + inline_start + np.cumsum(sizes) - sizes
+        inline_offset[rows] = offset + FRAME_HEADER + len(head) + np.cumsum(sizes) - sizes
+        body = b"".join([head, *(value for value in values.inline[start:stop] if value)])
         blocks.append(frame(NODE_MAGIC, body))
         offset += len(blocks[-1])
     starts = np.array(groups[:-1], np.int64)
@@ -238,15 +235,15 @@ def _encode_leaf(
     start: int,
     stop: int,
     prefix: int,
-) -> tuple[bytes, int]:
-    """Return the body of a leaf, and the offset of its inline values."""
+) -> bytes:
+    """Return the body of a leaf without its inline values, which follow."""
     rows = slice(start, stop)
     lengths = columns.lengths[rows] - columns.shared[rows]
     lengths[0] = columns.lengths[start] - prefix
     in_file = indirect[rows]
     used, local = np.unique(values.file[rows][in_file], return_inverse=True)
     suffixes = columns.suffixes[columns.suffix_ends[start + 1] : columns.suffix_ends[stop]]
-    head = b"".join(
+    return b"".join(
         (
             b"\0",
             encode_data_files(list(map(data_files.__getitem__, used.tolist()))),
@@ -261,8 +258,6 @@ def _encode_leaf(
             encode_varints(values.offset[rows][in_file]),
         )
     )
-    inline = b"".join(filter(None, values.inline[start:stop]))
-    return head + inline, len(head)
 
 
 def _encode_level(
