@@ -20,9 +20,6 @@ from asyncckpt.planning.held import HeldBox
 from asyncckpt.planning.leaves import Arrays
 from asyncckpt.save.serialize import Extents
 
-NODES_PER_BLOCK = 8
-"""B+tree nodes of at most 1 MiB each that are written together."""
-
 NO_ROWS = np.zeros(0, np.int64)
 
 
@@ -103,14 +100,15 @@ class Index:
     """The encoded index of one save.
 
     Attributes:
-        blocks: contents of the index file: B+tree nodes, then the chunk index.
+        blocks: contents of the index file, B+tree nodes of about 1 MiB and the chunk index; a
+            small one is one block.
         chunk_index: the end of it.
         manifest: contents of the manifest.
         nbytes: length of the file.
         crc: its CRC-32C.
     """
 
-    blocks: list[bytes]
+    blocks: list[bytes | bytearray]
     chunk_index: bytes
     manifest: bytes
     nbytes: int
@@ -152,7 +150,7 @@ def encode_index(
         now_ns: commit time, nanoseconds since 1970.
     """
     chunks = payload.chunks
-    values: list[bytes | memoryview | None] = [*catalog.templates, *payload.inline, None]
+    values: list[bytes | memoryview] = [*catalog.templates, *payload.inline, b""]
     in_file = np.flatnonzero(catalog.inline < 0)
     chunk = catalog.chunk[in_file]
     file = np.full(len(catalog.chunk), -1, np.int64)
@@ -183,14 +181,11 @@ def encode_index(
         max_inline_value_bytes=INLINE_NBYTES,
         max_decoded_node_bytes=NODE_NBYTES,
     )
-    nodes = [*tree.blocks, chunk_index]
-    tree.blocks.clear()
-    blocks: list[bytes] = []
+    blocks: list[bytes | bytearray] = [*tree.blocks, chunk_index]
+    nbytes = sum(map(len, blocks))
+    if nbytes <= NODE_NBYTES:
+        blocks = [b"".join(blocks)]
     crc = 0
-    # Nodes are joined up to a slot's worth: thousands of small writes would be slow, and one join
-    # of everything would double the memory of a large index.
-    while nodes:
-        blocks.append(b"".join(nodes[:NODES_PER_BLOCK]))
-        del nodes[:NODES_PER_BLOCK]
-        crc = crc32c(blocks[-1], crc)
-    return Index(blocks, chunk_index, manifest, sum(map(len, blocks)), crc)
+    for block in blocks:
+        crc = crc32c(block, crc)
+    return Index(blocks, chunk_index, manifest, nbytes, crc)

@@ -27,7 +27,7 @@ from asyncckpt.format.ocdbt.wire import (
     NODE_MAGIC,
     encode_varint,
     encode_varints,
-    frame,
+    frame_of,
     varint_sizes,
 )
 
@@ -45,13 +45,13 @@ class ValueColumns:
     """Values of all keys, in key order.
 
     Attributes:
-        inline: the value itself, or None if it is in a data file.
+        inline: the value itself; ignored if it is in a data file, and empty.
         file: index into the data files, -1 for inline values.
         offset: its first byte in that file; ignored for inline values.
         nbytes: its length; ignored for inline values.
     """
 
-    inline: Sequence[bytes | memoryview | None]
+    inline: Sequence[bytes | memoryview]
     file: I64
     offset: I64
     nbytes: I64
@@ -68,7 +68,7 @@ class EncodedTree:
             are not compressed, so a reader may go there directly.
     """
 
-    blocks: list[bytes]
+    blocks: list[bytearray]
     root: Location | None
     root_height: int
     num_keys: int
@@ -111,9 +111,10 @@ def encode_tree(
         return EncodedTree([], None, 0, 0, 0, 0, np.empty(0, np.int64))
     nbytes = values.nbytes.copy()
     inline = np.flatnonzero(~indirect)
-    nbytes[inline] = [len(values.inline[row] or b"") for row in inline.tolist()]
+    inlined = map(values.inline.__getitem__, inline.tolist())
+    nbytes[inline] = np.fromiter(map(len, inlined), np.int64, inline.size)
     groups = _split_leaves(columns, values, indirect, nbytes, data_files, max_decoded_node_nbytes)
-    blocks: list[bytes] = []
+    blocks: list[bytearray] = []
     inline_offset = np.full(count, -1, np.int64)
     offset = node_offset
     is_root = len(groups) == 2
@@ -123,8 +124,7 @@ def encode_tree(
         rows = start + np.flatnonzero(~indirect[start:stop])
         sizes = nbytes[rows]
         inline_offset[rows] = offset + FRAME_HEADER + len(head) + np.cumsum(sizes) - sizes
-        body = b"".join([head, *(value for value in values.inline[start:stop] if value)])
-        blocks.append(frame(NODE_MAGIC, body))
+        blocks.append(frame_of(NODE_MAGIC, [head, *filter(None, values.inline[start:stop])]))
         offset += len(blocks[-1])
     starts = np.array(groups[:-1], np.int64)
     block_nbytes = np.array(list(map(len, blocks)), np.int64)
@@ -264,7 +264,7 @@ def _encode_level(
     columns: KeyColumns,
     children: _Children,
     height: int,
-    blocks: list[bytes],
+    blocks: list[bytearray],
     node_file: str,
     offset: int,
     max_nbytes: int,
@@ -302,20 +302,18 @@ def _encode_level(
         own[0] = lengths[start] - prefix
         keys = list(map(columns.key, children.key[rows].tolist()))
         cuts = [prefix, *shared[start + 1 : stop].tolist()]
-        body = b"".join(
-            (
-                bytes([height]),
-                table,
-                encode_varint(stop - start),
-                encode_varints(shared[start + 1 : stop] - prefix),
-                encode_varints(own),
-                encode_varints(children.prefix[rows] - prefix),
-                *(key[cut:] for key, cut in zip(keys, cuts, strict=True)),
-                bytes(stop - start),
-                *(encode_varints(column[rows]) for column in fields),
-            )
+        parts = (
+            bytes([height]),
+            table,
+            encode_varint(stop - start),
+            encode_varints(shared[start + 1 : stop] - prefix),
+            encode_varints(own),
+            encode_varints(children.prefix[rows] - prefix),
+            *(key[cut:] for key, cut in zip(keys, cuts, strict=True)),
+            bytes(stop - start),
+            *(encode_varints(column[rows]) for column in fields),
         )
-        blocks.append(frame(NODE_MAGIC, body))
+        blocks.append(frame_of(NODE_MAGIC, parts))
         sizes.append(len(blocks[-1]))
     nbytes = np.array(sizes, np.int64)
     above = _Children(
