@@ -201,5 +201,6 @@ class Commit:
                 metrics=request.metrics,
                 database=DATABASE,
                 fixed=tuple(fixed),
-            )
+            ),
+            layout.tables,
         )

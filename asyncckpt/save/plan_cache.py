@@ -17,7 +17,14 @@ import numpy as np
 from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.adapters.python import scalar_as_array
 from asyncckpt.errors import UsageError
-from asyncckpt.format.record import Piece, StoredSpec
+from asyncckpt.format.record import (
+    ArrayTable,
+    EncodedTables,
+    LeafTable,
+    Piece,
+    StoredSpec,
+    encode_tables,
+)
 from asyncckpt.options import (
     ALIGNED_CHUNK_NBYTES,
     INLINE_NBYTES,
@@ -64,6 +71,7 @@ class Layout:
         mirrors: leaf index of every scalar that is stored as an array too.
         orbax: Orbax's files, by path in the database's directory; None if it cannot read this.
         notes: what a person should know about it.
+        tables: the tables of the record; None where another process commits, or knows a part.
         schema_digest: of what several processes that save together have in common.
         fresh: those processes have agreed on it for this save.
     """
@@ -76,6 +84,7 @@ class Layout:
     mirrors: tuple[int, ...]
     orbax: Mapping[str, bytes] | None
     notes: tuple[str, ...]
+    tables: EncodedTables | None = None
     schema_digest: str = ""
     fresh: bool = False
 
@@ -299,12 +308,23 @@ def make_layout(
         notes = (UNEVEN,)
     elif commits:
         orbax, notes = orbax_files(snapshot, plan, mirrors)
+    pieces = _pieces(arrays, snapshot)
+    spec_of = list(map(spec_of.__getitem__, arrays.part.tolist()))
+    tables = None
+    if commits and not snapshot.uneven:
+        tables = encode_tables(
+            snapshot.structure.to_json(),
+            LeafTable(snapshot.kinds, snapshot.values, snapshot.extra, pieces),
+            tuple(specs),
+            ArrayTable(list(arrays.names), spec_of, arrays.tied),
+        )
     return Layout(
         plan=plan,
         catalog=make_catalog(arrays) if commits else None,
         specs=tuple(specs),
-        spec_of=list(map(spec_of.__getitem__, arrays.part.tolist())),
-        pieces=_pieces(arrays, snapshot),
+        spec_of=spec_of,
+        tables=tables,
+        pieces=pieces,
         mirrors=tuple(mirrors),
         orbax=orbax,
         notes=notes,

@@ -124,7 +124,8 @@ def encode_tree(
         rows = start + np.flatnonzero(~indirect[start:stop])
         sizes = nbytes[rows]
         inline_offset[rows] = offset + FRAME_HEADER + len(head) + np.cumsum(sizes) - sizes
-        blocks.append(frame_of(NODE_MAGIC, [head, *filter(None, values.inline[start:stop])]))
+        inline_values = [value for value in values.inline[start:stop] if value]
+        blocks.append(frame_of(NODE_MAGIC, [head, *inline_values]))
         offset += len(blocks[-1])
     starts = np.array(groups[:-1], np.int64)
     block_nbytes = np.array(list(map(len, blocks)), np.int64)
