@@ -90,8 +90,8 @@ def entries_of(
     """Return what a process has written."""
     plan, extents = layout.plan, payload.chunks
     written = np.flatnonzero((extents.file >= 0) & (plan.row_writer == process))
-    first_chunk = plan.arrays.first_chunk
-    values = {int(first_chunk[array]): value for array, value in payload.inline.items()}
+    chunks = plan.arrays.first_chunk[list(plan.inline)].tolist()
+    values = dict(zip(chunks, map(bytes, payload.inline), strict=True))
     return Entries(
         save_id=save_id,
         process=process,

@@ -238,8 +238,7 @@ def merge(
     for chunk, value in small.items():
         nbytes[chunk] = len(value)
         crc[chunk] = int.from_bytes(value[-CRC_NBYTES:], "little")
-    array_of = dict(zip(arrays.first_chunk[arrays.inline].tolist(), arrays.inline, strict=True))
-    inline = {int(array_of[chunk]): value for chunk, value in small.items()}
+    inline = list(map(small.__getitem__, arrays.first_chunk[arrays.inline].tolist()))
     return Payload(Extents(file, offset, nbytes, crc), inline, files), late
 
 

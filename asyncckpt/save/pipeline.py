@@ -21,7 +21,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -41,8 +41,8 @@ from asyncckpt.save.serialize import (
     Compressed,
     Compressor,
     Extents,
+    SmallChunks,
     WindowChecksums,
-    trailed,
 )
 from asyncckpt.save.stage import StagedChunks, StagedWindow, Staging
 from asyncckpt.save.upload import (
@@ -54,9 +54,6 @@ from asyncckpt.save.upload import (
     PositionalFiles,
     SealedFiles,
 )
-
-INLINE_VALUES = 4096
-"""Small values checksummed by one call of a worker, about a millisecond of work."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +120,7 @@ class Pipeline(ABC):
         self._sink = sink
         self._streams = streams
         self._recorder = work.recorder
-        self._inline: list[bytes] = []
+        self._inline: Iterable[bytes | memoryview] = ()
         self._parts: list[tuple[HeldBox, bytes]] = []
         self._checked_crc: dict[int, int] = {}  # of those that are not written as they are
         self._extents = Extents(
@@ -179,11 +176,11 @@ class Pipeline(ABC):
 
     async def _indexed(self) -> Committable:
         start = time.perf_counter()
-        made = await self._work.commit.put_index(self._payload(self._inline))
+        made = await self._work.commit.put_index(self._payload())
         self._recorder.add("index", start)
         return made
 
-    def _payload(self, inline: Sequence[bytes]) -> Payload:
+    def _payload(self) -> Payload:
         """Return places and checksums as they are now."""
         files = [*zip(self._plan.file_nbytes, self._checksums.file_crcs, strict=True)]
         if self._sink is not None:
@@ -197,7 +194,7 @@ class Pipeline(ABC):
             crcs[number] = self._checked_crc.get(row, crcs[number])
         return Payload(
             self._extents,
-            dict(zip(self._plan.inline, inline, strict=True)),
+            self._inline,
             rows,
             self._parts,
             checked,
@@ -209,7 +206,7 @@ class Pipeline(ABC):
 
     async def _stage(self) -> None:
         staging = self._staging
-        inline = await staging.inline() if self._plan.inline else []
+        inline = await staging.inline() if self._plan.inline else None
         self._parts = await staging.parts()
         await self._check_replicas()
         held = self._work.reference and await staging.hold_immutable()
@@ -238,7 +235,7 @@ class Pipeline(ABC):
         staging.forget()
         if not held:
             self._work.staged()
-        if inline:
+        if inline is not None:
             await self._trail(inline)
 
     async def _check_replicas(self) -> None:
@@ -257,16 +254,14 @@ class Pipeline(ABC):
 
     # -- serialize
 
-    async def _trail(self, inline: list[bytes]) -> None:
+    async def _trail(self, data: bytearray) -> None:
         """Compute the checksums of inline values, for which no caller waits any more."""
-        for first in range(0, len(inline), INLINE_VALUES):
-            start = time.perf_counter()
-            values = inline[first : first + INLINE_VALUES]
-            stored, crcs = await self._work.compute.run(_trail_all, values)
-            self._inline += stored
-            arrays = self._plan.inline[first : first + INLINE_VALUES]
-            self._extents.crc[self._plan.first_row[list(arrays)]] = crcs
-            self._recorder.add("serialize", start, sum(map(len, stored)))
+        start = time.perf_counter()
+        rows = self._plan.first_row[list(self._plan.inline)]
+        ends = np.cumsum(self._extents.nbytes[rows])
+        self._inline = chunks = SmallChunks(data, [0, *ends.tolist()])
+        self._extents.crc[rows] = await self._work.compute.run(chunks.seal)
+        self._recorder.add("serialize", start, len(data))
 
     async def _seal(self, item: StagedWindow) -> FileWindow:
         """Compute the checksums of a window that was only copied, and fold it in its turn.
@@ -448,15 +443,9 @@ class ObjectPipeline(Pipeline):
             task.add_done_callback(lambda _: changed.set())
         while True:
             renames = files.renames
-            # Encoding uses the values up, and may have to be done again.
             made = await self._indexed()
             while files.renames == renames:
                 if all([task.done() for task in uploads]):
                     return made
                 changed.clear()  # nothing is awaited between the look and this
                 await changed.wait()
-
-
-def _trail_all(values: Sequence[bytes]) -> tuple[list[bytes], list[int]]:
-    pairs = [trailed(value) for value in values]
-    return [stored for stored, _ in pairs], [crc for _, crc in pairs]

@@ -14,8 +14,9 @@ A stored chunk is its encoded payload followed by the payload's CRC-32C, little 
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -141,6 +142,32 @@ def trailed(payload: bytes) -> tuple[bytes, int]:
     """Return the stored form of a small payload, and its checksum."""
     crc = crc32c(payload)
     return payload + crc.to_bytes(CRC_NBYTES, "little"), crc
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SmallChunks:
+    """Stored forms of small payloads, one after the other.
+
+    Attributes:
+        data: all of them, each with its trailer.
+        ends: where each ends, its trailer included; with a leading 0.
+    """
+
+    data: bytearray
+    ends: list[int]
+
+    def seal(self) -> npt.NDArray[np.uint32]:
+        """Write the trailers; return the checksums of the payloads. Blocking."""
+        view = memoryview(self.data)
+        crcs = [crc32c(view[a : b - CRC_NBYTES]) for a, b in itertools.pairwise(self.ends)]
+        found = np.array(crcs, "<u4")
+        at = np.array(self.ends[1:], np.int64)[:, None] + np.arange(-CRC_NBYTES, 0)
+        np.frombuffer(self.data, np.uint8)[at] = found.view(np.uint8).reshape(at.shape)
+        return found
+
+    def __iter__(self) -> Iterator[memoryview]:
+        view = memoryview(self.data)
+        return iter([view[a:b] for a, b in itertools.pairwise(self.ends)])
 
 
 class _Contexts(threading.local):
