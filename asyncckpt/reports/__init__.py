@@ -13,7 +13,7 @@ from asyncckpt.reports.outcomes import (
     RestoreReport,
     SaveReport,
 )
-from asyncckpt.reports.progress import Progress
+from asyncckpt.reports.progress import Progress, ProgressBar, progress_bar
 from asyncckpt.reports.texts import nbytes_text, rate_text
 from asyncckpt.reports.timeline import Span, Timeline
 
@@ -27,6 +27,7 @@ __all__ = [
     "LeafInfo",
     "ProcessPart",
     "Progress",
+    "ProgressBar",
     "ReadItem",
     "ReadRange",
     "RestoreReport",
@@ -35,5 +36,6 @@ __all__ = [
     "Timeline",
     "VerifyReport",
     "nbytes_text",
+    "progress_bar",
     "rate_text",
 ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncckpt.reports.texts import nbytes_text, rate_text
-from asyncckpt.reports.timeline import Timeline
+from asyncckpt.reports.timeline import Timed, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ProcessPart:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveReport:
+class SaveReport(Timed):
     """A committed checkpoint.
 
     Attributes:
@@ -96,6 +96,10 @@ class SaveReport:
     def stage_s(self) -> Mapping[str, float]:
         """Seconds during which each stage of this process was busy; they overlap."""
         return self.timeline.busy_s()
+
+    def marks(self) -> Mapping[str, float]:
+        """Return the times that pictures mark, in seconds from the call."""
+        return {"the state may change": self.blocked_s} if self.blocked_s else {}
 
     def __str__(self) -> str:
         if self.skipped:
@@ -162,7 +166,7 @@ class ReadRange:
 
 
 @dataclass(frozen=True, slots=True)
-class RestoreReport:
+class RestoreReport(Timed):
     """A finished restore.
 
     Attributes:

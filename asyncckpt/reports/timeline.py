@@ -7,10 +7,15 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
+
+from asyncckpt.reports.picture import draw
+from asyncckpt.reports.trace import trace_document
 
 SPANS_PER_STAGE = 256
 """Spans kept of one stage of one process: a picture is about a thousand pixels wide."""
@@ -80,16 +85,62 @@ class Timeline:
                 )
         return found
 
-    def busy_s(self) -> Mapping[str, float]:
-        """Return the seconds in which each stage of this process had at least one busy lane."""
+    def busy_s(self, process: int | None = None) -> Mapping[str, float]:
+        """Return the seconds in which each stage had at least one busy lane.
+
+        Args:
+            process: whose; None for the process that has recorded them.
+        """
+        process = self.process if process is None else process
         busy: dict[str, float] = {}
         ends: dict[str, float] = {}
         for span in self.spans:  # by start
-            if span.process == self.process:
+            if span.process == process:
                 start = max(span.start_s, ends.get(span.stage, 0.0))
                 ends[span.stage] = max(span.end_s, start)
                 busy[span.stage] = busy.get(span.stage, 0.0) + max(0.0, span.end_s - start)
         return busy
+
+    def processes(self) -> list[int]:
+        """Return the numbers of the processes, in order."""
+        return sorted({span.process for span in self.spans})
+
+    def lanes(self, stage: str, process: int) -> int:
+        """Return how many lanes a stage has, which is how many of it were busy at a time."""
+        own = (s.lane for s in self.spans if s.stage == stage and s.process == process)
+        return 1 + max(own, default=-1)
+
+    def write_trace(self, path: str | os.PathLike[str], title: str = "") -> None:
+        """Write trace events as JSON, which https://ui.perfetto.dev opens. Blocking.
+
+        Args:
+            path: the file, replaced if it exists.
+            title: kept in the file.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(trace_document(self, title), file)
+
+    def plot(
+        self,
+        path: str | os.PathLike[str],
+        title: str = "",
+        marks: Mapping[str, float] | None = None,
+    ) -> None:
+        """Draw it: a band for each stage, in it a line for each lane. Blocking.
+
+        Args:
+            path: the file, in .png or .svg, replaced if it exists.
+            title: a line above the picture.
+            marks: times to mark, in seconds from the call, by what is said of each.
+
+        Raises:
+            UsageError: the suffix is another one, or matplotlib is not installed.
+            OSError: the file cannot be written.
+        """
+        draw(self, path, title, marks or {})
 
     def joined(self, others: Iterable[Timeline]) -> Timeline:
         """Return it with the spans of other processes."""
@@ -142,6 +193,26 @@ def _checked(row: Any) -> tuple[str, int, int, int, int]:
     if not 0 <= start_us <= end_us < 1 << 53 or process < 0 or nbytes < 0:
         raise ValueError(f"{row!r:.80} is no span")
     return stage, process, start_us, end_us, nbytes
+
+
+class Timed:
+    """What timelines of reports can be made into."""
+
+    __slots__ = ()
+
+    timeline: Timeline
+
+    def marks(self) -> Mapping[str, float]:
+        """Return the times that pictures mark, in seconds from the call."""
+        return {}
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the timeline as trace events; see `Timeline.write_trace`. Blocking."""
+        self.timeline.write_trace(path, str(self))
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the timeline; see `Timeline.plot`. Blocking."""
+        self.timeline.plot(path, str(self), self.marks())
 
 
 Lane = list[tuple[float, float, int]]

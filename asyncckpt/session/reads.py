@@ -159,12 +159,13 @@ class Reads:
             raise self._nothing("restore")
         return newest
 
-    async def inspect(self, step: int | None) -> CheckpointInfo:
+    async def inspect(self, step: int | None, timeline: bool) -> CheckpointInfo:
         """Describe the checkpoint from its metadata."""
 
         async def inspect(files: CheckpointFiles, number: int | None) -> CheckpointInfo:
             compute = self._runtime.engine.compute
-            return await info_of(await open_any(files, compute), number, compute)
+            opened = await open_any(files, compute)
+            return await info_of(opened, number, compute, timeline=timeline)
 
         return await self._read("inspect", step, inspect)
 
