@@ -6,7 +6,6 @@ and Orbax's files ready.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -376,7 +375,7 @@ def _leaf_layouts(
         first = snapshot.tied.get(number)
         if first is not None:
             # Whatever is asked for this path, the bytes are stored once.
-            leaves.append(dataclasses.replace(leaves[first], name=name, tied_to=first))
+            leaves.append(leaves[first]._replace(name=name, tied_to=first))
             continue
         own = None
         if options.leaf_options is not None:
@@ -386,7 +385,9 @@ def _leaf_layouts(
             source = opened.get(number)
             held = whole if source is None else OwnPart(source.shards, source.partition, None)
         if own is None:
-            leaves.append(LeafLayout(name, spec, chunk_nbytes, None, level, None, *held))
+            # Directly: a named tuple's own constructor costs four times as much.
+            fields = (name, spec, chunk_nbytes, None, level, None, *held)
+            leaves.append(tuple.__new__(LeafLayout, fields))
         else:
             path, source = snapshot.paths[leaf], sources[number]
             layout = _with_options(path, source, held, name, own, options, budget_nbytes, sizes)
@@ -526,8 +527,8 @@ def _with_options(
 def _first_only(leaf: LeafLayout, process: int) -> LeafLayout:
     """Let the lowest holder of every part be the only one: what the others hold may differ."""
     if leaf.shards is None:
-        return dataclasses.replace(leaf, holders=(min(leaf.holders or (0,)),))
+        return leaf._replace(holders=(min(leaf.holders or (0,)),))
     shards = [Shard(shard.box, (min(shard.holders),)) for shard in leaf.shards]
     if leaf.partition is not None:
         shards = [shard for shard in shards if shard.holders == (process,)]
-    return dataclasses.replace(leaf, shards=tuple(shards))
+    return leaf._replace(shards=tuple(shards))
