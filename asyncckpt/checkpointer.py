@@ -180,7 +180,9 @@ class Checkpointer(OpenRun):
             SaveError, StoreError: names leaf, stage or file; no file of the attempt remains.
         """
         pending: PendingSave = await self._begin_save(step, tree, arguments, stall_first=False)
-        return await pending._wait_owned()
+        report = await pending._wait_owned()
+        await self._session.settled()
+        return report
 
     @documented
     async def start_save(

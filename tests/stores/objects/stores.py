@@ -102,6 +102,7 @@ def of(sim: Simulator, text: str) -> list[str]:
 
 async def whole(sim: Simulator, store: ObjectStore, name: str, seed: int) -> None:
     """The checkpoint of this seed is whole, its fixed names and Orbax's mark included."""
+    await store.settled()
     await expect(store, name, seed)
     assert sim.get("bucket", f"{ROOT}/{name}/default/small") == b"small %d" % seed
 

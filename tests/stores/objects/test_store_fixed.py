@@ -77,6 +77,7 @@ async def test_looking_for_what_is_missing_downloads_no_contents(sim: Simulator)
         await fill(attempt, identity("a"), 1)
         large = {"default/small": b"small 1", "default/_METADATA": bytes(60_000)}
         await attempt.publish(await put(attempt, identity("a"), large, 1))
+        await store.settled()
         sim.put("bucket", f"{ROOT}/1/default/_METADATA", b"x" * (60_000))
     async with opened("obstore", sim) as later:
         sim.reset()
@@ -96,6 +97,7 @@ async def test_a_record_with_a_long_list_is_read_whole(sim: Simulator) -> None:
     async with opened("obstore", sim) as store:
         attempt = await store.begin("1", identity("a"))
         await attempt.publish(await put(attempt, identity("a"), small))
+        await store.settled()
         sim.delete("bucket", f"{ROOT}/1/default/007")
         await store.sweep()
         assert sim.get("bucket", f"{ROOT}/1/default/007") == b"7"
