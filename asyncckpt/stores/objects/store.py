@@ -353,7 +353,10 @@ class ObjectStore:
         return ()
 
     async def collect(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:
-        """Remove leftovers that are a week old at least, as stores/objects/gc.py defines them."""
+        """Remove leftovers that are a week old at least, as stores/objects/gc.py defines them.
+
+        Then write the fixed names of all checkpoints that lack some.
+        """
         if older_than_s < self._collect_min_s:
             raise UsageError(
                 f"older_than_s={older_than_s}: pass at least {self._collect_min_s:.0f} "
@@ -365,9 +368,12 @@ class ObjectStore:
         with reported("removing leftovers", self.url):
             claimed = bool((await self._context.claims.seen()).lists)
             deletes = claimed and (await self._unlisting()).delete
-            return await remove_garbage(
+            removed = await remove_garbage(
                 self._context, older_than_s, deletes=deletes, dry_run=dry_run
             )
+            for name in [] if dry_run else await self.names():
+                await repair_quietly(self._context, name)
+            return removed
 
     async def keep_note(self, process: int, note: bytes | None) -> None:
         """Keep a note of a process, as `NotingStore.keep_note`."""
