@@ -415,6 +415,6 @@ def _clamped(wanted: int | None, chosen: int, put_max_nbytes: int) -> tuple[str,
     if wanted > put_max_nbytes and chosen == put_max_nbytes:
         why = "a data file is one request here, which sends no more"
     return (
-        f"data files have {nbytes_text(chosen)}, and not target_data_file_nbytes="
+        f"data files have at most {nbytes_text(chosen)}, and not target_data_file_nbytes="
         f"{nbytes_text(wanted)}: {why}",
     )

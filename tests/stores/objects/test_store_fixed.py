@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -17,7 +16,7 @@ from asyncckpt.stores.objects.repair import _wrong
 from asyncckpt.stores.objects.store import COLLECT_MIN_S, ObjectStore
 from asyncckpt.testing.checkpoints import expect, fill, identity, put, save
 from tests.simulator import Fault, Simulator
-from tests.stores.objects.stores import KINDS, ROOT, names, opened, whole, writes
+from tests.stores.objects.stores import KINDS, ROOT, age, names, opened, whole, writes
 
 # --------------------------------------------------------------------------------- comparison
 
@@ -104,14 +103,6 @@ async def test_a_record_with_a_long_list_is_read_whole(sim: Simulator) -> None:
 
 
 # --------------------------------------------------------------------------- interrupted deletions
-
-
-def age(sim: Simulator) -> None:
-    """Everything that is there is old enough to be collected."""
-    objects = sim.buckets["bucket"].objects
-    for key, item in list(objects.items()):
-        modified_s = item.modified_s - COLLECT_MIN_S - 3600
-        objects[key] = dataclasses.replace(item, modified_s=modified_s)
 
 
 def refuse(

@@ -147,8 +147,10 @@ def choose(
     put_max_nbytes = min(put_max_nbytes, PUT_THRESHOLD_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
     sizes = set(_options(chunk_nbytes, put_max_nbytes))
     shares = set(_shares(nbytes, traffic.streams, put_max_nbytes))
+    limit_nbytes = 0
     if data_file_nbytes is not None:
         data_file_nbytes = min(data_file_nbytes, put_max_nbytes)
+        limit_nbytes = data_file_nbytes if room(_pages(data_file_nbytes)) >= 1 else 0
         sizes = {size for size in sizes if size < data_file_nbytes}
         shares = {size for size in shares if 0.5 <= size / data_file_nbytes <= STRETCH}
         asked = {data_file_nbytes, *shares}
@@ -156,7 +158,7 @@ def choose(
     else:
         sizes |= shares
     options = [
-        Choice(size, _pages(size), 0, 0.0, data_file_nbytes, limit_nbytes=size)
+        Choice(size, _pages(size), 0, 0.0, data_file_nbytes, limit_nbytes=max(size, limit_nbytes))
         for size in sorted(sizes)
         if room(_pages(size)) >= 1
         and (tight or data_file_nbytes is not None or size >= min(LEAST_NBYTES, put_max_nbytes))
