@@ -103,6 +103,7 @@ class Session:
         grace_s: float | None = None,
         takeover: bool = False,
         owns_coordinator: bool = False,
+        layouts: LayoutCache | None = None,
     ) -> None:
         self.save_options = typed("save_options", save_options, SaveOptions)
         self.restore_options = typed("restore_options", restore_options, RestoreOptions)
@@ -139,7 +140,7 @@ class Session:
         self._pruner = None
         if keep is not None:
             self._pruner = Pruner(keep, self.runtime, self.root, self.steps, self.reads.pinned)
-        self._layouts = LayoutCache()
+        self._layouts = LayoutCache() if layouts is None else layouts
         self._turn = asyncio.Lock()
         self._refusals: list[Future[None]] = []
         # Reentrant: a signal handler may close the session that its thread is closing.
