@@ -157,7 +157,7 @@ class Checkpointer(OpenRun):
     async def save(
         self, step: int, tree: Any, **arguments: Unpack[StepSaveArguments]
     ) -> SaveReport:
-        """Save a tree as `step`; on return the checkpoint is committed and durable.
+        """Save a tree as `step`; on return the checkpoint is committed, durable and whole.
 
         Until this returns, the leaves must not be mutated.
 
@@ -180,7 +180,9 @@ class Checkpointer(OpenRun):
             SaveError, StoreError: names leaf, stage or file; no file of the attempt remains.
         """
         pending: PendingSave = await self._begin_save(step, tree, arguments, stall_first=False)
-        return await pending._wait_owned()
+        report = await pending._wait_owned()
+        await self._session.settled()
+        return report
 
     @documented
     async def start_save(
@@ -341,7 +343,9 @@ class Checkpointer(OpenRun):
         ).wait()
 
     async def wait(self) -> None:
-        """Wait until no save is in flight, and no bytes of deleted steps are being removed.
+        """Wait until no save is in flight, checkpoints are whole and no bytes are being removed.
+
+        Whole means: on an object store, files that only other programs read are written, too.
 
         Cancellation: stops the waiting; the saves go on.
 

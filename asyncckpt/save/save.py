@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.arguments import progress_notes
 from asyncckpt.checkpoint.metadata import RECORD
 from asyncckpt.errors import (
@@ -40,7 +39,7 @@ from asyncckpt.runtime import Runtime
 from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.contribution import Contribution
 from asyncckpt.save.pipeline import LocalPipeline, ObjectPipeline, Work
-from asyncckpt.save.plan_cache import Layout, LayoutCache, layout_of, mirror_sources, sizes_for
+from asyncckpt.save.plan_cache import Layout, LayoutCache, add_mirrors, layout_of, sizes_for
 from asyncckpt.save.snapshot import SaveRequest
 from asyncckpt.save.stage import Staging
 
@@ -323,12 +322,12 @@ class Save:
         request, runtime, store = self._request, self._runtime, self._store
         snapshot, compute = request.snapshot, runtime.engine.compute
         # Scalars that Orbax wants as arrays are staged after the arrays of the tree.
-        mirrors = mirror_sources(snapshot, layout.mirrors) if layout.mirrors else []
+        add_mirrors(snapshot, layout.mirrors)
         window_pool = runtime.window_pool(store.capabilities, sizes)
         staging = Staging(
             layout.plan,
-            [*snapshot.sources, *mirrors],
-            [*snapshot.adapters, *([NumpyAdapter()] * len(mirrors))],
+            snapshot.sources,
+            snapshot.adapters,
             [*map(snapshot.paths.__getitem__, [*snapshot.array_leaf, *layout.mirrors])],
             runtime.pool,
             window_pool,
