@@ -109,6 +109,19 @@ def test_threads_record_at_the_same_time() -> None:
     assert recorder.timeline().stages()["stage"].nbytes == 4 * 2000 * 3
 
 
+def test_a_span_that_goes_on_is_seen_until_now_and_one_that_fails_never() -> None:
+    recorder = Recorder()
+    with recorder.span("upload", 5), recorder.span("upload", 7):
+        running = recorder.timeline()
+        assert running.stages()["upload"].nbytes == 12
+        assert running.lanes("upload", 0) == 2
+    ended = recorder.timeline()
+    assert ended.stages()["upload"].nbytes == 12 and ended.end_s > running.end_s
+    with pytest.raises(ZeroDivisionError), recorder.span("index"):
+        raise ZeroDivisionError
+    assert recorder.timeline() == ended and not recorder._running
+
+
 # ------------------------------------------------------------------------------ several processes
 
 
