@@ -194,6 +194,8 @@ class Attempt(AttemptFiles, Protocol):
     async def publish(self, record: bytes) -> None:
         """Make the checkpoint visible and durable; `record`, its commit record, is written last.
 
+        What only other programs read may follow in the background (`Store.settled`).
+
         Cancellation: until the step that makes it visible is begun, raised, and nothing is left;
         from then on the outcome is awaited, and returned or raised instead.
 
@@ -426,6 +428,16 @@ class Store(Protocol):
 
         Raises:
             CheckpointNotFoundError: there was no such attempt for `timeout_s`.
+        """
+        ...
+
+    async def settled(self) -> None:
+        """Wait until published checkpoints are whole for other programs, too.
+
+        What fails there is logged, and written later by another save, `sweep` or `collect`: the
+        checkpoints are durable without it.
+
+        Cancellation: stops the waiting only.
         """
         ...
 

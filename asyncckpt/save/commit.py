@@ -71,6 +71,9 @@ class Commit:
         compute: threads that encode.
         writers: number of processes that save together.
         epoch: the claim under which they do.
+
+    Attributes:
+        asks: writing the index asks for consent, when this process has written its part.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Commit:
         self._layout = layout
         self._request = request
         self._metadata = request.metadata
+        self.asks = request.consent is not None
         self._save_id = save_id
         self._compute = compute
         self._numbers = itertools.count()

@@ -14,10 +14,12 @@ from asyncckpt.format.crc import crc32c
 from asyncckpt.format.ocdbt.btree import ValueColumns, encode_tree
 from asyncckpt.format.ocdbt.keys import KeyColumns, key_columns
 from asyncckpt.format.ocdbt.manifest import encode_manifest
+from asyncckpt.format.stored_timeline import encode_timeline
 from asyncckpt.format.zarr3 import chunk_keys, encode_metadata, metadata_key
 from asyncckpt.options import INLINE_NBYTES, NODE_NBYTES
 from asyncckpt.planning.held import HeldBox
 from asyncckpt.planning.leaves import Arrays
+from asyncckpt.reports import Timeline
 from asyncckpt.save.serialize import Extents
 
 NO_ROWS = np.zeros(0, np.int64)
@@ -100,8 +102,8 @@ class Index:
     """The encoded index of one save.
 
     Attributes:
-        blocks: contents of the index file, B+tree nodes of about 1 MiB and the chunk index; a
-            small one is one block.
+        blocks: contents of the index file, B+tree nodes of about 1 MiB, the timeline and the chunk
+            index; a small one is one block.
         chunk_index: the end of it.
         manifest: contents of the manifest.
         nbytes: length of the file.
@@ -127,6 +129,7 @@ class Payload:
         parts: boxes of small leaves that several processes hold in parts, and their values.
         checked: rows that are compared with replicas of other processes.
         checked_crc: CRC-32C of the payload of each of them.
+        timeline: when the stages were busy so far.
     """
 
     chunks: Extents
@@ -135,6 +138,7 @@ class Payload:
     parts: Sequence[tuple[HeldBox, bytes]] = ()
     checked: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     checked_crc: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
+    timeline: Timeline = field(default_factory=Timeline)
 
 
 def encode_index(
@@ -181,7 +185,11 @@ def encode_index(
         max_inline_value_bytes=INLINE_NBYTES,
         max_decoded_node_bytes=NODE_NBYTES,
     )
-    blocks: list[bytes | bytearray] = [*tree.blocks, chunk_index]
+    blocks: list[bytes | bytearray] = [
+        *tree.blocks,
+        encode_timeline(payload.timeline),
+        chunk_index,
+    ]
     nbytes = sum(map(len, blocks))
     if nbytes <= NODE_NBYTES:
         blocks = [b"".join(blocks)]

@@ -127,8 +127,8 @@ class LayoutCache:
 
     def agree(self, key: Sequence[object], agreed: Any) -> None:
         """Keep what processes agreed on, until other schemas have pushed it out."""
-        self._agreements.insert(0, (key, agreed))
-        del self._agreements[CACHED_LAYOUTS:]
+        others = [known for known in self._agreements if known[0] != key]
+        self._agreements = [(key, agreed), *others[: CACHED_LAYOUTS - 1]]
 
     def keep(self, key: Sequence[object], layout: Layout) -> None:
         """Keep the layout until others have pushed it out."""

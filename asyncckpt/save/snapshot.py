@@ -109,6 +109,7 @@ class SaveRequest:
         stall_first: copying has priority, because the caller goes on when it is done.
         consent: what the commit waits for, if anything.
         begun: `perf_counter` at the call.
+        taken: the same when the tree had been taken.
     """
 
     name: str
@@ -122,6 +123,7 @@ class SaveRequest:
     stall_first: bool
     consent: Consent | None = None
     begun: float = field(default_factory=time.perf_counter)
+    taken: float = field(default_factory=time.perf_counter)
 
 
 def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:

@@ -422,7 +422,7 @@ def test_the_digest_is_kept_between_versions() -> None:
     assert plan_save(BASE, **SMALL).digest == DIGEST
 
 
-DIGEST = "d0c14018f7b79f46e83767bbea83c2e38c100130ddaeca6563aa9219b986dae8"
+DIGEST = "937eb59d48022284ba5fbb794a9a8a4a16f1031f2ae53e8c213d7345a93a8a0a"
 
 SCRIPT = """
 from asyncckpt.planning.save import LeafLayout, plan_save
