@@ -60,6 +60,25 @@ def is_direct(batch: ReadBatch) -> bool:
     return part.direct >= 0 and batch.nbytes - part.nbytes <= TAIL_NBYTES
 
 
+def _copied(destination: Destination, payload: memoryview) -> bool:
+    """Copy all bytes of a destination, if its memory is one run of as many; return whether."""
+    values, flat = destination.values, destination.flat
+    if values is None or values.nbytes != len(payload):
+        return False
+    if len(payload) > GIL_COPY_NBYTES:
+        if flat is not None:
+            np.copyto(flat, np.frombuffer(payload, np.uint8))
+        return flat is not None
+    # Between memoryviews: NumPy releases the GIL for each of a thousand small copies, and waits to
+    # get it back.
+    try:
+        view = memoryview(values).cast("B") if flat is None else memoryview(flat)
+        view[:] = payload
+    except (TypeError, ValueError):  # it has strides, or a dtype that memoryviews do not know
+        return False
+    return True
+
+
 @dataclass(slots=True, eq=False)
 class Destination:
     """Host memory for one wanted box of one array.
@@ -69,7 +88,8 @@ class Destination:
         array: index of the stored array.
         box: the wanted part; None for all of it.
         values: memory of the box's shape, in the stored dtype; None to read and check only.
-        flat: the same memory as one run of bytes, or None.
+        flat: the same memory as one run of bytes; None where it is not one run, and for small
+            arrays, of which the bytes are looked up when they come.
     """
 
     path: str
@@ -203,15 +223,9 @@ class Decode:
                     part = batch.parts[number]
                     payload = memoryview(self._elements(batch, part, [data[start:stop]]))
             # Where one chunk is all that is wanted; others may have as many bytes by chance.
-            flat = destinations[request].flat if counts[request] == 1 else None
-            if flat is None or len(flat) != len(payload):
+            whole = destinations[request] if counts[request] == 1 else None
+            if whole is None or not _copied(whole, payload):
                 self._scatter(batch.parts[number], np.frombuffer(payload, np.uint8), 0)
-            elif len(payload) <= GIL_COPY_NBYTES:
-                # Between memoryviews: NumPy releases the GIL for each of a thousand small copies,
-                # and waits to get it back.
-                memoryview(flat)[:] = payload
-            else:
-                np.copyto(flat, np.frombuffer(payload, np.uint8))
 
     def _check_trailers(
         self, batch: ReadBatch, data: Bytes, rows: Sequence[int]
