@@ -305,10 +305,14 @@ class Checkpointer(OpenRun):
         """Return the highest step with a valid commit record, or None."""
         return await self._session.call_once("latest_step()", self._session.steps.latest).wait()
 
-    async def inspect(self, step: int | None = None) -> CheckpointInfo:
-        """Describe a step (None: the newest) from its metadata alone."""
+    async def inspect(self, step: int | None = None, *, timeline: bool = False) -> CheckpointInfo:
+        """Describe a step (None: the newest) from its metadata alone.
+
+        With `timeline`, the result has that of the save, which takes one more read.
+        """
         number = None if step is None else number_of(step)[1]
-        return await self._session.call(lambda: self._session.reads.inspect(number)).wait()
+        reads = self._session.reads
+        return await self._session.call(lambda: reads.inspect(number, timeline)).wait()
 
     async def verify(
         self, step: int | None = None, *, progress: ProgressCallback | None = None
@@ -418,11 +422,17 @@ async def restore_into(
 
 
 async def inspect(
-    location: Location, *, storage_options: Mapping[str, Any] | None = None
+    location: Location,
+    *,
+    timeline: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> CheckpointInfo:
-    """Describe the checkpoint at `location` from its metadata alone."""
+    """Describe the checkpoint at `location` from its metadata alone.
+
+    With `timeline`, the result has that of the save, which takes one more read.
+    """
     async with _opened(location, {"storage_options": storage_options}) as core:
-        return await core.call(lambda: core.reads.inspect(None)).wait()
+        return await core.call(lambda: core.reads.inspect(None, timeline)).wait()
 
 
 async def verify(

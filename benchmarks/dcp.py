@@ -19,8 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.local.processes import answers
 from benchmarks.machine import facts
-from benchmarks.processes import answers
 from benchmarks.workloads import leaves, llama
 
 RANKS = 2

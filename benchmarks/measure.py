@@ -8,6 +8,7 @@ probes agreed best, and its spread is reported with it. The choice never looks a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import mmap
@@ -99,8 +100,8 @@ class Protocol:
         samples: samples per case; medians need at least five to mean something.
         max_repeats: attempts thrown away at most per sample.
         tolerance: difference of the floor probes, as a fraction, above which a sample is repeated.
-        repeats_for_s: seconds from the start of the rounds after which nothing is repeated any
-            more, so that a run ends in time also on a busy machine; None: no such limit.
+        repeats_for_s: seconds that repetitions may take in all rounds of one call, so that a run
+            ends in time also on a busy machine; None: no such limit.
         clock: seconds, monotonic.
     """
 
@@ -110,11 +111,12 @@ class Protocol:
     repeats_for_s: float | None = None
     clock: Callable[[], float] = time.monotonic
 
-    def may_repeat(self, repeats: int, started_s: float) -> bool:
-        """Return whether one more attempt is allowed after `repeats` that were thrown away."""
-        return repeats < self.max_repeats and (
-            self.repeats_for_s is None or self.clock() - started_s < self.repeats_for_s
-        )
+
+@dataclass(slots=True)
+class Patience:
+    """Seconds that are left for repetitions; None without a limit."""
+
+    left_s: float | None = None
 
 
 def rounds(
@@ -135,7 +137,7 @@ def rounds(
     if len(taken) != len(cases):
         raise ValueError(f"names of cases are not unique: {[case.name for case in cases]}")
     failed: set[str] = set()
-    started_s = protocol.clock()
+    patience = Patience(protocol.repeats_for_s)
 
     def guarded(case: Case, work: Callable[[], object]) -> None:
         try:
@@ -147,7 +149,7 @@ def rounds(
             on_error(case, error)
 
     def sampled(case: Case) -> None:
-        taken[case.name].append(take(case, protocol, started_s))
+        taken[case.name].append(take(case, protocol, patience))
 
     for case in cases:
         if case.samples != 1:
@@ -161,26 +163,23 @@ def rounds(
     return {name: samples for name, samples in taken.items() if samples}
 
 
-def take(case: Case, protocol: Protocol, started_s: float) -> Sample:
-    """One sample whose floor probes agree, or the one of all attempts where they agree best."""
+def take(case: Case, protocol: Protocol, patience: Patience) -> Sample:
+    """Take a sample whose floor probes agree, or of all attempts the one where they agree best."""
     best: Sample | None = None
     repeats = 0
     while True:
+        start = protocol.clock()
         sample = _attempt(case, with_floor=True)
+        if repeats and patience.left_s is not None:
+            patience.left_s -= protocol.clock() - start
         if best is None or sample.floor_spread < best.floor_spread:
             best = sample
-        if sample.floor_spread <= protocol.tolerance or not protocol.may_repeat(repeats, started_s):
+        if sample.floor_spread <= protocol.tolerance or repeats >= protocol.max_repeats:
+            break
+        if patience.left_s is not None and patience.left_s <= 0:
             break
         repeats += 1
-    return Sample(
-        wall_s=best.wall_s,
-        cpu_s=best.cpu_s,
-        extra_nbytes=best.extra_nbytes,
-        floor_before_s=best.floor_before_s,
-        floor_after_s=best.floor_after_s,
-        repeats=repeats,
-        values=best.values,
-    )
+    return dataclasses.replace(best, repeats=repeats)
 
 
 def _attempt(case: Case, *, with_floor: bool) -> Sample:

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asyncckpt import RestoreOptions, blocking
+from benchmarks.local.processes import answers
 from benchmarks.machine import facts
-from benchmarks.processes import answers
 from tests.simulator import S3, simulator_process
 
 MIB = 1 << 20

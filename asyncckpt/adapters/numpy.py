@@ -104,7 +104,7 @@ def _identity(array: npt.NDArray[Any]) -> Hashable | None:
     if array.base is None:
         # The address costs more than everything else here, and an array with memory of its own
         # shares it with its views only.
-        return ("owner", id(array), array.shape, array.strides, array.dtype)
+        return id(array)
     root: Any = array.base
     pointer: int = array.__array_interface__["data"][0]
     facts = (array.shape, array.strides, array.dtype)
@@ -113,7 +113,7 @@ def _identity(array: npt.NDArray[Any]) -> Hashable | None:
         and (root.shape, root.strides, root.dtype) == facts
         and root.__array_interface__["data"][0] == pointer
     ):
-        return ("owner", id(root), *facts)
+        return id(root)
     return ("memory", pointer, *facts)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, extents_of, refuse_implied
 from asyncckpt.errors import AsyncCheckpointError
+from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.options import ALIGNED_CHUNK_NBYTES
 from asyncckpt.planning.restore import RestorePlan, plan_restore
@@ -56,7 +58,9 @@ class RestorePipeline:
         matching: Matching,
         request: RestoreRequest,
         exchanger: Exchanger | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
+        self._recorder = Recorder() if recorder is None else recorder
         self._exchanger = exchanger
         self._runtime = runtime
         self._opened = opened
@@ -104,8 +108,10 @@ class RestorePipeline:
         wanted = None
         if opened.record is None:
             wanted = [a for leaf in self._arrays for a in leaf.arrays()]
+        since = time.perf_counter()
         extents = await extents_of(opened, wanted)
         buffers, plan = await compute.run(self._prepare, extents)
+        self._recorder.add("plan", since)
         self._started = True
         self._ready = buffers.idle
         self._arrived.set()
@@ -163,6 +169,7 @@ class RestorePipeline:
             arrived=partial(self._count_down, buffers),
             progress=partial(self._progress, total_nbytes),
             explain=options.explain,
+            recorder=self._recorder,
             files=files,
             left=left,
         )
@@ -280,6 +287,7 @@ class RestorePipeline:
 
     def _place(self, batch: Sequence[int]) -> None:
         """Make the leaves of arrays that have arrived."""
+        since = time.perf_counter()
         arrays, parts = self._arrays, self._parts
         for number in batch:
             if self._atomic:
@@ -287,6 +295,7 @@ class RestorePipeline:
                 parts[number] = self._placement.converted(arrays[number], parts[number])
             else:
                 self._place_array(number)
+        self._recorder.add("place", since)
 
     def _place_array(self, number: int) -> None:
         leaf, opened = self._arrays[number], self._opened
@@ -307,6 +316,7 @@ class RestorePipeline:
 
     def _place_late(self) -> None:
         """Write the targets of an atomic restore, then those of scalars."""
+        since = time.perf_counter()
         if not self._arrays:
             if self._into:
                 check_overlaps(self._leaves, self._opened.first_rows)
@@ -317,6 +327,7 @@ class RestorePipeline:
                     if self._placement.writes(leaf) == writing:
                         self._place_array(number)
         self._place_scalars(writing=True)
+        self._recorder.add("place", since)
 
     def _place_scalars(self, *, writing: bool) -> None:
         for number in range(len(self._arrays), len(self._leaves)):

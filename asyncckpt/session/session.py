@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -102,6 +103,7 @@ class Session:
         grace_s: float | None = None,
         takeover: bool = False,
         owns_coordinator: bool = False,
+        layouts: LayoutCache | None = None,
     ) -> None:
         self.save_options = typed("save_options", save_options, SaveOptions)
         self.restore_options = typed("restore_options", restore_options, RestoreOptions)
@@ -138,7 +140,7 @@ class Session:
         self._pruner = None
         if keep is not None:
             self._pruner = Pruner(keep, self.runtime, self.root, self.steps, self.reads.pinned)
-        self._layouts = LayoutCache()
+        self._layouts = LayoutCache() if layouts is None else layouts
         self._turn = asyncio.Lock()
         self._refusals: list[Future[None]] = []
         # Reentrant: a signal handler may close the session that its thread is closing.
@@ -213,6 +215,7 @@ class Session:
             UsageError: arguments or leaves are wrong; nothing was begun.
             …: the unseen failure of an earlier save.
         """
+        begun = time.perf_counter()
         processes, engine = self.processes, self.runtime.engine
         number = None if processes.alone else processes.count("save")
         location = f"{self.root.url}/{name}"
@@ -237,6 +240,7 @@ class Session:
                 progress=guarded(progress),
                 stall_first=stall_first,
                 consent=consent,
+                begun=begun,
             )
         except Exception as error:
             if number is not None:
