@@ -19,7 +19,7 @@ from asyncckpt.stores.objects.requests.requests import Requests
 from tests.simulator import Fault, Gate, Signal, Simulator, simulator
 
 ROOT = "s3://bucket/run"
-OPTIONS = SaveOptions(target_data_file_nbytes=8 * MIB)
+OPTIONS = SaveOptions(target_data_file_nbytes=8 * MIB, concurrency=4)
 
 
 @pytest.fixture
@@ -184,7 +184,8 @@ async def test_as_many_reads_are_in_flight_as_were_asked_for(sim: Simulator) -> 
         await everybody.hold()
 
     restore = RestoreOptions(concurrency=20)
-    async with checkpointer(sim, restore_options=restore) as ckpt:
+    save = SaveOptions(target_data_file_nbytes=8 * MIB, concurrency=20)
+    async with checkpointer(sim, save_options=save, restore_options=restore) as ckpt:
         await ckpt.save(1, tree)
         sim.faults.append(
             Fault(
@@ -229,7 +230,7 @@ async def test_no_more_of_a_run_is_in_flight_than_is_allowed(
             in_flight -= 1
 
     async with checkpointer(
-        sim, save_options=SaveOptions(target_data_file_nbytes=96 * MIB)
+        sim, save_options=SaveOptions(target_data_file_nbytes=96 * MIB, concurrency=1)
     ) as ckpt:
         await ckpt.save(1, tree)
         store = ckpt._session.root.store
