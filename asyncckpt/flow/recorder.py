@@ -31,14 +31,7 @@ class Recorder:
         self._lock = threading.Lock()
 
     def add(self, stage: str, since: float, nbytes: int = 0, until: float | None = None) -> None:
-        """Record that a stage was busy since then, until now or the time given.
-
-        Args:
-            stage: its name.
-            since: `time.perf_counter` at the begin.
-            nbytes: bytes that went through the stage.
-            until: `time.perf_counter` at the end.
-        """
+        """Record that a stage was busy from `since` to `until` (None: now), by `perf_counter`."""
         end = (time.perf_counter() if until is None else until) - self.begun
         with self._lock:
             put(self._stages.setdefault(stage, []), since - self.begun, end, nbytes)

@@ -55,13 +55,8 @@ class ProgressBar:
             raise UsageError(f"progress_bar() needs the package rich: {INSTALL_LINE}") from None
         self._description = description
         self._transient = transient
-        self._console = console = rich.console.Console(
-            file=sys.stderr,
-            force_terminal=True if always else None,
-            markup=False,
-            highlight=False,
-            emoji=False,
-        )
+        forced = True if always else None
+        self._console = console = rich.console.Console(file=sys.stderr, force_terminal=forced)
         self._wanted = console.is_terminal or console.is_jupyter
         self._shown: rich.progress.Progress | None = None
         self._drawn = 0.0

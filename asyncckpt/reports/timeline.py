@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 SPANS_PER_STAGE = 256
-"""Spans kept of one stage of one process: a picture is about a thousand pixels wide."""
+"""Of one process: a picture is about a thousand pixels wide."""
 
 LANES_PER_STAGE = 64
-"""Lanes of one stage, as many as an object store gets requests at a time by default."""
+"""As many as an object store gets requests at a time by default."""
 
 
 class Span(NamedTuple):
@@ -25,8 +25,8 @@ class Span(NamedTuple):
     Attributes:
         stage: name of the stage.
         process: number of the process.
-        lane: worker or stream of the stage. Spans of one lane do not overlap; the numbers say how
-            many were busy at the same time, not which thread it was.
+        lane: spans of one lane do not overlap; lanes show how many were busy at a time, not which
+            thread it was.
         start_s: seconds from the call, on the process' own clock.
         end_s: the same of its end.
         nbytes: bytes that went through the stage, 0 where bytes mean nothing.
@@ -89,11 +89,7 @@ class Timeline:
         return sorted({span.process for span in self.spans})
 
     def stages(self, process: int | None = None) -> Mapping[str, Stage]:
-        """Return the stages of a process in the order of their begins, by name.
-
-        Args:
-            process: its number; None for the process that has recorded the timeline.
-        """
+        """Return the stages of a process (None: the one that recorded this) by name, by begin."""
         process = self.process if process is None else process
         spans: dict[str, list[Span]] = {}
         for span in self.spans:
@@ -104,13 +100,12 @@ class Timeline:
     def joined(self, others: Iterable[Timeline]) -> Timeline:
         """Return it with the spans of other processes."""
         spans = [*self.spans, *(span for other in others for span in other.spans)]
-        return Timeline(tuple(sorted(spans, key=_start)), self.process)
+        return Timeline(tuple(sorted(spans, key=attrgetter("start_s"))), self.process)
 
     def rows(self, most: int = SPANS_PER_STAGE) -> list[list[Any]]:
         """Return the spans as JSON: stage, process, begin and end in microseconds, bytes.
 
-        Args:
-            most: spans per stage; where there are more, consecutive ones are merged.
+        Where a stage has more than `most`, consecutive ones are merged.
         """
         stages: dict[tuple[str, int], list[list[Any]]] = {}
         for stage, process, _, start_s, end_s, nbytes in self.spans:
@@ -119,34 +114,26 @@ class Timeline:
         rows: list[list[Any]] = []
         for found in stages.values():
             size = -(-len(found) // most)
-            if size == 1:
-                rows += found
-                continue
             for first in range(0, len(found), size):
-                row, *others = found[first : first + size]
-                for other in others:
-                    row[3] = max(row[3], other[3])
-                    row[4] += other[4]
+                row = found[first]
+                for other in found[first + 1 : first + size]:
+                    row[3:] = max(row[3], other[3]), row[4] + other[4]
                 rows.append(row)
         return rows
 
     @classmethod
     def from_rows(cls, rows: Iterable[Any], process: int = 0) -> Timeline:
-        """Return what `rows` has returned; lanes are given anew.
-
-        Args:
-            rows: the rows.
-            process: the process that has recorded it.
+        """Return the timeline of `rows`, which that process has recorded; lanes are given anew.
 
         Raises:
-            ValueError: they are none.
+            ValueError: they are of another form.
         """
         lanes: dict[tuple[str, int], list[Lane]] = {}
         for row in sorted(map(_checked, rows), key=itemgetter(3)):
             stage, number, start, end, nbytes = row
             put(lanes.setdefault((stage, number), []), start / 1e6, end / 1e6, nbytes)
         spans = [span for named, found in lanes.items() for span in spans_of(found, *named)]
-        return cls(tuple(sorted(spans, key=_start)), process)
+        return cls(tuple(sorted(spans, key=attrgetter("start_s"))), process)
 
 
 def _whole(spans: Sequence[Span]) -> Stage:
@@ -178,12 +165,12 @@ def put(lanes: list[Lane], start: float, end: float, nbytes: int) -> None:
     """
     idle = [lane for lane in lanes if lane[-1][1] <= start]
     if idle:
-        max(idle, key=_end).append((start, end, nbytes))
+        max(idle, key=lambda lane: lane[-1][1]).append((start, end, nbytes))
     elif len(lanes) < LANES_PER_STAGE:
         lanes.append([(start, end, nbytes)])
     else:
         # More at a time than there are lanes: it becomes one span with those that it overlaps.
-        lane = min(lanes, key=_end)
+        lane = min(lanes, key=lambda lane: lane[-1][1])
         while lane and lane[-1][1] > start:
             first, last, more = lane.pop()
             start, end, nbytes = min(start, first), max(end, last), nbytes + more
@@ -197,14 +184,6 @@ def spans_of(lanes: list[Lane], stage: str, process: int) -> Iterator[Span]:
     for number, lane in enumerate(sorted(lanes)):
         for row in lane:
             yield Span(stage, process, number, *row)
-
-
-def _start(span: Span) -> float:
-    return span.start_s
-
-
-def _end(lane: Lane) -> float:
-    return lane[-1][1]
 
 
 def _halved(lane: Lane) -> Lane:

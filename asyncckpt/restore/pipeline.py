@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import time
 from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
@@ -59,9 +58,10 @@ class RestorePipeline:
         matching: Matching,
         request: RestoreRequest,
         exchanger: Exchanger | None = None,
-        recorder: Recorder | None = None,
+        *,
+        recorder: Recorder,
     ) -> None:
-        self._recorder = Recorder() if recorder is None else recorder
+        self._recorder = recorder
         self._exchanger = exchanger
         self._runtime = runtime
         self._opened = opened
@@ -97,7 +97,8 @@ class RestorePipeline:
         try:
             if self._arrays:
                 await self._read()
-            await compute.run(self._place_late)
+            with self._recorder.span("place"):
+                await compute.run(self._place_late)
         except BaseExceptionGroup as group:
             raise self._explained(leading_error(group)) from None
         except AsyncCheckpointError as error:
@@ -194,7 +195,8 @@ class RestorePipeline:
             while self._ready:
                 batch = self._ready[:PLACE_LEAVES]
                 del self._ready[: len(batch)]
-                await self._runtime.engine.compute.run(self._place, batch)
+                with self._recorder.span("place"):
+                    await self._runtime.engine.compute.run(self._place, batch)
                 done += len(batch)
 
     def _progress(self, total_nbytes: int, nbytes: int) -> None:
@@ -289,7 +291,6 @@ class RestorePipeline:
 
     def _place(self, batch: Sequence[int]) -> None:
         """Make the leaves of arrays that have arrived."""
-        since = time.perf_counter()
         arrays, parts = self._arrays, self._parts
         for number in batch:
             if self._atomic:
@@ -297,7 +298,6 @@ class RestorePipeline:
                 parts[number] = self._placement.converted(arrays[number], parts[number])
             else:
                 self._place_array(number)
-        self._recorder.add("place", since)
 
     def _place_array(self, number: int) -> None:
         leaf, opened = self._arrays[number], self._opened
@@ -318,7 +318,6 @@ class RestorePipeline:
 
     def _place_late(self) -> None:
         """Write the targets of an atomic restore, then those of scalars."""
-        since = time.perf_counter()
         if not self._arrays:
             if self._into:
                 check_overlaps(self._leaves, self._opened.first_rows)
@@ -329,7 +328,6 @@ class RestorePipeline:
                     if self._placement.writes(leaf) == writing:
                         self._place_array(number)
         self._place_scalars(writing=True)
-        self._recorder.add("place", since)
 
     def _place_scalars(self, *, writing: bool) -> None:
         for number in range(len(self._arrays), len(self._leaves)):

@@ -24,8 +24,8 @@ from asyncckpt.format.stored_timeline import (
     encode_timeline,
 )
 from asyncckpt.reports.picture import draw
+from asyncckpt.reports.timed import trace_document
 from asyncckpt.reports.timeline import LANES_PER_STAGE, SPANS_PER_STAGE
-from asyncckpt.reports.trace import trace_document
 
 Rows = list[tuple[float, float, int]]
 
