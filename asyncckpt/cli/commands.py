@@ -11,7 +11,7 @@ import typer
 import asyncckpt.blocking as blocking
 from asyncckpt.cli import documents, gc, opening, tables, timeline, transfer, tune
 from asyncckpt.cli.storage import StorageOption, storage_options
-from asyncckpt.cli.terminal import AsJson, Yes, bar, complain, print_json
+from asyncckpt.cli.terminal import AsJson, Yes, complain, print_json
 from asyncckpt.errors import (
     AsyncCheckpointError,
     CheckpointNotFoundError,
@@ -19,6 +19,7 @@ from asyncckpt.errors import (
     UsageError,
 )
 from asyncckpt.reports import CheckpointInfo, Damage, Progress, VerifyReport, nbytes_text
+from asyncckpt.reports.progress import progress_bar
 from asyncckpt.stores.claims import claim_text
 from asyncckpt.version import VERSION
 
@@ -134,7 +135,7 @@ def verify(
 ) -> None:
     """Read and check every byte; exit status 1 and the damaged leaves if any differs."""
     options = storage_options(storage_option)
-    with bar("verify") as progress:
+    with progress_bar("verify", transient=True) as progress:
         reports = _verified(path, options, progress)
     if as_json:
         print_json(

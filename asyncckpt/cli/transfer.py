@@ -12,10 +12,10 @@ import typer
 import asyncckpt.blocking as blocking
 from asyncckpt.cli import documents, tables
 from asyncckpt.cli.storage import StorageOption, storage_options
-from asyncckpt.cli.terminal import AsJson, bar, complain, print_json
+from asyncckpt.cli.terminal import AsJson, complain, print_json
 from asyncckpt.errors import AsyncCheckpointError, UsageError
 from asyncckpt.options import LeafOptions, RestoreOptions, SaveOptions
-from asyncckpt.reports import ConvertReport
+from asyncckpt.reports import ConvertReport, progress_bar
 from asyncckpt.spec import DTYPES, ArraySpec
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
@@ -62,7 +62,7 @@ def convert(
 
     DST in .safetensors is one file; ROOT/STEP becomes a step of a run.
     """
-    with bar("convert") as progress:
+    with progress_bar("convert", transient=True) as progress:
         report = blocking.convert(
             source,
             destination,
@@ -91,7 +91,7 @@ def export(
     """Write a checkpoint so that another library can restore it."""
     if not orbax:
         raise UsageError("export: pass --orbax, the only format so far")
-    with bar("export") as progress:
+    with progress_bar("export", transient=True) as progress:
         report = blocking.export(
             source,
             destination,
@@ -120,7 +120,7 @@ def diff(
     """Compare two checkpoints; exit status 1 if they differ, 2 if they cannot be compared."""
     try:
         options = RestoreOptions(host_memory_nbytes=size_nbytes("--memory", memory))
-        with bar("diff") as progress:
+        with progress_bar("diff", transient=True) as progress:
             report = blocking.diff(
                 first,
                 second,

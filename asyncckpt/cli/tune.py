@@ -13,13 +13,12 @@ import typer
 import asyncckpt.blocking as blocking
 from asyncckpt.cli import opening, tables
 from asyncckpt.cli.storage import StorageOption, storage_options
-from asyncckpt.cli.terminal import AsJson, Yes, bar, print_json
+from asyncckpt.cli.terminal import AsJson, Yes, print_json
 from asyncckpt.cli.transfer import size_nbytes
 from asyncckpt.errors import UsageError
-from asyncckpt.reports import nbytes_text, rate_text
+from asyncckpt.reports import nbytes_text, progress_bar, rate_text
+from asyncckpt.reports.picture import INSTALL_LINE
 from asyncckpt.tune.recommend import MAX_NBYTES, MAX_S, TunePoint, TuneReport
-
-PLOT_INSTALL_LINE = 'pip install "asyncckpt[bench]"'
 
 
 def tune(
@@ -60,7 +59,7 @@ def tune(
         if not typer.confirm("Go on?"):
             typer.echo("nothing was measured")
             raise typer.Exit(1)
-    with bar("tune") as progress:
+    with progress_bar("tune", transient=True) as progress:
         report = blocking.tune(
             url,
             max_nbytes=max_nbytes,
@@ -123,7 +122,7 @@ def _check_plot(path: str) -> None:
     if not path:
         return
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(f"--plot needs the package matplotlib: {PLOT_INSTALL_LINE}")
+        raise UsageError(f"--plot needs the package matplotlib: {INSTALL_LINE}")
     suffix = os.path.splitext(path)[1].lower()
     if suffix not in (".png", ".svg", ".pdf"):
         raise UsageError(f"--plot {path}: pass a name in .png, .svg or .pdf", found=suffix)

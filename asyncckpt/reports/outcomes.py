@@ -98,10 +98,6 @@ class SaveReport(Timed):
         """Seconds during which each stage of this process was busy; they overlap."""
         return {name: stage.busy_s for name, stage in self.timeline.stages().items()}
 
-    def marks(self) -> Mapping[str, float]:
-        """Return the times that pictures mark, in seconds from the call."""
-        return {"the state may change": self.blocked_s} if self.blocked_s else {}
-
     def __str__(self) -> str:
         if self.skipped:
             return f"skipped {self.location}: another save was in flight"

@@ -33,12 +33,8 @@ COLOURS: Mapping[str, str] = {
 OTHER = "#7F7F7F"
 
 
-def draw(timeline: Timeline, path: Any, title: str = "", marks: Mapping[str, float] = {}) -> None:
-    """Draw a timeline: a band for each stage, in it a line for each lane.
-
-    `marks` are seconds from the call at which to draw a line, by what it says. Errors: as
-    `Timed.plot`.
-    """
+def draw(timeline: Timeline, path: Any, title: str = "", blocked_s: float = 0.0) -> None:
+    """Draw a timeline, with a line where the state may change again. Errors: as `Timed.plot`."""
     suffix = os.path.splitext(os.fspath(path))[1].lower()
     if suffix not in (".png", ".svg"):
         raise UsageError(f"plot({os.fspath(path)!r}): pass a name in .png or .svg", found=suffix)
@@ -71,10 +67,11 @@ def draw(timeline: Timeline, path: Any, title: str = "", marks: Mapping[str, flo
         middle = bottom + _height(stage) / 2
         ticks[middle], right[middle] = name, _facts(stage)
         bottom += _height(stage) + GAP
-    for text, at_s in marks.items():
-        axes.axvline(at_s * scale, color="black", linestyle="--", linewidth=1)
-        side = "right" if at_s > 0.7 * total_s else "left"
-        axes.text(at_s * scale, -GAP, f" {text} ", fontsize=9, va="center", ha=side)
+    if blocked_s:
+        axes.axvline(blocked_s * scale, color="black", linestyle="--", linewidth=1)
+        side = "right" if blocked_s > 0.7 * total_s else "left"
+        text = " the state may change "
+        axes.text(blocked_s * scale, -GAP, text, fontsize=9, va="center", ha=side)
     axes.set_ylim(bottom, -GAP - 0.5)  # the first stage is on top
     axes.set_xlim(0, total_s * scale * 1.005)
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=11)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 import weakref
@@ -49,19 +50,30 @@ class ProgressBar:
 
     def __init__(self, description: str | None, *, always: bool, transient: bool) -> None:
         try:
-            # All of it: not on the thread that saves, later.
-            import rich.progress
+            import rich.progress as bars
+            from rich.console import Console
         except ModuleNotFoundError:
             raise UsageError(f"progress_bar() needs the package rich: {INSTALL_LINE}") from None
+        console = Console(file=sys.stderr, force_terminal=True if always else None)
         self._description = description
-        self._transient = transient
-        forced = True if always else None
-        self._console = console = rich.console.Console(file=sys.stderr, force_terminal=forced)
         self._wanted = console.is_terminal or console.is_jupyter
-        self._shown: rich.progress.Progress | None = None
         self._drawn = 0.0
         self._ended = False
-        self._stop: weakref.finalize[[], ProgressBar] | None = None
+        # Drawn by the calls, so that there is no thread; and standard output stays as it is.
+        self._bar = bars.Progress(
+            bars.TextColumn("{task.description}", markup=False),
+            bars.BarColumn(),
+            bars.DownloadColumn(binary_units=True),
+            bars.TransferSpeedColumn(),
+            console=console,
+            transient=transient,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._task = self._bar.add_task(description or "", total=None)
+        # A terminal gets its cursor back, also where nothing closes the bar of a failed save.
+        weakref.finalize(self, _stop, self._bar)
 
     def __call__(self, state: Progress) -> None:
         """Show how far the work has come, at most ten times a second."""
@@ -70,53 +82,31 @@ class ProgressBar:
         # Work that is at 100 % may call again.
         if not self._wanted or (self._ended if ended else now - self._drawn < REFRESH_S):
             return
+        if self._ended:
+            self._bar.reset(self._task)  # other work
         self._drawn, self._ended = now, ended
-        shown = self._shown or self._begin(state.total_nbytes)
         name, done = self._description or state.stage, state.done_nbytes
-        task = shown.task_ids[0]
-        shown.update(task, description=name, completed=done, total=state.total_nbytes)
+        self._bar.update(self._task, description=name, completed=done, total=state.total_nbytes)
+        self._bar.start()  # nothing, if it has begun
+        self._bar.refresh()
         if ended:
-            self._end()
-        else:
-            shown.refresh()
-
-    def _begin(self, total_nbytes: int) -> rich.progress.Progress:
-        import rich.progress as bars
-
-        # Drawn by the calls, so that there is no thread; and standard output stays as it is.
-        shown = bars.Progress(
-            bars.TextColumn("{task.description}", markup=False),
-            bars.BarColumn(),
-            bars.DownloadColumn(binary_units=True),
-            bars.TransferSpeedColumn(),
-            console=self._console,
-            transient=self._transient,
-            auto_refresh=False,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        shown.add_task(self._description or "", total=total_nbytes)
-        shown.start()
-        self._shown = shown
-        # A terminal gets its cursor back, also where nothing closes the bar of a failed save.
-        self._stop = weakref.finalize(self, shown.stop)
-        return shown
+            self._bar.live.stop()
 
     def close(self) -> None:
         """End the bar where it is, for good. Idempotent."""
         self._wanted = False
-        self._end()
-
-    def _end(self) -> None:
-        stop, self._shown, self._stop = self._stop, None, None
-        if stop is not None:
-            stop()
+        _stop(self._bar)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _stop(bar: rich.progress.Progress) -> None:
+    with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+        bar.live.stop()
 
 
 def progress_bar(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from asyncckpt.reports.picture import draw
@@ -18,10 +17,6 @@ class Timed:
     __slots__ = ()
 
     timeline: Timeline
-
-    def marks(self) -> Mapping[str, float]:
-        """Return the times that pictures mark, by what they mean: seconds from the call."""
-        return {}
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the timeline as trace events, JSON that https://ui.perfetto.dev opens. Blocking."""
@@ -41,7 +36,8 @@ class Timed:
             UsageError: the suffix is another one, or matplotlib is not installed.
             OSError: the file cannot be written.
         """
-        draw(self.timeline, path, str(self) if title is None else title, self.marks())
+        title = str(self) if title is None else title
+        draw(self.timeline, path, title, getattr(self, "blocked_s", 0.0))
 
 
 def trace_document(timeline: Timeline, title: str = "") -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from asyncckpt.cli import main
-from asyncckpt.cli.tune import PLOT_INSTALL_LINE
+from asyncckpt.reports.picture import INSTALL_LINE
 from tests.simulator import Simulator, simulator
 
 
@@ -103,7 +103,7 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_anything_is_sent(
     )
     done = run("--yes", "--plot", tmp_path / "tune.png")
     assert done.status == 2
-    assert f"--plot needs the package matplotlib: {PLOT_INSTALL_LINE}" in done.err
+    assert f"--plot needs the package matplotlib: {INSTALL_LINE}" in done.err
     assert sim.requests == []
 
 

@@ -158,8 +158,7 @@ async def test_a_bar_that_fails_does_not_fail_the_save(
     report = await asyncckpt.save(tmp_path / "c", TREE, progress=bar)
     assert any("the terminal is gone" in note for note in report.notes)
     assert (await asyncckpt.verify(tmp_path / "c")).ok
-    if bar._stop is not None:
-        bar._stop.detach()
+    bar.close()  # quietly
 
 
 def test_the_pause_between_two_drawings_is_that_of_ten_a_second() -> None:

@@ -252,7 +252,7 @@ def test_a_trace_has_what_the_format_requires() -> None:
 def test_a_picture_can_be_read(tmp_path: Path, timeline: Timeline) -> None:
     from matplotlib.image import imread
 
-    draw(timeline, tmp_path / "a.png", "a title", {"the state may change": 0.1})
+    draw(timeline, tmp_path / "a.png", "a title", 0.1)
     height, width, _ = imread(tmp_path / "a.png").shape
     assert width > 600 and height > 100
     draw(timeline, str(tmp_path / "a.SVG"))
