@@ -33,10 +33,12 @@ class Sources(Sequence[Source]):
         return len(self.specs)
 
     def __getitem__(self, number: Any) -> Any:
+        # Threads ask at the same time. The array is looked at first: it goes only once there is a
+        # source of it.
+        array = self.plain[number]
         found = self.opened.get(number)
         if found is None:
-            array = self.plain[number]
-            found = self.opened[number] = Source(self.specs[number], array, array)
+            found = self.opened.setdefault(number, Source(self.specs[number], array, array))
             self.plain[number] = None
         return found
 

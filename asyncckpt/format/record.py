@@ -47,7 +47,7 @@ from asyncckpt.format.record_values import (
 from asyncckpt.format.scalars import SCALAR_KINDS, JsonValue, decode_scalar, encode_scalar
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import MAX_PIECES, MAX_RECORD_NBYTES, STEP_MAX
-from asyncckpt.spec import DTYPES, ArraySpec
+from asyncckpt.spec import DTYPES, array_spec
 
 __all__ = [
     "RECORD_NAME",
@@ -509,7 +509,7 @@ def _spec(row: dict[str, Any], fault: Fault) -> StoredSpec:
         raise fault("specs", "has a chunk_shape that has a zero")
     if level is not None and (type(level) is not int or not -(1 << 17) <= level <= 22):
         raise fault("specs", f"has zstd {repr(level)[:40]}, not a level or null")
-    stored = StoredSpec(ArraySpec(tuple(shape), dtype), tuple(chunk_shape), level)
+    stored = StoredSpec(array_spec(tuple(shape), dtype), tuple(chunk_shape), level)
     if max(stored.spec.nbytes, stored.chunk_nbytes, stored.grid.chunk_count) >= 1 << 62:
         raise fault("specs", f"has the shape {shape} of an array beyond 2^62 bytes")
     return stored

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import time
 from collections.abc import Hashable, Sequence
 from functools import partial
@@ -34,8 +35,8 @@ from asyncckpt.restore.place import Placement
 from asyncckpt.restore.request import RestoreRequest
 from asyncckpt.runtime import Runtime, reads_in_flight
 
-PLACE_LEAVES = 512
-"""Leaves placed by one call of a worker."""
+PLACE_LEAVES = 4096
+"""Leaves placed by one call of a worker, in a few milliseconds."""
 
 
 class RestorePipeline:
@@ -177,11 +178,13 @@ class RestorePipeline:
     def _count_down(self, buffers: Buffers, destinations: Sequence[int]) -> None:
         """Note that some destinations hold their values."""
         waiting, owners, sharers = buffers.waiting, buffers.owners, buffers.sharers
-        for number in destinations:
-            for owner in (owners[number], *sharers.get(number, ())):
-                waiting[owner] -= 1
-                if not waiting[owner]:
-                    self._ready.append(owner)
+        arrived = list(map(owners.__getitem__, destinations))
+        if sharers:
+            arrived += itertools.chain(*[sharers.get(number, ()) for number in destinations])
+        for owner in arrived:
+            waiting[owner] -= 1
+            if not waiting[owner]:
+                self._ready.append(owner)
         self._arrived.set()
 
     async def _place_arrived(self) -> None:
