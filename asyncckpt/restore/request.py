@@ -197,20 +197,22 @@ def wanted_leaves(flat: Flat, adapters: AdapterSet, *, in_place: bool) -> list[W
     """
     wanted: list[Wanted] = []
     immutable: list[int] = []
+    all_values = PerProcess.all
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         adapter = adapters.resolve(type(leaf))
-        if leaf is PerProcess.all and not in_place:
+        if leaf is all_values and not in_place:
             wanted.append(Wanted(path, leaf))
             continue
         if adapter is None:
             raise unsupported(path, leaf)
         if isinstance(adapter, str):
-            found = Wanted(path, leaf)
+            adapter, target = None, None
         else:
-            found = Wanted(path, leaf, adapter, adapter.target(path, leaf, in_place=in_place))
-        if in_place and not is_filled(found.target):
+            target = adapter.target(path, leaf, in_place=in_place)
+        if in_place and not is_filled(target):
             immutable.append(len(wanted))
-        wanted.append(found)
+        # Directly: a named tuple's own constructor costs four times as much.
+        wanted.append(tuple.__new__(Wanted, (path, leaf, adapter, target, None, False)))
     if immutable:
         roots = dict(flat.stateful)
         plain = [n for n in immutable if enclosing(wanted[n].path, roots) is None]
@@ -225,7 +227,7 @@ def is_filled(target: Target | None) -> bool:
     """Return whether a restore in place leaves the object as it is: it fills it, if anything."""
     if target is None:
         return False
-    return target.fill or target.buffer is not None or bool(target.buffers) or target.boxes == ()
+    return target.buffer is not None or target.fill or bool(target.buffers) or target.boxes == ()
 
 
 def _holders(flat: Flat, leaves: Collection[int]) -> dict[int, Holder]:

@@ -1,7 +1,8 @@
 """The plan of a save by several processes: agreed on once per schema, then kept by each."""
 
-# Rule 1: nothing is exchanged where this process knows the schema from an earlier save. Processes
-#   that do not agree on that find out before anything is committed.
+# Rule 1: nothing is exchanged where this process knows the schema from an earlier save of its
+#   group. Processes that do not agree on that find out before anything is committed. What an
+#   earlier group has agreed on holds once all processes of this one have said that they know it.
 # Rule 2: what a chunk grid depends on is equal in all processes: the limits that memory and store
 #   put on chunks are those of the process with the lowest, settled with the first plan.
 # Rule 3: schemas that differ are merged by every process, from the same schemas to the same result.
@@ -66,14 +67,23 @@ class Agreement:
     """What all processes agreed on for one schema.
 
     Attributes:
-        digest: of the schema, or of all that were merged.
+        run_id: of the group whose processes agreed.
+        own: digest of this process' schema.
+        partial: this process holds only a part of some leaf.
         limits: the lowest of all processes.
         merged: what all save together; None where their schemas are equal.
     """
 
-    digest: str
+    run_id: str
+    own: str
+    partial: bool
     limits: Limits
     merged: Merged | None = None
+
+    @property
+    def digest(self) -> str:
+        """Digest of the schema, or of all that were merged and the processes that have them."""
+        return self.own if self.merged is None else self.merged.digest
 
 
 class SharedPlan:
@@ -107,10 +117,10 @@ class SharedPlan:
         request, group = self._request, self._round.group
         key = schema_key(request)
         agreed: Agreement | None = cache.agreement(key)
-        fresh = agreed is None
-        if agreed is None:
-            change = first_change(cache.latest_agreed(), key)
-            agreed = await self._agreement(runtime, sizes, change)
+        fresh = agreed is None or agreed.run_id != group.run_id
+        if agreed is None or fresh:
+            change = "" if agreed is not None else first_change(cache.latest_agreed(), key)
+            agreed = await self._agreement(runtime, sizes, change, agreed)
             cache.agree(key, agreed)
         limits = agreed.limits
         snapshot = request.snapshot
@@ -135,24 +145,35 @@ class SharedPlan:
 
     # -- when the schema is new
 
-    async def _agreement(self, runtime: Runtime, sizes: Sizes, change: str) -> Agreement:
+    async def _agreement(
+        self, runtime: Runtime, sizes: Sizes, change: str, kept: Agreement | None
+    ) -> Agreement:
+        """Agree with the others; `kept` is what an earlier group did for an equal schema."""
         limits = Limits(
             runtime.budget_nbytes,
             sizes.chunk_nbytes or NO_LIMIT,
             sizes.chunk_limit_nbytes or NO_LIMIT,
         )
         run = runtime.engine.compute.run
-        schema = await run(schema_of, self._request)
-        digest = await run(schema_digest, schema)
-        partial = any(leaf.partial for leaf in schema.leaves)
-        own = [change, digest, partial, *limits]
+        schema = None
+        if kept is None:
+            schema = await run(schema_of, self._request)
+            digest = await run(schema_digest, schema)
+            partial = any(leaf.partial for leaf in schema.leaves)
+        else:
+            digest, partial = kept.own, kept.partial
+        own = [change, digest, partial, "" if kept is None else kept.digest, *limits]
         answer = await (self._settle(own) if self._round.leads else self._propose(own))
-        agreed = Agreement(digest, Limits(*answer["limits"]))
+        lowest = Limits(*answer["limits"])
+        agreed = Agreement(self._round.group.run_id, digest, partial, lowest)
         if not answer["merge"]:
             return agreed
+        if kept is not None and answer["kept"]:
+            return replace(agreed, merged=kept.merged)
+        if schema is None:
+            schema = await run(schema_of, self._request)
         schemas = await self._exchange(schema)
-        merged = await run(merge_schemas, schemas, self._tree())
-        return replace(agreed, digest=merged.digest, merged=merged)
+        return replace(agreed, merged=await run(merge_schemas, schemas, self._tree()))
 
     async def _settle(self, own: list[Any]) -> dict[str, Any]:
         """Look whether all save the same, as process 0."""
@@ -164,7 +185,8 @@ class SharedPlan:
         proposals = [own, *(json.loads(message) for message in found.values())]
         answer = {
             "merge": any(partial or digest != own[1] for _, digest, partial, *_ in proposals),
-            "limits": [min(limit) for limit in zip(*(p[3:] for p in proposals), strict=True)],
+            "kept": own[3] != "" and all(kept == own[3] for _, _, _, kept, *_ in proposals),
+            "limits": [min(limit) for limit in zip(*(p[4:] for p in proposals), strict=True)],
         }
         await self._round.answer("planned", json.dumps(answer).encode())
         return answer
@@ -240,7 +262,8 @@ def first_change(before: Sequence[Any] | None, after: Sequence[Any]) -> str:
 
 def _by_path(key: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
     """Return kind and array of every leaf of a schema's key."""
-    paths, kinds, arrays, array_leaf = key[:4]
+    paths, kinds, (specs, divisions), array_leaf = key[:4]
+    arrays = [(spec, divisions.get(number)) for number, spec in enumerate(specs)]
     array_of = dict(zip(array_leaf, arrays, strict=True))
     return {path: (kinds[leaf], array_of.get(leaf)) for leaf, path in enumerate(paths)}
 

@@ -27,6 +27,9 @@ from asyncckpt.spec import ArraySpec, Box
 from asyncckpt.torch.dcp_metadata import Layout, decode_layout
 from asyncckpt.tree import Structure, escape, flatten, unflatten
 
+DCP_VERSION = "1.0.0"
+"""Version of `Metadata` that planners are told; PyTorch's first releases have none."""
+
 
 class Stored:
     """An array of the checkpoint, in the place of its values.
@@ -110,7 +113,10 @@ class Catalog:
             key: _described(entry) if isinstance(entry, Tensor) else BytesStorageMetadata()
             for key, entry in self.entries.items()
         }
-        return Metadata(described, planner_data=None if self.paths is None else dict(self.paths))
+        paths = None if self.paths is None else dict(self.paths)
+        metadata = Metadata(described, planner_data=paths)
+        metadata.version = DCP_VERSION
+        return metadata
 
 
 def catalog_of(opened: OpenCheckpoint) -> Catalog:

@@ -20,6 +20,7 @@ Where a rank fails, all saves end, and what they had written is removed.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -30,6 +31,7 @@ from asyncckpt.flow.driver import run_blocking
 from asyncckpt.flow.engine import ended, wait_quietly
 from asyncckpt.options import SaveOptions
 from asyncckpt.reports import SaveReport
+from asyncckpt.save.plan_cache import LayoutCache
 from asyncckpt.save.snapshot import Consent
 from asyncckpt.session.pending import BlockingPendingSave
 from asyncckpt.session.session import Session
@@ -40,6 +42,10 @@ FINISH_S = 10.0
 OUTCOME_S = 1.0
 """How long a rank waits for the outcome of a save before it begins the next one: where `finish` was
 called, the outcome was posted before DCP returned."""
+
+_layouts: deque[LayoutCache] = deque(maxlen=2)
+"""What saves of this process have planned, by whatever writer, while no save uses it: every save
+has a session of its own, which would plan anew. Holds no values and no memory of the user's."""
 
 
 class Saving:
@@ -61,6 +67,10 @@ class Saving:
         coordinator: object,
     ) -> None:
         self._options = options
+        try:
+            self._layouts = _layouts.pop()
+        except IndexError:  # the first save, or one beside another
+            self._layouts = LayoutCache()
         self._session = Session(
             location,
             one_shot=True,
@@ -68,6 +78,7 @@ class Saving:
             storage_options=storage_options,
             coordinator=coordinator,
             owns_coordinator=True,
+            layouts=self._layouts,
         )
         self._written: Future[None] = Future()
         self._consent: Future[Mapping[str, Any]] = Future()
@@ -173,6 +184,7 @@ class Saving:
 
     def _end(self) -> None:
         self._end_wait()
+        _layouts.append(self._layouts)
         self._over.set_result(None)
         self._session.begin_close()
 

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import asyncckpt
 from asyncckpt import SaveOptions
-from asyncckpt.torch import StorageReader, StorageWriter
+from asyncckpt.save import shared_plan
+from asyncckpt.torch import StorageReader, StorageWriter, saving
 from tests.processes import torch_cases
 from tests.processes.values import array, same
 from tests.processes.worker import Worker
@@ -278,6 +280,30 @@ def save_with_cached_plans(
             path, writer = f"{root}/{step}", writers[number % 2]
             dcp.save(tree, checkpoint_id=path, storage_writer=writer, planner=planner)
     return load_all(worker, root, storage_options)
+
+
+def count_merges(worker: Worker, root: str) -> list[int]:
+    """Save one tree three times, another one, and the first twice more, which rank 1 has forgotten.
+
+    Returns how often schemas were merged, per save; -1 where what was saved is wrong.
+    """
+    counts: list[int] = []
+    writer = StorageWriter(root)
+    merge = shared_plan.merge_schemas
+    with mock.patch.object(shared_plan, "merge_schemas", side_effect=merge) as merging:
+        for number in range(6):
+            writer.reset(f"{root}/{number}")
+            if number == 4 and dist.get_rank() == 1:
+                saving._layouts.clear()
+            tree = state(number, 0.5)
+            if number == 3:
+                tree["more"] = 1.5
+            write("save", tree, writer, None)
+            target = {**state(99, 0.5), "more": 0.0} if number == 3 else state(99, 0.5)
+            read(target, StorageReader(f"{root}/{number}"))
+            counts.append(-1 if differing(plain(target), plain(tree)) else merging.call_count)
+            merging.reset_mock()
+    return counts
 
 
 def load_all(worker: Worker, root: str, storage_options: State | None = None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Saves with cached plans, of which nothing that the writer knows reaches the ranks."""
+"""Saves with plans of earlier ones: cached by DCP, of which ranks know only a part, and by us."""
 
 from __future__ import annotations
 
@@ -22,6 +22,13 @@ def test_five_saves_with_cached_plans(pools: Pools, tmp_path: Path) -> None:
     with blocking.Checkpointer(root, coordinator="single") as ckpt:
         assert ckpt.steps() == [0, 1, 2, 3, 4]
         assert all(ckpt.verify(step).ok for step in ckpt.steps())
+
+
+def test_schemas_are_exchanged_again_only_where_they_are_new(pools: Pools, tmp_path: Path) -> None:
+    """Or where one rank has forgotten them: all ranks exchange them then."""
+    two = pools("torch", 2)
+    for counts in two.all(cases.count_merges, str(tmp_path / "run")):
+        assert counts[1:] == [0, 0, 1, 1, 0]
 
 
 @pytest.mark.parametrize("kind", ["obstore", "gcsfs"])

@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
@@ -112,6 +113,7 @@ def test_it_keeps_shards_and_paths_of_the_plan(tmp_path: Path) -> None:
     path = str(tmp_path / "1")
     write("save", {"a": {"b": [torch.ones(3), 1]}, "c": None}, StorageWriter(path), None)
     metadata = StorageReader(path).read_metadata()
+    assert metadata.version == CURRENT_DCP_VERSION
     assert metadata.planner_data == {"a.b.0": ("a", "b", 0), "a.b.1": ("a", "b", 1), "c": ("c",)}
     described = metadata.state_dict_metadata["a.b.0"]
     assert isinstance(described, TensorStorageMetadata)
