@@ -18,13 +18,14 @@ MAX_PROCESSES = 16
 """Processes drawn; more would not be readable."""
 
 SHORT = 0.01
-"""Stages without bytes that took a smaller share of the time are named below, not drawn."""
+"""Stages with a smaller share of the time and of the bytes are named below, not drawn."""
 
 NARROWEST = 0.0015
 """Width of the narrowest span, as a share of the time: about a pixel."""
 
-LANE, GAP = 0.2, 0.5
-"""Heights of further lanes and of gaps, where the first lane of a stage with bytes has 1."""
+LANE, GAP, TALLEST = 0.2, 0.5, 3.0
+"""Heights of further lanes, of gaps, and of all further lanes of a stage together at most, where
+the first lane of a stage with bytes has 1."""
 
 COLOURS: Mapping[str, str] = {
     **{"stage": "#0072B2", "serialize": "#009E73", "upload": "#E69F00"},
@@ -114,11 +115,13 @@ def _bands(timeline: Timeline) -> tuple[list[tuple[str, Span, float, list[Span]]
     several = len(processes) > 1
     for process in processes[:MAX_PROCESSES]:
         busy_s = timeline.busy_s(process)
-        for stage, whole in timeline.stages(process).items():
+        stages = timeline.stages(process)
+        small = SHORT * max(whole.nbytes for whole in stages.values())
+        for stage, whole in stages.items():
             spans = [s for s in timeline.spans if s.process == process and s.stage == stage]
             seconds = busy_s[stage]
             name = f"{stage} ({process})" if several else stage
-            if not whole.nbytes and seconds < SHORT * timeline.end_s:
+            if whole.nbytes <= small and seconds < SHORT * timeline.end_s:
                 short.append(f"{name} {seconds * 1e3:.1f} ms")
             else:
                 bands.append((name, whole, seconds, spans))
@@ -128,7 +131,7 @@ def _bands(timeline: Timeline) -> tuple[list[tuple[str, Span, float, list[Span]]
 
 
 def _height(whole: Span, spans: list[Span]) -> float:
-    return (1 if whole.nbytes else 0.5) + LANE * max(span.lane for span in spans)
+    return (1 if whole.nbytes else 0.5) + min(LANE * max(span.lane for span in spans), TALLEST)
 
 
 def _facts(whole: Span, seconds: float, spans: list[Span]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from asyncckpt.flow.buffers import allocating
 from asyncckpt.planning.overlap import BoxIndex
 from asyncckpt.planning.restore import Request, WholeArrays
 from asyncckpt.ports import Bytes, Target
-from asyncckpt.restore.decode import Destination, flat_target
+from asyncckpt.restore.decode import Destinations, flat_target
 from asyncckpt.restore.match import NO_FACTS, LeafRestore
 from asyncckpt.spec import DTYPES, Box
 
@@ -46,7 +46,7 @@ class Buffers:
 
     parts: list[Sequence[Memory]]
     nbytes: int
-    destinations: Sequence[Destination]
+    destinations: Destinations
     requests: Sequence[Request] | WholeArrays
     owners: Sequence[int]
     sharers: Mapping[int, Sequence[int]]
@@ -71,7 +71,7 @@ def allocate(
     tied_arrays = {*tied, *tied.values()}
     # The chunks of tied arrays are read once into memory that their targets share.
     shared: dict[Hashable, int] = {}
-    destinations: list[Destination] = []
+    destinations = Destinations()
     owners: list[int] = []
     sharers: dict[int, list[int]] = {}
     waiting, idle, has_boxes = [1] * len(leaves), [], False
@@ -82,7 +82,7 @@ def allocate(
             # Others are extension dtypes, which memoryviews do not know.
             if flat is None and (values.nbytes >= SMALL_NBYTES or values.dtype.kind == "V"):
                 flat = flat_target(values)
-            destinations.append(Destination(leaf.path, leaf.array, None, values, flat))
+            destinations.add(leaf.path, leaf.array, values, flat)
             owners.append(number)
             continue
         found = list(_overlaps(opened, leaf, boxes, parts[number]))
@@ -98,14 +98,15 @@ def allocate(
                     sharers.setdefault(first, []).append(number)
                     continue
             has_boxes |= box is not None
-            destinations.append(Destination(leaf.path, array, box, values, flat_target(values)))
+            destinations.add(leaf.path, array, values, flat_target(values), box)
             owners.append(number)
     requests: Sequence[Request] | WholeArrays
     if has_boxes:
         requests = [Request(d.array, d.box, d.flat is not None) for d in destinations]
     else:
-        arrays = np.array(list(map(attrgetter("array"), destinations)), np.int64)
-        requests = WholeArrays(arrays, np.array([d.flat is not None for d in destinations], bool))
+        contiguous = np.zeros(len(destinations), bool)
+        contiguous[list(destinations.flats)] = True
+        requests = WholeArrays(np.array(destinations.arrays, np.int64), contiguous)
     return Buffers(parts, nbytes, destinations, requests, owners, sharers, waiting, idle)
 
 

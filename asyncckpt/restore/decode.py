@@ -15,7 +15,7 @@ What touches the bytes of chunks runs in worker threads.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -60,25 +60,6 @@ def is_direct(batch: ReadBatch) -> bool:
     return part.direct >= 0 and batch.nbytes - part.nbytes <= TAIL_NBYTES
 
 
-def _copied(destination: Destination, payload: memoryview) -> bool:
-    """Copy all bytes of a destination, if its memory is one run of as many; return whether."""
-    values, flat = destination.values, destination.flat
-    if values is None or values.nbytes != len(payload):
-        return False
-    if len(payload) > GIL_COPY_NBYTES:
-        if flat is not None:
-            np.copyto(flat, np.frombuffer(payload, np.uint8))
-        return flat is not None
-    # Between memoryviews: NumPy releases the GIL for each of a thousand small copies, and waits to
-    # get it back.
-    try:
-        view = memoryview(values).cast("B") if flat is None else memoryview(flat)
-        view[:] = payload
-    except (TypeError, ValueError):  # it has strides, or a dtype that memoryviews do not know
-        return False
-    return True
-
-
 @dataclass(slots=True, eq=False)
 class Destination:
     """Host memory for one wanted box of one array.
@@ -97,6 +78,69 @@ class Destination:
     box: Box | None
     values: npt.NDArray[Any] | None
     flat: Bytes | None = None
+
+
+class Destinations(Sequence[Destination]):
+    """Destinations by column: those of small leaves need no object each.
+
+    Attributes:
+        paths: path of the leaf of each.
+        arrays: index of the stored array of each.
+        boxes: the wanted part, by number, of those that do not want all of it.
+        values: memory of each.
+        flats: memory as one run of bytes, by number, of those where that is at hand.
+    """
+
+    def __init__(self, destinations: Iterable[Destination] = ()) -> None:
+        self.paths: list[str] = []
+        self.arrays: list[int] = []
+        self.boxes: dict[int, Box] = {}
+        self.values: list[npt.NDArray[Any] | None] = []
+        self.flats: dict[int, Bytes] = {}
+        for one in destinations:
+            self.add(one.path, one.array, one.values, one.flat, one.box)
+
+    def add(
+        self,
+        path: str,
+        array: int,
+        values: npt.NDArray[Any] | None,
+        flat: Bytes | None = None,
+        box: Box | None = None,
+    ) -> None:
+        """Add a destination."""
+        if flat is not None:
+            self.flats[len(self.paths)] = flat
+        if box is not None:
+            self.boxes[len(self.paths)] = box
+        self.paths.append(path)
+        self.arrays.append(array)
+        self.values.append(values)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, number: Any) -> Any:
+        box, flat = self.boxes.get(number), self.flats.get(number)
+        return Destination(self.paths[number], self.arrays[number], box, self.values[number], flat)
+
+
+def _copied(values: npt.NDArray[Any] | None, flat: Bytes | None, payload: memoryview) -> bool:
+    """Copy all bytes of a destination, if its memory is one run of as many; return whether."""
+    if values is None or values.nbytes != len(payload):
+        return False
+    if len(payload) > GIL_COPY_NBYTES:
+        if flat is not None:
+            np.copyto(flat, np.frombuffer(payload, np.uint8))
+        return flat is not None
+    # Between memoryviews: NumPy releases the GIL for each of a thousand small copies, and waits to
+    # get it back.
+    try:
+        view = memoryview(values).cast("B") if flat is None else memoryview(flat)
+        view[:] = payload
+    except (TypeError, ValueError):  # it has strides, or a dtype that memoryviews do not know
+        return False
+    return True
 
 
 class Check:
@@ -142,12 +186,14 @@ class Decode:
         self._extents = extents
         self._has_crcs = extents.crc32c is not None
         self._plan = plan
+        if not isinstance(destinations, Destinations):
+            destinations = Destinations(destinations)
         self._destinations = destinations
         self._any_encoded = any(map(attrgetter("codec.decode"), opened.storages))
 
     def codec(self, part: Part) -> Codec:
         """Return how the chunk of a part is stored."""
-        return self._opened.storage(self._destinations[part.request].array).codec
+        return self._opened.storage(self._destinations.arrays[part.request]).codec
 
     def encoded_parts(self, batch: ReadBatch) -> list[Part]:
         """Return the parts of a batch whose chunks must be decoded."""
@@ -157,7 +203,7 @@ class Decode:
 
     def payload_nbytes(self, part: Part) -> int:
         """Return the size of the elements of the part's chunk."""
-        return self._opened.storage(self._destinations[part.request].array).chunk_nbytes
+        return self._opened.storage(self._destinations.arrays[part.request]).chunk_nbytes
 
     # -- the ways of a chunk
 
@@ -242,8 +288,8 @@ class Decode:
         if not self._has_crcs:
             self._small_foreign(batch, data)
             return
-        destinations, counts = self._destinations, self._plan.counts
-        any_encoded = self._any_encoded
+        values, flats = self._destinations.values, self._destinations.flats
+        counts, any_encoded = self._plan.counts, self._any_encoded
         rows, requests = batch.parts.column(0), batch.parts.column(1)
         starts, stops, crcs = self._check_trailers(batch, data, rows)
         view = memoryview(data)
@@ -260,8 +306,7 @@ class Decode:
                     part = batch.parts[number]
                     payload = memoryview(self._elements(batch, part, [data[start:stop]]))
             # Where one chunk is all that is wanted; others may have as many bytes by chance.
-            whole = destinations[request] if counts[request] == 1 else None
-            if whole is None or not _copied(whole, payload):
+            if counts[request] != 1 or not _copied(values[request], flats.get(request), payload):
                 self._scatter(batch.parts[number], np.frombuffer(payload, np.uint8), 0)
 
     def _check_trailers(

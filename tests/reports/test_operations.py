@@ -65,9 +65,7 @@ async def test_a_save_has_all_its_stages_and_their_bytes(
     if compression is None:
         assert NBYTES <= stages["upload"].nbytes <= NBYTES * 1.02
     else:
-        assert (
-            stages["serialize"].nbytes >= NBYTES
-        )  # otherwise the copy is checksummed as it is made
+        assert stages["serialize"].nbytes >= NBYTES  # else copies are checksummed as made
         assert 0 < stages["upload"].nbytes < NBYTES
     assert stages["stage"].start_s <= stages["upload"].end_s <= stages["publish"].start_s
     assert report.stage_s == report.timeline.busy_s()
