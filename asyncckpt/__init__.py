@@ -28,6 +28,7 @@ _EXPORTS = {
     "diff": "convert.api",
     "export": "convert.api",
     "inspect": "checkpointer",
+    "progress_bar": "reports",
     "restore": "checkpointer",
     "restore_into": "checkpointer",
     "save": "checkpointer",
@@ -70,10 +71,13 @@ _EXPORTS = {
     "LeafInfo": "reports",
     "ProcessPart": "reports",
     "Progress": "reports",
+    "ProgressBar": "reports",
     "ReadItem": "reports",
     "ReadRange": "reports",
     "RestoreReport": "reports",
     "SaveReport": "reports",
+    "Span": "reports",
+    "Timeline": "reports",
     "VerifyReport": "reports",
     "KeepBest": "retention",
     "KeepEvery": "retention",
@@ -135,11 +139,15 @@ if TYPE_CHECKING:
     from asyncckpt.reports import LeafInfo as LeafInfo
     from asyncckpt.reports import ProcessPart as ProcessPart
     from asyncckpt.reports import Progress as Progress
+    from asyncckpt.reports import ProgressBar as ProgressBar
     from asyncckpt.reports import ReadItem as ReadItem
     from asyncckpt.reports import ReadRange as ReadRange
     from asyncckpt.reports import RestoreReport as RestoreReport
     from asyncckpt.reports import SaveReport as SaveReport
+    from asyncckpt.reports import Span as Span
+    from asyncckpt.reports import Timeline as Timeline
     from asyncckpt.reports import VerifyReport as VerifyReport
+    from asyncckpt.reports import progress_bar as progress_bar
     from asyncckpt.retention import KeepBest as KeepBest
     from asyncckpt.retention import KeepEvery as KeepEvery
     from asyncckpt.retention import KeepLast as KeepLast

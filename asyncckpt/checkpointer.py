@@ -157,7 +157,7 @@ class Checkpointer(OpenRun):
     async def save(
         self, step: int, tree: Any, **arguments: Unpack[StepSaveArguments]
     ) -> SaveReport:
-        """Save a tree as `step`; on return the checkpoint is committed and durable.
+        """Save a tree as `step`; on return the checkpoint is committed, durable and whole.
 
         Until this returns, the leaves must not be mutated.
 
@@ -180,7 +180,9 @@ class Checkpointer(OpenRun):
             SaveError, StoreError: names leaf, stage or file; no file of the attempt remains.
         """
         pending: PendingSave = await self._begin_save(step, tree, arguments, stall_first=False)
-        return await pending._wait_owned()
+        report = await pending._wait_owned()
+        await self._session.settled()
+        return report
 
     @documented
     async def start_save(
@@ -303,10 +305,14 @@ class Checkpointer(OpenRun):
         """Return the highest step with a valid commit record, or None."""
         return await self._session.call_once("latest_step()", self._session.steps.latest).wait()
 
-    async def inspect(self, step: int | None = None) -> CheckpointInfo:
-        """Describe a step (None: the newest) from its metadata alone."""
+    async def inspect(self, step: int | None = None, *, timeline: bool = False) -> CheckpointInfo:
+        """Describe a step (None: the newest) from its metadata alone.
+
+        With `timeline`, the result has that of the save, which takes one more read.
+        """
         number = None if step is None else number_of(step)[1]
-        return await self._session.call(lambda: self._session.reads.inspect(number)).wait()
+        reads = self._session.reads
+        return await self._session.call(lambda: reads.inspect(number, timeline)).wait()
 
     async def verify(
         self, step: int | None = None, *, progress: ProgressCallback | None = None
@@ -337,7 +343,9 @@ class Checkpointer(OpenRun):
         ).wait()
 
     async def wait(self) -> None:
-        """Wait until no save is in flight, and no bytes of deleted steps are being removed.
+        """Wait until no save is in flight, checkpoints are whole and no bytes are being removed.
+
+        Whole means: on an object store, files that only other programs read are written, too.
 
         Cancellation: stops the waiting; the saves go on.
 
@@ -414,11 +422,17 @@ async def restore_into(
 
 
 async def inspect(
-    location: Location, *, storage_options: Mapping[str, Any] | None = None
+    location: Location,
+    *,
+    timeline: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> CheckpointInfo:
-    """Describe the checkpoint at `location` from its metadata alone."""
+    """Describe the checkpoint at `location` from its metadata alone.
+
+    With `timeline`, the result has that of the save, which takes one more read.
+    """
     async with _opened(location, {"storage_options": storage_options}) as core:
-        return await core.call(lambda: core.reads.inspect(None)).wait()
+        return await core.call(lambda: core.reads.inspect(None, timeline)).wait()
 
 
 async def verify(

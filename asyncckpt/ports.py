@@ -194,6 +194,8 @@ class Attempt(AttemptFiles, Protocol):
     async def publish(self, record: bytes) -> None:
         """Make the checkpoint visible and durable; `record`, its commit record, is written last.
 
+        What only other programs read may follow in the background (`Store.settled`).
+
         Cancellation: until the step that makes it visible is begun, raised, and nothing is left;
         from then on the outcome is awaited, and returned or raised instead.
 
@@ -291,6 +293,7 @@ class CheckpointFiles(Protocol):
         direct: bool = False,
         received: Callable[[], None] | None = None,
         ahead_nbytes: int | None = None,
+        check: Callable[[int], None] | None = None,
     ) -> None:
         """Fill the buffers, one after the other, from a run of the file at `offset`.
 
@@ -304,6 +307,10 @@ class CheckpointFiles(Protocol):
                 the store is free for another read. Never called by stores without such a moment.
             ahead_nbytes: what a store whose reads are copied may have in flight at one time, about;
                 None: as much as it likes.
+            check: may be called in a thread that blocks to read, while what was read is in the
+                cache of its core: with the number of bytes that are there so far, the last time
+                with all of them. What it raises is raised. Stores without such a thread do nothing
+                with it; the caller sees to what was not checked.
 
         Cancellation: waits until nothing writes to the buffers, then raises.
 
@@ -426,6 +433,16 @@ class Store(Protocol):
 
         Raises:
             CheckpointNotFoundError: there was no such attempt for `timeout_s`.
+        """
+        ...
+
+    async def settled(self) -> None:
+        """Wait until published checkpoints are whole for other programs, too.
+
+        What fails there is logged, and written later by another save, `sweep` or `collect`: the
+        checkpoints are durable without it.
+
+        Cancellation: stops the waiting only.
         """
         ...
 

@@ -8,6 +8,7 @@ probes agreed best, and its spread is reported with it. The choice never looks a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import mmap
@@ -61,6 +62,10 @@ class Sample:
         return high / low - 1 if low > 0 else float("inf")
 
 
+LEAST_ROUNDS = 3
+"""Rounds that are finished although the time is up; the report shows how many samples there are."""
+
+
 def _nothing() -> None:
     return None
 
@@ -99,8 +104,10 @@ class Protocol:
         samples: samples per case; medians need at least five to mean something.
         max_repeats: attempts thrown away at most per sample.
         tolerance: difference of the floor probes, as a fraction, above which a sample is repeated.
-        repeats_for_s: seconds from the start of the rounds after which nothing is repeated any
-            more, so that a run ends in time also on a busy machine; None: no such limit.
+        repeats_for_s: seconds that repetitions may take in all rounds of one call, so that a run
+            ends in time also on a busy machine; None: no such limit.
+        until_s: on the clock, when no further round begins that is not one of the first few; None:
+            never.
         clock: seconds, monotonic.
     """
 
@@ -108,13 +115,19 @@ class Protocol:
     max_repeats: int = 5
     tolerance: float = 0.10
     repeats_for_s: float | None = None
+    until_s: float | None = None
     clock: Callable[[], float] = time.monotonic
 
-    def may_repeat(self, repeats: int, started_s: float) -> bool:
-        """Return whether one more attempt is allowed after `repeats` that were thrown away."""
-        return repeats < self.max_repeats and (
-            self.repeats_for_s is None or self.clock() - started_s < self.repeats_for_s
-        )
+    def is_late(self) -> bool:
+        """Whether the time is up."""
+        return self.until_s is not None and self.clock() > self.until_s
+
+
+@dataclass(slots=True)
+class Patience:
+    """Seconds that are left for repetitions; None without a limit."""
+
+    left_s: float | None = None
 
 
 def rounds(
@@ -135,7 +148,7 @@ def rounds(
     if len(taken) != len(cases):
         raise ValueError(f"names of cases are not unique: {[case.name for case in cases]}")
     failed: set[str] = set()
-    started_s = protocol.clock()
+    patience = Patience(protocol.repeats_for_s)
 
     def guarded(case: Case, work: Callable[[], object]) -> None:
         try:
@@ -147,47 +160,48 @@ def rounds(
             on_error(case, error)
 
     def sampled(case: Case) -> None:
-        taken[case.name].append(take(case, protocol, started_s))
+        taken[case.name].append(take(case, protocol, patience))
 
     for case in cases:
         if case.samples != 1:
             guarded(case, functools.partial(_attempt, case, with_floor=False))
     for index in range(protocol.samples):
+        if index >= LEAST_ROUNDS and protocol.is_late():
+            break
         order = [case for case in cases if case.samples is None or index < case.samples]
         rng.shuffle(order)
+        gc.collect()
         for case in order:
             if case.name not in failed:
                 guarded(case, functools.partial(sampled, case))
     return {name: samples for name, samples in taken.items() if samples}
 
 
-def take(case: Case, protocol: Protocol, started_s: float) -> Sample:
-    """One sample whose floor probes agree, or the one of all attempts where they agree best."""
+def take(case: Case, protocol: Protocol, patience: Patience) -> Sample:
+    """Take a sample whose floor probes agree, or of all attempts the one where they agree best."""
     best: Sample | None = None
     repeats = 0
     while True:
+        start = protocol.clock()
         sample = _attempt(case, with_floor=True)
+        if repeats and patience.left_s is not None:
+            patience.left_s -= protocol.clock() - start
         if best is None or sample.floor_spread < best.floor_spread:
             best = sample
-        if sample.floor_spread <= protocol.tolerance or not protocol.may_repeat(repeats, started_s):
+        if sample.floor_spread <= protocol.tolerance or repeats >= protocol.max_repeats:
+            break
+        if patience.left_s is not None and patience.left_s <= 0:
             break
         repeats += 1
-    return Sample(
-        wall_s=best.wall_s,
-        cpu_s=best.cpu_s,
-        extra_nbytes=best.extra_nbytes,
-        floor_before_s=best.floor_before_s,
-        floor_after_s=best.floor_after_s,
-        repeats=repeats,
-        values=best.values,
-    )
+    return dataclasses.replace(best, repeats=repeats)
 
 
 def _attempt(case: Case, *, with_floor: bool) -> Sample:
     floor = case.floor if with_floor else None
     case.prepare()
     try:
-        gc.collect()
+        # A full collection takes 0.3 s with all peers imported; there is one in each round.
+        gc.collect(1)
         back_memory(case.fresh_nbytes)
         before_s = floor() if floor else None
         baseline = resident_nbytes()

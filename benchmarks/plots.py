@@ -1,10 +1,11 @@
-"""The picture of the report: rates, small leaves, and restores onto other shardings."""
+"""The pictures of the report: rates, small leaves, other shardings, and trainings."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure import median
 from benchmarks.results import (
     COLD,
     CONVERT,
@@ -13,6 +14,7 @@ from benchmarks.results import (
     PLAN,
     RESHARD,
     SAVE,
+    TRAINING,
     WARM,
     Measurement,
     Results,
@@ -28,31 +30,91 @@ def plot(results: Results, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels: list[tuple[Any, str, list[Measurement]]] = []
+    drawn = panels(results)
+    rows = -(-len(drawn) // PER_ROW)
+    columns = min(PER_ROW, len(drawn))
+    figure = Figure(figsize=(4.8 * columns + 1, 4.6 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False).reshape(-1)
+    for axis in axes[len(drawn) :]:
+        axis.set_axis_off()
+    for axis, (draw, title, found) in zip(axes, drawn, strict=False):
+        axis.set_title(title)
+        draw(axis, found, colormaps["tab20" if len(found) > 20 else "tab10"])
+    figure.savefig(path, dpi=80)
+
+
+def panels(results: Results) -> list[tuple[Any, str, list[Measurement]]]:
+    """Return what draws each panel, its title, and what it shows."""
+    made: list[tuple[Any, str, list[Measurement]]] = []
     for scenario in (SAVE, WARM, COLD, FOREIGN, CONVERT):
-        found = [m for m in results.measurements if m.scenario == scenario and m.floor]
-        panels.append((_plot_rates, scenario, found))
+        made.append((_plot_rates, scenario, [m for m in results.where(scenario) if m.floor]))
     small = [
         m
         for m in results.measurements
         if m.workload.startswith(SMALL_LEAVES)
         and (m.scenario in (SAVE, WARM) or (m.scenario, m.subject) == (PLAN, OURS))
     ]
-    panels.append((_plot_growth, "time by number of leaves", small))
-    resharded = [m for m in results.measurements if m.scenario == RESHARD]
-    panels.append((_plot_shardings, RESHARD, resharded))
-    panels = [panel for panel in panels if panel[2]]
-    rows = max(1, -(-len(panels) // PER_ROW))
-    columns = max(1, min(PER_ROW, len(panels)))
-    figure = Figure(figsize=(4.8 * columns + 1, 4.6 * rows), layout="constrained")
+    made.append((_plot_growth, "time by number of leaves", small))
+    made.append((_plot_shardings, RESHARD, results.where(RESHARD)))
+    return [panel for panel in made if panel[2]]
+
+
+LANE, BLOCKED, SLOW, SAVING = "#c9d3df", "#c0392b", "#e08e45", "#2b6cb0"
+
+SLOWER = 1.2
+"""Steps that took so many times as long as the median step without saves are marked."""
+
+
+def plot_training(results: Results, path: Path) -> None:
+    """Plot the trainings with each framework, one below the other: a lane for who saved."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    lines = [line for line in results.timelines if line["scenario"] == TRAINING]
+    loops = list(dict.fromkeys(line["loop"] for line in lines))
+    figure = Figure(figsize=(9, 0.7 + 1.9 * len(loops)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, columns, squeeze=False).reshape(-1)
-    for axis in axes[len(panels) :]:
-        axis.set_axis_off()
-    for axis, (draw, title, found) in zip(axes, panels, strict=False):
-        axis.set_title(title)
-        draw(axis, found, colormaps["tab20" if len(found) > 20 else "tab10"])
-    figure.savefig(path, dpi=80)
+    axes = figure.subplots(len(loops), 1, squeeze=False, sharex=True).reshape(-1)
+    for axis, loop in zip(axes, loops, strict=True):
+        _plot_lanes(axis, [line for line in lines if line["loop"] == loop])
+        axis.set_title(f"{loop} loop: the same steps, saving twice", fontsize="medium")
+    axes[-1].set_xlabel("s since the start of the training")
+    handles = [
+        Patch(color=LANE, label="steps"),
+        Patch(color=SLOW, label=f"steps {SLOWER - 1:.0%} slower than without saves"),
+        Patch(color=BLOCKED, label="training blocked by the call to save"),
+        Patch(color=SAVING, label="save in flight"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+def _plot_lanes(axis: Any, lines: list[dict[str, Any]]) -> None:
+    # Those without saves come first, and say how long a step takes.
+    usual_s = median([end - begin for begin, end in lines[0]["steps"]])
+    names = []
+    for place, line in enumerate(lines):
+        steps = [(begin, end - begin) for begin, end in line["steps"]]
+        slow = [seconds > SLOWER * usual_s for _, seconds in steps]
+        axis.broken_barh(
+            steps,
+            (place - 0.3, 0.45),
+            facecolors=[SLOW if each else LANE for each in slow],
+            edgecolor="white",
+            linewidth=0.4,
+        )
+        for spans, low, height, colour in (
+            (line["calls"], place - 0.3, 0.45, BLOCKED),
+            (line["saves"], place + 0.17, 0.12, SAVING),
+        ):
+            bars = [(begin, end - begin) for begin, end in spans]
+            axis.broken_barh(bars, (low, height), facecolors=colour)
+        names.append(f"{line['subject']}\n{line['steps'][-1][1]:.2f} s")
+    axis.set_yticks(range(len(names)), names, fontsize="small")
+    axis.invert_yaxis()
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _plot_growth(axis: Any, found: list[Measurement], colours: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +16,32 @@ from benchmarks.results import Results
 def write(results: Results, directory: Path, *, plots: bool = True) -> list[Path]:
     """Write JSON, table and, where matplotlib is installed, plots; return their paths."""
     directory.mkdir(parents=True, exist_ok=True)
-    data = directory / f"{results.form}.json"
+    data, table = (directory / f"{results.form}{end}" for end in (".json", ".md"))
     data.write_text(json_text(results))
-    table = directory / f"{results.form}.md"
     made = [data, table]
-    picture = directory / f"{results.form}.png"
+    names = []
     if plots and importlib.util.find_spec("matplotlib"):
-        pictures.plot(results, picture)
-        made.append(picture)
-    table.write_text(markdown(results, picture.name if picture in made else None))
+        if pictures.panels(results):
+            made.append(directory / f"{results.form}.png")
+            pictures.plot(results, made[-1])
+        if results.timelines:
+            made.append(directory / f"{results.form}-training.png")
+            pictures.plot_training(results, made[-1])
+        names = [path.name for path in made[2:]]
+    table.write_text(markdown(results, names))
     return made
 
 
-def json_text(results: Results) -> str:
-    """Return JSON with one sample per line: small, and a change shows in a diff."""
+def json_text(results: Any) -> str:
+    """Return JSON with a line for each sample and timeline: small, and a change shows in a diff."""
     value = results.as_json()
     measurements = value.pop("measurements")
-    head = json.dumps(value, indent=1, ensure_ascii=False)[:-2]
-    lines = [f'{head},\n "measurements": [']
+    timelines = value.pop("timelines", [])
+    lines = [json.dumps(value, indent=1, ensure_ascii=False)[:-2] + ","]
+    if timelines:
+        rows = ",\n  ".join(json.dumps(line, separators=(",", ":")) for line in timelines)
+        lines.append(f' "timelines": [\n  {rows}],')
+    lines.append(' "measurements": [')
     for index, found in enumerate(measurements):
         samples = found.pop("samples")
         start = json.dumps(found, ensure_ascii=False)[:-1]
@@ -42,19 +51,19 @@ def json_text(results: Results) -> str:
     return "\n".join([*lines, " ]\n}\n"])
 
 
-def markdown(results: Results, picture: str | None = None) -> str:
+def markdown(results: Results, pictures: Sequence[str] = ()) -> str:
     """Return the tables, targets first."""
-    parts = [f"# Benchmarks, {results.form} form\n", _facts(results.facts)]
-    if results.errors:
-        parts.append("## Failed\n\n" + "\n".join(f"- {error}" for error in results.errors) + "\n")
+    parts = [f"# Benchmarks, {results.form} form\n", tables.facts(results.facts)]
+    for title, lines in (("Failed", results.errors), ("Left out", results.left_out)):
+        if lines:
+            parts.append(f"## {title}\n\n" + "".join(f"- {line}\n" for line in lines))
     parts.append(tables.targets(results))
-    if picture:
-        parts.append(f"![rates, small leaves and shardings]({picture})\n")
-    parts += [*tables.all_of(results), _NOTES]
+    parts += [f"![{name.removesuffix('.png')}]({name})\n" for name in pictures]
+    parts += [*tables.all_of(results), NOTES]
     return "\n".join(part for part in parts if part)
 
 
-_NOTES = """## How to read this
+NOTES = """## How to read this
 
 Rates are GB/s (10⁹ bytes). *Of the floor* is the median of floor seconds / own seconds, where the
 floor is what plain system calls or copies took for as many bytes, probed right before and after
@@ -66,8 +75,11 @@ pool that asyncckpt keeps for saves included. CPU seconds are those of the proce
 write-back of buffered files is not in them. *Read from disk* is the share of the bytes that came
 from the device: about 100 % is cold, 0 % is warm. Every restore was compared with its source,
 outside the timed part; of conversions, the first of each kind. *Until wait() returns* counts from
-the call of `save()` and includes the work that goes on in the background. *Save with retention*
-saves while one older step exists, which `KeepLast(1)` deletes.
+the call of `save()` and includes the work that goes on in the background. With `KeepLast(1)` one
+older step exists, which is deleted by the save or after it.
+
+*One-shot* is a call of `blocking.save(path, tree)`, or `restore(path)`, without a `Checkpointer`.
+*First save of a tree* is that of a `Checkpointer` that prepared nothing.
 
 *Per small leaf* is the slope from the smallest to the largest W4; *power* is the exponent with
 which the time grows, fitted over all of them (1 is proportional). Planning is timed by itself: no
@@ -76,15 +88,10 @@ on the CPU; half of an array is what one process of two would read. *Read* is wh
 restore says, *by system calls* what the process read meanwhile, metadata included, both relative to
 the bytes that are wanted. *Through memory* is the plain way to convert: restore with one library,
 save with the other.
+
+*Training with saves*: a step is a matrix product on one core and an update of a part of the state,
+in a thread; everyone saves before the same steps. *In calls to save* is how long the training stood
+still. The target compares how much longer all steps took with the CPU seconds of the saves beside
+them: what is left is time lost to locks, memory bandwidth and wake-ups. *Loop lag* is by how much a
+task that sleeps for a millisecond on the caller's loop woke too late.
 """
-
-
-def _facts(facts: dict[str, Any]) -> str:
-    lines = [f"- {key}: {_text(value)}" for key, value in facts.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {item}" for key, item in value.items())
-    return str(value)

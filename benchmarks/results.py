@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import os
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 from benchmarks.measure import Sample, median
 from benchmarks.workloads import SMALL_LEAVES
@@ -16,10 +19,34 @@ STALL, LAG, FIRST = "stall", "loop lag", "first save after prepare"
 PLAN, RESHARD = "planning", "restore, resharded"
 FOREIGN, CONVERT = "restore of what others saved", "conversion"
 RETENTION = "save with retention"
-SCENARIOS = (SAVE, WARM, COLD, STALL, LAG, FIRST, RETENTION, PLAN, RESHARD, FOREIGN, CONVERT)
+TRAINING, BACK_TO_BACK = "training with saves", "saves back to back"
+BUDGET, GROWTH = "memory within a budget", "memory over many saves"
+PROCESSES = "save by several processes"
+SCENARIOS = (
+    SAVE,
+    WARM,
+    COLD,
+    STALL,
+    LAG,
+    FIRST,
+    RETENTION,
+    PLAN,
+    RESHARD,
+    FOREIGN,
+    CONVERT,
+    TRAINING,
+    BACK_TO_BACK,
+    BUDGET,
+    GROWTH,
+    PROCESSES,
+)
 KEPT_LAST, KEPT_ALL = "KeepLast(1)", "no retention"
+DURABLE, AS_SHIPPED = "durable", "as shipped"
+RETAINED = f"{DURABLE}, {KEPT_LAST}"
 IN_PLACE, OWN = "in place", "own memory"
-OURS, SAFETENSORS, ORBAX = "asyncckpt", "safetensors", "Orbax"
+OURS, SAFETENSORS, NO_SAVES = "asyncckpt", "safetensors", "no saves"
+ONE_SHOT, UNPLANNED = f"{OURS}, one-shot", f"{OURS}, first save of a tree"
+REFERENCE = 'JAX loop, snapshot="reference"'
 
 PROCESS_COUNTS = (100, 10_000)
 """Processes among which one plans what it holds: the time must hardly depend on their number."""
@@ -37,7 +64,7 @@ class Measurement:
         scenario: what was done.
         subject: who did it.
         column: `durable` or `as shipped`; `in place` or `own memory`; the kind of loop; what was
-            planned; between which shardings; the retention.
+            planned; between which shardings; the retention; the budget; how many processes.
         nbytes: bytes of arrays.
         leaf_count: leaves, or whatever else a plan is about.
         floor: name of the floor that was probed; empty where none applies.
@@ -92,14 +119,29 @@ class Verdict:
 
 @dataclass(slots=True)
 class Results:
-    """Everything that one run found."""
+    """Everything that one run found.
+
+    Attributes:
+        form: name of the form, and of the files of the results.
+        facts: about the machine and the run.
+        floors: rates of plain system calls, by way.
+        timelines: what each step and save took in one training each; see `local/training.py`.
+        left_out: scenarios for which there was no time.
+        errors: what failed.
+    """
 
     form: str
     facts: dict[str, Any] = field(default_factory=dict)
     floors: dict[str, Any] = field(default_factory=dict)
     measurements: list[Measurement] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
+    timelines: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+
+    def where(self, scenario: str) -> list[Measurement]:
+        """Return what was measured in the scenario."""
+        return [m for m in self.measurements if m.scenario == scenario]
 
     def find(self, workload: str, scenario: str, subject: str, column: str) -> Measurement | None:
         """Return the measurement, or None when it was not taken."""
@@ -117,8 +159,37 @@ class Results:
             "floors_gb_per_s": self.floors,
             "verdicts": [dataclasses.asdict(verdict) for verdict in self.verdicts],
             "measurements": [_measurement_json(found) for found in self.measurements],
+            "timelines": self.timelines,
+            "left_out": self.left_out,
             "errors": self.errors,
         }
+
+    def add_json(self, found: dict[str, Any]) -> None:
+        """Add what a child process printed with `print_json`."""
+        self.errors += found["errors"]
+        self.timelines += found["timelines"]
+        for value in found["measurements"]:
+            samples = tuple(Sample(**sample) for sample in value["samples"])
+            self.measurements.append(Measurement(**{**value, "samples": samples}))
+
+
+def claim_output() -> IO[str]:
+    """Return what was the standard output; what libraries print goes to the standard error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+def print_json(
+    file: IO[str],
+    measurements: Sequence[Measurement],
+    errors: Sequence[str] = (),
+    timelines: Sequence[dict[str, Any]] = (),
+) -> None:
+    """Print what a child process found, for `Results.add_json`."""
+    values = [dataclasses.asdict(found) for found in measurements]
+    found = {"measurements": values, "errors": errors, "timelines": timelines}
+    print(json.dumps(found), file=file, flush=True)
 
 
 # --------------------------------------------------------------------------- with more leaves
@@ -129,32 +200,38 @@ def own_shards(process_count: int) -> str:
     return f"save, own shards among {process_count}"
 
 
-def by_size(results: Results, scenario: str, subject: str, column: str) -> list[Measurement]:
-    """Return what was measured on W4, the fewest leaves first."""
+def by_size(
+    results: Results, scenario: str, subject: str, column: str, family: str = SMALL_LEAVES
+) -> list[Measurement]:
+    """Return what was measured on the workloads of a family, the fewest leaves first."""
     found = [
         m
         for m in results.measurements
-        if m.workload.startswith(SMALL_LEAVES)
+        if m.workload.startswith(family)
         and (m.scenario, m.subject, m.column) == (scenario, subject, column)
     ]
     return sorted(found, key=lambda m: m.leaf_count)
 
 
-def slope_s(results: Results, scenario: str, subject: str, column: str) -> float | None:
-    """Return seconds per additional leaf, from the smallest to the largest W4, or None."""
-    found = by_size(results, scenario, subject, column)
+def slope_s(
+    results: Results, scenario: str, subject: str, column: str, family: str = SMALL_LEAVES
+) -> float | None:
+    """Return seconds per additional leaf, from the smallest to the largest workload, or None."""
+    found = by_size(results, scenario, subject, column, family)
     if len(found) < 2:
         return None
     low, high = found[0], found[-1]
     return (high.wall_s - low.wall_s) / (high.leaf_count - low.leaf_count)
 
 
-def exponent(results: Results, scenario: str, subject: str, column: str) -> float | None:
-    """Fit the power of the leaves with which the time grows, over all W4; None with fewer than two.
+def exponent(
+    results: Results, scenario: str, subject: str, column: str, family: str = SMALL_LEAVES
+) -> float | None:
+    """Fit the power of the leaves with which the time grows; None with fewer than two workloads.
 
     1 is proportional. What does not depend on the leaves lowers it.
     """
-    found = by_size(results, scenario, subject, column)
+    found = by_size(results, scenario, subject, column, family)
     if len(found) < 2:
         return None
     return statistics.linear_regression(

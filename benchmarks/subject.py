@@ -33,11 +33,19 @@ class Restored:
     flat: bool = False
 
 
-class Reader(ABC):
-    """One way to restore what lies somewhere."""
+@dataclass(slots=True)
+class Subject(ABC):
+    """One way to save and restore; its checkpoints go below `directory`."""
 
     name: ClassVar[str] = ""
     restores_in_place: ClassVar[bool] = True
+
+    directory: Path
+    _count: int = field(default=0, init=False)
+
+    @abstractmethod
+    def save(self, workload: Workload) -> Saved:
+        """Save the workload under a new name."""
 
     @abstractmethod
     def restore(self, saved: Saved, workload: Workload) -> Restored:
@@ -46,18 +54,6 @@ class Reader(ABC):
     def restore_into(self, saved: Saved, targets: Tree) -> Restored:
         """Restore a save into the arrays of `targets`."""
         raise NotImplementedError(f"{self.name} cannot restore into given arrays")
-
-
-@dataclass(slots=True)
-class Subject(Reader):
-    """One way to save and restore; its checkpoints go below `directory`."""
-
-    directory: Path
-    _count: int = field(default=0, init=False)
-
-    @abstractmethod
-    def save(self, workload: Workload) -> Saved:
-        """Save the workload under a new name."""
 
     def discard(self, saved: Saved) -> None:
         """Delete the checkpoint."""

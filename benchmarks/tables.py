@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.measure import median
 from benchmarks.results import (
+    BACK_TO_BACK,
+    BUDGET,
     COLD,
     CONVERT,
     FIRST,
     FOREIGN,
+    GROWTH,
     LAG,
+    NO_SAVES,
     OURS,
     PLAN,
+    PROCESSES,
     RESHARD,
     RETENTION,
     SAVE,
     STALL,
+    TRAINING,
     WARM,
     Measurement,
     Results,
@@ -25,8 +31,9 @@ from benchmarks.results import (
     slope_s,
     speedup,
 )
-from benchmarks.workloads import SMALL_LEAVES
+from benchmarks.workloads import COMPRESSED, SMALL_LEAVES
 
+MIB = 1 << 20
 TOLERANCE = 0.10
 
 
@@ -40,13 +47,17 @@ def all_of(results: Results) -> list[str]:
         *(_transfers(results, scenario) for scenario in (FOREIGN, CONVERT)),
         _stalls(results),
         _background(results),
+        *(_trainings(results, scenario) for scenario in (TRAINING, BACK_TO_BACK)),
+        _budgets(results),
+        _growth(results),
+        _processes(results),
     ]
 
 
 def targets(results: Results) -> str:
     """Return the table of targets, and whether they were met."""
     rows = [(v.workload, v.metric, v.target, v.measured, v.status) for v in results.verdicts]
-    return _table("Targets", "workload|metric|target|measured|", rows)
+    return table("Targets", "workload|metric|target|measured|", rows)
 
 
 # -------------------------------------------------------------------------- saves and restores
@@ -58,7 +69,7 @@ _COLUMNS = (
 
 
 def _transfers(results: Results, scenario: str) -> str:
-    found = [m for m in results.measurements if m.scenario == scenario]
+    found = results.where(scenario)
     columns, rows = _COLUMNS, [_row(m) for m in found]
     if scenario in (WARM, COLD):
         columns += "|read from disk"
@@ -69,7 +80,7 @@ def _transfers(results: Results, scenario: str) -> str:
     elif scenario in (FOREIGN, CONVERT):
         columns += "|the other takes"
         rows = [(*row, _faster(results, m)) for row, m in zip(rows, found, strict=True)]
-    return _table(scenario, columns, rows)
+    return table(scenario, columns, rows)
 
 
 def _row(found: Measurement) -> tuple[str, ...]:
@@ -113,24 +124,26 @@ def _cpu_s(found: Measurement) -> float:
 
 
 def _extra(found: Measurement) -> str:
-    return f"{median([sample.extra_nbytes for sample in found.samples]) / 2**20:.0f} MiB"
+    return f"{median([sample.extra_nbytes for sample in found.samples]) / MIB:.0f} MiB"
 
 
 # --------------------------------------------------------------------------- leaves and shards
 
 
 def _small_leaves(results: Results) -> str:
-    keys = dict.fromkeys(
-        (m.scenario, m.subject, m.column)
-        for m in results.measurements
-        if m.workload.startswith(SMALL_LEAVES) and m.scenario in (SAVE, WARM)
-    )
     rows = []
-    for key in keys:
-        slope, power = slope_s(results, *key), exponent(results, *key)
-        if slope is not None and power is not None:
-            rows.append((*key, f"{slope * 1e6:.1f} µs", f"{power:.2f}"))
-    return _table("per small leaf", "scenario|subject|column|slope|power", rows)
+    for family, name in ((SMALL_LEAVES, ""), (COMPRESSED, "4 KiB, zstd")):
+        keys = dict.fromkeys(
+            (m.scenario, m.subject, m.column)
+            for m in results.measurements
+            if m.workload.startswith(family) and m.scenario in (SAVE, WARM)
+        )
+        for key in keys:
+            slope = slope_s(results, *key, family)
+            power = exponent(results, *key, family)
+            if slope is not None and power is not None:
+                rows.append((*key, name, f"{slope * 1e6:.1f} µs", f"{power:.2f}"))
+    return table("per small leaf", "scenario|subject|column|leaves|slope|power", rows)
 
 
 def _planning(results: Results) -> str:
@@ -145,7 +158,7 @@ def _planning(results: Results) -> str:
             (m for m in results.measurements if m.scenario == PLAN), key=lambda m: m.column
         )
     ]
-    return _table(PLAN, "what|how many|median|of each", rows)
+    return table(PLAN, "what|how many|median|of each", rows)
 
 
 def _resharding(results: Results) -> str:
@@ -174,7 +187,7 @@ def _resharding(results: Results) -> str:
         "workload|subject|onto|median|fastest – slowest|rate|read|by system calls|CPU|"
         "extra memory|the other takes"
     )
-    return _table(RESHARD, columns, rows)
+    return table(RESHARD, columns, rows)
 
 
 def _share(value: float) -> str:
@@ -205,7 +218,7 @@ def _stalls(results: Results) -> str:
     columns = (
         "workload|loop|stall|in start_save|three steps longer by|a step|memcpy|committed after"
     )
-    return _table(STALL, columns, rows)
+    return table(STALL, columns, rows)
 
 
 def _background(results: Results) -> str:
@@ -222,19 +235,106 @@ def _background(results: Results) -> str:
             rows.append((found.workload, "first save after prepare", seconds(found.wall_s)))
             rows.append((found.workload, "steady save", seconds(found.value("steady_s"))))
             rows.append((found.workload, "first / steady", f"{found.value('first_to_steady'):.2f}"))
-    return _table("background", "workload|metric|median", rows)
+    return table("background", "workload|metric|median", rows)
+
+
+def _trainings(results: Results, scenario: str) -> str:
+    rows = []
+    for found in results.where(scenario):
+        plain = results.find(found.workload, scenario, NO_SAVES, found.column)
+        longer = None if plain is None else speedup(plain, found)
+        rows.append(
+            (
+                found.column,
+                found.subject,
+                seconds(found.wall_s),
+                "" if longer is None else f"{longer:.2f} ×",
+                seconds(found.value("step_s")),
+                seconds(found.value("steps_s")),
+                seconds(found.value("blocked_s")),
+                seconds(found.value("committed_s")),
+                seconds(found.value("total_s")),
+                f"{_cpu_s(found):.2f} s",
+                seconds(found.value("lag_p99_s")),
+                seconds(found.value("lag_max_s")),
+                _extra(found),
+            )
+        )
+    columns = (
+        "loop|saves by|training|of that without saves|a step|all steps|in calls to save|"
+        "a save takes|until the last save|CPU|loop lag p99|largest|extra memory"
+    )
+    return table(scenario, columns, rows)
+
+
+def _budgets(results: Results) -> str:
+    rows = [
+        (
+            found.column,
+            f"{found.nbytes / MIB:.0f} MiB",
+            _extra(found),
+            seconds(found.wall_s),
+            f"{found.nbytes / found.wall_s / 1e9:.2f}",
+            f"{_cpu_s(found):.2f} s",
+        )
+        for found in results.where(BUDGET)
+    ]
+    return table(BUDGET, "what|state|peak of extra memory|took|rate|CPU", rows)
+
+
+def _growth(results: Results) -> str:
+    rows = [
+        (
+            f"{found.nbytes / MIB:.0f} MiB",
+            found.column,
+            f"{found.value('per_save_nbytes') / MIB:.3f} MiB",
+            f"{found.value('grown_nbytes') / MIB:.1f} MiB",
+            seconds(found.wall_s),
+        )
+        for found in results.where(GROWTH)
+    ]
+    return table(GROWTH, "state|saves|growth per save|last over first|took", rows)
+
+
+def _processes(results: Results) -> str:
+    rows = []
+    for found in results.where(PROCESSES):
+        times = [sample.wall_s for sample in found.samples]
+        rows.append(
+            (
+                found.column,
+                seconds(found.wall_s),
+                f"{seconds(min(times))} – {seconds(max(times))}",
+                f"{found.nbytes / found.wall_s / 1e9:.2f}",
+                f"{_cpu_s(found):.2f} s",
+                _extra(found),
+            )
+        )
+    return table(PROCESSES, "by|median|fastest – slowest|rate|CPU of all|extra memory of all", rows)
 
 
 # ------------------------------------------------------------------------------------ Markdown
 
 
-def _table(title: str, columns: str, rows: Iterable[Sequence[str]]) -> str:
+def table(title: str, columns: str, rows: Iterable[Sequence[str]]) -> str:
+    """Return a heading and a table; nothing without rows."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     if not lines:
         return ""
     heads = columns.split("|")
     head = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     return f"## {title[0].upper()}{title[1:]}\n\n" + "\n".join([*head, *lines]) + "\n"
+
+
+def facts(values: Mapping[str, object]) -> str:
+    """Return facts as a list."""
+
+    def text(value: object) -> str:
+        if isinstance(value, dict):
+            return ", ".join(f"{key} {item}" for key, item in value.items())
+        return str(value)
+
+    return "".join(f"- {key}: {text(value)}\n" for key, value in values.items())
 
 
 def seconds(value: float) -> str:

@@ -19,11 +19,14 @@ Tree = dict[str, Any]
 
 LAYERS = 16
 
+EXPERT_WIDTH = 0.25
+"""Hidden width of an expert, by the width of the model."""
+
 LARGE_NBYTES = 16 << 20
 """Below, floors drown in noise."""
 
-SMALL_LEAVES = "W4"
-"""Prefix of the ids of workloads that measure leaves, not bytes."""
+SMALL_LEAVES, COMPRESSED = "W4-", "W4z-"
+"""Prefixes of the ids of workloads that measure leaves, not bytes: as they are, and with zstd."""
 
 COMPARE_NBYTES = 8 << 20
 """Arrays are compared piece by piece, so that comparing takes no memory worth mentioning."""
@@ -56,7 +59,7 @@ class Workload:
     @property
     def is_large(self) -> bool:
         """Whether its time goes into bytes, so that floors mean something."""
-        return self.nbytes >= LARGE_NBYTES and not self.id.startswith(SMALL_LEAVES)
+        return self.nbytes >= LARGE_NBYTES and not self.id.startswith((SMALL_LEAVES, COMPRESSED))
 
     @property
     def fresh_nbytes(self) -> int:
@@ -114,7 +117,14 @@ def random_floats(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) 
     return floats
 
 
-def llama(nbytes: int, *, layers: int = LAYERS, stacked: bool = False, seed: int = 1) -> Workload:
+def llama(
+    nbytes: int,
+    *,
+    layers: int = LAYERS,
+    stacked: bool = False,
+    seed: int = 1,
+    name: str | None = None,
+) -> Workload:
     """W1, or W2 when stacked: bf16 parameters with fp32 master copy, m and v, as Llama names them.
 
     Unstacked there are 4 × 147 leaves, stacked (one array for all layers) 4 × 12. The size is
@@ -123,6 +133,13 @@ def llama(nbytes: int, *, layers: int = LAYERS, stacked: bool = False, seed: int
     # Parameters grow with the square of the width; at 512 the state has about 1 GiB.
     width = max(8, round(512 * math.sqrt(nbytes / (1 << 30)) / 8) * 8)
     shapes = _llama_shapes(width, layers, stacked=stacked)
+    kind = name or ("W2" if stacked else "W1")
+    how = "layers stacked" if stacked else "unstacked"
+    return Workload(kind, f"Llama-like, {how}: bf16 + fp32 master, m, v", _state(shapes, seed))
+
+
+def _state(shapes: Tree, seed: int) -> Tree:
+    """Return bf16 parameters of these shapes with fp32 master copy, m and v."""
     rng = _generator(seed)
     tree: Tree = {}
     for name, dtype in (
@@ -132,9 +149,7 @@ def llama(nbytes: int, *, layers: int = LAYERS, stacked: bool = False, seed: int
         ("v", np.float32),
     ):
         tree[name] = map_leaves(lambda shape, dtype=dtype: random_floats(rng, shape, dtype), shapes)
-    kind = "W2" if stacked else "W1"
-    how = "layers stacked" if stacked else "unstacked"
-    return Workload(kind, f"Llama-like, {how}: bf16 + fp32 master, m, v", tree)
+    return tree
 
 
 def single(nbytes: int, *, odd: bool = False, seed: int = 3) -> Workload:
@@ -167,8 +182,39 @@ def small(count: int, *, seed: int = 4) -> Workload:
         else:
             group[f"a{index % 100:02}"] = values[start : start + length].copy()
         start += length
-    name = f"{count // 1000}k" if count % 1000 == 0 else str(count)
-    return Workload(f"W4-{name}", f"{count} leaves of 256 B to 1 KiB, and scalars", tree)
+    title = f"{count} leaves of 256 B to 1 KiB, and scalars"
+    return Workload(SMALL_LEAVES + _thousands(count), title, tree)
+
+
+def compressed(count: int, *, seed: int = 5) -> Workload:
+    """W4z: `count` fp32 leaves of 4 KiB, to be compressed with zstd."""
+    values = random_floats(_generator(seed), (count, 1024), "f4")
+    tree: Tree = {}
+    for index in range(count):
+        tree.setdefault(f"block_{index // 100:05}", {})[f"a{index % 100:02}"] = values[index].copy()
+    return Workload(COMPRESSED + _thousands(count), f"{count} leaves of 4 KiB, zstd", tree)
+
+
+def experts(nbytes: int, *, layers: int = 24, count: int = 64, seed: int = 6) -> Workload:
+    """W5: a mixture of `count` experts in each layer, unstacked; parts of the state as in W1."""
+    # Squares of the width in all layers; a parameter has 14 bytes.
+    squares = layers * (4 + count * 3 * EXPERT_WIDTH)
+    width = max(16, round(math.sqrt(nbytes / 14 / squares) / 16) * 16)
+    hidden = int(width * EXPERT_WIDTH)
+    layer: Tree = {name: (width, width) for name in ("wq", "wk", "wv", "wo")}
+    layer |= {"attention_norm": (width,), "ffn_norm": (width,), "router": (width, count)}
+    for index in range(count):
+        layer[f"expert_{index:02}"] = {
+            "w1": (width, hidden),
+            "w2": (hidden, width),
+            "w3": (width, hidden),
+        }
+    shapes: Tree = {f"layer_{index:02}": dict(layer) for index in range(layers)}
+    return Workload("W5", f"mixture of {count} experts × {layers} layers", _state(shapes, seed))
+
+
+def _thousands(count: int) -> str:
+    return f"{count // 1000}k" if count % 1000 == 0 else str(count)
 
 
 def _generator(seed: int) -> np.random.Generator:

@@ -56,14 +56,14 @@ class NumpyAdapter:
         spec = array_spec(leaf.shape, name)
         if not in_place or not isinstance(leaf, np.ndarray):
             return Target(spec, leaf, path=path)
-        if not leaf.flags.writeable:
+        flags = leaf.flags
+        if not flags.writeable:
             raise UnsupportedLeafError(
                 f"{path}: this array is read-only and cannot be filled; pass a writable copy, or "
                 "use restore(like=...)",
                 path=path,
             )
-        contiguous = leaf.flags.c_contiguous
-        if not contiguous and may_overlap_itself(leaf.shape, leaf.strides, leaf.itemsize):
+        if not flags.c_contiguous and may_overlap_itself(leaf.shape, leaf.strides, leaf.itemsize):
             raise UnsupportedLeafError(
                 f"{path}: elements of this array share memory (strides {leaf.strides}), so it "
                 "cannot be filled; pass a copy",
@@ -79,9 +79,9 @@ class NumpyAdapter:
         return target
 
     def place(self, target: Target, values: npt.NDArray[Any]) -> Any:
-        check_values(target.path, target.spec, values.shape, values.dtype)
-        if target.buffer is not None:
+        if values is target.buffer:
             return target.leaf
+        check_values(target.path, target.spec, values.shape, values.dtype)
         if target.fill:
             np.copyto(target.leaf, values, casting="equiv")
             return target.leaf
@@ -104,7 +104,7 @@ def _identity(array: npt.NDArray[Any]) -> Hashable | None:
     if array.base is None:
         # The address costs more than everything else here, and an array with memory of its own
         # shares it with its views only.
-        return ("owner", id(array), array.shape, array.strides, array.dtype)
+        return id(array)
     root: Any = array.base
     pointer: int = array.__array_interface__["data"][0]
     facts = (array.shape, array.strides, array.dtype)
@@ -113,7 +113,7 @@ def _identity(array: npt.NDArray[Any]) -> Hashable | None:
         and (root.shape, root.strides, root.dtype) == facts
         and root.__array_interface__["data"][0] == pointer
     ):
-        return ("owner", id(root), *facts)
+        return id(root)
     return ("memory", pointer, *facts)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import asyncckpt.blocking as blocking
-from asyncckpt.cli import documents, gc, opening, tables, transfer, tune
+from asyncckpt.cli import documents, gc, opening, tables, timeline, transfer, tune
 from asyncckpt.cli.storage import StorageOption, storage_options
 from asyncckpt.cli.terminal import AsJson, Yes, bar, complain, print_json
 from asyncckpt.errors import (
@@ -103,15 +103,25 @@ def show(
     path: Annotated[
         str, typer.Argument(metavar="PATH", help="A checkpoint, or a run (its newest step).")
     ],
+    with_timeline: Annotated[
+        bool, typer.Option("--timeline", help="Show when the stages of its save were busy.")
+    ] = False,
     as_json: AsJson = False,
     storage_option: StorageOption = [],  # noqa: B006 - typer copies it
 ) -> None:
     """Show what a checkpoint holds: leaves, shapes, dtypes, sizes, chunks, files."""
-    info = opening.inspect_location(path, storage_options(storage_option))
+    options = storage_options(storage_option)
+    info = opening.inspect_location(path, options, timeline=with_timeline)
     if as_json:
-        print_json(documents.details(info))
-        return
-    tables.show([tables.heading(info), tables.leaves(info), tables.files(info)])
+        spans = {"timeline": timeline.spans_document(info.timeline)} if with_timeline else {}
+        print_json({**documents.details(info), **spans})
+    elif not with_timeline:
+        tables.show([tables.heading(info), tables.leaves(info), tables.files(info)])
+    elif info.timeline.spans:
+        gantt = timeline.gantt(info.timeline, tables.terminal_width())
+        tables.show([tables.heading(info), gantt])
+    else:
+        typer.echo(f"{tables.printable(info.location)} has no timeline")
 
 
 @app.command()

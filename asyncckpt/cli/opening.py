@@ -110,13 +110,15 @@ def check_directory(root: str) -> None:
     raise CheckpointNotFoundError(f"{root}: {found}", location=root)
 
 
-def inspect_step(root: str, step: int, options: Options) -> CheckpointInfo:
+def inspect_step(
+    root: str, step: int, options: Options, *, timeline: bool = False
+) -> CheckpointInfo:
     """Describe a step of a run."""
     with run_at(root, options) as run:
-        return run.inspect(step)
+        return run.inspect(step, timeline=timeline)
 
 
-def inspect_location(location: str, options: Options) -> CheckpointInfo:
+def inspect_location(location: str, options: Options, *, timeline: bool = False) -> CheckpointInfo:
     """Describe a checkpoint; the newest step where the location is the root of a run.
 
     Raises:
@@ -125,15 +127,15 @@ def inspect_location(location: str, options: Options) -> CheckpointInfo:
     try:
         place = step_of(location)
         if place is not None:
-            return inspect_step(*place, options)
+            return inspect_step(*place, options, timeline=timeline)
         if is_bucket(location):
             raise CheckpointNotFoundError(f"{location}: there is no checkpoint", location=location)
-        return blocking.inspect(location, storage_options=options)
+        return blocking.inspect(location, timeline=timeline, storage_options=options)
     except CheckpointNotFoundError:
         steps = candidates(location, options)
         if not steps:
             raise
-        return inspect_step(location, steps[-1], options)
+        return inspect_step(location, steps[-1], options, timeline=timeline)
 
 
 def candidates(root: str, options: Options) -> list[int]:

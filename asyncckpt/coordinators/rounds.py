@@ -108,6 +108,8 @@ class Round:
         self._committed = False
         self._changed = asyncio.Event()
         self._ended = asyncio.Event()
+        self._expecting = False
+        self._waiting: asyncio.Timeout | None = None
         self.failed = False
         self.result: bytes | None = None
         self.leads = group.process_index == 0
@@ -120,6 +122,7 @@ class Round:
     async def post(self, what: str, message: bytes) -> None:
         """Tell process 0 something; `message` has at least one byte."""
         await self._coordinator.put(f"{self._prefix}/{what}/{self.group.process_index}", message)
+        self._expect()
 
     async def post_parts(self, what: str, message: bytes) -> None:
         """Tell process 0 something that may be large."""
@@ -254,6 +257,7 @@ class Round:
             …: what `refuse` returns.
         """
         wanted = self.group.process_count - 1
+        self._expect()
         while True:
             for key, message in self._found.items():
                 if refuse is not None and key.startswith(f"{instead}/"):
@@ -374,12 +378,19 @@ class Round:
             if time.monotonic() - alive_at > SLICE_S:
                 alive_at = time.monotonic()
                 await self._check_alive(await departed(self.group))
-            await asyncio.sleep(next(waits))
+            if not self._expecting:
+                await self._waited(asyncio.sleep(next(waits)))
+            if self._expecting:
+                self._expecting = False
+                waits = pauses(self.group.process_count)
 
     async def _follow(self) -> None:
         key = f"{self._prefix}/outcome"
         while self.result is None:
-            outcome = await self._coordinator.wait(key, timeout_s=SLICE_S)
+            self._expecting = False
+            outcome = await self._waited(self._coordinator.wait(key, timeout_s=SLICE_S))
+            if outcome is None and self._expecting:
+                continue
             closed: tuple[int, ...] = ()
             if outcome is None:
                 await self._check_left()
@@ -393,6 +404,23 @@ class Round:
             else:
                 self.failed = True
                 raise decode_error(outcome[1:])
+
+    def _expect(self) -> None:
+        """Look again at once, and often: a message is about to come, and pauses have grown long."""
+        self._expecting = True
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.reschedule(asyncio.get_running_loop().time())
+
+    async def _waited(self, waiting: Coroutine[Any, Any, T]) -> T | None:
+        """Return the result of a wait; None where `_expect` has cut it short."""
+        try:
+            async with asyncio.timeout(None) as self._waiting:
+                return await waiting
+        except TimeoutError:
+            return None
+        finally:
+            self._waiting = None
 
     async def _check_left(self) -> None:
         """Raise if the round ended without this process, which may have been stopped."""

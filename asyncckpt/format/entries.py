@@ -21,6 +21,7 @@ from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.damage import corrupt, path_fault
 from asyncckpt.format.fields import parse_json
+from asyncckpt.format.record import MAX_RANK
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import MIB
 from asyncckpt.spec import Box
@@ -49,7 +50,10 @@ _KINDS: Mapping[str, str] = {
     "scalar": "<i8",
     "scalar_crc": "<u4",
     "values": "u1",
-    "part": "<i8",
+    "part_array": "<i8",
+    "part_nbytes": "<i8",
+    "part_crc": "<u4",
+    "part_box": "<i8",
     "part_values": "u1",
 }
 
@@ -62,20 +66,65 @@ class WrittenFile(NamedTuple):
     crc: int
 
 
-class Part(NamedTuple):
-    """One box of a small leaf that no process holds whole.
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """Boxes of small leaves that no process holds whole: thousands of processes send some of each.
 
     Attributes:
-        array: the array of the leaf.
-        box: the part of it.
-        values: its elements in C order; empty where another holder of the box sends them.
-        crc: CRC-32C of the elements, of every holder.
+        array: the array of each box's leaf, `int64`.
+        nbytes: bytes of its elements; 0 where another holder of the box sends them, `int64`.
+        crc: CRC-32C of its elements, of every holder, `uint32`.
+        box: its offset and its shape, `int64[rows, 2, rank]`. `rank` is the highest of all leaves;
+            others have offset 0 and shape 1 in the dimensions that they lack.
+        values: the elements of all boxes, each in C order, `uint8`.
     """
 
-    array: int
-    box: Box
-    values: bytes
-    crc: int
+    array: npt.NDArray[np.int64]
+    nbytes: npt.NDArray[np.int64]
+    crc: npt.NDArray[np.uint32]
+    box: npt.NDArray[np.int64]
+    values: npt.NDArray[np.uint8]
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[int, Box, bytes, int]]) -> Parts:
+        """Return these parts: array, box, elements or nothing, and CRC-32C of the elements."""
+        rank = max([len(box.shape) for _, box, _, _ in parts], default=0)
+        boxes: list[int] = []
+        for _, box, _, _ in parts:
+            lacking = rank - len(box.shape)
+            boxes += *box.offset, *[0] * lacking, *box.shape, *[1] * lacking
+        values = [data for _, _, data, _ in parts]
+        return cls(
+            np.array([array for array, _, _, _ in parts], np.int64),
+            np.array(list(map(len, values)), np.int64),
+            np.array([crc for _, _, _, crc in parts], np.uint32),
+            np.array(boxes, np.int64).reshape(len(parts), 2, rank),
+            np.frombuffer(b"".join(values), np.uint8),
+        )
+
+    @classmethod
+    def joined(cls, all_parts: Sequence[Parts]) -> Parts:
+        """Return the parts of several processes, one after the other."""
+        rank = max([parts.box.shape[2] for parts in all_parts], default=0)
+        boxes = [np.zeros((0, 2, rank), np.int64)]
+        for parts in all_parts:
+            box = np.zeros((len(parts), 2, rank), np.int64)
+            box[:, 1] = 1
+            box[:, :, : parts.box.shape[2]] = parts.box
+            boxes.append(box)
+        return cls(
+            np.concatenate([NOTHING.array, *(parts.array for parts in all_parts)]),
+            np.concatenate([NOTHING.nbytes, *(parts.nbytes for parts in all_parts)]),
+            np.concatenate([NOTHING.crc, *(parts.crc for parts in all_parts)]),
+            np.concatenate(boxes),
+            np.concatenate([NOTHING.values, *(parts.values for parts in all_parts)]),
+        )
+
+
+NOTHING = Parts.of(())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +160,7 @@ class Entries:
     nbytes: npt.NDArray[np.int64]
     crc: npt.NDArray[np.uint32]
     values: Mapping[int, bytes]
-    parts: Sequence[Part]
+    parts: Parts
     checked: npt.NDArray[np.int64]
     checked_crc: npt.NDArray[np.uint32]
     scalar: npt.NDArray[np.int64]
@@ -128,13 +177,8 @@ def encode_entries(entries: Entries) -> bytes:
     columns["value_chunk"] = np.array(list(entries.values), np.int64)
     columns["value_nbytes"] = np.array(list(map(len, entries.values.values())), np.int64)
     columns["values"] = np.frombuffer(b"".join(entries.values.values()), np.uint8)
-    # Thousands of processes send parts of each small leaf: no JSON.
-    places: list[int] = []
-    for part in entries.parts:
-        box = part.box
-        places += part.array, len(part.values), part.crc, len(box.shape), *box.offset, *box.shape
-    columns["part"] = np.array(places, np.int64)
-    columns["part_values"] = np.frombuffer(b"".join(p.values for p in entries.parts), np.uint8)
+    for name in ("array", "nbytes", "crc", "box", "values"):
+        columns[f"part_{name}"] = getattr(entries.parts, name)
     header = json.dumps(
         {
             "save_id": entries.save_id,
@@ -200,6 +244,7 @@ def _columns(data: bytes, start: int, named: Sequence[Any]) -> dict[str, npt.NDA
         ("chunk", "file", "offset", "nbytes", "crc"),
         ("checked", "checked_crc"),
         ("scalar", "scalar_crc"),
+        ("part_array", "part_nbytes", "part_crc"),
     ):
         if len({columns[name].size for name in group}) > 1:
             raise ValueError(f"columns {', '.join(group)} differ in length")
@@ -241,24 +286,22 @@ def _entries(header: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any]])
         digest=header["digest"],
         files=tuple(files),
         values=values,
-        parts=_parts(columns["part"].tolist(), columns["part_values"].tobytes()),
+        parts=_parts(**{name: columns[f"part_{name}"] for name in Parts.__slots__}),
         facts=header["facts"],
         **{name: columns[name] for name in written + compared},
     )
 
 
-def _parts(places: Sequence[int], values: bytes) -> list[Part]:
-    """Return the parts of leaves: array, length of the values, checksum, rank, offset, shape."""
-    parts: list[Part] = []
-    start = begin = 0
-    while start < len(places):
-        array, nbytes, crc, rank = places[start : start + 4]
-        middle, stop = start + 4 + rank, start + 4 + 2 * rank
-        if stop > len(places) or begin + nbytes > len(values):
-            raise ValueError("a part of a leaf has no valid place")
-        box = Box(tuple(places[start + 4 : middle]), tuple(places[middle:stop]))
-        parts.append(Part(array, box, values[begin : begin + nbytes], crc))
-        start, begin = stop, begin + nbytes
-    if begin != len(values):
+def _parts(
+    array: npt.NDArray[np.int64],
+    nbytes: npt.NDArray[np.int64],
+    crc: npt.NDArray[np.uint32],
+    box: npt.NDArray[np.int64],
+    values: npt.NDArray[np.uint8],
+) -> Parts:
+    rank, rest = divmod(box.size, max(1, 2 * len(array)))
+    if rest or rank > MAX_RANK:
+        raise ValueError(f"{len(array)} parts of leaves have {box.size} offsets and extents")
+    if int(nbytes.max(initial=0)) > values.size or int(nbytes.sum()) != values.size:
         raise ValueError("parts of leaves and their lengths differ")
-    return parts
+    return Parts(array, nbytes, crc, box.reshape(len(array), 2, rank), values)

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 from operator import itemgetter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from asyncckpt.format.scalars import JsonValue
 
@@ -43,8 +44,17 @@ _VALUE_TYPES: dict[Kind, str] = {
     "NamedTuple": "NamedTuple",
 }
 _EMPTY = frozenset(("None", "Dict", "List", "Tuple", "NamedTuple"))
-_KEY_TYPE_SEQUENCE = 1
-_KEY_TYPE_DICT = 2
+_VALUES = {
+    kind: f'"value_type":"{name}","skip_deserialize":{"true" if kind in _EMPTY else "false"}'
+    for kind, name in _VALUE_TYPES.items()
+}
+_PLAIN_KEYS = re.compile(r"[A-Za-z0-9_.\- ]*")
+"""Keys that stand unchanged in Python's `repr` and in JSON."""
+
+OrbaxPath = Sequence[tuple[str, bool]]
+"""Keys from the root, and whether each is an index of a list or tuple."""
+_KEY_TYPES = {True: 1, False: 2}
+"""Of keys by whether they are indices of a list or tuple."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +90,31 @@ class OrbaxLeaf:
         return ".".join(map(itemgetter(0), self.path))
 
 
-def conflicts(leaves: Sequence[OrbaxLeaf]) -> list[int]:
+class OrbaxArrays(NamedTuple):
+    """Leaves of one container that are arrays or scalars, stored under the names Orbax computes.
+
+    Nearly all leaves are such, and need no object each.
+
+    Attributes:
+        base: path of the container.
+        in_sequence: it is a list or tuple.
+        keys: key of every leaf in it.
+        kinds: ``array`` or ``scalar``, per leaf.
+    """
+
+    base: OrbaxPath
+    in_sequence: bool
+    keys: Sequence[str]
+    kinds: Sequence[Kind]
+
+    @property
+    def orbax_names(self) -> list[str]:
+        """Names under which Orbax looks for the leaves."""
+        prefix = "".join([f"{key}." for key, _ in self.base])
+        return [prefix + key for key in self.keys]
+
+
+def conflicts(leaves: Sequence[OrbaxLeaf | OrbaxArrays]) -> list[int]:
     """Return the indices of leaves that Orbax would not find, or would mistake for others.
 
     These are arrays stored under another name than Orbax computes, leaves with one name in Orbax,
@@ -90,6 +124,9 @@ def conflicts(leaves: Sequence[OrbaxLeaf]) -> list[int]:
     bad = set(strings)
     first: dict[str, int] = {}
     for row, leaf in enumerate(leaves):
+        if isinstance(leaf, OrbaxArrays):
+            bad.update(row for name in leaf.orbax_names if first.setdefault(name, row) != row)
+            continue
         name = leaf.orbax_name
         if leaf.kind not in _EMPTY and first.setdefault(name, row) != row:
             bad.update((first[name], row))
@@ -98,7 +135,9 @@ def conflicts(leaves: Sequence[OrbaxLeaf]) -> list[int]:
     return sorted(bad)
 
 
-def _place_strings(leaves: Iterable[OrbaxLeaf]) -> tuple[dict[str, JsonValue], set[int]]:
+def _place_strings(
+    leaves: Iterable[OrbaxLeaf | OrbaxArrays],
+) -> tuple[dict[str, JsonValue], set[int]]:
     """Return the document, and the rows of strings that have no place in it.
 
     Orbax reads a string by the JSON pointer ``/<name>``, unescaped: a ``/`` in the name descends,
@@ -107,7 +146,7 @@ def _place_strings(leaves: Iterable[OrbaxLeaf]) -> tuple[dict[str, JsonValue], s
     document: dict[str, JsonValue] = {}
     refused = set()
     for row, leaf in enumerate(leaves):
-        if leaf.kind != "string":
+        if isinstance(leaf, OrbaxArrays) or leaf.kind != "string":
             continue
         *parents, last = leaf.orbax_name.split("/")
         if any("~" in part.replace("~0", "").replace("~1", "") for part in (*parents, last)):
@@ -128,21 +167,20 @@ def _unescape(part: str) -> str:
 
 
 def encode_files(
-    leaves: Sequence[OrbaxLeaf], *, custom_metadata: JsonValue | Mapping[str, JsonValue] = None
+    leaves: Sequence[OrbaxLeaf | OrbaxArrays],
+    *,
+    custom_metadata: JsonValue | Mapping[str, JsonValue] = None,
 ) -> dict[str, bytes]:
     """Encode all files that Orbax needs beside the database, by path in its directory."""
     entries: list[str] = []
     sharding: dict[str, str] = {}
     arrays: list[JsonValue] = []
     for leaf in leaves:
-        names: list[str] = []
-        keys: list[str] = []
-        for key, in_sequence in leaf.path:
-            names.append(key)
-            kind = _KEY_TYPE_SEQUENCE if in_sequence else _KEY_TYPE_DICT
-            keys.append(f'{{"key":{encode_basestring_ascii(key)},"key_type":{kind}}}')
-        skip = "true" if leaf.kind in _EMPTY else "false"
-        value = f'"value_type":"{_VALUE_TYPES[leaf.kind]}","skip_deserialize":{skip}'
+        if isinstance(leaf, OrbaxArrays):
+            values = map(_VALUES.__getitem__, leaf.kinds)
+            entries += _entries(leaf.base, leaf.in_sequence, leaf.keys, values)
+            continue
+        value = _VALUES[leaf.kind]
         if leaf.kind == "jax":
             value += f',"write_shape":{list(leaf.shape)}'
             if leaf.device is not None:
@@ -157,11 +195,11 @@ def encode_files(
                     "ext_metadata": {"random_key_impl": leaf.key_impl},
                 }
                 arrays.append({"array_metadata": facts})
-        # The repr of a tuple of strings: ('a', 'b'), and ('a',) for one.
-        entries.append(
-            f'{encode_basestring_ascii(repr(tuple(names)))}:{{"key_metadata":'
-            f'[{",".join(keys)}],"value_metadata":{{{value}}}}}'
-        )
+        if leaf.path:
+            *base, (key, in_sequence) = leaf.path
+            entries += _entries(base, in_sequence, [key], [value])
+        else:
+            entries.append(f'"()":{{"key_metadata":[],"value_metadata":{{{value}}}}}')
     rest = {
         "use_ocdbt": True,
         "use_zarr3": True,
@@ -178,3 +216,24 @@ def encode_files(
     if arrays:
         files[ARRAY_METADATA_FILE] = json.dumps({"array_metadatas": arrays}).encode()
     return files
+
+
+def _entries(
+    base: OrbaxPath, in_sequence: bool, keys: Sequence[str], values: Iterable[str]
+) -> list[str]:
+    """Return the members of `tree_metadata` for the children of one container.
+
+    The name of each is the `repr` of a tuple of strings: ``('a', 'b')``, and ``('a',)`` for one.
+    """
+    escaped = encode_basestring_ascii
+    first = escaped("(" + "".join([f"{key!r}, " for key, _ in base]))[:-1]
+    parents = "".join([f'{{"key":{escaped(key)},"key_type":{_KEY_TYPES[s]}}},' for key, s in base])
+    second = f'{")" if base else ",)"}":{{"key_metadata":[{parents}{{"key":"'
+    third = f'","key_type":{_KEY_TYPES[in_sequence]}}}],"value_metadata":{{'
+    pairs = zip(keys, values, strict=True)
+    if _PLAIN_KEYS.fullmatch("".join(keys)):
+        return [f"{first}'{key}'{second}{key}{third}{value}}}}}" for key, value in pairs]
+    return [
+        f"{first}{escaped(repr(key))[1:-1]}{second}{escaped(key)[1:-1]}{third}{value}}}}}"
+        for key, value in pairs
+    ]

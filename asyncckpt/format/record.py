@@ -19,6 +19,8 @@ import json
 import math
 import re
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -45,7 +47,7 @@ from asyncckpt.format.record_values import (
 from asyncckpt.format.scalars import SCALAR_KINDS, JsonValue, decode_scalar, encode_scalar
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import MAX_PIECES, MAX_RECORD_NBYTES, STEP_MAX
-from asyncckpt.spec import DTYPES, ArraySpec
+from asyncckpt.spec import DTYPES, array_spec
 
 __all__ = [
     "RECORD_NAME",
@@ -55,6 +57,7 @@ __all__ = [
     "STEP_NAME",
     "ArrayTable",
     "CommitRecord",
+    "EncodedTables",
     "FileEntry",
     "FixedName",
     "IndexExtent",
@@ -67,6 +70,7 @@ __all__ = [
     "decode_scalar",
     "encode_record",
     "encode_scalar",
+    "encode_tables",
     "epoch_of",
     "is_record",
     "is_sealed",
@@ -138,6 +142,11 @@ _MEMBERS: dict[str, Any] = {
 }
 """Members of version 2 and their forms."""
 
+_TABLES = ("tree", "leaves", "specs", "arrays")
+"""Members that depend on tree and layout alone, but for the values of scalars."""
+
+_MEMBERS_BESIDE = {k: form for k, form in _MEMBERS.items() if k not in _TABLES}
+
 _MEMBERS_1 = {k: form for k, form in _MEMBERS.items() if k != "fixed"} | {"chunk_index": _INDEX}
 
 
@@ -145,24 +154,72 @@ _facts_of = attrgetter("path", "nbytes", "crc32c")
 """What fixed names and entries of files have in common."""
 
 
-def encode_record(record: CommitRecord) -> bytes:
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedTables:
+    """What records of one tree and layout have in common, as checked JSON.
+
+    Attributes:
+        before: the members `_TABLES`, up to the values of scalars.
+        after: what follows these values.
+    """
+
+    before: str
+    after: str
+
+
+def encode_tables(
+    tree: JsonValue, leaves: LeafTable, specs: Sequence[StoredSpec], arrays: ArrayTable
+) -> EncodedTables:
+    """Encode and check the tables of a record, for all records that have them.
+
+    Raises:
+        UsageError: the tree is too deep, or a string is not valid Unicode.
+        ValueError: they contradict each other.
+    """
+    _check_depth("tree", tree)
+    kinds = sorted(set(leaves.kind))
+    code_of = dict(zip(kinds, range(len(kinds)), strict=True))
+    codes = list(map(code_of.__getitem__, leaves.kind))
+    stored: list[Any] = []
+    for one in specs:
+        shape, chunk_shape = list(one.spec.shape), list(one.chunk_shape)
+        dtype, level = one.spec.dtype, one.zstd_level
+        row = {"shape": shape, "dtype": dtype, "chunk_shape": chunk_shape, "zstd": level}
+        stored.append(row)
+    owned = {"extra": dict(leaves.extra), "pieces": dict(leaves.pieces)}
+    columns = {"name": arrays.name, "spec": arrays.spec, "tied": dict(arrays.tied)}
+    tables = EncodedTables(
+        f'"tree":{_json(tree)},"leaves":{{"kinds":{_json(kinds)},"kind":{_json(codes)},"values":',
+        f',{_json(owned)[1:]},"specs":{_json(stored)},"arrays":{_json(columns)}',
+    )
+    document = json.loads(f"{{{tables.before}{_json(_scalars(leaves))}{tables.after}}}")
+    try:
+        check_form(document, {name: _MEMBERS[name] for name in _TABLES}, "", _no_fault)
+        _tables(document, _no_fault)
+    except CorruptCheckpointError as error:
+        raise ValueError(f"the record contradicts itself: {error}") from error
+    return tables
+
+
+def encode_record(record: CommitRecord, tables: EncodedTables | None = None) -> bytes:
     """Return the bytes of the record; equal records give equal bytes.
+
+    Args:
+        record: what it says.
+        tables: its tables, encoded for an earlier record or this one; None to encode them.
 
     Raises:
         UsageError: `metadata` or `metrics` cannot be written as JSON and read back.
         ValueError: the record contradicts itself.
     """
-    for name, value in (("metadata", dict(record.metadata)), ("tree", record.tree)):
-        reason = depth_fault(value)
-        if reason is not None:
-            raise UsageError(f"{name} {reason}; use dicts, lists, strings and numbers")
-    kinds = sorted(set(record.leaves.kind))
-    code_of = dict(zip(kinds, range(len(kinds)), strict=True))
+    _check_depth("metadata", dict(record.metadata))
     metrics = record.metrics
     own, index = len(record.files) - len(record.fixed), record.chunk_index
     if list(map(_facts_of, record.fixed)) != list(map(_facts_of, record.files[own:])):
         raise ValueError("the fixed names are not the last of the files")
-    document = {
+    if tables is None:
+        tables = encode_tables(record.tree, record.leaves, record.specs, record.arrays)
+    head = {
         "format": _FORMAT,
         "version": RECORD_VERSION,
         "save_id": record.save_id,
@@ -186,28 +243,8 @@ def encode_record(record: CommitRecord) -> bytes:
         "metadata": dict(record.metadata),
         "metrics": dict(zip(metrics, map(_metric_json, metrics, metrics.values()), strict=True)),
         "database": record.database,
-        "tree": record.tree,
-        "leaves": {
-            "kinds": kinds,
-            "kind": list(map(code_of.__getitem__, record.leaves.kind)),
-            "values": [value for value in record.leaves.value if value is not None],
-            "extra": dict(record.leaves.extra),
-            "pieces": dict(record.leaves.pieces),
-        },
-        "specs": [
-            {
-                "shape": stored.spec.shape,
-                "dtype": stored.spec.dtype,
-                "chunk_shape": stored.chunk_shape,
-                "zstd": stored.zstd_level,
-            }
-            for stored in record.specs
-        ],
-        "arrays": {
-            "name": record.arrays.name,
-            "spec": record.arrays.spec,
-            "tied": dict(record.arrays.tied),
-        },
+    }
+    tail = {
         "files": [
             {"path": entry.path, "nbytes": entry.nbytes, "crc32c": f"{entry.crc32c:08x}"}
             for entry in record.files[:own]
@@ -221,18 +258,35 @@ def encode_record(record: CommitRecord) -> bytes:
         },
         "manifest": base64.b64encode(record.manifest).decode(),
     }
+    first, values, last = _json(head), _json(_scalars(record.leaves)), _json(tail)
     try:
-        text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        data = seal(text)
+        _values(record.leaves.kind, json.loads(values), _no_fault)
+        rest = {**json.loads(first), **json.loads(last), "crc32c": ""}
+        _decode(rest, RECORD_NAME, record)
+    except CorruptCheckpointError as error:
+        raise ValueError(f"the record contradicts itself: {error}") from error
+    return seal(f"{first[:-1]},{tables.before}{values}{tables.after},{last[1:]}")
+
+
+def _check_depth(name: str, value: JsonValue) -> None:
+    reason = depth_fault(value)
+    if reason is not None:
+        raise UsageError(f"{name} {reason}; use dicts, lists, strings and numbers")
+
+
+def _scalars(leaves: LeafTable) -> list[JsonValue]:
+    return [value for value in leaves.value if value is not None]
+
+
+def _json(value: object) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text.encode()
     except UnicodeEncodeError as error:
         raise UsageError(f"a string of the record is not valid Unicode ({error})") from None
     except (ValueError, TypeError, RecursionError) as error:
         raise UsageError(f"metadata cannot be written as JSON ({error})") from None
-    try:
-        _decode({**json.loads(text), "crc32c": ""}, RECORD_NAME)
-    except CorruptCheckpointError as error:
-        raise ValueError(f"the record contradicts itself: {error}") from error
-    return data
+    return text
 
 
 def seal(text: str) -> bytes:
@@ -355,20 +409,28 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _decode(document: dict[str, Any], location: str) -> CommitRecord:
-    """Return the record that a JSON document holds, once all of it has been checked."""
+def _decode(
+    document: dict[str, Any], location: str, known: CommitRecord | None = None
+) -> CommitRecord:
+    """Return the record that a JSON document holds, once all of it has been checked.
+
+    With `known`, the document has no tables: they are those of that record, and checked.
+    """
 
     def fault(name: str, reason: str) -> CorruptCheckpointError:
         return corrupt(_WHAT, f"{name} {reason}", file=location)
 
     version = document["version"]
-    check_form(document, _MEMBERS if version > 1 else _MEMBERS_1, "", fault)
-    for member in ("metadata", "tree"):
-        reason = depth_fault(document[member])
-        if reason is not None:
-            raise fault(member, reason)
-    arrays, index = document["arrays"], document["chunk_index"]
-    tied = _by_index(arrays["tied"], len(arrays["name"]), "arrays.tied", fault)
+    members = _MEMBERS if version > 1 else _MEMBERS_1
+    check_form(document, members if known is None else _MEMBERS_BESIDE, "", fault)
+    reason = depth_fault(document["metadata"])
+    if reason is not None:
+        raise fault("metadata", reason)
+    if known is None:
+        tree, (leaves, specs, arrays) = document["tree"], _tables(document, fault)
+    else:
+        tree, leaves, specs, arrays = known.tree, known.leaves, known.specs, known.arrays
+    index = document["chunk_index"]
     fixed = tuple(map(_fixed, document.get("fixed", ())))
     files = [
         FileEntry(row["path"], row["nbytes"], int(row["crc32c"], 16)) for row in document["files"]
@@ -387,10 +449,10 @@ def _decode(document: dict[str, Any], location: str) -> CommitRecord:
         plan_digest=document["plan_digest"],
         created_ns=document["created_ns"],
         library=document["library"],
-        tree=document["tree"],
-        leaves=_leaves(document["leaves"], len(arrays["name"]), fault),
-        specs=tuple(map(_spec, document["specs"], itertools.repeat(fault))),
-        arrays=ArrayTable(arrays["name"], arrays["spec"], tied),
+        tree=tree,
+        leaves=leaves,
+        specs=specs,
+        arrays=arrays,
         files=tuple(files),
         chunk_index=IndexExtent(
             index["file"],
@@ -406,9 +468,24 @@ def _decode(document: dict[str, Any], location: str) -> CommitRecord:
         fixed=fixed,
         version=version,
     )
-    _check_arrays(record, fault)
     _check_files(record, fault)
     return record
+
+
+def _tables(
+    document: dict[str, Any], fault: Fault
+) -> tuple[LeafTable, tuple[StoredSpec, ...], ArrayTable]:
+    """Return leaves, specs and arrays of a document, checked against each other."""
+    reason = depth_fault(document["tree"])
+    if reason is not None:
+        raise fault("tree", reason)
+    columns = document["arrays"]
+    tied = _by_index(columns["tied"], len(columns["name"]), "arrays.tied", fault)
+    arrays = ArrayTable(columns["name"], columns["spec"], tied)
+    leaves = _leaves(document["leaves"], len(arrays.name), fault)
+    specs = tuple(map(_spec, document["specs"], itertools.repeat(fault)))
+    _check_arrays(leaves, specs, arrays, fault)
+    return leaves, specs, arrays
 
 
 def _no_fault(name: str, reason: str) -> CorruptCheckpointError:
@@ -432,7 +509,7 @@ def _spec(row: dict[str, Any], fault: Fault) -> StoredSpec:
         raise fault("specs", "has a chunk_shape that has a zero")
     if level is not None and (type(level) is not int or not -(1 << 17) <= level <= 22):
         raise fault("specs", f"has zstd {repr(level)[:40]}, not a level or null")
-    stored = StoredSpec(ArraySpec(tuple(shape), dtype), tuple(chunk_shape), level)
+    stored = StoredSpec(array_spec(tuple(shape), dtype), tuple(chunk_shape), level)
     if max(stored.spec.nbytes, stored.chunk_nbytes, stored.grid.chunk_count) >= 1 << 62:
         raise fault("specs", f"has the shape {shape} of an array beyond 2^62 bytes")
     return stored
@@ -448,16 +525,7 @@ def _leaves(table: dict[str, Any], array_count: int, fault: Fault) -> LeafTable:
     if codes and not 0 <= min(codes) <= max(codes) < len(kinds):
         raise fault("leaves.kind", f"has an entry that is not between 0 and {len(kinds) - 1}")
     kind = list(map(kinds.__getitem__, codes))
-    rows = [row for row, name in enumerate(kind) if name in SCALAR_KINDS]
-    if len(rows) != len(values):
-        raise fault("leaves.values", f"has {len(values)} entries for {len(rows)} scalar leaves")
-    column: list[JsonValue] = [None] * len(kind)
-    for row, value in zip(rows, values, strict=True):
-        try:
-            decode_scalar(kind[row], value)
-        except ValueError as error:
-            raise fault(f"leaves.values (leaf {row})", str(error)) from None
-        column[row] = value
+    column = _values(kind, values, fault)
     extra = _by_index(table["extra"], len(kind), "leaves.extra", fault)
     for leaf, facts in extra.items():
         reason = depth_fault(facts) if isinstance(facts, dict) else "is not an object"
@@ -476,6 +544,21 @@ def _leaves(table: dict[str, Any], array_count: int, fault: Fault) -> LeafTable:
                 raise fault(name, "has an array that is not [offset, array] of the record")
         pieces[leaf] = tuple([Piece(tuple(offset), array) for offset, array in items])
     return LeafTable(kind, column, extra, pieces)
+
+
+def _values(kind: Sequence[str], values: Sequence[JsonValue], fault: Fault) -> list[JsonValue]:
+    """Return the value of every leaf, from those of the scalars."""
+    rows = [row for row, name in enumerate(kind) if name in SCALAR_KINDS]
+    if len(rows) != len(values):
+        raise fault("leaves.values", f"has {len(values)} entries for {len(rows)} scalar leaves")
+    column: list[JsonValue] = [None] * len(kind)
+    for row, value in zip(rows, values, strict=True):
+        try:
+            decode_scalar(kind[row], value)
+        except ValueError as error:
+            raise fault(f"leaves.values (leaf {row})", str(error)) from None
+        column[row] = value
+    return column
 
 
 def _by_index(table: dict[str, Any], below: int, name: str, fault: Fault) -> dict[int, Any]:
@@ -553,15 +636,15 @@ def _check_files(record: CommitRecord, fault: Fault) -> None:
             raise fault("chunk_index.data", "is not the index that its CRC-32C says")
 
 
-def _check_arrays(record: CommitRecord, fault: Fault) -> None:
+def _check_arrays(
+    leaves: LeafTable, specs: Sequence[StoredSpec], arrays: ArrayTable, fault: Fault
+) -> None:
     """Check that arrays have names and sources, and that the leaves own all of them."""
-    names, arrays = record.arrays.name, record.arrays
+    names = arrays.name
     if len(arrays.spec) != len(names):
         raise fault("arrays.spec", f"has {len(arrays.spec)} entries for {len(names)} names")
-    if arrays.spec and not 0 <= min(arrays.spec) <= max(arrays.spec) < len(record.specs):
-        raise fault(
-            "arrays.spec", f"has an entry that is not between 0 and {len(record.specs) - 1}"
-        )
+    if arrays.spec and not 0 <= min(arrays.spec) <= max(arrays.spec) < len(specs):
+        raise fault("arrays.spec", f"has an entry that is not between 0 and {len(specs) - 1}")
     if len(set(names)) != len(names):
         raise fault("arrays.name", "names an array twice")
     joined = "\0".join(names)
@@ -581,13 +664,13 @@ def _check_arrays(record: CommitRecord, fault: Fault) -> None:
             raise fault(f"arrays.tied[{array}]", text)
         if arrays.spec[array] != arrays.spec[source]:
             raise fault(f"arrays.tied[{array}]", f"and array {source} differ in their spec")
-    pieces, kinds = record.leaves.pieces, record.leaves.kind
+    pieces, kinds = leaves.pieces, leaves.kind
     owned = [piece.array for parts in pieces.values() for piece in parts] if pieces else []
     if len(set(owned)) != len(owned):
         raise fault("leaves.pieces", "names an array twice")
     for leaf, parts in pieces.items():
         scalar = kinds[leaf] in SCALAR_KINDS
-        reason = "is a scalar" if scalar else _pieces_fault(record, parts)
+        reason = "is a scalar" if scalar else _pieces_fault(specs, arrays, parts)
         if reason is not None:
             raise fault(f"leaves.pieces[{leaf}]", reason)
     scalars = sum(map(SCALAR_KINDS.__contains__, kinds))
@@ -601,11 +684,13 @@ def _check_arrays(record: CommitRecord, fault: Fault) -> None:
         )
 
 
-def _pieces_fault(record: CommitRecord, pieces: tuple[Piece, ...]) -> str | None:
+def _pieces_fault(
+    stored: Sequence[StoredSpec], arrays: ArrayTable, pieces: tuple[Piece, ...]
+) -> str | None:
     """Explain why the pieces do not tile a box; return None when they do."""
     if len(pieces) > MAX_PIECES:
         return f"has more than {MAX_PIECES} pieces"
-    specs = [record.specs[record.arrays.spec[piece.array]].spec for piece in pieces]
+    specs = [stored[arrays.spec[piece.array]].spec for piece in pieces]
     rank = len(specs[0].shape)
     if any(spec.dtype != specs[0].dtype or len(spec.shape) != rank for spec in specs):
         return "has pieces of different dtypes or ranks"

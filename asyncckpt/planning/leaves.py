@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,7 @@ PIECE_MARK = "%~"
 hexadecimal digits, as a whole part, or before `~` and a hash of 32 digits."""
 
 
-@dataclass(frozen=True, slots=True)
-class LeafLayout:
+class LeafLayout(NamedTuple):
     """One array leaf and its storage options.
 
     Attributes:
@@ -236,7 +235,7 @@ class _Layouts:
         division = leaf.shards if leaf.partition is None else leaf.partition
         if self._holders.process_count > 1 and travels_in_parts(leaf.spec, division):
             # Process 0 makes its chunk out of what the others send: one, stored as it is.
-            leaf = dataclasses.replace(leaf, chunk_shape=None, zstd_level=None)
+            leaf = leaf._replace(chunk_shape=None, zstd_level=None)
         self.parts.append(_parts(leaf, self._regular))
         return number
 

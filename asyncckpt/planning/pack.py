@@ -12,11 +12,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from asyncckpt.planning.table import Column, Table
 
@@ -62,22 +64,31 @@ class Window:
 
 
 def pack(
-    payloads: Sequence[int], alignments: Sequence[int], data_file_nbytes: int, slot_nbytes: int
+    payloads: Sequence[int],
+    alignments: Sequence[int],
+    data_file_nbytes: int,
+    slot_nbytes: int,
+    firsts: Collection[int] = (),
 ) -> tuple[list[int], list[int], list[int]]:
-    """Return the offset of each chunk, the length of each file, and its first chunk."""
+    """Return the offset of each chunk, the length of each file, and its first chunk.
+
+    Chunks in `firsts` begin a file in any case.
+    """
+    begins = frozenset(firsts)
     offsets: list[int] = []
     file_nbytes: list[int] = []
     turns = [0] if payloads else []
     tight = slot_nbytes - TRAILER_NBYTES
     end = 0
-    for payload, alignment in zip(payloads, alignments, strict=True):
+    for number, (payload, alignment) in enumerate(zip(payloads, alignments, strict=True)):
         offset = end + -end % alignment
         rest = (offset + payload) % slot_nbytes
         if not rest or rest > tight:
             offset += alignment
-        if end and offset + payload + TRAILER_NBYTES > data_file_nbytes:
+        full = offset + payload + TRAILER_NBYTES > data_file_nbytes
+        if end and (full or number in begins):
             file_nbytes.append(end)
-            turns.append(len(offsets))
+            turns.append(number)
             rest = payload % slot_nbytes
             offset = alignment if not rest or rest > tight else 0
         offsets.append(offset)
@@ -123,59 +134,66 @@ def cut_windows(
     return tuple(windows)
 
 
-# Files go to so many streams in order, each to the one that is free first. Where every stream sends
-# only a few, one last file that is as large as the others keeps the save waiting for it alone, up
-# to a third of the time; somewhat smaller files fill that gap.
+# Every stream sends whole files. Where each sends only a few, one file more than the streams send
+# together, or one that is larger than the others, keeps the save waiting for it alone: so files are
+# as many as the streams send in whole rounds, equally long, and the longest is sent first.
 
 WAVES = 6
 """With more files per stream than this, the last ones hardly matter."""
 
-STEPS = 16
-"""Sizes are tried in steps of this share of the largest, down to half of it."""
-
-NEAR = 1.02
-"""The largest size within this factor of the shortest time is chosen: fewer objects."""
+SPARE = 1 / 32
+"""Share of a file that is left for differences between files, trailers and alignment."""
 
 REQUEST_NBYTES = 4 << 20
 """What a stream would carry in the time that a request takes beside its transfer: 50 ms at
-85 MB/s. A constant, so that plans do not change with every measurement."""
+85 MB/s. Shorter files spend most of their time on latency."""
 
-CHUNKS_MAX = 1 << 16
-"""Trees with more chunks are skipped: packing them so often would take a second."""
+RUNS_PER_FILE = 16
+"""Small chunks that follow each other stay together in runs of this share of a file: a restore of
+some leaves reads runs, and files differ by less than one."""
 
 
-def even_data_files(
-    payloads: Sequence[int],
-    alignments: Sequence[int],
-    data_file_nbytes: int,
-    slot_nbytes: int,
-    streams: int,
-) -> int:
-    """Return the largest size of data files that keeps all streams busy to the end.
+def even_count(nbytes: int, data_file_nbytes: int, streams: int) -> int:
+    """Return how many files of at most `data_file_nbytes`, about, hold `nbytes`.
+
+    Where each stream sends only a few, they are so many that all send equally many, unless files
+    would be shorter than `REQUEST_NBYTES`.
+    """
+    full = max(1, -(-nbytes // data_file_nbytes))
+    if full > WAVES * streams:
+        return full
+    least = max(1, math.ceil(nbytes / (data_file_nbytes * (1 - SPARE))))
+    return min(-(-least // streams) * streams, max(least, nbytes // REQUEST_NBYTES))
+
+
+def even_order(
+    payloads: npt.NDArray[np.int64], data_file_nbytes: int, streams: int
+) -> tuple[npt.NDArray[np.int64], list[int]] | None:
+    """Return chunks in an order, and the first of each file in it, that keep all streams busy.
+
+    None where files one after the other do that as well: a single one, or very many.
 
     Args:
         payloads: bytes of every chunk, in order.
-        alignments: of every chunk.
-        data_file_nbytes: the largest size; nothing below half of it is taken.
-        slot_nbytes: size of a window.
+        data_file_nbytes: length that files should have at most, about.
         streams: uploads in flight.
     """
-    if len(payloads) > CHUNKS_MAX:
-        return data_file_nbytes
-    seconds: list[tuple[int, float]] = []
-    for part in range(STEPS, STEPS // 2 - 1, -1):
-        size = data_file_nbytes * part // STEPS
-        _, files, _ = pack(payloads, alignments, size, slot_nbytes)
-        if part == STEPS and not 1 < len(files) <= WAVES * streams:
-            return data_file_nbytes
-        seconds.append((size, _end(files, streams)))
-    shortest = min(end for _, end in seconds)
-    return next(size for size, end in seconds if end <= NEAR * shortest)
-
-
-def _end(files: Sequence[int], streams: int) -> float:
-    """Return when the last file has been sent, in bytes of one stream."""
-    free = [0.0] * streams
-    for nbytes in files:
-        heapq.heapreplace(free, free[0] + REQUEST_NBYTES + nbytes)
-    return max(free)
+    nbytes = int(payloads.sum())
+    files = even_count(nbytes, data_file_nbytes, streams)
+    if files == 1 or files > WAVES * streams:
+        return None
+    run_nbytes = nbytes // files // RUNS_PER_FILE + 1
+    run = np.unique(np.cumsum(payloads) // run_nbytes, return_inverse=True)[1]
+    lengths = np.bincount(run, payloads)
+    # The longest first, each to the file that is shortest so far.
+    file_of_run = np.zeros(len(lengths), np.int64)
+    shortest = [(0, file) for file in range(min(files, len(lengths)))]
+    for number in np.argsort(-lengths, kind="stable").tolist():
+        held, file = shortest[0]
+        file_of_run[number] = file
+        heapq.heapreplace(shortest, (held + int(lengths[number]), file))
+    shortest.sort(key=lambda one: (-one[0], one[1]))
+    place = np.argsort([file for _, file in shortest])
+    file_of = place[file_of_run[run]]
+    order = np.argsort(file_of, kind="stable")
+    return order, np.searchsorted(file_of[order], np.arange(len(shortest))).tolist()

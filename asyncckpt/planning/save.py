@@ -20,7 +20,7 @@ import numpy.typing as npt
 from asyncckpt.planning.balance import Holders, assign_writers
 from asyncckpt.planning.held import NOTHING, HeldBox, held_chunks
 from asyncckpt.planning.leaves import Arrays, LeafLayout, plan_arrays
-from asyncckpt.planning.pack import Piece, Window, cut_windows, even_data_files, pack
+from asyncckpt.planning.pack import Piece, Window, cut_windows, even_order, pack
 from asyncckpt.planning.table import Column
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
     "plan_save",
 ]
 
-PLANNER_VERSION = 2
+PLANNER_VERSION = 3
 """Part of the digest: to be raised by every change that gives another plan for the same input."""
 
 SMALL_ALIGNMENT_NBYTES = 8
@@ -142,15 +142,16 @@ def plan_save(
     is_inline[arrays.inline] = True
     inline = is_inline[rows.array] & mine
     planned = np.flatnonzero(mine & ~(inline | compressed))
+    limit_nbytes, firsts = data_file_nbytes, list[int]()
+    if even_streams is not None:
+        even = even_order(rows.payload[planned], data_file_nbytes, even_streams)
+        if even is not None:
+            planned, firsts, limit_nbytes = planned[even[0]], even[1], slot_nbytes
     payloads = rows.payload[planned]
     large = payloads >= aligned_chunk_nbytes
     sizes = payloads.tolist()
     alignments = np.where(large, page_nbytes, SMALL_ALIGNMENT_NBYTES).tolist()
-    if even_streams is not None:
-        data_file_nbytes = even_data_files(
-            sizes, alignments, data_file_nbytes, slot_nbytes, even_streams
-        )
-    offsets, file_nbytes, turns = pack(sizes, alignments, data_file_nbytes, slot_nbytes)
+    offsets, file_nbytes, turns = pack(sizes, alignments, limit_nbytes, slot_nbytes, firsts)
     row_file = np.full(len(rows.array), -1, np.int64)
     row_offset = row_file.copy()
     row_file[planned] = np.repeat(np.arange(len(file_nbytes)), np.diff([*turns, len(planned)]))
@@ -178,7 +179,7 @@ def plan_save(
         ),
         digest=_digest(
             PLANNER_VERSION,
-            [*(options if process_count == 1 else ()), int(regular)],
+            [*((*options, len(firsts)) if process_count == 1 else ()), int(regular)],
             list(map(attrgetter("name"), leaves)),
             arrays.kind,
             arrays.tied_leaves,

@@ -13,8 +13,9 @@ from asyncckpt.reports.outcomes import (
     RestoreReport,
     SaveReport,
 )
-from asyncckpt.reports.progress import Progress
+from asyncckpt.reports.progress import Progress, ProgressBar, progress_bar
 from asyncckpt.reports.texts import nbytes_text, rate_text
+from asyncckpt.reports.timeline import Span, Timeline
 
 __all__ = [
     "CheckpointInfo",
@@ -26,11 +27,15 @@ __all__ = [
     "LeafInfo",
     "ProcessPart",
     "Progress",
+    "ProgressBar",
     "ReadItem",
     "ReadRange",
     "RestoreReport",
     "SaveReport",
+    "Span",
+    "Timeline",
     "VerifyReport",
     "nbytes_text",
+    "progress_bar",
     "rate_text",
 ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
 from asyncckpt.errors import UsageError
 from asyncckpt.reports.texts import nbytes_text
+from asyncckpt.reports.timed import Timed
+from asyncckpt.reports.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class LeafInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointInfo:
+class CheckpointInfo(Timed):
     """What a checkpoint holds, from its metadata alone; `info[path]` is one leaf.
 
     Attributes:
@@ -124,6 +126,7 @@ class CheckpointInfo:
         tree: nested containers of `LeafInfo`, as saved.
         format: ``asyncckpt``, or what else it is: ``orbax``, ``ocdbt``, ``safetensors``, ``dcp``.
         epoch: claim under which it was saved, 0 for none.
+        timeline: of the save until its index was written, where that was asked for and is known.
     """
 
     location: str
@@ -138,6 +141,7 @@ class CheckpointInfo:
     tree: Any = None
     format: str = "asyncckpt"
     epoch: int = 0
+    timeline: Timeline = field(default_factory=Timeline, repr=False)
 
     @property
     def nbytes(self) -> int:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncckpt.reports.texts import nbytes_text, rate_text
+from asyncckpt.reports.timed import Timed
+from asyncckpt.reports.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class ProcessPart:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveReport:
+class SaveReport(Timed):
     """A committed checkpoint.
 
     Attributes:
@@ -51,7 +53,6 @@ class SaveReport:
         file_count: files of the checkpoint.
         blocked_s: seconds until the state might be mutated again (`start_save`'s part).
         total_s: seconds from the call to the durable commit.
-        stage_s: seconds during which each stage was busy (they overlap).
         plan_cached: whether the plan of an earlier save was used again.
         plan_cache_hits: saves of this `Checkpointer` so far, this one included, that did so.
         plan_cache_misses: saves that made a new plan, because paths, shapes, dtypes, shardings or
@@ -66,6 +67,7 @@ class SaveReport:
         notes: anything a person should know.
         processes: what each of several processes did; process 0 knows all of them, every other
             one only itself.
+        timeline: when the stages were busy.
     """
 
     location: str
@@ -78,7 +80,6 @@ class SaveReport:
     file_count: int
     blocked_s: float
     total_s: float
-    stage_s: Mapping[str, float] = field(default_factory=dict)
     plan_cached: bool = False
     plan_cache_hits: int = 0
     plan_cache_misses: int = 0
@@ -90,6 +91,16 @@ class SaveReport:
     preempted: bool = False
     notes: tuple[str, ...] = ()
     processes: tuple[ProcessPart, ...] = ()
+    timeline: Timeline = field(default_factory=Timeline, repr=False)
+
+    @property
+    def stage_s(self) -> Mapping[str, float]:
+        """Seconds during which each stage of this process was busy; they overlap."""
+        return self.timeline.busy_s()
+
+    def marks(self) -> Mapping[str, float]:
+        """Return the times that pictures mark, in seconds from the call."""
+        return {"the state may change": self.blocked_s} if self.blocked_s else {}
 
     def __str__(self) -> str:
         if self.skipped:
@@ -156,7 +167,7 @@ class ReadRange:
 
 
 @dataclass(frozen=True, slots=True)
-class RestoreReport:
+class RestoreReport(Timed):
     """A finished restore.
 
     Attributes:
@@ -182,6 +193,7 @@ class RestoreReport:
         matched: those of them that the checkpoint has.
         reads: with `RestoreOptions(explain=True)`, every range that was read, and what for; chunks
             that were never stored, as those of foreign checkpoints may be, are not in it.
+        timeline: when the stages were busy.
     """
 
     location: str
@@ -201,6 +213,7 @@ class RestoreReport:
     wanted: int = 0
     matched: int = 0
     reads: tuple[ReadRange, ...] = field(default=(), repr=False)
+    timeline: Timeline = field(default_factory=Timeline, repr=False)
 
     def __str__(self) -> str:
         found = ""

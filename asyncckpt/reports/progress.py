@@ -1,10 +1,24 @@
-"""Progress of work in flight."""
+"""Progress of work in flight, and a bar that shows it."""
 
 from __future__ import annotations
 
+import sys
+import time
+import weakref
 from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
+from asyncckpt.errors import UsageError
 from asyncckpt.reports.texts import nbytes_text
+
+if TYPE_CHECKING:
+    import rich.progress
+
+INSTALL_LINE = 'pip install "asyncckpt[cli]"'
+
+REFRESH_S = 0.1
+"""Time between two updates of a bar: drawing takes a millisecond of the thread that saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +43,119 @@ class Progress:
 
     def __str__(self) -> str:
         return f"{self.stage} {self.fraction:.0%} of {nbytes_text(self.total_nbytes)}"
+
+
+class ProgressBar:
+    """A bar for `progress=`, made by `progress_bar`.
+
+    It appears with the first call and ends at 100 %; after that, further work gets a new one. If
+    the work fails, the end of the `with` block, `close`, or dropping the bar ends it where it is.
+    Use it for one piece of work at a time.
+    """
+
+    def __init__(self, description: str | None, *, always: bool, transient: bool) -> None:
+        try:
+            # All of it: not on the thread that saves, later.
+            import rich.progress
+        except ModuleNotFoundError:
+            raise UsageError(f"progress_bar() needs the package rich: {INSTALL_LINE}") from None
+        self._description = description
+        self._transient = transient
+        # Of now: a notebook or test may replace standard error later.
+        self._console = rich.console.Console(
+            file=sys.stderr,
+            force_terminal=True if always else None,
+            markup=False,
+            highlight=False,
+            emoji=False,
+        )
+        console = self._console
+        self._wanted = console.is_terminal or console.is_jupyter
+        self._shown: rich.progress.Progress | None = None
+        self._drawn = 0.0
+        self._ended = False
+        self._stop: weakref.finalize[[], ProgressBar] | None = None
+
+    def __call__(self, state: Progress) -> None:
+        """Show how far the work has come, at most ten times a second."""
+        ended = state.done_nbytes >= state.total_nbytes
+        now = time.perf_counter()
+        # Work that is at 100 % may call again.
+        if not self._wanted or (self._ended if ended else now - self._drawn < REFRESH_S):
+            return
+        self._drawn, self._ended = now, ended
+        shown = self._shown or self._begin(state.total_nbytes)
+        shown.update(
+            shown.task_ids[0],
+            description=self._description or state.stage,
+            completed=state.done_nbytes,
+            total=state.total_nbytes,
+        )
+        if ended:
+            self._end()
+        else:
+            shown.refresh()
+
+    def _begin(self, total_nbytes: int) -> rich.progress.Progress:
+        import rich.progress as bars
+
+        # Drawn by the calls, so that there is no thread; and standard output stays as it is.
+        shown = bars.Progress(
+            bars.TextColumn("{task.description}", markup=False),
+            bars.BarColumn(),
+            bars.DownloadColumn(binary_units=True),
+            bars.TransferSpeedColumn(),
+            console=self._console,
+            transient=self._transient,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        shown.add_task(self._description or "", total=total_nbytes)
+        shown.start()
+        self._shown = shown
+        # A terminal gets its cursor back, also where nothing closes the bar of a failed save.
+        self._stop = weakref.finalize(self, shown.stop)
+        return shown
+
+    def close(self) -> None:
+        """End the bar where it is, for good. Idempotent."""
+        self._wanted = False
+        self._end()
+
+    def _end(self) -> None:
+        stop, self._shown, self._stop = self._stop, None, None
+        if stop is not None:
+            stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def progress_bar(
+    description: str | None = None, *, always: bool = False, transient: bool = False
+) -> ProgressBar:
+    """Return a progress bar on standard error, for the argument `progress` of any function.
+
+    In terminals and notebooks only: elsewhere it prints nothing. It closes itself at 100 %, and can
+    be used as a context manager, which also closes it where the work fails. What it costs is
+    bounded: it is drawn ten times a second at most, on the thread that calls it; and if it fails,
+    the work goes on (see `progress`).
+
+    Args:
+        description: text before the bar; None for the stage that moves at present.
+        always: show it where standard error is no terminal, too.
+        transient: remove it when it ends.
+
+    Raises:
+        UsageError: rich is not installed.
+    """
+    return ProgressBar(description, always=always, transient=transient)

@@ -19,6 +19,7 @@ from asyncckpt.errors import UsageError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.planning.streams import Sharing, encoded_rows, share
 from asyncckpt.ports import Exchange
+from asyncckpt.reports import Timeline
 from asyncckpt.restore.match import Matching, refuse_unexpected
 
 
@@ -135,12 +136,17 @@ class RestoreAgreement:
             await self.round.answer("told", str(self._told).encode())
         return True
 
-    async def restored(self) -> None:
-        """Return when all processes have restored what they wanted."""
-        if self.round.leads:
-            await self.round.gathered("restored")
-            await self.round.commit()
-            await self.round.finish()
-        else:
-            await self.round.post("restored", b"+")
+    async def restored(self, timeline: Timeline) -> Timeline:
+        """Return when all processes have restored what they wanted.
+
+        Returns:
+            The timeline; on process 0, with those of the others.
+        """
+        if not self.round.leads:
+            await self.round.post("restored", json.dumps(timeline.rows(1)).encode())
             await self.round.outcome()
+            return timeline
+        messages = await self.round.gathered("restored")
+        await self.round.commit()
+        await self.round.finish()
+        return timeline.joined(Timeline.from_rows(json.loads(each)) for each in messages.values())

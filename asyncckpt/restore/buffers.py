@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,11 +13,12 @@ import numpy.typing as npt
 from asyncckpt.adapters.arrays import host_place, may_share_memory
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import UsageError
-from asyncckpt.flow.arena import Arena
+from asyncckpt.flow.arena import SMALL_NBYTES, Arena
+from asyncckpt.flow.buffers import allocating
 from asyncckpt.planning.overlap import BoxIndex
 from asyncckpt.planning.restore import Request, WholeArrays
 from asyncckpt.ports import Bytes, Target
-from asyncckpt.restore.decode import Destination, flat_target
+from asyncckpt.restore.decode import Destinations, flat_target
 from asyncckpt.restore.match import NO_FACTS, LeafRestore
 from asyncckpt.spec import DTYPES, Box
 
@@ -45,7 +46,7 @@ class Buffers:
 
     parts: list[Sequence[Memory]]
     nbytes: int
-    destinations: Sequence[Destination]
+    destinations: Destinations
     requests: Sequence[Request] | WholeArrays
     owners: Sequence[int]
     sharers: Mapping[int, Sequence[int]]
@@ -70,7 +71,7 @@ def allocate(
     tied_arrays = {*tied, *tied.values()}
     # The chunks of tied arrays are read once into memory that their targets share.
     shared: dict[Hashable, int] = {}
-    destinations: list[Destination] = []
+    destinations = Destinations()
     owners: list[int] = []
     sharers: dict[int, list[int]] = {}
     waiting, idle, has_boxes = [1] * len(leaves), [], False
@@ -78,8 +79,10 @@ def allocate(
         boxes = None if leaf.target is None else leaf.target.boxes
         if boxes is None and not leaf.pieces and leaf.array not in tied_arrays:
             values, flat = parts[number][0], flats[number]
-            flat = flat_target(values) if flat is None else flat
-            destinations.append(Destination(leaf.path, leaf.array, None, values, flat))
+            # Others are extension dtypes, which memoryviews do not know.
+            if flat is None and (values.nbytes >= SMALL_NBYTES or values.dtype.kind == "V"):
+                flat = flat_target(values)
+            destinations.add(leaf.path, leaf.array, values, flat)
             owners.append(number)
             continue
         found = list(_overlaps(opened, leaf, boxes, parts[number]))
@@ -95,14 +98,15 @@ def allocate(
                     sharers.setdefault(first, []).append(number)
                     continue
             has_boxes |= box is not None
-            destinations.append(Destination(leaf.path, array, box, values, flat_target(values)))
+            destinations.add(leaf.path, array, values, flat_target(values), box)
             owners.append(number)
     requests: Sequence[Request] | WholeArrays
     if has_boxes:
         requests = [Request(d.array, d.box, d.flat is not None) for d in destinations]
     else:
-        arrays = np.array(list(map(attrgetter("array"), destinations)), np.int64)
-        requests = WholeArrays(arrays, np.array([d.flat is not None for d in destinations], bool))
+        contiguous = np.zeros(len(destinations), bool)
+        contiguous[list(destinations.flats)] = True
+        requests = WholeArrays(np.array(destinations.arrays, np.int64), contiguous)
     return Buffers(parts, nbytes, destinations, requests, owners, sharers, waiting, idle)
 
 
@@ -118,41 +122,43 @@ def _memory(
     flats: list[Bytes | None] = [None] * len(leaves)
     own: list[tuple[int, int]] = []
     total_nbytes = 0
+    nbytes_of = [storage.spec.nbytes for storage in opened.storages]
+    storage_of, has_ties = opened.arrays.spec, bool(opened.arrays.tied)
     for number, leaf in enumerate(leaves):
         spec, target = leaf.spec, leaf.target
         assert spec is not None
         held: Sequence[Memory] = ()
-        if in_place and target is not None and target.spec.dtype == spec.dtype:
-            held = target.buffers if target.buffer is None else (target.buffer,)
-        boxes = None if target is None else target.boxes
-        nbytes = spec.nbytes
-        if boxes is not None:
-            nbytes = sum([box.size for box in boxes]) * spec.itemsize
+        nbytes = spec.nbytes if leaf.pieces else nbytes_of[storage_of[leaf.array]]
+        if target is not None:
+            if in_place and target.spec.dtype == spec.dtype:
+                held = target.buffers if target.buffer is None else (target.buffer,)
+            if target.boxes is not None:
+                nbytes = sum([box.size for box in target.boxes]) * spec.itemsize
         total_nbytes += nbytes
         parts.append(held)
         if not held:
             own.append((number, nbytes))
-    arena = Arena(sum(map(itemgetter(1), own)))
+    own_nbytes = sum(map(itemgetter(1), own))
+    arena = Arena(own_nbytes)
     made: dict[Hashable, Sequence[Memory]] = {}
-    for number, nbytes in own:
-        leaf = leaves[number]
-        assert leaf.spec is not None
-        boxes = None if leaf.target is None else leaf.target.boxes
-        dtype = DTYPES[leaf.spec.dtype]
-        if boxes is not None:
-            shapes = [box.shape for box in boxes]
-            sizes = [box.size * dtype.itemsize for box in boxes]
-            memory = [arena.take(size) for size in sizes]
-            parts[number] = [m.view(dtype).reshape(n) for m, n in zip(memory, shapes, strict=True)]
-            continue
-        key = tied_key(opened, leaf, framework) if opened.arrays.tied else None
-        if key is None or key not in made:
-            flats[number] = flat = arena.take(nbytes)
-            parts[number] = (flat.view(dtype).reshape(leaf.spec.shape),)
+    with allocating(own_nbytes):
+        for number, nbytes in own:
+            leaf = leaves[number]
+            spec, target = leaf.spec, leaf.target
+            assert spec is not None
+            dtype = DTYPES[spec.dtype]
+            if target is not None and target.boxes is not None:
+                boxes = [(box.shape, box.size * dtype.itemsize) for box in target.boxes]
+                parts[number] = [arena.take_array(n, dtype, size)[0] for n, size in boxes]
+                continue
+            key = tied_key(opened, leaf, framework) if has_ties else None
+            if key is not None and key in made:
+                parts[number] = made[key]
+                continue
+            values, flats[number] = arena.take_array(spec.shape, dtype, nbytes)
+            parts[number] = (values,)
             if key is not None:
                 made[key] = parts[number]
-        else:
-            parts[number] = made[key]
     return parts, flats, total_nbytes
 
 

@@ -15,7 +15,7 @@ What touches the bytes of chunks runs in worker threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -69,7 +69,8 @@ class Destination:
         array: index of the stored array.
         box: the wanted part; None for all of it.
         values: memory of the box's shape, in the stored dtype; None to read and check only.
-        flat: the same memory as one run of bytes, or None.
+        flat: the same memory as one run of bytes; None where it is not one run, and for small
+            arrays, of which the bytes are looked up when they come.
     """
 
     path: str
@@ -77,6 +78,89 @@ class Destination:
     box: Box | None
     values: npt.NDArray[Any] | None
     flat: Bytes | None = None
+
+
+class Destinations(Sequence[Destination]):
+    """Destinations by column: those of small leaves need no object each.
+
+    Attributes:
+        paths: path of the leaf of each.
+        arrays: index of the stored array of each.
+        boxes: the wanted part, by number, of those that do not want all of it.
+        values: memory of each.
+        flats: memory as one run of bytes, by number, of those where that is at hand.
+    """
+
+    def __init__(self, destinations: Iterable[Destination] = ()) -> None:
+        self.paths: list[str] = []
+        self.arrays: list[int] = []
+        self.boxes: dict[int, Box] = {}
+        self.values: list[npt.NDArray[Any] | None] = []
+        self.flats: dict[int, Bytes] = {}
+        for one in destinations:
+            self.add(one.path, one.array, one.values, one.flat, one.box)
+
+    def add(
+        self,
+        path: str,
+        array: int,
+        values: npt.NDArray[Any] | None,
+        flat: Bytes | None = None,
+        box: Box | None = None,
+    ) -> None:
+        """Add a destination."""
+        if flat is not None:
+            self.flats[len(self.paths)] = flat
+        if box is not None:
+            self.boxes[len(self.paths)] = box
+        self.paths.append(path)
+        self.arrays.append(array)
+        self.values.append(values)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, number: Any) -> Any:
+        box, flat = self.boxes.get(number), self.flats.get(number)
+        return Destination(self.paths[number], self.arrays[number], box, self.values[number], flat)
+
+
+def _copied(values: npt.NDArray[Any] | None, flat: Bytes | None, payload: memoryview) -> bool:
+    """Copy all bytes of a destination, if its memory is one run of as many; return whether."""
+    if values is None or values.nbytes != len(payload):
+        return False
+    if len(payload) > GIL_COPY_NBYTES:
+        if flat is not None:
+            np.copyto(flat, np.frombuffer(payload, np.uint8))
+        return flat is not None
+    # Between memoryviews: NumPy releases the GIL for each of a thousand small copies, and waits to
+    # get it back.
+    try:
+        view = memoryview(values).cast("B") if flat is None else memoryview(flat)
+        view[:] = payload
+    except (TypeError, ValueError):  # it has strides, or a dtype that memoryviews do not know
+        return False
+    return True
+
+
+class Check:
+    """Checks what is being read, when called with the number of bytes that are there so far.
+
+    Attributes:
+        complete: everything is there, and was checked.
+    """
+
+    def __init__(self, steps: Generator[None, int, None]) -> None:
+        self._steps = steps
+        self.complete = False
+        next(steps)
+
+    def __call__(self, there: int) -> None:
+        """Check what has come since the last call; calls come one after the other."""
+        try:
+            self._steps.send(there)
+        except StopIteration:
+            self.complete = True
 
 
 class Decode:
@@ -102,12 +186,14 @@ class Decode:
         self._extents = extents
         self._has_crcs = extents.crc32c is not None
         self._plan = plan
+        if not isinstance(destinations, Destinations):
+            destinations = Destinations(destinations)
         self._destinations = destinations
         self._any_encoded = any(map(attrgetter("codec.decode"), opened.storages))
 
     def codec(self, part: Part) -> Codec:
         """Return how the chunk of a part is stored."""
-        return self._opened.storage(self._destinations[part.request].array).codec
+        return self._opened.storage(self._destinations.arrays[part.request]).codec
 
     def encoded_parts(self, batch: ReadBatch) -> list[Part]:
         """Return the parts of a batch whose chunks must be decoded."""
@@ -117,7 +203,7 @@ class Decode:
 
     def payload_nbytes(self, part: Part) -> int:
         """Return the size of the elements of the part's chunk."""
-        return self._opened.storage(self._destinations[part.request].array).chunk_nbytes
+        return self._opened.storage(self._destinations.arrays[part.request]).chunk_nbytes
 
     # -- the ways of a chunk
 
@@ -132,22 +218,39 @@ class Decode:
             batch = ReadBatch(-1, 0, len(data), inline)
             self._scatter(part, self._payload(batch, part, np.frombuffer(data, np.uint8)), 0)
 
-    def direct(self, batches: Sequence[ReadBatch], buffers: Sequence[Bytes]) -> None:
-        """Check what one call has read: of every batch its bytes, and those behind them.
+    def checking(self, batches: Sequence[ReadBatch], buffers: Sequence[Bytes]) -> Check:
+        """Return the check of what one call reads, in two buffers per batch: it, and what follows.
 
-        The bytes of direct batches are in their destinations already.
+        The bytes of direct batches are in their destinations then; those of others are copied
+        there.
         """
+        return Check(self._check(batches, buffers))
+
+    def _check(
+        self, batches: Sequence[ReadBatch], buffers: Sequence[Bytes]
+    ) -> Generator[None, int, None]:
+        there = yield
+        begin = 0
         for batch, data, rest in zip(batches, buffers[::2], buffers[1::2], strict=True):
-            if not is_direct(batch):
-                self.small(batch, data)
-                continue
             part = batch.parts[0]
+            direct = is_direct(batch)
             tail = rest[: batch.nbytes - data.nbytes]
             trailer = tail[tail.nbytes - self.codec(part).trailer_nbytes :]
-            if not self._has_crcs and not trailer.nbytes:
-                continue  # a foreign chunk without a checksum
-            crc = crc32c(tail[: tail.nbytes - trailer.nbytes], crc32c(data))
-            self.expect(batch, part.row, crc, trailer)
+            crc = start = 0
+            while direct and start < data.nbytes and (self._has_crcs or trailer.nbytes):
+                while there <= begin + start:
+                    there = yield
+                stop = min(there - begin, data.nbytes)
+                crc = crc32c(data[start:stop], crc)
+                start = stop
+            while there < begin + batch.nbytes:
+                there = yield
+            begin += data.nbytes + rest.nbytes
+            if not direct:
+                self.small(batch, data)
+            elif self._has_crcs or trailer.nbytes:  # not a foreign chunk without a checksum
+                crc = crc32c(tail[: tail.nbytes - trailer.nbytes], crc)
+                self.expect(batch, part.row, crc, trailer)
 
     def piece(self, batch: ReadBatch, data: Bytes, start: int, crc: int) -> int:
         """Copy the piece of a large chunk that begins at `start`, not yet checked.
@@ -185,8 +288,8 @@ class Decode:
         if not self._has_crcs:
             self._small_foreign(batch, data)
             return
-        destinations, counts = self._destinations, self._plan.counts
-        any_encoded = self._any_encoded
+        values, flats = self._destinations.values, self._destinations.flats
+        counts, any_encoded = self._plan.counts, self._any_encoded
         rows, requests = batch.parts.column(0), batch.parts.column(1)
         starts, stops, crcs = self._check_trailers(batch, data, rows)
         view = memoryview(data)
@@ -203,15 +306,8 @@ class Decode:
                     part = batch.parts[number]
                     payload = memoryview(self._elements(batch, part, [data[start:stop]]))
             # Where one chunk is all that is wanted; others may have as many bytes by chance.
-            flat = destinations[request].flat if counts[request] == 1 else None
-            if flat is None or len(flat) != len(payload):
+            if counts[request] != 1 or not _copied(values[request], flats.get(request), payload):
                 self._scatter(batch.parts[number], np.frombuffer(payload, np.uint8), 0)
-            elif len(payload) <= GIL_COPY_NBYTES:
-                # Between memoryviews: NumPy releases the GIL for each of a thousand small copies,
-                # and waits to get it back.
-                memoryview(flat)[:] = payload
-            else:
-                np.copyto(flat, np.frombuffer(payload, np.uint8))
 
     def _check_trailers(
         self, batch: ReadBatch, data: Bytes, rows: Sequence[int]

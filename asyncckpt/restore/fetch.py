@@ -8,9 +8,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
@@ -18,11 +19,15 @@ from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, missing
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from asyncckpt.flow.buffers import Slot, SlotPool
 from asyncckpt.flow.limiter import Limiter, Permit
+from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.threads import Workers
 from asyncckpt.planning.restore import ReadBatch, RestorePlan
 from asyncckpt.ports import Bytes, StoreCapabilities
 from asyncckpt.restore.decode import Decode, Destination, is_direct
 from asyncckpt.restore.ranges import Read, far, near, span
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 READ_AHEAD_NBYTES = 256 << 20
 """What one read of a remote store has in flight at most, however large its chunk is; it counts in
@@ -46,6 +51,7 @@ class Ranges(Protocol):
         direct: bool = False,
         received: Callable[[], None] | None = None,
         ahead_nbytes: int | None = None,
+        check: Callable[[int], None] | None = None,
     ) -> None:
         """Fill the buffers, one after the other, from a run of the file at `offset`."""
         ...
@@ -70,6 +76,7 @@ class Fetch:
         left: per destination, chunks that have not arrived; None for those of the plan. Two fetches
             that fill the same destinations share it.
         explain: note every read.
+        recorder: notes when ranges are read, and when they are decoded.
 
     Attributes:
         opened: the checkpoint.
@@ -95,7 +102,10 @@ class Fetch:
         files: Ranges | None = None,
         left: list[int] | None = None,
         explain: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
+        self._recorder = Recorder() if recorder is None else recorder
+        self._reading = "fetch" if files is None else "exchange"
         self.opened = opened
         self.extents = extents
         self._files: Ranges = opened.files if files is None else files
@@ -221,6 +231,40 @@ class Fetch:
             self._progress(batch.nbytes)
             self._count(batch.parts.column(1))
 
+    async def _fill(
+        self,
+        path: str,
+        offset: int,
+        buffers: Sequence[Bytes],
+        *,
+        direct: bool,
+        received: Callable[[], None] | None = None,
+        ahead_nbytes: int | None = None,
+        check: Callable[[int], None] | None = None,
+    ) -> None:
+        """Read a range into buffers, and check it if the store does that while it reads."""
+        since = time.perf_counter()
+        await self._files.read_into(
+            path,
+            offset,
+            buffers,
+            direct=direct,
+            received=received,
+            ahead_nbytes=ahead_nbytes,
+            check=check,
+        )
+        nbytes = sum(buffer.nbytes for buffer in buffers)
+        self._recorder.add(self._reading, since, nbytes)
+
+    async def _decoded(
+        self, nbytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Call a function of the decode stage, on so many stored bytes, in a worker thread."""
+        since = time.perf_counter()
+        result = await self._compute.run(function, *args, **kwargs)
+        self._recorder.add("decode", since, nbytes)
+        return result
+
     def _count(self, requests: Sequence[int]) -> None:
         """Note that one more chunk has arrived for each of these destinations."""
         left = self.left
@@ -248,22 +292,34 @@ class Fetch:
             else:
                 data = np.empty(batch.nbytes, np.uint8)
             buffers += (data, np.empty(end - batch.offset - data.nbytes, np.uint8))
-        await self._files.read_into(
-            path,
-            batches[0].offset,
-            buffers,
-            direct=self._own_memory,
-            received=stream.release,
-            ahead_nbytes=ahead_nbytes,
-        )
-        await self._compute.run(self._decode.direct, batches, buffers)
+        await self._checked(batches, path, buffers, stream, self._own_memory, ahead_nbytes)
 
     async def _small(self, batch: ReadBatch, path: str, slot: Slot, stream: Permit) -> None:
-        data = slot.buffer[: batch.nbytes]
-        await self._files.read_into(
-            path, batch.offset, [data], direct=True, received=stream.release
+        buffers = slot.buffer[: batch.nbytes], slot.buffer[:0]
+        await self._checked([batch], path, buffers, stream, True, None)
+
+    async def _checked(
+        self,
+        batches: Sequence[ReadBatch],
+        path: str,
+        buffers: Sequence[Bytes],
+        stream: Permit,
+        direct: bool,
+        ahead_nbytes: int | None,
+    ) -> None:
+        """Read batches, check them, and copy what is not in its destination yet."""
+        offset, check = batches[0].offset, self._decode.checking(batches, buffers)
+        await self._fill(
+            path,
+            offset,
+            buffers,
+            direct=direct,
+            received=stream.release,
+            ahead_nbytes=ahead_nbytes,
+            check=check,
         )
-        await self._compute.run(self._decode.small, batch, data)
+        if not check.complete:
+            await self._decoded(span(batches), check, span(batches))
 
     async def _large(self, batch: ReadBatch, path: str, slot: Slot) -> None:
         # Pieces are whole elements: the slot's size is a multiple of every element size.
@@ -279,8 +335,8 @@ class Fetch:
             buffers = [data]
             if stop == payload:
                 buffers.append(trailer)
-            await self._files.read_into(path, batch.offset + start, buffers, direct=True)
-            crc = await self._compute.run(self._decode.piece, batch, data, start, crc)
+            await self._fill(path, batch.offset + start, buffers, direct=True)
+            crc = await self._decoded(data.nbytes, self._decode.piece, batch, data, start, crc)
             start = stop
         self._decode.expect(batch, row, crc, trailer)
 
@@ -295,7 +351,5 @@ class Fetch:
         if left:
             # Beyond the whole budget: restored alone, in memory of its own.
             parts = [np.empty(batch.nbytes, np.uint8)]
-        await self._files.read_into(
-            path, batch.offset, parts, direct=True, ahead_nbytes=ahead_nbytes
-        )
-        await self._compute.run(self._decode.encoded, batch, parts)
+        await self._fill(path, batch.offset, parts, direct=True, ahead_nbytes=ahead_nbytes)
+        await self._decoded(batch.nbytes, self._decode.encoded, batch, parts)

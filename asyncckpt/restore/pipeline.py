@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
+import time
 from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +19,7 @@ import numpy.typing as npt
 
 from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, extents_of, refuse_implied
 from asyncckpt.errors import AsyncCheckpointError
+from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.options import ALIGNED_CHUNK_NBYTES
 from asyncckpt.planning.restore import RestorePlan, plan_restore
@@ -32,8 +35,8 @@ from asyncckpt.restore.place import Placement
 from asyncckpt.restore.request import RestoreRequest
 from asyncckpt.runtime import Runtime, reads_in_flight
 
-PLACE_LEAVES = 512
-"""Leaves placed by one call of a worker."""
+PLACE_LEAVES = 4096
+"""Leaves placed by one call of a worker, in a few milliseconds."""
 
 
 class RestorePipeline:
@@ -56,7 +59,9 @@ class RestorePipeline:
         matching: Matching,
         request: RestoreRequest,
         exchanger: Exchanger | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
+        self._recorder = Recorder() if recorder is None else recorder
         self._exchanger = exchanger
         self._runtime = runtime
         self._opened = opened
@@ -104,8 +109,10 @@ class RestorePipeline:
         wanted = None
         if opened.record is None:
             wanted = [a for leaf in self._arrays for a in leaf.arrays()]
+        since = time.perf_counter()
         extents = await extents_of(opened, wanted)
         buffers, plan = await compute.run(self._prepare, extents)
+        self._recorder.add("plan", since)
         self._started = True
         self._ready = buffers.idle
         self._arrived.set()
@@ -163,6 +170,7 @@ class RestorePipeline:
             arrived=partial(self._count_down, buffers),
             progress=partial(self._progress, total_nbytes),
             explain=options.explain,
+            recorder=self._recorder,
             files=files,
             left=left,
         )
@@ -170,11 +178,13 @@ class RestorePipeline:
     def _count_down(self, buffers: Buffers, destinations: Sequence[int]) -> None:
         """Note that some destinations hold their values."""
         waiting, owners, sharers = buffers.waiting, buffers.owners, buffers.sharers
-        for number in destinations:
-            for owner in (owners[number], *sharers.get(number, ())):
-                waiting[owner] -= 1
-                if not waiting[owner]:
-                    self._ready.append(owner)
+        arrived = list(map(owners.__getitem__, destinations))
+        if sharers:
+            arrived += itertools.chain(*[sharers.get(number, ()) for number in destinations])
+        for owner in arrived:
+            waiting[owner] -= 1
+            if not waiting[owner]:
+                self._ready.append(owner)
         self._arrived.set()
 
     async def _place_arrived(self) -> None:
@@ -280,6 +290,7 @@ class RestorePipeline:
 
     def _place(self, batch: Sequence[int]) -> None:
         """Make the leaves of arrays that have arrived."""
+        since = time.perf_counter()
         arrays, parts = self._arrays, self._parts
         for number in batch:
             if self._atomic:
@@ -287,6 +298,7 @@ class RestorePipeline:
                 parts[number] = self._placement.converted(arrays[number], parts[number])
             else:
                 self._place_array(number)
+        self._recorder.add("place", since)
 
     def _place_array(self, number: int) -> None:
         leaf, opened = self._arrays[number], self._opened
@@ -307,6 +319,7 @@ class RestorePipeline:
 
     def _place_late(self) -> None:
         """Write the targets of an atomic restore, then those of scalars."""
+        since = time.perf_counter()
         if not self._arrays:
             if self._into:
                 check_overlaps(self._leaves, self._opened.first_rows)
@@ -317,6 +330,7 @@ class RestorePipeline:
                     if self._placement.writes(leaf) == writing:
                         self._place_array(number)
         self._place_scalars(writing=True)
+        self._recorder.add("place", since)
 
     def _place_scalars(self, *, writing: bool) -> None:
         for number in range(len(self._arrays), len(self._leaves)):

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from asyncckpt.checkpoint.open import open_any
 from asyncckpt.errors import CheckpointNotFoundError
+from asyncckpt.flow.recorder import Recorder
 from asyncckpt.ports import CheckpointFiles
 from asyncckpt.reports import RestoreReport
 from asyncckpt.restore.agreement import RestoreAgreement
@@ -84,7 +85,8 @@ async def run_restore(
         MismatchError: checkpoint and target do not fit; nothing was read.
         CorruptCheckpointError: names leaf, file and offset.
     """
-    begun = time.perf_counter()
+    process = 0 if agreement is None else agreement.round.group.process_index
+    recorder = Recorder(process=process)
     compute = runtime.engine.compute
     exchanger = None
     metadata = files
@@ -109,10 +111,13 @@ async def run_restore(
             expected=request.save_id,
             found=opened.save_id,
         )
+    recorder.add("open", recorder.begun)
+    since = time.perf_counter()
     matching = await compute.run(match, opened, request)
     if agreement is not None:
         await agreement.matched(opened, matching, request.strict)
-    pipeline = RestorePipeline(runtime, opened, matching, request, exchanger)
+    recorder.add("match", since)
+    pipeline = RestorePipeline(runtime, opened, matching, request, exchanger, recorder)
     await pipeline.run()
     notes = pipeline.notes
     if not request.strict and 2 * matching.matched < matching.wanted:
@@ -127,7 +132,7 @@ async def run_restore(
         nbytes=pipeline.nbytes,
         read_nbytes=pipeline.read_nbytes,
         received_nbytes=pipeline.received_nbytes,
-        total_s=time.perf_counter() - begun,
+        total_s=time.perf_counter() - recorder.begun,
         missing=tuple(matching.missing),
         unexpected=tuple(matching.unexpected),
         unverified=tuple(pipeline.unverified),
@@ -137,6 +142,7 @@ async def run_restore(
         matched=matching.matched,
         wanted=matching.wanted,
         reads=pipeline.reads,
+        timeline=recorder.timeline(),
     )
     return _outcome(opened.format, matching, pipeline, request, report)
 

@@ -44,9 +44,6 @@ INDEX_IN_RECORD_NBYTES = 24 * KIB
 """Largest chunk index that the record repeats, which saves a restore one round trip: 1,000 chunks,
 16 GiB. Reading the record stays one request (1 MiB)."""
 
-BLOCKS_PER_WRITE = 8
-"""B+tree nodes of at most 1 MiB each that are written together."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Committable:
@@ -74,6 +71,9 @@ class Commit:
         compute: threads that encode.
         writers: number of processes that save together.
         epoch: the claim under which they do.
+
+    Attributes:
+        asks: writing the index asks for consent, when this process has written its part.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class Commit:
         self._layout = layout
         self._request = request
         self._metadata = request.metadata
+        self.asks = request.consent is not None
         self._save_id = save_id
         self._compute = compute
         self._numbers = itertools.count()
@@ -159,12 +160,9 @@ class Commit:
     async def _put_blocks(self, path: str, index: Index) -> None:
         file = await self._attempt.create(path, nbytes=index.nbytes)
         offset = 0
-        # Nodes are joined up to a slot's worth: thousands of small writes would be slow, and
-        # one join of everything would double the memory of a large index.
-        for start in range(0, len(index.blocks), BLOCKS_PER_WRITE):
-            data = b"".join(index.blocks[start : start + BLOCKS_PER_WRITE])
-            await file.write(offset, np.frombuffer(data, np.uint8))
-            offset += len(data)
+        for block in index.blocks:
+            await file.write(offset, np.frombuffer(block, np.uint8))
+            offset += len(block)
         await file.seal(index.nbytes)
 
     def _record(
@@ -177,9 +175,9 @@ class Commit:
     ) -> bytes:
         request, layout = self._request, self._layout
         snapshot, arrays = request.snapshot, layout.plan.arrays
-        # The last block is the chunk index, whose own CRC ends it. Over a sum and what it sums,
-        # every CRC is one constant, which would bind nothing.
-        chunks = index.blocks[-1]
+        # The chunk index's own CRC ends it. Over a sum and what it sums, every CRC is one
+        # constant, which would bind nothing.
+        chunks = index.chunk_index
         return encode_record(
             CommitRecord(
                 save_id=self._save_id,
@@ -207,5 +205,6 @@ class Commit:
                 metrics=request.metrics,
                 database=DATABASE,
                 fixed=tuple(fixed),
-            )
+            ),
+            layout.tables,
         )

@@ -1,7 +1,7 @@
 """Contribution of one process to a save of several: its entries, in place of index and record."""
 
-# Rule 1: entries are passed on when their files are durable; what follows from them is for the
-#   process that commits.
+# Rule 1: entries are passed on while the last files are written, and count once this process is
+#   ready: then all of its files are durable. What follows is for the process that commits.
 # Rule 2: entries that are made again have another name, as an index has (`save/commit.py`).
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.entries import Entries, Part, WrittenFile, encode_entries
+from asyncckpt.format.entries import Entries, Parts, WrittenFile, encode_entries
 from asyncckpt.ports import AttemptFiles
 from asyncckpt.reports import ProcessPart
 from asyncckpt.save.commit import Committable
@@ -65,6 +65,7 @@ class Contribution:
         self._times = times
         self._numbers = itertools.count()
         self.path = ""
+        self.asks = False  # only the process that commits does
         self.parts: tuple[ProcessPart, ...] = ()
 
     async def put_orbax(self) -> None:
@@ -89,8 +90,8 @@ def entries_of(
     """Return what a process has written."""
     plan, extents = layout.plan, payload.chunks
     written = np.flatnonzero((extents.file >= 0) & (plan.row_writer == process))
-    first_chunk = plan.arrays.first_chunk
-    values = {int(first_chunk[array]): value for array, value in payload.inline.items()}
+    chunks = plan.arrays.first_chunk[list(plan.inline)].tolist()
+    values = dict(zip(chunks, map(bytes, payload.inline), strict=True))
     return Entries(
         save_id=save_id,
         process=process,
@@ -102,15 +103,17 @@ def entries_of(
         nbytes=extents.nbytes[written],
         crc=extents.crc[written],
         values=values,
-        parts=[
-            Part(held.array, held.box, values if held.writer == process else b"", crc32c(values))
-            for held, values in payload.parts
-        ],
+        parts=Parts.of(
+            [
+                (held.array, held.box, data if held.writer == process else b"", crc32c(data))
+                for held, data in payload.parts
+            ]
+        ),
         checked=plan.row_chunk[payload.checked],
         checked_crc=payload.checked_crc,
         scalar=np.array(list(snapshot.scalars), np.int64),
         scalar_crc=scalar_checksums(snapshot),
-        facts={"scalars": _only_here(snapshot, process)},
+        facts={"scalars": _only_here(snapshot, process), "spans": payload.timeline.rows(1)},
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
@@ -14,10 +14,12 @@ from asyncckpt.format.crc import crc32c
 from asyncckpt.format.ocdbt.btree import ValueColumns, encode_tree
 from asyncckpt.format.ocdbt.keys import KeyColumns, key_columns
 from asyncckpt.format.ocdbt.manifest import encode_manifest
+from asyncckpt.format.stored_timeline import encode_timeline
 from asyncckpt.format.zarr3 import chunk_keys, encode_metadata, metadata_key
 from asyncckpt.options import INLINE_NBYTES, NODE_NBYTES
 from asyncckpt.planning.held import HeldBox
 from asyncckpt.planning.leaves import Arrays
+from asyncckpt.reports import Timeline
 from asyncckpt.save.serialize import Extents
 
 NO_ROWS = np.zeros(0, np.int64)
@@ -31,10 +33,9 @@ class Catalog:
         columns: the sorted keys, prepared for encoding.
         chunk: number of the chunk per key, -1 for zarr metadata.
         inline: index into the inline values per key (templates first, then those of
-            `inline_arrays`), or -1.
+            `inline_chunk`), or -1.
         templates: distinct `zarr.json` documents.
-        inline_arrays: the arrays whose only chunk stands in the B+tree.
-        inline_chunk: their chunks.
+        inline_chunk: chunks of the arrays whose only chunk stands in the B+tree.
         inline_key: per such array, the key at whose value its chunk points.
     """
 
@@ -42,7 +43,6 @@ class Catalog:
     chunk: npt.NDArray[np.int64]
     inline: npt.NDArray[np.int64]
     templates: tuple[bytes, ...]
-    inline_arrays: list[int]
     inline_chunk: npt.NDArray[np.int64]
     inline_key: npt.NDArray[np.int64]
 
@@ -92,7 +92,6 @@ def make_catalog(arrays: Arrays) -> Catalog:
         chunk=chunk,
         inline=index,
         templates=tuple(templates),
-        inline_arrays=arrays.inline.tolist(),
         inline_chunk=inline_chunk,
         inline_key=key_of_chunk[inline_chunk],
     )
@@ -103,13 +102,16 @@ class Index:
     """The encoded index of one save.
 
     Attributes:
-        blocks: contents of the index file: B+tree nodes, then the chunk index.
+        blocks: contents of the index file, B+tree nodes of about 1 MiB, the timeline and the chunk
+            index; a small one is one block.
+        chunk_index: the end of it.
         manifest: contents of the manifest.
         nbytes: length of the file.
         crc: its CRC-32C.
     """
 
-    blocks: list[bytes]
+    blocks: list[bytes | bytearray]
+    chunk_index: bytes
     manifest: bytes
     nbytes: int
     crc: int
@@ -122,19 +124,21 @@ class Payload:
     Attributes:
         chunks: place and checksum of every row of the plan, which are the chunks where one process
             saves alone; or of every chunk of all processes. Inline ones have file -1.
-        inline: stored bytes of every inline array, by array.
+        inline: stored bytes of every inline array that this process writes, in their order.
         files: (path relative to the database, bytes, CRC-32C) of every data file.
         parts: boxes of small leaves that several processes hold in parts, and their values.
         checked: rows that are compared with replicas of other processes.
         checked_crc: CRC-32C of the payload of each of them.
+        timeline: when the stages were busy so far.
     """
 
     chunks: Extents
-    inline: dict[int, bytes]
+    inline: Iterable[bytes | memoryview]
     files: list[tuple[str, int, int]]
     parts: Sequence[tuple[HeldBox, bytes]] = ()
     checked: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     checked_crc: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
+    timeline: Timeline = field(default_factory=Timeline)
 
 
 def encode_index(
@@ -144,15 +148,13 @@ def encode_index(
 
     Args:
         catalog: keys of the arrays.
-        payload: places and checksums of all chunks; its inline values are used up.
+        payload: places and checksums of all chunks.
         path: path of the index file relative to the database.
         save_id: 16 bytes, identity of the database.
         now_ns: commit time, nanoseconds since 1970.
     """
     chunks = payload.chunks
-    inline = map(payload.inline.__getitem__, catalog.inline_arrays)
-    values: list[bytes | None] = [*catalog.templates, *inline, None]
-    payload.inline.clear()
+    values: list[bytes | memoryview] = [*catalog.templates, *payload.inline, b""]
     in_file = np.flatnonzero(catalog.inline < 0)
     chunk = catalog.chunk[in_file]
     file = np.full(len(catalog.chunk), -1, np.int64)
@@ -163,8 +165,6 @@ def encode_index(
     columns = ValueColumns(
         list(map(values.__getitem__, catalog.inline.tolist())), file, offsets, lengths
     )
-    # From here on the nodes hold the values, and nothing else does.
-    values.clear()
     tree = encode_tree(
         catalog.columns,
         columns,
@@ -185,8 +185,15 @@ def encode_index(
         max_inline_value_bytes=INLINE_NBYTES,
         max_decoded_node_bytes=NODE_NBYTES,
     )
-    blocks = [*tree.blocks, chunk_index]
+    blocks: list[bytes | bytearray] = [
+        *tree.blocks,
+        encode_timeline(payload.timeline),
+        chunk_index,
+    ]
+    nbytes = sum(map(len, blocks))
+    if nbytes <= NODE_NBYTES:
+        blocks = [b"".join(blocks)]
     crc = 0
     for block in blocks:
         crc = crc32c(block, crc)
-    return Index(blocks, manifest, sum(map(len, blocks)), crc)
+    return Index(blocks, chunk_index, manifest, nbytes, crc)

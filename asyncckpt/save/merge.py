@@ -7,20 +7,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from operator import add
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.errors import MismatchError, UsageError
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.entries import MAX_ENTRIES_NBYTES, Entries, Part, decode_entries
+from asyncckpt.format.entries import MAX_ENTRIES_NBYTES, Entries, Parts, decode_entries
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import INLINE_NBYTES
-from asyncckpt.reports import ProcessPart
+from asyncckpt.reports import ProcessPart, Timeline
 from asyncckpt.save.commit import DATABASE, Commit, Committable
 from asyncckpt.save.contribution import entries_of, part_of
 from asyncckpt.save.index import Payload
@@ -28,7 +30,7 @@ from asyncckpt.save.plan_cache import Layout
 from asyncckpt.save.serialize import Extents, trailed
 from asyncckpt.save.shared_plan import out_of_step, taken
 from asyncckpt.save.snapshot import Snapshot
-from asyncckpt.spec import DTYPES, Box
+from asyncckpt.spec import DTYPES
 from asyncckpt.tree import where
 
 READS = 16
@@ -45,6 +47,7 @@ class MergingCommit(Commit):
 
     Attributes:
         parts: what each process did, for the report.
+        timelines: when each other process did what.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class MergingCommit(Commit):
         self._round = round_
         self._times = times
         self.parts: tuple[ProcessPart, ...] = ()
+        self.timelines: list[Timeline] = []
         self._others: list[Entries] | None = None
 
     async def put_index(self, payload: Payload) -> Committable:
@@ -79,12 +83,16 @@ class MergingCommit(Commit):
         entries = [own, *self._others]
         hosts = self._round.group.hosts
         self.parts = tuple([part_of(one, hosts[one.process]) for one in entries])
+        spans = [one.facts.get("spans", ()) for one in self._others]
+        self.timelines = list(map(Timeline.from_rows, spans))
         for one in self._others:
             for leaf, value in one.facts.get("scalars", ()):
                 snapshot.values[leaf] = value
         run = self._compute.run
-        await run(compare, layout, snapshot, entries, self._round.group.named)
-        merged, late = await run(merge, layout, entries, self._round.group.named)
+        boxes = await run(BoxesOfParts, entries)
+        await run(compare, layout, snapshot, entries, boxes, self._round.group.named)
+        merged, late = await run(merge, layout, entries, boxes, self._round.group.named)
+        merged = replace(merged, timeline=payload.timeline.joined(self.timelines))
         if late:
             await self._put_late(merged, late)
         return await super().put_index(merged)
@@ -125,8 +133,71 @@ class MergingCommit(Commit):
         merged.files.append((path, len(data), crc32c(data)))
 
 
+class BoxesOfParts:
+    """The parts that all processes have sent of small leaves, sorted.
+
+    Attributes:
+        parts: array by array, the boxes of each in C order, equal boxes of several holders by
+            process; their values are where the processes have put them.
+        process: the holder of each.
+        start: where its values begin.
+        first: row of the first part of the same box.
+    """
+
+    def __init__(self, entries: Sequence[Entries]) -> None:
+        every = Parts.joined([one.parts for one in entries])
+        process = np.repeat([one.process for one in entries], [len(one.parts) for one in entries])
+        columns = every.box.reshape(len(every), 2 * every.box.shape[2]).T
+        # The last key counts most.
+        order = np.lexsort((process, *columns[::-1], every.array))
+        self.parts = Parts(
+            every.array[order],
+            every.nbytes[order],
+            every.crc[order],
+            every.box[order],
+            every.values,
+        )
+        self.process = process[order]
+        self.start = (np.cumsum(every.nbytes) - every.nbytes)[order]
+        array, box = self.parts.array, self.parts.box
+        same = (array[1:] == array[:-1]) & (box[1:] == box[:-1]).all(axis=(1, 2))
+        self.first = np.arange(len(array))
+        self.first[1:][same] = 0
+        np.maximum.accumulate(self.first, out=self.first)
+
+    def by_array(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """Yield each array, and the rows that have values: of its holders, one sends a box."""
+        sent = np.flatnonzero(self.parts.nbytes)
+        arrays, starts = np.unique(self.parts.array[sent], return_index=True)
+        yield from zip(arrays.tolist(), np.split(sent, starts[1:]), strict=False)
+
+    def chunk(self, layout: Layout, array: int, rows: npt.NDArray[np.int64]) -> bytes:
+        """Return the only chunk of a small array, out of its parts.
+
+        Raises:
+            UsageError: these are not all of the array.
+        """
+        part = layout.plan.arrays.of(array)
+        dtype, rank = DTYPES[part.spec.dtype], len(part.spec.shape)
+        offset, shape = self.parts.box[rows, 0, :rank], self.parts.box[rows, 1, :rank]
+        nbytes, starts = self.parts.nbytes[rows], self.start[rows]
+        whole = part.spec.size * dtype.itemsize
+        if int(nbytes.sum()) != whole:
+            raise _disagreement(f"{nbytes.sum()} of {whole} bytes of one leaf were sent")
+        view = memoryview(self.parts.values)
+        pieces = [*map(view.__getitem__, map(slice, starts.tolist(), (starts + nbytes).tolist()))]
+        if part.grid.chunk_shape == part.spec.shape and (shape[:, 1:] == part.spec.shape[1:]).all():
+            return b"".join(pieces)  # rows of the array, which follow each other
+        values = np.zeros(part.grid.chunk_shape, dtype)
+        begins = (offset - part.offset).tolist()
+        for begin, extent, piece in zip(begins, shape.tolist(), pieces, strict=True):
+            inside: Any = (*map(slice, begin, map(add, begin, extent)), ...)
+            values[inside] = np.frombuffer(piece, dtype).reshape(extent)
+        return values.tobytes()
+
+
 def merge(
-    layout: Layout, entries: Sequence[Entries], named: Any
+    layout: Layout, entries: Sequence[Entries], boxes: BoxesOfParts, named: Any
 ) -> tuple[Payload, dict[int, bytes]]:
     """Return places and checksums of all chunks, and the stored bytes of those without a place.
 
@@ -143,7 +214,6 @@ def merge(
     seen = np.zeros(count, np.int64)
     files: list[tuple[str, int, int]] = []
     small: dict[int, bytes] = {}
-    parts: dict[int, list[Part]] = defaultdict(list)
     for one in entries:
         if one.chunk.size and int(one.chunk.max()) >= count:
             raise _disagreement(named(one.process))
@@ -154,16 +224,13 @@ def merge(
         for chunk, value in one.values.items():
             small[chunk] = value
             seen[chunk] += 1
-        for part in one.parts:
-            if part.values:  # of its holders, the lowest sends a box
-                parts[part.array].append(part)
     late: dict[int, bytes] = {}
-    for array, boxes in parts.items():
+    for array, rows in boxes.by_array():
         chunk = int(arrays.first_chunk[array])
         if seen[chunk]:
             continue  # a process holds all of it
         seen[chunk] = 1
-        stored, _ = trailed(_joined(layout, array, boxes))
+        stored, _ = trailed(boxes.chunk(layout, array, rows))
         (small if len(stored) <= INLINE_NBYTES else late)[chunk] = stored
     if (seen != 1).any():
         chunk = int(np.flatnonzero(seen != 1)[0])
@@ -171,24 +238,8 @@ def merge(
     for chunk, value in small.items():
         nbytes[chunk] = len(value)
         crc[chunk] = int.from_bytes(value[-CRC_NBYTES:], "little")
-    array_of = dict(zip(arrays.first_chunk[arrays.inline].tolist(), arrays.inline, strict=True))
-    inline = {int(array_of[chunk]): value for chunk, value in small.items()}
+    inline = list(map(small.__getitem__, arrays.first_chunk[arrays.inline].tolist()))
     return Payload(Extents(file, offset, nbytes, crc), inline, files), late
-
-
-def _joined(layout: Layout, array: int, parts: Iterable[Part]) -> bytes:
-    """Return the only chunk of a small array, out of the parts that processes hold."""
-    part = layout.plan.arrays.of(array)
-    dtype = DTYPES[part.spec.dtype]
-    values = np.zeros(part.grid.chunk_shape, dtype)
-    filled = 0
-    for piece in parts:
-        inside: Any = (*piece.box.relative_to(part.offset).slices(), ...)
-        values[inside] = np.frombuffer(piece.values, dtype).reshape(piece.box.shape)
-        filled += piece.box.size
-    if filled != part.spec.size:
-        raise _disagreement(f"{filled} of {part.spec.size} elements of one leaf were sent")
-    return values.tobytes()
 
 
 def _disagreement(reason: str) -> UsageError:
@@ -198,7 +249,13 @@ def _disagreement(reason: str) -> UsageError:
     )
 
 
-def compare(layout: Layout, snapshot: Snapshot, entries: Sequence[Entries], named: Any) -> None:
+def compare(
+    layout: Layout,
+    snapshot: Snapshot,
+    entries: Sequence[Entries],
+    boxes: BoxesOfParts,
+    named: Any,
+) -> None:
     """Check that replicas and local values are equal on all processes.
 
     Raises:
@@ -215,13 +272,13 @@ def compare(layout: Layout, snapshot: Snapshot, entries: Sequence[Entries], name
         number, one_process, other_process = found
         leaf = number if what == "scalar" else _leaf_of(layout, snapshot, number)
         raise _difference(snapshot.paths[leaf], named(one_process), named(other_process))
-    seen: dict[tuple[int, Box], tuple[int, int]] = {}
-    for one in entries:
-        for part in one.parts:
-            process, crc = seen.setdefault((part.array, part.box), (one.process, part.crc))
-            if part.crc != crc:
-                leaf = snapshot.array_leaf[int(layout.plan.arrays.leaf[part.array])]
-                raise _difference(snapshot.paths[leaf], named(process), named(one.process))
+    parts, first = boxes.parts, boxes.first
+    differ = np.flatnonzero(parts.crc != parts.crc[first])
+    if differ.size:
+        row = int(differ[0])
+        leaf = snapshot.array_leaf[int(layout.plan.arrays.leaf[parts.array[row]])]
+        processes = boxes.process[[first[row], row]].tolist()
+        raise _difference(snapshot.paths[leaf], *map(named, processes))
 
 
 def _first_difference(

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
-from asyncckpt.format.orbax import OrbaxLeaf, conflicts, encode_files
+from asyncckpt.format.orbax import (
+    Kind,
+    OrbaxArrays,
+    OrbaxLeaf,
+    OrbaxPath,
+    conflicts,
+    encode_files,
+)
 from asyncckpt.format.record import SCALAR_KINDS
 from asyncckpt.planning.save import SavePlan
 from asyncckpt.save.snapshot import Snapshot
-from asyncckpt.tree import Structure
 
-_EMPTY = {"none": "None", "list": "List", "tuple": "Tuple", "namedtuple": "NamedTuple"}
+_EMPTY: Mapping[str, Kind] = {
+    "none": "None",
+    "list": "List",
+    "tuple": "Tuple",
+    "namedtuple": "NamedTuple",
+}
 
 
 def orbax_files(
@@ -32,44 +45,25 @@ def orbax_files(
             "because its shards lie on no common grid, which Orbax cannot express; asyncckpt "
             'restores it, export --orbax converts it, and layout="regular" avoids pieces',
         )
-    names = plan.arrays.names
-    devices = key_devices(snapshot)
-    array_leaves = [*snapshot.array_leaf, *mirrors]
-    array_of = dict(zip(array_leaves, range(len(array_leaves)), strict=True))
-    leaves: list[OrbaxLeaf] = []
-    for path, child in _paths(snapshot.structure):
-        if isinstance(child, str):
-            leaves.append(OrbaxLeaf(path, child))  # type: ignore[arg-type]
-            continue
-        kind = snapshot.kinds[child]
-        array = array_of.get(child)
-        if kind == "str":
-            leaves.append(OrbaxLeaf(path, "string", text=snapshot.scalars[child]))
-        elif array is None:
+    name_of: list[str | None] = [None] * len(snapshot.paths)
+    for leaf, name in zip([*snapshot.array_leaf, *mirrors], plan.arrays.names, strict=True):
+        name_of[leaf] = name
+    kinds = snapshot.kinds
+    children = itertools.chain.from_iterable(node.children for node in snapshot.structure.nodes)
+    for leaf in children if snapshot.structure.nodes else (0,):
+        if leaf >= 0 and name_of[leaf] is None and kinds[leaf] != "str":
             return None, (
-                f"{snapshot.paths[child]}: Orbax cannot hold this {kind}, so it cannot restore "
-                "this checkpoint; asyncckpt can",
+                f"{snapshot.paths[leaf]}: Orbax cannot hold this {kinds[leaf]}, so it cannot "
+                "restore this checkpoint; asyncckpt can",
             )
-        elif kind in SCALAR_KINDS:
-            leaves.append(OrbaxLeaf(path, "scalar", names[array]))
-        elif child in devices:
-            leaves.append(
-                OrbaxLeaf(
-                    path,
-                    "jax",
-                    names[array],
-                    shape=plan.arrays.of(array).spec.shape,
-                    chunk_shape=plan.arrays.of(array).grid.chunk_shape,
-                    device=devices[child],
-                    key_impl=snapshot.extra[child]["prng_impl"],
-                )
-            )
-        else:
-            # Also for jax.Array: Orbax then needs no device of the machine that saved.
-            leaves.append(OrbaxLeaf(path, "array", names[array]))
-    bad = conflicts(leaves)
-    if bad:
-        shown = ".".join(key for key, _ in leaves[bad[0]].path)
+    walk = _Walk(snapshot, plan, name_of)
+    leaves = walk.leaves(grouped=True)
+    if conflicts(leaves):
+        leaves = walk.leaves(grouped=False)  # for the paths of all that conflict
+        bad = conflicts(leaves)
+        example = leaves[bad[0]]
+        assert isinstance(example, OrbaxLeaf)
+        shown = ".".join(key for key, _ in example.path)
         return None, (
             f"Orbax would not find {shown!r} under its name (and {len(bad) - 1} more), so it "
             "cannot restore this checkpoint; asyncckpt can",
@@ -87,25 +81,76 @@ def key_devices(snapshot: Snapshot) -> dict[int, str]:
     return devices
 
 
-def _paths(
-    structure: Structure,
-) -> list[tuple[tuple[tuple[str, bool], ...], int | str]]:
-    """Return Orbax's path of every leaf (its ordinal) and of every empty container (its kind)."""
-    found: list[tuple[tuple[tuple[str, bool], ...], int | str]] = []
-    if not structure.nodes:
-        return [((), 0)]
-    at_node: list[tuple[tuple[str, bool], ...]] = [()] * len(structure.nodes)
-    for index, node in enumerate(structure.nodes):
-        base = at_node[index]
-        if not node.children:
-            found.append((base, _EMPTY.get(node.kind, "Dict")))
-            continue
-        sequence = node.kind in ("list", "tuple")
-        keys = node.keys if node.keys else range(len(node.children))
-        for key, child in zip(keys, node.children, strict=True):
-            path = base if node.kind == "stateful" else (*base, (str(key), sequence))
-            if child >= 0:
-                found.append((path, child))
-            else:
-                at_node[-child] = path
-    return found
+class _Walk:
+    """Orbax's view of a tree whose arrays have these names, by leaf."""
+
+    def __init__(self, snapshot: Snapshot, plan: SavePlan, name_of: Sequence[str | None]) -> None:
+        self._snapshot = snapshot
+        self._plan = plan
+        self._name_of = name_of
+        self._devices = key_devices(snapshot)
+
+    def leaves(self, *, grouped: bool) -> list[OrbaxLeaf | OrbaxArrays]:
+        """Return leaves and empty containers; `grouped`, most leaves without an object each."""
+        nodes = self._snapshot.structure.nodes
+        if not nodes:
+            return [self._leaf((), 0)]
+        found: list[OrbaxLeaf | OrbaxArrays] = []
+        at_node: list[tuple[tuple[str, bool], ...]] = [()] * len(nodes)
+        for base, node in zip(at_node, nodes, strict=True):
+            if not node.children:
+                found.append(OrbaxLeaf(base, _EMPTY.get(node.kind, "Dict")))
+                continue
+            if node.kind == "stateful":
+                (child,) = node.children
+                if child < 0:
+                    at_node[-child] = base
+                else:
+                    found.append(self._leaf(base, child))
+                continue
+            sequence = node.kind in ("list", "tuple")
+            keys = list(map(str, node.keys or range(len(node.children))))
+            held = list(zip(keys, node.children, strict=True))
+            below = [(key, child) for key, child in held if child < 0]
+            for key, child in below:
+                at_node[-child] = (*base, (key, sequence))
+            own = held if not below else [(key, child) for key, child in held if child >= 0]
+            if own:
+                group = self._group(base, sequence, *zip(*own, strict=True)) if grouped else None
+                if group is None:
+                    found += [self._leaf((*base, (key, sequence)), child) for key, child in own]
+                else:
+                    found.append(group)
+        return found
+
+    def _group(
+        self, base: OrbaxPath, sequence: bool, keys: Sequence[str], leaves: Sequence[int]
+    ) -> OrbaxArrays | None:
+        """Return leaves of a container, if all are arrays and have the names Orbax computes."""
+        kinds = list(map(self._snapshot.kinds.__getitem__, leaves))
+        group = OrbaxArrays(base, sequence, keys, list(map(_kind, kinds)))
+        if "str" in kinds or not self._devices.keys().isdisjoint(leaves):
+            return None
+        return group if group.orbax_names == [self._name_of[leaf] for leaf in leaves] else None
+
+    def _leaf(self, path: tuple[tuple[str, bool], ...], leaf: int) -> OrbaxLeaf:
+        snapshot, name = self._snapshot, self._name_of[leaf]
+        if snapshot.kinds[leaf] == "str":
+            return OrbaxLeaf(path, "string", text=snapshot.scalars[leaf])
+        if leaf not in self._devices:
+            return OrbaxLeaf(path, _kind(snapshot.kinds[leaf]), name)
+        part = self._plan.arrays.of(bisect.bisect_left(snapshot.array_leaf, leaf))
+        return OrbaxLeaf(
+            path,
+            "jax",
+            name,
+            shape=part.spec.shape,
+            chunk_shape=part.grid.chunk_shape,
+            device=self._devices[leaf],
+            key_impl=snapshot.extra[leaf]["prng_impl"],
+        )
+
+
+def _kind(kind: str) -> Literal["scalar", "array"]:
+    # Arrays of JAX are plain ones, too: Orbax then needs no device of the machine that saved.
+    return "scalar" if kind in SCALAR_KINDS else "array"

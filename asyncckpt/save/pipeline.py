@@ -6,9 +6,9 @@
       │ windows in plan order   │ several writes at a time
       └ slots of the budget ◄───┘ free when written
 
-`LocalPipeline` and `ObjectPipeline` differ in two things. Where compressed chunks go: appended to
-a data file, or packed into windows that are sent whole. And when the index is written: after all
-data are durable, or, because it costs a round trip, while the last windows are on their way.
+`LocalPipeline` and `ObjectPipeline` differ in where compressed chunks go: appended to a data file,
+or packed into windows that are sent whole. Both write the index while the last windows are on
+their way; an object store may give a file another name meanwhile, and then it is written again.
 """
 
 # Rule 1: the stages share nothing but queues of slots; a slow stage makes the one before it wait.
@@ -21,13 +21,14 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
 from asyncckpt.flow.buffers import SlotPool
+from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.planning.save import HeldBox, SavePlan
@@ -40,8 +41,8 @@ from asyncckpt.save.serialize import (
     Compressed,
     Compressor,
     Extents,
+    SmallChunks,
     WindowChecksums,
-    trailed,
 )
 from asyncckpt.save.stage import StagedChunks, StagedWindow, Staging
 from asyncckpt.save.upload import (
@@ -53,9 +54,6 @@ from asyncckpt.save.upload import (
     PositionalFiles,
     SealedFiles,
 )
-
-INLINE_VALUES = 4096
-"""Small values checksummed by one call of a worker, about a millisecond of work."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +75,7 @@ class Work:
         process: number of this process.
         staged: called when every leaf may be mutated.
         written: called with bytes of progress.
+        recorder: notes when each stage is busy.
     """
 
     plan: SavePlan
@@ -92,6 +91,7 @@ class Work:
     reference: bool
     staged: Callable[[], None]
     written: Callable[[int], None]
+    recorder: Recorder
     process: int = 0
 
 
@@ -103,9 +103,6 @@ class Pipeline(ABC):
         files: where windows go.
         sink: where compressed chunks go; None if nothing is compressed.
         streams: writes in flight.
-
-    Attributes:
-        busy_s: seconds during which each stage was busy; stages overlap.
     """
 
     def __init__(
@@ -122,8 +119,8 @@ class Pipeline(ABC):
         self._files = files
         self._sink = sink
         self._streams = streams
-        self.busy_s: dict[str, float] = {}
-        self._inline: list[bytes] = []
+        self._recorder = work.recorder
+        self._inline: Iterable[bytes | memoryview] = ()
         self._parts: list[tuple[HeldBox, bytes]] = []
         self._checked_crc: dict[int, int] = {}  # of those that are not written as they are
         self._extents = Extents(
@@ -133,9 +130,13 @@ class Pipeline(ABC):
             crc=np.zeros(len(plan.row_payload), np.uint32),
         )
         self._checksums = WindowChecksums(self._extents.crc, len(plan.file_nbytes))
-        self._windows: asyncio.Queue[StagedWindow | None] = asyncio.Queue()
         self._chunks: asyncio.Queue[StagedChunks | None] = asyncio.Queue()
-        self._final: asyncio.Queue[FileWindow | None] = asyncio.Queue()
+        self._final: asyncio.Queue[FileWindow | StagedWindow | None] = asyncio.Queue()
+        self._unfolded = len(plan.windows)
+        self._folded = asyncio.Event()  # all windows are
+        if not plan.windows:
+            self._folded.set()
+        self._turn: asyncio.Event | None = None  # the window taken last by an upload is folded
 
     @abstractmethod
     async def run(self) -> Committable:
@@ -161,20 +162,25 @@ class Pipeline(ABC):
                 uploads: list[asyncio.Task[None]] = []
                 while len(uploads) < self._streams:
                     uploads.append(group.create_task(self._upload()))
-                sealing = group.create_task(self._seal())
                 if self._sink is not None:
                     compressing = group.create_task(self._compress(self._sink))
                 await self._stage()
-                await sealing
                 if self._sink is not None:
                     await compressing
                 for _ in uploads:
                     self._final.put_nowait(None)
+                await self._folded.wait()
                 yield uploads
         finally:
             self._staging.release()
 
-    def _payload(self, inline: Sequence[bytes]) -> Payload:
+    async def _indexed(self) -> Committable:
+        start = time.perf_counter()
+        made = await self._work.commit.put_index(self._payload())
+        self._recorder.add("index", start)
+        return made
+
+    def _payload(self) -> Payload:
         """Return places and checksums as they are now."""
         files = [*zip(self._plan.file_nbytes, self._checksums.file_crcs, strict=True)]
         if self._sink is not None:
@@ -188,19 +194,19 @@ class Pipeline(ABC):
             crcs[number] = self._checked_crc.get(row, crcs[number])
         return Payload(
             self._extents,
-            dict(zip(self._plan.inline, inline, strict=True)),
+            self._inline,
             rows,
             self._parts,
             checked,
             crcs,
+            self._recorder.timeline(),
         )
 
     # -- stage
 
     async def _stage(self) -> None:
-        start = time.perf_counter()
         staging = self._staging
-        inline = await staging.inline() if self._plan.inline else []
+        inline = await staging.inline() if self._plan.inline else None
         self._parts = await staging.parts()
         await self._check_replicas()
         held = self._work.reference and await staging.hold_immutable()
@@ -212,25 +218,24 @@ class Pipeline(ABC):
 
         def flush() -> None:
             for item in early:
-                self._windows.put_nowait(item)
+                self._final.put_nowait(item)
             early.clear()
 
-        # While the caller waits and memory lasts, copying has the processors and the memory
-        # bandwidth to itself; checksums and writes follow as soon as either ends. When memory
-        # ends, `flush` starts the writes that free it: without it, nobody would.
-        emit = early.append if self._work.stall_first and not held else self._windows.put_nowait
-        await staging.windows(emit, flush)
-        if early:
+        if self._work.stall_first and not held:
+            # While the caller waits and memory lasts, copying has the processors and the memory
+            # bandwidth to itself; checksums and writes follow as soon as either ends. When memory
+            # ends, `flush` starts the writes that free it: without it, nobody would.
+            await staging.windows(early.append, flush)
             flush()
-        self._windows.put_nowait(None)
+        else:
+            await staging.windows(self._emit, flush, self._checksums.seal)
         if self._sink is not None:
             await staging.chunks(self._chunks.put_nowait)
         self._chunks.put_nowait(None)
-        self._add_busy("stage", start)
         staging.forget()
         if not held:
             self._work.staged()
-        if inline:
+        if inline is not None:
             await self._trail(inline)
 
     async def _check_replicas(self) -> None:
@@ -249,51 +254,62 @@ class Pipeline(ABC):
 
     # -- serialize
 
-    async def _trail(self, inline: list[bytes]) -> None:
+    async def _trail(self, data: bytearray) -> None:
         """Compute the checksums of inline values, for which no caller waits any more."""
         start = time.perf_counter()
-        for first in range(0, len(inline), INLINE_VALUES):
-            values = inline[first : first + INLINE_VALUES]
-            stored, crcs = await self._work.compute.run(_trail_all, values)
-            self._inline += stored
-            arrays = self._plan.inline[first : first + INLINE_VALUES]
-            self._extents.crc[self._plan.first_row[list(arrays)]] = crcs
-        self._add_busy("serialize", start)
+        rows = self._plan.first_row[list(self._plan.inline)]
+        ends = np.cumsum(self._extents.nbytes[rows])
+        self._inline = chunks = SmallChunks(data, [0, *ends.tolist()])
+        self._extents.crc[rows] = await self._work.compute.run(chunks.seal)
+        self._recorder.add("serialize", start, len(data))
 
-    async def _seal(self) -> None:
-        """Compute the checksums of windows in plan order, and hand them to the uploads."""
-        staging, nbytes = self._staging, self._plan.file_nbytes
-        while (item := await self._windows.get()) is not None:
-            start = time.perf_counter()
-            window, slot = item.window, item.slot
-            await staging.use([slot], self._checksums.seal, window, slot.buffer)
-            self._add_busy("serialize", start)
-            self._final.put_nowait(
-                FileWindow(
-                    window.file,
-                    window.offset,
-                    window.nbytes,
-                    nbytes[window.file],
-                    slot,
-                    window.nbytes,
-                    staging.written,
-                )
-            )
-            # A view in this frame would keep a client from sending the buffer as it is.
-            del item, slot
+    async def _seal(self, item: StagedWindow) -> FileWindow:
+        """Compute the checksums of a window that was only copied, and fold it in its turn.
+
+        Windows are taken in plan order, so that the one before always comes to its end.
+        """
+        before, turn = self._turn, asyncio.Event()
+        self._turn = turn
+        start = time.perf_counter()
+        slot = item.slot
+        sums = await self._staging.use([slot], self._checksums.seal, item.window, slot.buffer)
+        self._recorder.add("serialize", start, item.window.nbytes)
+        if before is not None:
+            await before.wait()
+        turn.set()
+        return self._fold(StagedWindow(item.window, slot, sums))
+
+    def _emit(self, item: StagedWindow) -> None:
+        """Hand a window that was sealed when it was copied to the uploads."""
+        self._final.put_nowait(self._fold(item))
+
+    def _fold(self, item: StagedWindow) -> FileWindow:
+        """Return a sealed window with its bytes final; called in plan order."""
+        window, slot = item.window, item.slot
+        assert item.sums is not None
+        self._checksums.fold(window, slot.buffer, item.sums)
+        self._unfolded -= 1
+        if not self._unfolded:
+            self._folded.set()
+        return FileWindow(
+            window.file,
+            window.offset,
+            window.nbytes,
+            self._plan.file_nbytes[window.file],
+            slot,
+            window.nbytes,
+            self._staging.written,
+        )
 
     async def _compress(self, sink: ChunkAppender | ChunkPacker) -> None:
         """Compress staged chunks, several at a time, and hand them to the sink in plan order."""
-        staging = self._staging
         compressor = Compressor()
         plan, arrays = self._plan, self._plan.arrays
         running: deque[tuple[StagedChunks, asyncio.Task[list[Compressed]]]] = deque()
         async with asyncio.TaskGroup() as group:
             while (item := await self._chunks.get()) is not None:
                 zstd = [arrays.of(plan.row_array[row]).zstd_level or 0 for row in item.rows]
-                call = staging.use(
-                    item.slots, compressor.compress, item.slots, item.starts, item.nbytes, zstd
-                )
+                call = self._compressed(compressor, item, zstd)
                 running.append((item, group.create_task(call)))
                 # The queue may be empty because the budget is taken: then nothing more comes
                 # before the oldest has been written and has given its memory back.
@@ -302,6 +318,16 @@ class Pipeline(ABC):
             while running:
                 await self._place(sink, *running.popleft())
         await sink.finish()
+
+    async def _compressed(
+        self, compressor: Compressor, item: StagedChunks, zstd: Sequence[int]
+    ) -> list[Compressed]:
+        start = time.perf_counter()
+        made = await self._staging.use(
+            item.slots, compressor.compress, item.slots, item.starts, item.nbytes, zstd
+        )
+        self._recorder.add("serialize", start, sum(item.nbytes))
+        return made
 
     async def _place(
         self,
@@ -318,7 +344,9 @@ class Pipeline(ABC):
             extents.file[row], extents.offset[row] = file, offset
             extents.nbytes[row], extents.crc[row] = stored.nbytes, stored.crc
             placed.append(Placed(file, offset, stored, raw_nbytes))
+        start = time.perf_counter()
         await sink.write(placed)
+        self._recorder.add(sink.stage, start, sum(stored.nbytes for stored in made))
         # Only now is the compressor's output gone, for which these units stand.
         self._staging.give((), chunks.units)
 
@@ -326,19 +354,18 @@ class Pipeline(ABC):
 
     async def _upload(self) -> None:
         """Write windows one after the other, until the queue ends."""
-        start = time.perf_counter()
-        while (window := await self._final.get()) is not None:
-            await self._files.write(window)
-            del window
-        # All streams begin and end together: the last one counts for all of them.
-        self.busy_s["upload"] = time.perf_counter() - start
-
-    def _add_busy(self, stage: str, since: float) -> None:
-        self.busy_s[stage] = self.busy_s.get(stage, 0.0) + time.perf_counter() - since
+        while (item := await self._final.get()) is not None:
+            # As many windows as there are uploads are sealed ahead of the writes, and no more:
+            # after `start_save`, checksums take what the device leaves of the processors.
+            window = item if isinstance(item, FileWindow) else await self._seal(item)
+            with self._recorder.span("upload", window.nbytes):
+                await self._files.write(window)
+            # A view in this frame would keep a client from sending the buffer as it is.
+            del item, window
 
 
 class LocalPipeline(Pipeline):
-    """Positional writes into files; the index follows when all data are durable."""
+    """Positional writes into files, whose names never change."""
 
     def __init__(self, work: Work) -> None:
         plan, sizes = work.plan, work.sizes
@@ -351,10 +378,18 @@ class LocalPipeline(Pipeline):
         super().__init__(work, files, sink, min(sizes.concurrency, len(plan.windows)))
 
     async def run(self) -> Committable:
-        """Write all data, then the index, which uses the inline values up."""
-        async with self._data():
-            pass
-        return await self._work.commit.put_index(self._payload(self._inline))
+        """Write all data, and once, while the last of them are written, the index."""
+        async with self._data() as uploads:
+            if uploads and self._work.commit.asks:
+                await asyncio.wait(uploads)
+            return await self._indexed()
+
+    async def _stage(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            if self._plan.windows:
+                # Creating a file and allocating its blocks takes about as long as copying a window.
+                group.create_task(self._files.open(0, self._plan.file_nbytes[0]))
+            await super()._stage()
 
 
 class ObjectPipeline(Pipeline):
@@ -407,15 +442,9 @@ class ObjectPipeline(Pipeline):
             task.add_done_callback(lambda _: changed.set())
         while True:
             renames = files.renames
-            # Encoding uses the values up, and may have to be done again.
-            made = await self._work.commit.put_index(self._payload(self._inline))
+            made = await self._indexed()
             while files.renames == renames:
                 if all([task.done() for task in uploads]):
                     return made
                 changed.clear()  # nothing is awaited between the look and this
                 await changed.wait()
-
-
-def _trail_all(values: Sequence[bytes]) -> tuple[list[bytes], list[int]]:
-    pairs = [trailed(value) for value in values]
-    return [stored for stored, _ in pairs], [crc for _, crc in pairs]

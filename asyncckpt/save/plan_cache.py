@@ -6,18 +6,24 @@ and Orbax's files ready.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
+from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.adapters.python import scalar_as_array
 from asyncckpt.errors import UsageError
-from asyncckpt.format.record import Piece, StoredSpec
+from asyncckpt.format.record import (
+    ArrayTable,
+    EncodedTables,
+    LeafTable,
+    Piece,
+    StoredSpec,
+    encode_tables,
+)
 from asyncckpt.options import (
     ALIGNED_CHUNK_NBYTES,
     INLINE_NBYTES,
@@ -33,7 +39,7 @@ from asyncckpt.runtime import Runtime
 from asyncckpt.save.index import Catalog, make_catalog
 from asyncckpt.save.orbax_files import key_devices, orbax_files
 from asyncckpt.save.snapshot import Snapshot
-from asyncckpt.spec import ArraySpec, Shard
+from asyncckpt.spec import ArraySpec, Partition, Shard, array_spec
 from asyncckpt.tree import array_names, where
 
 CACHED_LAYOUTS = 2
@@ -43,6 +49,9 @@ UNEVEN = (
     "the processes have different trees, which Orbax's metadata is not written for; "
     "'asyncckpt export --orbax' converts the checkpoint"
 )
+
+Division = tuple[tuple[Shard, ...] | None, Partition | None]
+"""How an array is divided: the shards that this process can read, and how all processes do it."""
 
 PLANNING_LEAVES = 200
 """Trees with more leaves than this are planned in a worker thread, not on the engine's loop."""
@@ -61,6 +70,7 @@ class Layout:
         mirrors: leaf index of every scalar that is stored as an array too.
         orbax: Orbax's files, by path in the database's directory; None if it cannot read this.
         notes: what a person should know about it.
+        tables: the tables of the record; None where another process commits, or knows a part.
         schema_digest: of what several processes that save together have in common.
         fresh: those processes have agreed on it for this save.
     """
@@ -73,6 +83,7 @@ class Layout:
     mirrors: tuple[int, ...]
     orbax: Mapping[str, bytes] | None
     notes: tuple[str, ...]
+    tables: EncodedTables | None = None
     schema_digest: str = ""
     fresh: bool = False
 
@@ -213,27 +224,32 @@ def layout_key(
     ]
 
 
-def arrays_key(snapshot: Snapshot) -> list[object]:
-    """Return what plans and schemas depend on of every array."""
+def arrays_key(snapshot: Snapshot) -> tuple[list[ArraySpec], dict[int, Division]]:
+    """Return what plans and schemas depend on of every array: specs, and divisions by number."""
     # Boxes and the processes that hold them are part of the shards.
-    return [*map(attrgetter("spec", "shards", "partition"), snapshot.sources)]
+    divisions: dict[int, Division] = {}
+    for number, source in snapshot.sources.opened.items():
+        if source.shards is not None or source.partition is not None:
+            divisions[number] = source.shards, source.partition
+    return [*snapshot.sources.specs], divisions
 
 
-def mirror_sources(snapshot: Snapshot, mirrors: Sequence[int]) -> list[Source]:
-    """Return scalars as sources, for staging with the arrays."""
-    sources = []
+def add_mirrors(snapshot: Snapshot, mirrors: Sequence[int]) -> None:
+    """Add scalars to the snapshot's sources, for staging with the arrays."""
     for leaf in mirrors:
         values = scalar_as_array(snapshot.scalars[leaf])
         assert values is not None
-        sources.append(Source(_MIRROR_SPECS[snapshot.kinds[leaf]], values, values))
-    return sources
+        snapshot.sources.append_plain(_MIRROR_SPECS[snapshot.kinds[leaf]], values)
+        snapshot.adapters.append(_NUMPY)
 
+
+_NUMPY = NumpyAdapter()
 
 _MIRROR_SPECS = {
-    "bool": ArraySpec((), "bool"),
-    "int": ArraySpec((), "int64"),
-    "float": ArraySpec((), "float64"),
-    "complex": ArraySpec((), "complex128"),
+    "bool": array_spec((), "bool"),
+    "int": array_spec((), "int64"),
+    "float": array_spec((), "float64"),
+    "complex": array_spec((), "complex128"),
 }
 
 
@@ -291,12 +307,23 @@ def make_layout(
         notes = (UNEVEN,)
     elif commits:
         orbax, notes = orbax_files(snapshot, plan, mirrors)
+    pieces = _pieces(arrays, snapshot)
+    spec_of = list(map(spec_of.__getitem__, arrays.part.tolist()))
+    tables = None
+    if commits and not snapshot.uneven:
+        tables = encode_tables(
+            snapshot.structure.to_json(),
+            LeafTable(snapshot.kinds, snapshot.values, snapshot.extra, pieces),
+            tuple(specs),
+            ArrayTable(list(arrays.names), spec_of, arrays.tied),
+        )
     return Layout(
         plan=plan,
         catalog=make_catalog(arrays) if commits else None,
         specs=tuple(specs),
-        spec_of=list(map(spec_of.__getitem__, arrays.part.tolist())),
-        pieces=_pieces(arrays, snapshot),
+        spec_of=spec_of,
+        tables=tables,
+        pieces=pieces,
         mirrors=tuple(mirrors),
         orbax=orbax,
         notes=notes,
@@ -341,35 +368,29 @@ def _leaf_layouts(
     level = options.compression_level if options.compression == "zstd" else None
     chunk_nbytes = _bounded(options.chunk_nbytes, level, budget_nbytes, sizes)
     leaves: list[LeafLayout] = []
-    for number, (leaf, source) in enumerate(
-        zip(snapshot.array_leaf, snapshot.sources, strict=True)
-    ):
+    sources, opened = snapshot.sources, snapshot.sources.opened
+    whole = OwnPart(None, None, None)
+    for number, (leaf, spec) in enumerate(zip(snapshot.array_leaf, sources.specs, strict=True)):
         name = names[leaf]
         first = snapshot.tied.get(number)
         if first is not None:
             # Whatever is asked for this path, the bytes are stored once.
-            leaves.append(dataclasses.replace(leaves[first], name=name, tied_to=first))
+            leaves.append(leaves[first]._replace(name=name, tied_to=first))
             continue
         own = None
         if options.leaf_options is not None:
-            own = options_of_leaf(options, snapshot.paths[leaf], source.spec)
-        held = snapshot.held.get(number) or OwnPart(source.shards, source.partition, None)
+            own = options_of_leaf(options, snapshot.paths[leaf], spec)
+        held = snapshot.held.get(number)
+        if held is None:
+            source = opened.get(number)
+            held = whole if source is None else OwnPart(source.shards, source.partition, None)
         if own is None:
-            leaves.append(
-                LeafLayout(
-                    name,
-                    source.spec,
-                    chunk_nbytes,
-                    None,
-                    level,
-                    None,
-                    *held,
-                )
-            )
+            # Directly: a named tuple's own constructor costs four times as much.
+            fields = (name, spec, chunk_nbytes, None, level, None, *held)
+            leaves.append(tuple.__new__(LeafLayout, fields))
         else:
-            layout = _with_options(
-                snapshot.paths[leaf], source, held, name, own, options, budget_nbytes, sizes
-            )
+            path, source = snapshot.paths[leaf], sources[number]
+            layout = _with_options(path, source, held, name, own, options, budget_nbytes, sizes)
             leaves.append(_first_only(layout, process) if own.replicas == "first" else layout)
     return leaves
 
@@ -506,8 +527,8 @@ def _with_options(
 def _first_only(leaf: LeafLayout, process: int) -> LeafLayout:
     """Let the lowest holder of every part be the only one: what the others hold may differ."""
     if leaf.shards is None:
-        return dataclasses.replace(leaf, holders=(min(leaf.holders or (0,)),))
+        return leaf._replace(holders=(min(leaf.holders or (0,)),))
     shards = [Shard(shard.box, (min(shard.holders),)) for shard in leaf.shards]
     if leaf.partition is not None:
         shards = [shard for shard in shards if shard.holders == (process,)]
-    return dataclasses.replace(leaf, shards=tuple(shards))
+    return leaf._replace(shards=tuple(shards))

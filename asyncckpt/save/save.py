@@ -13,12 +13,11 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.arguments import progress_notes
 from asyncckpt.checkpoint.metadata import RECORD
 from asyncckpt.errors import (
@@ -29,17 +28,18 @@ from asyncckpt.errors import (
     DeadlineExceededError,
     SaveAbortedError,
 )
+from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import forget_frames, leading_error, to_completion
 from asyncckpt.format.record import is_record
 from asyncckpt.options import MAX_RECORD_NBYTES, SLOT_NBYTES
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import AttemptFiles, CheckpointFiles, Sizes, Store
-from asyncckpt.reports import ProcessPart, Progress, SaveReport
+from asyncckpt.reports import ProcessPart, Progress, SaveReport, Timeline
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.contribution import Contribution
-from asyncckpt.save.pipeline import LocalPipeline, ObjectPipeline, Pipeline, Work
-from asyncckpt.save.plan_cache import Layout, LayoutCache, layout_of, mirror_sources, sizes_for
+from asyncckpt.save.pipeline import LocalPipeline, ObjectPipeline, Work
+from asyncckpt.save.plan_cache import Layout, LayoutCache, add_mirrors, layout_of, sizes_for
 from asyncckpt.save.snapshot import SaveRequest
 from asyncckpt.save.stage import Staging
 
@@ -123,6 +123,7 @@ class Save:
         self._epoch = 0
         self._clean_up_notes: list[str] = []
         self._process = 0
+        self._recorder = Recorder(request.begun)
         self._attempt: AttemptFiles | None = None
         self._timeout: asyncio.Timeout | None = None
         self._save_id = self._stem = uuid.uuid4().hex
@@ -150,14 +151,22 @@ class Save:
         """
         deadline_s, state = self._request.options.deadline_s, self._state
         left_s = deadline_s and deadline_s - (time.perf_counter() - self._request.begun)
+        recorder = self._recorder
+        recorder.add("snapshot", recorder.begun, until=self._request.taken)
         try:
             try:
                 self._timeout = asyncio.timeout(left_s)
                 async with self._timeout, turn:
+                    recorder.add("wait", self._request.taken)
                     report = await self._run()
                     logger.info("%s", report)
                     # The checkpoint is committed, whatever becomes of older ones.
-                    return report if retain is None else await to_completion(retain(report))
+                    if retain is None:
+                        return report
+                    since = time.perf_counter()
+                    report = await to_completion(retain(report))
+                    recorder.add("retain", since)
+                    return replace(report, timeline=self._timeline())
             except TimeoutError:
                 raise DeadlineExceededError(
                     f"{self._location}: the save did not finish within {deadline_s} s (it was in "
@@ -193,16 +202,22 @@ class Save:
         hits = self._layouts.hits
         budget = self._runtime.budget
         try:
+            since = time.perf_counter()
             layout = await self._plan(sizes)
+            self._recorder.add("plan", since)
             plan, cached = layout.plan, self._layouts.hits > hits
             state.total_nbytes = sum(plan.file_nbytes)
             if plan.compressed:
                 state.total_nbytes += int(plan.row_payload[list(plan.compressed)].sum())
             budget.peak = budget.in_use
+            since = time.perf_counter()
             attempt = self._attempt = await self._begin()
-            pipeline, staging, made = await self._write(attempt, layout, sizes)
+            self._recorder.add("open", since)
+            staging, made = await self._write(attempt, layout, sizes)
             state.stage = "commit"
+            since = time.perf_counter()
             made = await self._conclude(attempt, made)
+            self._recorder.add("publish", since)
         except BaseException as error:
             await self._give_up(error)
             raise
@@ -218,7 +233,6 @@ class Save:
             file_count=made.file_count,
             blocked_s=state.blocked_s,
             total_s=time.perf_counter() - request.begun,
-            stage_s=pipeline.busy_s,
             plan_cached=cached,
             plan_cache_hits=self._layouts.hits,
             plan_cache_misses=self._layouts.misses,
@@ -227,6 +241,7 @@ class Save:
             orbax=layout.orbax is not None,
             notes=(*layout.notes, *sizes.notes, *progress_notes(request.progress)),
             processes=self._parts(),
+            timeline=self._timeline(),
         )
 
     # -- what a save of several processes does otherwise
@@ -272,6 +287,10 @@ class Save:
         """Return what is known of the part of each process."""
         return ()
 
+    def _timeline(self) -> Timeline:
+        """Return what is known of when each process did what."""
+        return self._recorder.timeline()
+
     def _checked(self, layout: Layout) -> Column:
         """Return the rows that are compared with the replicas of other processes."""
         return NO_ROWS
@@ -298,22 +317,23 @@ class Save:
 
     async def _write(
         self, attempt: AttemptFiles, layout: Layout, sizes: Sizes
-    ) -> tuple[Pipeline, Staging, Committable]:
+    ) -> tuple[Staging, Committable]:
         """Make everything but the record durable."""
         request, runtime, store = self._request, self._runtime, self._store
         snapshot, compute = request.snapshot, runtime.engine.compute
         # Scalars that Orbax wants as arrays are staged after the arrays of the tree.
-        mirrors = mirror_sources(snapshot, layout.mirrors) if layout.mirrors else []
+        add_mirrors(snapshot, layout.mirrors)
         window_pool = runtime.window_pool(store.capabilities, sizes)
         staging = Staging(
             layout.plan,
-            [*snapshot.sources, *mirrors],
-            [*snapshot.adapters, *([NumpyAdapter()] * len(mirrors))],
+            snapshot.sources,
+            snapshot.adapters,
             [*map(snapshot.paths.__getitem__, [*snapshot.array_leaf, *layout.mirrors])],
             runtime.pool,
             window_pool,
             compute,
             grow=request.stall_first,
+            recorder=self._recorder,
         )
         commit = self._committing(attempt, layout)
         copied = asyncio.Event()
@@ -333,6 +353,7 @@ class Save:
                 reference=request.options.snapshot == "reference",
                 staged=copied.set,
                 written=self._written,
+                recorder=self._recorder,
                 process=self._process,
             )
         )
@@ -341,7 +362,7 @@ class Save:
             group.create_task(self._let_go(copied))
             group.create_task(commit.put_orbax())
             made = await pipeline.run()
-        return pipeline, staging, made
+        return staging, made
 
     async def _let_go(self, copied: asyncio.Event) -> None:
         """Tell the caller that the state may be mutated, and that nothing is in the way."""

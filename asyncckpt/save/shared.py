@@ -45,7 +45,7 @@ from asyncckpt.format.record import save_id_of
 from asyncckpt.planning.replicas import checked_rows
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import AttemptFiles, DataFile, JoinedAttempt, NotingStore, Sizes, Store
-from asyncckpt.reports import ProcessPart, SaveReport
+from asyncckpt.reports import ProcessPart, SaveReport, Timeline
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.contribution import Contribution
@@ -142,7 +142,7 @@ class SharedSave(Save):
         self._group = round_.group
         identity = f"{self._group.run_id}\n{request.name}\n{round_.number}"
         self._save_id = hashlib.sha256(identity.encode()).hexdigest()[:32]
-        self._process = self._group.process_index
+        self._process = self._recorder.process = self._group.process_index
         self._stem = f"{self._save_id}-{self._process}" if self._process else self._save_id
         self._ended_by_others = False
         self._posted = False
@@ -353,6 +353,10 @@ class SharedSave(Save):
 
     def _parts(self) -> tuple[ProcessPart, ...]:
         return self._commit.parts if self._commit is not None else ()
+
+    def _timeline(self) -> Timeline:
+        others = self._commit.timelines if isinstance(self._commit, MergingCommit) else ()
+        return super()._timeline().joined(others)
 
     def _checked(self, layout: Layout) -> Column:
         return checked_rows(layout.plan, self._round.number, whole=layout.fresh)

@@ -262,7 +262,8 @@ def first_change(before: Sequence[Any] | None, after: Sequence[Any]) -> str:
 
 def _by_path(key: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
     """Return kind and array of every leaf of a schema's key."""
-    paths, kinds, arrays, array_leaf = key[:4]
+    paths, kinds, (specs, divisions), array_leaf = key[:4]
+    arrays = [(spec, divisions.get(number)) for number, spec in enumerate(specs)]
     array_of = dict(zip(array_leaf, arrays, strict=True))
     return {path: (kinds[leaf], array_of.get(leaf)) for leaf, path in enumerate(paths)}
 

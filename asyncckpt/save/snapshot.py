@@ -12,9 +12,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from asyncckpt.adapters import AdapterSet, adapters_for_loaded_frameworks
 from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.adapters.python import bytes_as_array, unsupported
+from asyncckpt.adapters.sources import Sources
 from asyncckpt.errors import UnsupportedLeafError, UsageError
 from asyncckpt.format.record import MAX_RANK, encode_scalar
 from asyncckpt.options import INLINE_NBYTES, SaveOptions
@@ -22,7 +25,7 @@ from asyncckpt.planning.merge import Merged, OwnPart, own_part
 from asyncckpt.planning.tiling import tiling_fault
 from asyncckpt.ports import ArrayAdapter, Source
 from asyncckpt.reports import Progress
-from asyncckpt.spec import Box
+from asyncckpt.spec import ArraySpec, Box
 from asyncckpt.tree import Structure, flatten, where
 
 SCALAR_TYPES = (int, float, bool, complex, str, bytes)
@@ -46,7 +49,8 @@ class Snapshot:
         kinds: per leaf the scalar kind, or the framework of an array.
         values: per leaf the JSON of a scalar, None for arrays.
         scalars: the scalar values themselves, by leaf index.
-        sources: the arrays, in leaf order.
+        sources: the arrays, in leaf order; when they are staged, then scalars that are stored as
+            arrays too.
         adapters: the adapter of each array.
         array_leaf: leaf index of each array.
         tied: arrays that share all bytes with an earlier one, by array index.
@@ -63,7 +67,7 @@ class Snapshot:
     kinds: list[str] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     scalars: dict[int, Any] = field(default_factory=dict)
-    sources: list[Source] = field(default_factory=list)
+    sources: Sources = field(default_factory=Sources)
     adapters: list[ArrayAdapter] = field(default_factory=list)
     array_leaf: list[int] = field(default_factory=list)
     tied: dict[int, int] = field(default_factory=dict)
@@ -105,6 +109,7 @@ class SaveRequest:
         stall_first: copying has priority, because the caller goes on when it is done.
         consent: what the commit waits for, if anything.
         begun: `perf_counter` at the call.
+        taken: the same when the tree had been taken.
     """
 
     name: str
@@ -118,6 +123,7 @@ class SaveRequest:
     stall_first: bool
     consent: Consent | None = None
     begun: float = field(default_factory=time.perf_counter)
+    taken: float = field(default_factory=time.perf_counter)
 
 
 def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
@@ -133,10 +139,28 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
     """
     adapters = adapters_for_loaded_frameworks() if adapters is None else adapters
     flat = flatten(tree, adapters.nodes)
-    snapshot = Snapshot(flat.structure, flat.paths)
+    count = len(flat.leaves)
+    snapshot = Snapshot(flat.structure, flat.paths, ["numpy"] * count, [None] * count)
     seen: dict[Any, int] = {}
     refused: list[UnsupportedLeafError] = []
+    # The loop that decides what a small leaf costs the caller: an array like an earlier one, in
+    # memory of its own, needs no call and leaves no object.
+    known: dict[tuple[Any, tuple[int, ...]], ArraySpec] = {}
+    sources = snapshot.sources
     for leaf, value in enumerate(flat.leaves):
+        is_plain = type(value) is np.ndarray and value.base is None
+        spec = known.get((value.dtype, value.shape)) if is_plain else None
+        if spec is not None:
+            number = len(sources.specs)
+            first = seen.setdefault(id(value), number)
+            if first != number:
+                snapshot.tied[number] = first
+            else:
+                snapshot.nbytes += value.nbytes
+            sources.append_plain(spec, value)
+            snapshot.adapters.append(adapters.adapters[0])
+            snapshot.array_leaf.append(leaf)
+            continue
         path = flat.paths[leaf]
         try:
             opened = _open(path, value, adapters)
@@ -149,12 +173,14 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
             except UnsupportedLeafError as error:
                 refused.append(UnsupportedLeafError(f"{where(path)}: {error}", path=path))
                 continue
-            snapshot.kinds.append(kind)
-            snapshot.values.append(encoded)
+            snapshot.kinds[leaf], snapshot.values[leaf] = kind, encoded
             snapshot.scalars[leaf] = value
             continue
         source, adapter = opened
-        number = len(snapshot.sources)
+        view = source.view
+        if is_plain and view is not None and view is value and source.identity is not None:
+            known[view.dtype, view.shape] = source.spec
+        number = len(sources)
         first = number if source.identity is None else seen.setdefault(source.identity, number)
         if first != number:
             snapshot.tied[number] = first
@@ -164,11 +190,10 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
             snapshot.shared.append(number)
         if source.extra:
             snapshot.extra[leaf] = source.extra
-        snapshot.sources.append(source)
+        sources.append(source)
         snapshot.adapters.append(adapter)
         snapshot.array_leaf.append(leaf)
-        snapshot.kinds.append(source.framework)
-        snapshot.values.append(None)
+        snapshot.kinds[leaf] = source.framework
     if refused:
         raise _of_all(refused)
     return snapshot
@@ -258,9 +283,9 @@ def tree_nbytes(tree: Any) -> int:
     """
     snapshot = take_snapshot(tree)
     return sum(
-        source.spec.nbytes
-        for number, source in enumerate(snapshot.sources)
-        if number not in snapshot.tied and source.spec.nbytes > INLINE_NBYTES
+        spec.nbytes
+        for number, spec in enumerate(snapshot.sources.specs)
+        if number not in snapshot.tied and spec.nbytes > INLINE_NBYTES
     )
 
 

@@ -5,18 +5,17 @@ donate or free every leaf.
 """
 
 # Rule 1: windows leave in plan order: checksums of files and of chunks that span windows are
-#   folded from left to right.
+#   folded from left to right. (They are copied, and each sealed by itself, in any order.)
 # Rule 2: a window's slot is taken before its copy is scheduled, so that the budget bounds work as
 #   well as memory; a cancelled task that never ran has nothing to give back.
-# Rule 3: bytes of a window that belong to no payload are zeroed: slots are used again, and what
-#   another checkpoint held must not travel into this one.
-# Rule 4: a slot is in `held` from before its copy until it goes back. Whatever fails in between,
+# Rule 3: a slot is in `held` from before its copy until it goes back. Whatever fails in between,
 #   in this stage or a later one, `release` returns exactly those that nobody else has returned.
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,27 +24,31 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from asyncckpt.adapters.sources import Sources
 from asyncckpt.checkpoint.payload import ArrayReader, gather
 from asyncckpt.errors import AsyncCheckpointError, StagingError
 from asyncckpt.flow.arena import Arena
 from asyncckpt.flow.buffers import Slot, SlotPool, spans
+from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import together
 from asyncckpt.flow.threads import ThreadAbandonedError, Workers
 from asyncckpt.format.crc import crc32c
-from asyncckpt.options import MIB, PAGE_NBYTES
-from asyncckpt.planning.save import HeldBox, SavePlan, Window
+from asyncckpt.options import CACHED_NBYTES, MIB
+from asyncckpt.planning.pack import TRAILER_NBYTES
+from asyncckpt.planning.save import HeldBox, Piece, SavePlan, Window
 from asyncckpt.ports import ArrayAdapter, Bytes, Source
+from asyncckpt.save.serialize import CopyPart, WindowSums
 from asyncckpt.spec import DTYPES, Box
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
-GROUP_NBYTES = 64 * MIB
-"""Windows copied by one call of a worker: a hop between threads costs about 0.1 ms, the copy of
-8 MiB 0.4 ms."""
+Seal = Callable[[Window, Bytes, CopyPart], WindowSums]
+"""Fills a buffer with a window's payloads, which it has copied part by part, and their trailers."""
 
-SMALL_GROUP_NBYTES = 16 * MIB
-"""The same where no caller waits for the copies: the first write begins after the first group."""
+GROUP_NBYTES = 64 * MIB
+"""Windows copied by one call of a worker where a caller waits for the copies: a hop between threads
+costs about 0.1 ms, the copy of 8 MiB 0.4 ms."""
 
 IMMUTABLE_FRAMEWORKS = frozenset(("jax",))
 """Frameworks whose arrays never change: a reference is as good as a copy until one is donated."""
@@ -58,15 +61,22 @@ GROUPED_ALIGNMENT = 64
 """Where they begin, in bytes: copies of elements are fastest at multiples of their size."""
 
 INLINE_ARRAYS = 1024
-"""Small arrays copied by one call of a worker, about a millisecond of work."""
+"""Small arrays copied by one call that holds the interpreter lock, for about 0.3 ms."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedWindow:
-    """A window whose payloads are in `slot`, without checksums."""
+    """A window whose payloads are in `slot`.
+
+    Attributes:
+        window: what goes in.
+        slot: where it is.
+        sums: its checksums; None if they are still to be computed.
+    """
 
     window: Window
     slot: Slot
+    sums: WindowSums | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,6 +110,7 @@ class Staging:
         window_pool: slots of windows.
         compute: threads that copy.
         grow: allocate up to the whole budget, because the caller waits for the copies.
+        recorder: notes when copies are made.
 
     Attributes:
         referenced_nbytes: bytes of leaves that are held instead of copied.
@@ -108,7 +119,7 @@ class Staging:
     def __init__(
         self,
         plan: SavePlan,
-        sources: Sequence[Source],
+        sources: Sources,
         adapters: Sequence[ArrayAdapter],
         paths: Sequence[str],
         pool: SlotPool,
@@ -116,7 +127,9 @@ class Staging:
         compute: Workers,
         *,
         grow: bool,
+        recorder: Recorder,
     ) -> None:
+        self._recorder = recorder
         self._plan = plan
         self._sources = sources
         self._adapters = adapters
@@ -132,26 +145,28 @@ class Staging:
         self.referenced_nbytes = 0
         self._copy_units = 0
 
-    async def inline(self) -> list[bytes]:
+    async def inline(self) -> bytearray:
         """Copy every array that goes into the B+tree, in the order of `plan.inline`.
 
-        Cancellation: waits for a copy that is running.
+        Behind each is room for its trailer.
+
+        Cancellation: waits for the copy.
 
         Raises:
             StagingError: names the leaf.
         """
-        values: list[bytes] = []
-        arrays = self._plan.inline
-        for start in range(0, len(arrays), INLINE_ARRAYS):
-            values += await self._compute.run(
-                self._copy_inline, arrays[start : start + INLINE_ARRAYS]
-            )
-        return values
+        return await self._compute.run(self._copy_inline)
 
     async def windows(
-        self, emit: Callable[[StagedWindow], None], flush: Callable[[], None]
+        self,
+        emit: Callable[[StagedWindow], None],
+        flush: Callable[[], None],
+        seal: Seal | None = None,
     ) -> None:
         """Stage every window, and hand them to `emit` in plan order.
+
+        With `seal`, which computes checksums of what it has copied, each window is copied and
+        sealed by one call of a worker; without it, windows are only copied.
 
         Calls `flush` before it waits for a slot that only the consumer can free.
 
@@ -163,10 +178,11 @@ class Staging:
         """
         windows, pool = self._plan.windows, self._window_pool
         # One thread, if it gets stuck, must not take the whole budget with it.
-        nbytes = GROUP_NBYTES if self._grow else SMALL_GROUP_NBYTES
-        most = max(1, min(nbytes // pool.slot_nbytes, pool.capacity // 4))
+        most = max(1, min(GROUP_NBYTES // pool.slot_nbytes, pool.capacity // 4))
+        if seal is not None:
+            most = 1  # the first write begins after the first call
         # Copies run ahead of `emit`, as far as there are slots, but end in any order.
-        running: deque[tuple[list[StagedWindow], asyncio.Task[None]]] = deque()
+        running: deque[asyncio.Task[list[StagedWindow]]] = deque()
         async with asyncio.TaskGroup() as group:
             if self._grow and windows:
                 group.create_task(pool.prepare(len(windows)))
@@ -182,10 +198,10 @@ class Staging:
                     flush()
                     slots = await pool.take(1, grow=self._grow)
                 self.held.update(slots)
-                part = [*map(StagedWindow, windows[done : done + len(slots)], slots)]
+                part = windows[done : done + len(slots)]
                 done += len(part)
-                copy = self.use(slots, self._copy_windows, part)
-                running.append((part, group.create_task(copy)))
+                copy = self.use(slots, self._copy_windows, part, slots, seal)
+                running.append(group.create_task(copy))
                 if len(running) > self._compute.count:
                     await _emit_oldest(running, emit)
             while running:
@@ -270,9 +286,8 @@ class Staging:
         owned = {self._leaf_of[array] for array in held - inline}
         mutable = []
         held_nbytes = 0
-        for leaf, source in enumerate(self._sources):
-            if leaf not in owned:
-                continue
+        for leaf in sorted(owned):
+            source = self._sources[leaf]
             if source.framework in IMMUTABLE_FRAMEWORKS:
                 held_nbytes += _held_nbytes(source)
             else:
@@ -311,10 +326,7 @@ class Staging:
         if self._copy_units:
             self._give_copies()
         self._readers.clear()
-        for source in self._sources:
-            source.leaf = source.view = source.stream = None
-            source.views = ()
-            source.identity = None
+        self._sources.forget()
 
     async def use(
         self, slots: Sequence[Slot], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
@@ -368,6 +380,7 @@ class Staging:
     # -- in worker threads
 
     def _copy_mutable(self, leaves: Sequence[int], nbytes: int) -> None:
+        since = time.perf_counter()
         arena = Arena(nbytes)
         for leaf in leaves:
             source, adapter = self._sources[leaf], self._adapters[leaf]
@@ -384,27 +397,43 @@ class Staging:
                 source.views = tuple([copies[shard.box] for shard in source.shards])
             except Exception as error:
                 raise self._failed(leaf, error) from error
+        self._recorder.add("stage", since, nbytes)
 
-    def _copy_windows(self, part: Sequence[StagedWindow]) -> None:
-        for item in part:
-            buffer = item.slot.buffer
-            end = 0
-            for piece in item.window.pieces:
-                if piece.position > end:
-                    buffer[end : piece.position] = 0
-                end = piece.position + piece.stop - piece.start
-                self._copy(
-                    piece.array, piece.row, piece.start, piece.stop, buffer[piece.position : end]
-                )
-            buffer[end : -(-item.window.nbytes // PAGE_NBYTES) * PAGE_NBYTES] = 0
+    def _copy_windows(
+        self, windows: Sequence[Window], slots: Sequence[Slot], seal: Seal | None
+    ) -> list[StagedWindow]:
+        since = time.perf_counter()
+        staged: list[StagedWindow] = []
+        for window, slot in zip(windows, slots, strict=True):
+            buffer = slot.buffer
+            if seal is not None:
+                staged.append(StagedWindow(window, slot, seal(window, buffer, self._copy_part)))
+                continue
+            for piece in window.pieces:
+                out = buffer[piece.position : piece.position + piece.stop - piece.start]
+                self._copy(piece.array, piece.row, piece.start, piece.stop, out)
+            staged.append(StagedWindow(window, slot))
+        self._recorder.add("stage", since, sum(window.nbytes for window in windows))
+        return staged
+
+    def _copy_part(self, piece: Piece, start: int, out: Bytes) -> int:
+        """Copy as much of a piece, from byte `start` on, as is best checksummed at once."""
+        # What is not one run of bytes is gathered, or fetched from its device, as a whole.
+        run = self._plan.row_source[piece.row] >= 0
+        nbytes = min(out.size, CACHED_NBYTES) if run else out.size
+        start += piece.start
+        self._copy(piece.array, piece.row, start, start + nbytes, out[:nbytes])
+        return nbytes
 
     def _copy_chunks(self, chunks: StagedChunks) -> None:
+        since = time.perf_counter()
         for row, at, nbytes in zip(chunks.rows, chunks.starts, chunks.nbytes, strict=True):
             array = int(self._plan.row_array[row])
             start = 0
             for out in spans(chunks.slots, at, nbytes):
                 self._copy(array, row, start, start + len(out), out)
                 start += len(out)
+        self._recorder.add("stage", since, sum(chunks.nbytes))
 
     def _checksum(self, slot: Slot, rows: Sequence[int]) -> list[int]:
         crcs: list[int] = []
@@ -446,28 +475,44 @@ class Staging:
         cell = tuple(int(i) for i in np.unravel_index(index, grid.counts)) if grid.shape else ()
         gather(reader.read, part.spec, grid, cell, start, stop, out, offset=part.offset)
 
-    def _copy_inline(self, arrays: Sequence[int]) -> list[bytes]:
-        plan = self._plan
-        values: list[bytes] = []
-        for array in arrays:
-            source = self._sources[self._leaf_of[array]]
+    def _copy_inline(self) -> bytearray:
+        """Copy the arrays of `plan.inline`, one after the other, each with a gap behind it."""
+        arrays, inline = self._plan.arrays, self._plan.inline
+        plain, specs, opened = self._sources.plain, self._sources.specs, self._sources.opened
+        # What one small chunk stores unchanged; a leaf without shards may be padded in it, or cast.
+        stored = [p.spec if p.grid.chunk_shape == p.spec.shape else None for p in arrays.parts]
+        part_of = arrays.part.tolist()
+        leaf_of, gap = self._leaf_of, bytes(TRAILER_NBYTES)
+        since = time.perf_counter()
+        data = bytearray()
+        for start in range(0, len(inline), INLINE_ARRAYS):
+            payloads: list[npt.NDArray[Any]] = []
+            for array in inline[start : start + INLINE_ARRAYS]:
+                leaf, spec = leaf_of[array], stored[part_of[array]]
+                values = plain[leaf]
+                if values is None:
+                    values = opened[leaf].view
+                if values is None or (specs[leaf] is not spec and specs[leaf] != spec):
+                    values = self._inline_payload(array)
+                payloads.append(values)
             try:
-                part = plan.arrays.of(array)
-                # A leaf without shards is one array, which its chunk may exceed.
-                if (
-                    source.view is not None
-                    and part.spec.dtype == source.spec.dtype
-                    and part.grid.chunk_shape == part.spec.shape
-                ):
-                    values.append(source.view.tobytes())
-                    continue
-                row = int(plan.first_row[array])
-                payload = np.empty(int(plan.row_payload[row]), np.uint8)
-                self._gather(self._reader(array), array, row, 0, payload.nbytes, payload)
-                values.append(payload.tobytes())
-            except Exception as error:
-                raise self._failed(self._leaf_of[array], error) from error
-        return values
+                data += gap.join(payloads)
+            except TypeError:  # not all of them are contiguous
+                data += gap.join(map(np.ndarray.tobytes, payloads))
+            data += gap
+        self._recorder.add("stage", since, len(data))
+        return data
+
+    def _inline_payload(self, array: int) -> Bytes:
+        """Copy the only chunk of an array."""
+        plan = self._plan
+        row = int(plan.first_row[array])
+        payload = np.empty(int(plan.row_payload[row]), np.uint8)
+        try:
+            self._gather(self._reader(array), array, row, 0, payload.nbytes, payload)
+        except Exception as error:
+            raise self._failed(self._leaf_of[array], error) from error
+        return payload
 
     def _copy_parts(self, parts: Sequence[HeldBox]) -> list[tuple[HeldBox, bytes]]:
         copies: list[tuple[HeldBox, bytes]] = []
@@ -506,15 +551,14 @@ class Staging:
 
 
 async def _emit_oldest(
-    running: deque[tuple[list[StagedWindow], asyncio.Task[None]]],
-    emit: Callable[[StagedWindow], None],
+    running: deque[asyncio.Task[list[StagedWindow]]], emit: Callable[[StagedWindow], None]
 ) -> None:
     """Wait for the copy that began first, and emit its windows unless it has failed."""
-    part, task = running[0]
+    task = running[0]
     await asyncio.wait((task,))
     running.popleft()
     if not task.cancelled() and task.exception() is None:
-        for item in part:
+        for item in task.result():
             emit(item)
 
 

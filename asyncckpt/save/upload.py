@@ -95,6 +95,18 @@ class DataFiles(ABC):
         # No other attempt can make the same.
         return f"{DATABASE}/d/{self._stem}-{file}" if opened is None else opened.path
 
+    async def open(self, file: int, nbytes: int) -> _Open:
+        """Create a file of this length; the first of several callers does, others wait for it."""
+        opened = self._files.get(file)
+        if opened is None:
+            opened = self._files[file] = _Open(-(-nbytes // self.window_nbytes), self.path(file))
+        async with opened.lock:
+            if opened.file is None:
+                opened.file = await self.attempt.create(
+                    opened.path, nbytes=nbytes, window_nbytes=self._request_nbytes
+                )
+        return opened
+
     async def write(self, window: FileWindow) -> None:
         """Write a window; with the last one of its file, seal the file.
 
@@ -102,20 +114,9 @@ class DataFiles(ABC):
 
         Cancellation: waits for the write, as `DataFile.write` does.
         """
-        opened = self._files.get(window.file)
-        if opened is None:
-            count = -(-window.file_nbytes // self.window_nbytes)
-            opened = _Open(count, self.path(window.file))
-            self._files[window.file] = opened
         try:
-            # The first of several writers creates the file; the others wait for it.
-            async with opened.lock:
-                if opened.file is None:
-                    opened.file = await self.attempt.create(
-                        opened.path,
-                        nbytes=window.file_nbytes,
-                        window_nbytes=self._request_nbytes,
-                    )
+            opened = await self.open(window.file, window.file_nbytes)
+            assert opened.file is not None
             reusable = await self._put(opened.file, window)
         except BaseException as error:
             window.done(window.slot, error, self._reusable_after_error)
@@ -181,7 +182,13 @@ class Placed(NamedTuple):
 
 
 class ChunkAppender:
-    """Appends compressed chunks to data files in plan order, sealing each at its target size."""
+    """Appends compressed chunks to data files in plan order, sealing each at its target size.
+
+    Attributes:
+        stage: the stage that its work is part of.
+    """
+
+    stage = "upload"
 
     def __init__(
         self,
@@ -250,7 +257,12 @@ class ChunkPacker:
         compute: threads that copy.
         emit: takes a window that is full.
         written: called with the uncompressed bytes of every chunk.
+
+    Attributes:
+        stage: the stage that its work is part of.
     """
+
+    stage = "serialize"
 
     # Invariant: the slots are taken before the first chunk is staged and kept until the last one
     # is written. Taken later, a slot would wait for budget that is held by staged chunks, which

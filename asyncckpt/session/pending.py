@@ -25,6 +25,9 @@ from asyncckpt.save.save import SaveState
 class PendingSave:
     """A save whose state was taken; awaiting it gives the `SaveReport` once it is durable.
 
+    On an object store, files that only other programs read may follow: `Checkpointer.wait` and
+    `close` wait for them.
+
     Attributes:
         location: path or URL of the checkpoint to be.
         step: its step, None for one-shot saves.

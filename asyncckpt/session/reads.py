@@ -121,7 +121,10 @@ class Reads:
             self.pinned[name] += 1  # until the last process has read it
             try:
                 outcome = await self.restore(chosen, request, agreement)
-                await agreement.restored()
+                report = outcome.report
+                timeline = await agreement.restored(report.timeline)
+                report = dataclasses.replace(report, timeline=timeline)
+                outcome = dataclasses.replace(outcome, report=report)
             finally:
                 self.pinned[name] -= 1
             return outcome
@@ -156,12 +159,13 @@ class Reads:
             raise self._nothing("restore")
         return newest
 
-    async def inspect(self, step: int | None) -> CheckpointInfo:
+    async def inspect(self, step: int | None, timeline: bool) -> CheckpointInfo:
         """Describe the checkpoint from its metadata."""
 
         async def inspect(files: CheckpointFiles, number: int | None) -> CheckpointInfo:
             compute = self._runtime.engine.compute
-            return await info_of(await open_any(files, compute), number, compute)
+            opened = await open_any(files, compute)
+            return await info_of(opened, number, compute, timeline=timeline)
 
         return await self._read("inspect", step, inspect)
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -31,6 +32,7 @@ from asyncckpt.arguments import (
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.errors import (
     AsyncCheckpointError,
+    ClosedError,
     DeadlineExceededError,
     FencedError,
     UsageError,
@@ -144,6 +146,7 @@ class Session:
         # Reentrant: a signal handler may close the session that its thread is closing.
         self._closing = threading.RLock()
         self._release_job: Job[None] | None = None
+        self._settling: Job[None] | None = None
         engine = self.runtime.engine
         engine.drain_deadline_s = self.save_options.exit_deadline_s
         engine.on_exit = _futures_of(weakref.ref(self))
@@ -212,6 +215,7 @@ class Session:
             UsageError: arguments or leaves are wrong; nothing was begun.
             …: the unseen failure of an earlier save.
         """
+        begun = time.perf_counter()
         processes, engine = self.processes, self.runtime.engine
         number = None if processes.alone else processes.count("save")
         location = f"{self.root.url}/{name}"
@@ -236,6 +240,7 @@ class Session:
                 progress=guarded(progress),
                 stall_first=stall_first,
                 consent=consent,
+                begun=begun,
             )
         except Exception as error:
             if number is not None:
@@ -369,10 +374,17 @@ class Session:
         if self._pruner is not None and self.processes.leads:
             retain = self._pruner.retain
         try:
-            return self._noted(await save.run(self._turn, retain))
+            report = await save.run(self._turn, retain)
         except FencedError as error:
             self.claims.note(error)
             raise
+        self.steps.saved(report.step)
+        with contextlib.suppress(ClosedError):
+            self._settling = self.runtime.engine.submit(self._settle)
+        return self._noted(report)
+
+    async def _settle(self) -> None:
+        await self.root.store.settled()
 
     def _noted(self, report: SaveReport) -> SaveReport:
         """Return the report with what there is to say about preemption."""
@@ -395,7 +407,9 @@ class Session:
             store = self.root.store
             sizes = sizes_for(self.runtime, store, tree_nbytes, self.save_options)
             pool = self.runtime.window_pool(store.capabilities, sizes)
-            await pool.prepare(-(-tree_nbytes // pool.slot_nbytes) + 2)
+            # Files may be shorter than their windows, and are a little shorter than they may be.
+            filled_nbytes = min(pool.slot_nbytes, sizes.data_file_nbytes * 15 // 16)
+            await pool.prepare(-(-tree_nbytes // filled_nbytes) + 2)
             return pool.allocated_nbytes
 
     async def delete_after(self, step: int) -> list[int]:
@@ -424,7 +438,7 @@ class Session:
         await uninterrupted(self.aclose())
 
     async def idle(self) -> None:
-        """Wait until no save is in flight and nothing is being removed; errors are not looked at.
+        """Wait until nothing is being saved, completed or removed; errors are not looked at.
 
         Cancellation: stops the waiting only.
         """
@@ -434,8 +448,17 @@ class Session:
             await ended(pending._job.future)
         while self._refusals:
             await ended(self._refusals.pop())
+        await self.settled()
         if self._pruner is not None and self._pruner.removing is not None:
             await ended(self._pruner.removing.future)
+
+    async def settled(self) -> None:
+        """Wait until the checkpoints of ended saves are whole for other programs, too.
+
+        Cancellation: stops the waiting only.
+        """
+        if self._settling is not None and not self.runtime.engine.abandoned:
+            await ended(self._settling.future)
 
     async def aclose(self) -> None:
         """Release store, staging memory and threads. Idempotent, also at the same time.
@@ -471,7 +494,10 @@ class Session:
 def _futures_of(session: weakref.ref[Session]) -> Callable[[], list[Future[Any]]]:
     def futures() -> list[Future[Any]]:
         alive = session()
-        return [] if alive is None else [save._job.future for save in alive.saves.pending()]
+        if alive is None:
+            return []
+        jobs = [save._job for save in alive.saves.pending()]
+        return [job.future for job in (*jobs, alive._settling) if job is not None]
 
     return futures
 

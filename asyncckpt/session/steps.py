@@ -10,7 +10,7 @@ import logging
 
 from asyncckpt.checkpoint.metadata import RECORD
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from asyncckpt.flow.shield import leading_error
+from asyncckpt.flow.shield import leading_error, together
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import MAX_RECORD_NBYTES
 from asyncckpt.ports import CheckpointFiles, Removal
@@ -56,6 +56,12 @@ class Steps:
     def __init__(self, root: Root, claims: Claiming) -> None:
         self._root = root
         self._claims = claims
+        self._newest: int | None = None
+
+    def saved(self, step: int | None) -> None:
+        """Note a step that was saved here and may be the newest."""
+        if step is not None and (self._newest is None or step > self._newest):
+            self._newest = step
 
     async def found(self) -> list[int]:
         """Return the steps with a valid commit record, ascending."""
@@ -86,20 +92,46 @@ class Steps:
     async def newest(self, below: int | None = None) -> tuple[int, CheckpointFiles] | None:
         """Return the highest step with a valid commit record, below `below`, and its files.
 
-        The caller closes the files.
+        The record of the step that was newest before is read while the names are listed, and used
+        if it is the newest still. The caller closes the files.
         """
-        for step in reversed(await self.candidates()):
-            if below is None or step < below:
-                files = self._root.store.files(str(step))
-                try:
-                    record = await record_of(files)
-                    if record is not None:
-                        return step, PeekedFiles(files, record)
-                except BaseException:
-                    await files.close()
-                    raise
-                await files.close()
-        return None
+        peeked: dict[int, CheckpointFiles | None] = {}
+        steps: list[int] = []
+
+        async def look() -> None:
+            steps.extend(await self.candidates())
+
+        async def peek(step: int | None) -> None:
+            if step is not None:
+                peeked[step] = await self._peeked(step)
+
+        try:
+            await together((look(), peek(self._newest if below is None else None)))
+            for step in reversed(steps):
+                if below is None or step < below:
+                    if step not in peeked:
+                        await peek(step)
+                    if (files := peeked.pop(step)) is not None:
+                        self._newest = step if below is None else self._newest
+                        return step, files
+            return None
+        finally:
+            for other in peeked.values():
+                if other is not None:
+                    await other.close()
+
+    async def _peeked(self, step: int) -> CheckpointFiles | None:
+        """Return the files of a step that has a valid commit record, else None."""
+        files = self._root.store.files(str(step))
+        try:
+            record = await record_of(files)
+        except BaseException:
+            await files.close()
+            raise
+        if record is None:
+            await files.close()
+            return None
+        return PeekedFiles(files, record)
 
     async def candidates(self) -> list[int]:
         """Return the names that may be steps, ascending."""

@@ -126,10 +126,11 @@ async def put(
 async def save(
     store: Store, name: str, text: str, seed: int = 0, *, epoch: int = 0, **options: bool
 ) -> None:
-    """Publish a checkpoint of one data file, one small file and a record."""
+    """Publish a checkpoint of one data file, one small file and a record, whole for everyone."""
     save_id = identity(text)
     attempt = await store.begin(name, save_id, epoch=epoch, **options)
     await attempt.publish(await fill(attempt, save_id, seed, epoch))
+    await store.settled()
 
 
 async def expect(store: Store, name: str, seed: int = 0) -> None:
@@ -160,6 +161,7 @@ async def save_file(store: Store, data: Bytes) -> str:
     attempt = await store.begin("1", identity("a"))
     path = await write_file(attempt, data_path(identity("a")), data)
     await attempt.publish(record_of(identity("a")))
+    await store.settled()
     return path
 
 

@@ -182,8 +182,12 @@ def _check_order(structure: Structure) -> None:
                 raise ValueError(f"tree structure: node {-child} where {next_node} is due")
             if len(stack) >= MAX_DEPTH:
                 raise ValueError(f"tree structure: more than {MAX_DEPTH} containers deep")
-            stack.append(iter(nodes[next_node].children))
+            children = nodes[next_node].children
             next_node += 1
+            if children == tuple(range(next_leaf, next_leaf + len(children))):
+                next_leaf += len(children)  # all of them are leaves, as in most containers
+                continue
+            stack.append(iter(children))
             break
         else:
             stack.pop()
@@ -208,6 +212,11 @@ def _walk(structure: Structure, *, escaped: bool) -> tuple[list[Any], list[Any]]
         parts: Sequence[Any] = range(len(node.children))
         if node.kind in KEYED:
             parts = escape_keys(node.keys, set(map(type, node.keys))) if escaped else node.keys
+        if escaped and node.children and min(node.children) >= 0:
+            # All of them are leaves, as in most containers, and so one run.
+            first, prefix = node.children[0], f"{base}/" if base else ""
+            at_leaf[first : first + len(node.children)] = [f"{prefix}{part}" for part in parts]
+            continue
         for part, child in zip(parts, node.children, strict=True):
             place: Any = (*base, part)
             if escaped:

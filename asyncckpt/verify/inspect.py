@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, extents_of
+import numpy as np
+
+from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, extents_of, missing
+from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record import Piece, decode_scalar
-from asyncckpt.reports import CheckpointInfo, FileInfo, LeafInfo
+from asyncckpt.format.stored_timeline import MAX_TIMELINE_NBYTES, decode_timeline
+from asyncckpt.reports import CheckpointInfo, FileInfo, LeafInfo, Timeline
 from asyncckpt.tree import unflatten
 
 
-async def info_of(opened: OpenCheckpoint, step: int | None, compute: Workers) -> CheckpointInfo:
-    """Return what a checkpoint holds, from its metadata alone."""
+async def info_of(
+    opened: OpenCheckpoint, step: int | None, compute: Workers, *, timeline: bool = False
+) -> CheckpointInfo:
+    """Return what a checkpoint holds, from its metadata alone; with `timeline`, how it was saved.
+
+    Raises:
+        CorruptCheckpointError: a file that is needed is missing or damaged.
+    """
     extents = await extents_of(opened) if opened.arrays.name else None
-    return await compute.run(_info, opened, extents, step)
+    info = await compute.run(_info, opened, extents, step)
+    if not timeline or opened.record is None:
+        return info
+    index = opened.record.chunk_index
+    path = opened.record.files[index.file].path
+    start = max(0, index.offset - MAX_TIMELINE_NBYTES)
+    data = np.empty(index.offset - start, np.uint8)
+    try:
+        await opened.files.read_into(path, start, [data])
+    except CheckpointNotFoundError as error:
+        raise missing(opened.location, path) from error
+    return replace(info, timeline=decode_timeline(data.tobytes()) or Timeline())
 
 
 def _info(opened: OpenCheckpoint, extents: Extents | None, step: int | None) -> CheckpointInfo:

@@ -2,63 +2,67 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
-import shutil
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from benchmarks import files, measure
+from benchmarks import measure
 from benchmarks.local.ours import AsyncCkpt
 from benchmarks.local.stall import JaxLoop, LagRun, NumpyLoop, StallRun
 from benchmarks.local.suite import Suite
 from benchmarks.local.transfers import FirstRun, RetainedRun
 from benchmarks.measure import Case
-from benchmarks.results import FIRST, KEPT_ALL, KEPT_LAST, LAG, OURS, RETENTION, STALL
+from benchmarks.results import (
+    DURABLE,
+    FIRST,
+    KEPT_ALL,
+    KEPT_LAST,
+    LAG,
+    OURS,
+    REFERENCE,
+    RETENTION,
+    STALL,
+)
 from benchmarks.workloads import Workload
 
 
-def run(suite: Suite, workload: Workload) -> None:
-    """Measure all of this that concerns the workload."""
-    if workload.id == "W1":
-        suite.attempt(f"{workload.id} {FIRST}", FIRST, lambda: _first(suite, workload))
-    if workload.id in ("W1", "W4-10k"):
-        suite.attempt(f"{workload.id} {LAG}", LAG, lambda: _lag(suite, workload))
-    if workload.id in ("W1", "W4-1k"):
-        what = f"{workload.id} {RETENTION}"
-        suite.attempt(what, RETENTION, lambda: _retention(suite, workload))
-    for column, loop in _loops(workload):
-        suite.attempt(
-            f"{workload.id} {STALL} {column}",
-            STALL,
-            functools.partial(_stall, suite, workload, column, loop),
-        )
+def run(suite: Suite, workload: Workload, scenario: str) -> None:
+    """Measure one of these scenarios."""
+    what = f"{workload.id} {scenario}"
+    if scenario == STALL:
+        for column, (loop, options) in _loops(suite, workload).items():
+            work = functools.partial(_stall, suite, workload, column, loop, options)
+            suite.attempt(f"{what}, {column}", STALL, work)
+        return
+    measured = {FIRST: _first, LAG: _lag, RETENTION: _retention}[scenario]
+    suite.attempt(what, scenario, lambda: measured(suite, workload))
 
 
 def _first(suite: Suite, workload: Workload) -> None:
     runs = FirstRun(suite.directory / "first", workload)
-    case = Case(
-        name=OURS,
-        run=runs.run,
-        prepare=runs.prepare,
-        finish=runs.finish,
-        floor=lambda: suite.floors.write_s(workload.nbytes),
-    )
+    case = Case(name=OURS, run=runs.run, prepare=runs.prepare, finish=runs.finish)
     samples = measure.rounds([case], suite.protocol, suite.rng)[OURS]
-    suite.add(workload, FIRST, OURS, "durable", "raw write", samples)
+    suite.add(workload, FIRST, OURS, DURABLE, "", samples)
 
 
 def _lag(suite: Suite, workload: Workload) -> None:
-    with _opened(suite.directory / "lag") as subject:
+    with _opened(suite, "lag") as subject:
         runs = LagRun(subject, workload)
         case = Case(name=OURS, run=runs.run, prepare=runs.prepare, finish=runs.finish)
         samples = measure.rounds([case], suite.protocol, suite.rng)[OURS]
     suite.add(workload, LAG, OURS, "background", "", samples)
 
 
-def _stall(suite: Suite, workload: Workload, column: str, loop: Callable[[], Any]) -> None:
-    with _opened(suite.directory / "stall") as subject:
+def _stall(
+    suite: Suite,
+    workload: Workload,
+    column: str,
+    loop: Callable[[], Any],
+    options: Mapping[str, Any],
+) -> None:
+    with _opened(suite, "stall", options=options) as subject:
         runs = StallRun(subject, workload, loop())
         case = Case(
             name=OURS,
@@ -77,8 +81,8 @@ def _retention(suite: Suite, workload: Workload) -> None:
     large = workload.is_large
     floor = (lambda: suite.floors.write_s(workload.nbytes)) if large else None
     with (
-        _opened(suite.directory / "kept-last", KeepLast(1)) as last,
-        _opened(suite.directory / "kept-all") as every,
+        _opened(suite, "kept-last", retention=KeepLast(1)) as last,
+        _opened(suite, "kept-all") as every,
     ):
         cases = []
         for column, subject in ((KEPT_LAST, last), (KEPT_ALL, every)):
@@ -96,32 +100,31 @@ def _retention(suite: Suite, workload: Workload) -> None:
             suite.add(workload, RETENTION, OURS, column, "raw write" if large else "", samples)
 
 
-class _opened:
-    # A subject of its own directory, closed and removed at the end of the block.
-    def __init__(self, directory: Path, retention: Any = None) -> None:
-        self._directory = directory
-        self._subject = AsyncCkpt(directory, retention=retention)
-
-    def __enter__(self) -> AsyncCkpt:
-        return self._subject
-
-    def __exit__(self, *error: object) -> None:
+@contextlib.contextmanager
+def _opened(suite: Suite, name: str, **given: Any) -> Iterator[AsyncCkpt]:
+    """Run the block with a subject in a directory of its own."""
+    with suite.scratch(name) as directory:
+        subject = AsyncCkpt(directory, **given)
         try:
-            self._subject.close()
+            yield subject
         finally:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            files.settle(self._directory.parent)
+            subject.close()
 
 
-def _loops(workload: Workload) -> list[tuple[str, Callable[[], Any]]]:
-    if workload.id in ("W3", "W4-10k"):
-        return [("NumPy loop", lambda: NumpyLoop(workload))]
-    if workload.id != "W1":
-        return []
-    made: list[tuple[str, Callable[[], Any]]] = [("NumPy loop", lambda: NumpyLoop(workload))]
-    if importlib.util.find_spec("jax"):
-        made += [
-            ("JAX loop", lambda: JaxLoop(workload)),
-            ("JAX loop, every leaf updated", lambda: JaxLoop(workload, every_leaf=True)),
-        ]
-    return made
+def _loops(
+    suite: Suite, workload: Workload
+) -> dict[str, tuple[Callable[[], Any], Mapping[str, Any]]]:
+    """Return loops by name, each with the options of the saves."""
+    found: dict[str, tuple[Callable[[], Any], Mapping[str, Any]]] = {}
+    jax = workload.id == "W1" and importlib.util.find_spec("jax")
+    if suite.full or not jax:
+        found["NumPy loop"] = (lambda: NumpyLoop(workload), {})
+    if not jax:
+        return found
+    found["JAX loop"] = (lambda: JaxLoop(workload), {})
+    # Nothing is donated, so that what the save holds stays what it is.
+    held = {"snapshot": "reference"}
+    found[REFERENCE] = (lambda: JaxLoop(workload, donating=False), held)
+    if suite.full:
+        found["JAX loop, every leaf updated"] = (lambda: JaxLoop(workload, every_leaf=True), {})
+    return found

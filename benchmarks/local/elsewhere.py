@@ -6,71 +6,27 @@ the other. Both ways end with everything flushed.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import shutil
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
 
-import asyncckpt
 from asyncckpt import blocking
 from benchmarks import files
+from benchmarks.local.ours import OneShot, unverified
 from benchmarks.local.suite import Suite
-from benchmarks.local.transfers import RestoreRun
+from benchmarks.local.transfers import restores
 from benchmarks.measure import Case
-from benchmarks.peers import Orbax, Safetensors
-from benchmarks.results import CONVERT, FOREIGN, IN_PLACE, ORBAX, OURS, OWN, SAFETENSORS
-from benchmarks.subject import Reader, Restored, Saved, Subject
-from benchmarks.workloads import (
-    Tree,
-    Workload,
-    difference,
-    flat_arrays,
-    leaves,
-    targets_like,
-)
+from benchmarks.peers import ORBAX, Orbax, Safetensors
+from benchmarks.results import CONVERT, FOREIGN, OURS, SAFETENSORS
+from benchmarks.subject import Subject
+from benchmarks.workloads import Tree, Workload, difference, flat_arrays, leaves
 
 TO_SAFETENSORS, FROM_SAFETENSORS = "to safetensors", "from safetensors"
 PLAIN = "through memory"
-
-
-@dataclass(slots=True)
-class AsyncCkptReader(Reader):
-    """`asyncckpt.blocking.restore` of a path, whoever wrote it; `flat` where there is no tree."""
-
-    flat: bool
-    name: ClassVar[str] = OURS
-
-    def restore(self, saved: Saved, workload: Workload) -> Restored:
-        """`restore(path)`: arrays that the library allocates."""
-        with unverified():
-            start = time.perf_counter()
-            tree = blocking.restore(saved.path)
-            wall_s = time.perf_counter() - start
-        return Restored(tree, {"wall_s": wall_s}, flat=self.flat)
-
-    def restore_into(self, saved: Saved, targets: Tree) -> Restored:
-        """`restore_into(path, targets)`."""
-        target = dict(leaves(targets)) if self.flat else targets
-        with unverified():
-            start = time.perf_counter()
-            blocking.restore_into(saved.path, target)
-            wall_s = time.perf_counter() - start
-        return Restored(targets, {"wall_s": wall_s})
-
-
-class unverified(warnings.catch_warnings):
-    """Other libraries keep no checksums; that they do not is no news here."""
-
-    def __enter__(self) -> Any:
-        caught = super().__enter__()
-        warnings.simplefilter("ignore", asyncckpt.RestoreWarning)
-        return caught
 
 
 # --------------------------------------------------------------------------------- conversions
@@ -174,49 +130,34 @@ def _save_file(tree: Tree, path: Path) -> None:
 
 def run(suite: Suite, workload: Workload) -> None:
     """Measure how asyncckpt and its peers restore and convert each other's checkpoints."""
-    peers: dict[str, tuple[Callable[[Path], Subject], bool]] = {SAFETENSORS: (Safetensors, True)}
+    makers: dict[str, tuple[Callable[[Path], Subject], bool]] = {}
     if importlib.util.find_spec("orbax"):
-        peers[ORBAX] = (Orbax, False)
-    for label, (make, flat) in peers.items():
+        makers[ORBAX] = (Orbax, False)
+    if suite.full:
+        makers[SAFETENSORS] = (Safetensors, True)
+    for label, (make, flat) in makers.items():
         what = f"{workload.id} {FOREIGN}, {label}"
         work = functools.partial(_foreign, suite, workload, label, make, flat)
         suite.attempt(what, FOREIGN, work)
-    suite.attempt(f"{workload.id} {CONVERT}", CONVERT, lambda: _convert(suite, workload))
+    if suite.full:
+        suite.attempt(f"{workload.id} {CONVERT}", CONVERT, lambda: _convert(suite, workload))
 
 
 def _foreign(
     suite: Suite, workload: Workload, label: str, make: Callable[[Path], Subject], flat: bool
 ) -> None:
-    with _removed(suite.directory / "foreign") as directory:
+    with suite.scratch("foreign") as directory:
         subject = make(directory)
         try:
             saved = subject.save(workload)
-            readers: dict[str, Reader] = {OURS: AsyncCkptReader(flat), label: subject}
-            targets = targets_like(workload.tree)
-            cases, keys = [], {}
-            for name, reader in readers.items():
-                for column in (IN_PLACE, OWN) if reader.restores_in_place else (OWN,):
-                    runs = RestoreRun(
-                        reader, workload, saved, targets if column == IN_PLACE else None, False
-                    )
-                    case = Case(
-                        f"{name}, {column}",
-                        runs.run,
-                        runs.prepare,
-                        runs.finish,
-                        floor=lambda: suite.floors.warm_read_s(workload.nbytes),
-                        fresh_nbytes=workload.fresh_nbytes,
-                    )
-                    keys[case.name] = (name, f"of {label}, {column}")
-                    cases.append(case)
-            for name, samples in suite.rounds(workload, FOREIGN, cases).items():
-                suite.add(workload, FOREIGN, *keys[name], "raw read, warm", samples)
+            kept = {OURS: (OneShot(directory, flat), saved), label: (subject, saved)}
+            restores(suite, workload, FOREIGN, kept, of=f"of {label}, ")
         finally:
             subject.close()
 
 
 def _convert(suite: Suite, workload: Workload) -> None:
-    with _removed(suite.directory / "convert") as directory:
+    with suite.scratch("convert") as directory:
         ours = directory / "ours"
         blocking.save(ours, workload.tree)
         theirs = Safetensors(directory / "theirs").save(workload).path
@@ -236,13 +177,3 @@ def _convert(suite: Suite, workload: Workload) -> None:
         for key in runs:
             if ", ".join(key) in taken:
                 suite.add(workload, CONVERT, *key, "raw write", taken[", ".join(key)])
-
-
-@contextlib.contextmanager
-def _removed(directory: Path) -> Iterator[Path]:
-    directory.mkdir(parents=True)
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        files.settle(directory.parent)

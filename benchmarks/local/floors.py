@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.files import chill, settle, warm
+from benchmarks.files import chill, settle
 from benchmarks.workloads import random_floats
 
 MIB = 1 << 20
@@ -65,11 +65,9 @@ class Floors:
         self.direct = _direct_works(directory, self._source)
         self.write_way = Way(1, 16 * MIB, direct=self.direct)
         self.cold_way = Way(1, 16 * MIB, direct=self.direct)
-        self.warm_way = Way(1, 4 * MIB)
         self.copy_way = Way(1, buffer_nbytes)
         self._file = directory / "floor.bin"
         self._file_nbytes = 0
-        self._file_is_warm = False
 
     def choose(self) -> dict[str, Any]:
         """Choose the fastest ways; return every rate found, in GB/s, for the report."""
@@ -82,10 +80,6 @@ class Floors:
             [*direct, *allocated], lambda way: self._write(way, nbytes), nbytes
         )
         self._fill(nbytes)
-        reads = [way for way in ways if way.threads <= 2]
-        self.warm_way, found["warm read"] = _fastest(
-            reads, lambda way: self._read(way, nbytes), nbytes
-        )
         cold = [*direct, *(way for way in ways if self.direct and way.threads == 1)]
         self.cold_way, found["cold read"] = _fastest(
             cold, lambda way: self._read_cold(way, nbytes), nbytes
@@ -99,14 +93,6 @@ class Floors:
     def write_s(self, nbytes: int) -> float:
         """Seconds to write a new file of `nbytes` and fdatasync it. The file is gone afterwards."""
         return self._write(self.write_way, nbytes)
-
-    def warm_read_s(self, nbytes: int) -> float:
-        """Seconds to read `nbytes` that are in the page cache into touched memory."""
-        self._fill(nbytes)
-        if not self._file_is_warm:
-            warm(self._file)
-            self._file_is_warm = True
-        return self._read(self.warm_way, nbytes)
 
     def cold_read_s(self, nbytes: int) -> float:
         """Seconds to read `nbytes` that are not in the page cache into touched memory."""
@@ -202,11 +188,9 @@ class Floors:
         finally:
             os.close(fd)
         self._file_nbytes = size
-        self._file_is_warm = True
 
     def _read_cold(self, way: Way, nbytes: int) -> float:
         chill(self._file)
-        self._file_is_warm = False
         return self._read(way, nbytes)
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import asyncckpt
+from asyncckpt import blocking
 from benchmarks.subject import Restored, Saved, Subject
-from benchmarks.workloads import Tree, Workload
+from benchmarks.workloads import Tree, Workload, leaves
 
 BUDGET_MARGIN_NBYTES = 128 << 20
 """Added to the size of the state for the byte budget: slots are rounded up per stage."""
@@ -16,12 +20,20 @@ BUDGET_MARGIN_NBYTES = 128 << 20
 
 @dataclass(slots=True)
 class AsyncCkpt(Subject):
-    """asyncckpt: one `Checkpointer`, prepared once, with a budget that holds the whole state."""
+    """asyncckpt: one `Checkpointer`, prepared once, with a budget that holds the whole state.
+
+    Attributes:
+        retention: the policy; None keeps every step.
+        options: further ones for saves.
+        unplanned: open a new `Checkpointer` for every save and prepare nothing, so that each is
+            the first of its tree.
+    """
 
     name: ClassVar[str] = "asyncckpt"
 
-    budget_nbytes: int = 0
     retention: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    unplanned: bool = False
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
     checkpointer: Any = None
 
@@ -32,19 +44,20 @@ class AsyncCkpt(Subject):
 
     def open(self, workload: Workload) -> Any:
         """Return the `Checkpointer`, its pool warm."""
-        import asyncckpt
-
         if self.checkpointer is None:
-            budget = max(self.budget_nbytes, workload.nbytes + workload.nbytes // 16)
-            self.checkpointer = asyncckpt.Checkpointer(
-                self.directory,
-                keep=self.retention,
-                save_options=asyncckpt.SaveOptions(
-                    host_memory_nbytes=budget + BUDGET_MARGIN_NBYTES
-                ),
-            )
-            self.runner.run(self.checkpointer.prepare(workload.tree))
+            self.checkpointer = self.make(workload.nbytes)
+            if not self.unplanned:
+                self.runner.run(self.checkpointer.prepare(workload.tree))
         return self.checkpointer
+
+    def make(self, nbytes: int) -> Any:
+        """Return a new `Checkpointer` for states of so many bytes."""
+        budget = nbytes + nbytes // 16 + BUDGET_MARGIN_NBYTES
+        return asyncckpt.Checkpointer(
+            self.directory,
+            keep=self.retention,
+            save_options=asyncckpt.SaveOptions(host_memory_nbytes=budget, **self.options),
+        )
 
     def next_step(self) -> int:
         """Return a step that was not used yet."""
@@ -53,6 +66,8 @@ class AsyncCkpt(Subject):
 
     def save(self, workload: Workload) -> Saved:
         """Time `await checkpointer.save(...)`, and how long it takes until `wait()` returns."""
+        if self.unplanned:
+            self._closed()
         checkpointer, step = self.open(workload), self.next_step()
 
         async def timed() -> tuple[Any, float, float]:
@@ -99,8 +114,58 @@ class AsyncCkpt(Subject):
     def close(self) -> None:
         """Close the checkpointer and its loop."""
         try:
-            if self.checkpointer is not None:
-                self.runner.run(self.checkpointer.close())
+            self._closed()
         finally:
-            self.checkpointer = None
             self.runner.close()
+
+    def _closed(self) -> None:
+        checkpointer, self.checkpointer = self.checkpointer, None
+        if checkpointer is not None:
+            self.runner.run(checkpointer.close())
+
+
+@dataclass(slots=True)
+class OneShot(Subject):
+    """The functions `asyncckpt.blocking.save`, `restore` and `restore_into`, given paths.
+
+    Attributes:
+        flat: what is restored was written without a tree, by another library.
+    """
+
+    name: ClassVar[str] = "asyncckpt, one-shot"
+
+    flat: bool = False
+
+    def save(self, workload: Workload) -> Saved:
+        """`save(path, tree)`."""
+        path = self._new_path()
+        start = time.perf_counter()
+        blocking.save(path, workload.tree)
+        wall_s = time.perf_counter() - start
+        return Saved(path, {"wall_s": wall_s, "as_shipped_s": wall_s, "stall_s": wall_s})
+
+    def restore(self, saved: Saved, workload: Workload) -> Restored:
+        """`restore(path)`: arrays that the library allocates."""
+        with unverified():
+            start = time.perf_counter()
+            tree = blocking.restore(saved.path)
+            wall_s = time.perf_counter() - start
+        return Restored(tree, {"wall_s": wall_s}, flat=self.flat)
+
+    def restore_into(self, saved: Saved, targets: Tree) -> Restored:
+        """`restore_into(path, targets)`."""
+        target = dict(leaves(targets)) if self.flat else targets
+        with unverified():
+            start = time.perf_counter()
+            blocking.restore_into(saved.path, target)
+            wall_s = time.perf_counter() - start
+        return Restored(targets, {"wall_s": wall_s})
+
+
+class unverified(warnings.catch_warnings):
+    """Ignore that other libraries keep no checksums."""
+
+    def __enter__(self) -> Any:
+        caught = super().__enter__()
+        warnings.simplefilter("ignore", asyncckpt.RestoreWarning)
+        return caught

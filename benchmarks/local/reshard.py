@@ -12,25 +12,22 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
-import json
 import math
 import random
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from asyncckpt import blocking
-from benchmarks import files, measure, workloads
+from benchmarks import files, measure, results, workloads
 from benchmarks.local import shardings
 from benchmarks.local.suite import Suite
-from benchmarks.measure import Case, Protocol, Sample
-from benchmarks.peers import Orbax, quiet
-from benchmarks.results import ORBAX, OURS, RESHARD, Measurement
+from benchmarks.measure import Case, Protocol
+from benchmarks.peers import ORBAX, Orbax
+from benchmarks.peers.timing import quiet
+from benchmarks.results import OURS, RESHARD, Measurement
 from benchmarks.subject import Restored
 from benchmarks.workloads import Tree, Workload
 
@@ -81,47 +78,19 @@ def even_nbytes(nbytes: int) -> int:
     return (width << 30) * width // (512 * 512)
 
 
-def run(
-    suite: Suite, nbytes: int, *, layers: int = workloads.LAYERS, every_peer: bool = False
-) -> None:
-    """Measure everything in a child process.
-
-    Args:
-        suite: gets what is found.
-        nbytes: about the size of the state.
-        layers: of the model; fewer make it smaller.
-        every_peer: measure Orbax in every case, and as often.
-    """
+def run(suite: Suite, nbytes: int, *, layers: int = workloads.LAYERS) -> None:
+    """Measure everything in a child process; `layers` of the model, fewer make it smaller."""
     nbytes = even_nbytes(nbytes)
     suite.log(f"W7: {nbytes / 2**20:.0f} MiB over {DEVICES} devices, restored onto others")
-    directory = suite.directory / "W7"
-    arguments = [str(directory), str(nbytes), f"--layers={layers}"]
+    arguments: list[object] = [nbytes, f"--layers={layers}"]
     arguments += [f"--samples={suite.protocol.samples}", f"--seed={suite.rng.randrange(1000)}"]
-    arguments += ["--every-peer"] if every_peer else []
-    work = functools.partial(_in_child, suite, directory, arguments)
+    arguments += ["--every-peer"] if suite.full else []
+
+    def work() -> None:
+        with suite.scratch("W7") as directory:
+            suite.in_child("benchmarks.local.reshard", directory, *arguments)
+
     suite.attempt(f"W7 {RESHARD}", RESHARD, work)
-
-
-def _in_child(suite: Suite, directory: Path, arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "benchmarks.local.reshard", *arguments]
-    try:
-        done = subprocess.run(
-            command,
-            cwd=Path(__file__).parents[1],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        files.settle(suite.directory)
-    if done.returncode:
-        raise RuntimeError(f"the child ended with status {done.returncode}:\n{done.stderr[-4000:]}")
-    found = json.loads(done.stdout)
-    suite.found.errors += found["errors"]
-    for value in found["measurements"]:
-        samples = tuple(Sample(**sample) for sample in value["samples"])
-        suite.found.measurements.append(Measurement(**{**value, "samples": samples}))
 
 
 # ----------------------------------------------------------------------------------- the child
@@ -296,6 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every-peer", action="store_true")
     options = parser.parse_args(arguments)
+    answers = results.claim_output()
     import jax
 
     jax.config.update("jax_num_cpu_devices", DEVICES)
@@ -307,8 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         random.Random(options.seed),
         every_peer=options.every_peer,
     )
-    values: list[dict[str, Any]] = [dataclasses.asdict(measurement) for measurement in found]
-    print(json.dumps({"measurements": values, "errors": errors}))
+    results.print_json(answers, found, errors)
     return 0
 
 

@@ -6,65 +6,114 @@ import dataclasses
 import functools
 import shutil
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from dataclasses import dataclass, field
 
-from benchmarks import files, measure, results
+from asyncckpt import KeepLast
+from benchmarks import files, measure
 from benchmarks.local import background, elsewhere, planning
-from benchmarks.local.ours import AsyncCkpt
+from benchmarks.local.ours import AsyncCkpt, OneShot
 from benchmarks.local.suite import Suite
-from benchmarks.local.transfers import RestoreRun, SaveRun
+from benchmarks.local.transfers import RetainedRun, SaveRun, restores
 from benchmarks.measure import Case
-from benchmarks.peers import Safetensors
-from benchmarks.results import COLD, IN_PLACE, OWN, SAVE, WARM
+from benchmarks.peers import Makers, Safetensors
+from benchmarks.results import (
+    AS_SHIPPED,
+    COLD,
+    CONVERT,
+    DURABLE,
+    FIRST,
+    FOREIGN,
+    LAG,
+    ONE_SHOT,
+    OURS,
+    PLAN,
+    RETAINED,
+    RETENTION,
+    SAFETENSORS,
+    SAVE,
+    STALL,
+    UNPLANNED,
+    WARM,
+)
 from benchmarks.subject import Saved, Subject
-from benchmarks.workloads import SMALL_LEAVES, Workload, targets_like
+from benchmarks.workloads import COMPRESSED, SMALL_LEAVES, Workload
+
+SHORT_ONCE_LEAVES = 10_000
+"""The most leaves with which the short form measures what is done once: it takes seconds."""
 
 
-def run(suite: Suite, make: Callable[[], Workload]) -> None:
-    """Run every scenario that concerns the workload; failures are in `suite.found.errors`."""
-    workload = make()
-    suite.log(
-        f"{workload.id}: {workload.title}, {workload.leaf_count} leaves, "
-        f"{workload.nbytes / 2**20:.0f} MiB"
-    )
-    _transfers(suite, workload)
-    background.run(suite, workload)
-    if workload.id == "W1":
-        elsewhere.run(suite, workload)
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured with one workload.
+
+    Attributes:
+        make: returns the workload.
+        scenarios: those that concern it.
+        peers: beside safetensors.
+    """
+
+    make: Callable[[], Workload]
+    scenarios: frozenset[str]
+    peers: Makers = field(default_factory=dict)
+
+    def run(self, suite: Suite) -> None:
+        """Run every scenario that is wanted; failures are in `suite.found.errors`."""
+        wanted = {scenario for scenario in self.scenarios if suite.wants(scenario)}
+        if not wanted:
+            return
+        workload = self.make()
+        suite.log(
+            f"{workload.id}: {workload.title}, {workload.leaf_count} leaves, "
+            f"{workload.nbytes / 2**20:.0f} MiB"
+        )
+        if wanted & {SAVE, WARM, COLD}:
+            _transfers(suite, workload, wanted, self.peers)
+        for scenario in (FIRST, LAG, RETENTION, STALL):
+            if scenario in wanted:
+                background.run(suite, workload, scenario)
+        if wanted & {FOREIGN, CONVERT}:
+            elsewhere.run(suite, workload)
+        if PLAN in wanted:
+            planning.run(suite, workload)
+
+
+def makers(workload: Workload, peers: Makers, *, full: bool) -> Makers:
+    """Return the subjects that save and restore the workload, by label."""
+    if workload.id.startswith(COMPRESSED):
+        return {OURS: functools.partial(AsyncCkpt, options={"compression": "zstd"}), **peers}
+    ours: Makers
     if workload.id.startswith(SMALL_LEAVES):
-        planning.run(suite, workload)
+        ours = {OURS: AsyncCkpt}
+        if full or workload.leaf_count <= SHORT_ONCE_LEAVES:
+            unplanned = functools.partial(AsyncCkpt, unplanned=True)
+            ours = {**ours, ONE_SHOT: OneShot, UNPLANNED: unplanned}
+    else:
+        # The older step is removed while the next one is saved, as in training.
+        ours = {OURS: functools.partial(AsyncCkpt, retention=KeepLast(1))}
+    return {**ours, SAFETENSORS: Safetensors, **peers}
 
 
-def _transfers(suite: Suite, workload: Workload) -> None:
+def _transfers(suite: Suite, workload: Workload, wanted: set[str], peers: Makers) -> None:
     base = suite.directory / workload.id
-    makers: dict[str, Callable[[Path], Subject]] = {
-        results.OURS: AsyncCkpt,
-        results.SAFETENSORS: Safetensors,
-        **suite.peers,
-    }
     subjects = {
-        label: make(base / f"subject-{index}") for index, (label, make) in enumerate(makers.items())
+        label: make(base / f"subject-{index}")
+        for index, (label, make) in enumerate(makers(workload, peers, full=suite.full).items())
     }
     try:
-        suite.attempt(f"{workload.id} {SAVE}", SAVE, lambda: _saves(suite, workload, subjects))
-        saved: dict[str, Saved] = {}
-        for label, subject in subjects.items():
-            suite.attempt(
-                f"{workload.id} save of {label} to restore from",
-                None,
-                functools.partial(_keep, saved, label, subject, workload),
-            )
-        suite.attempt(
-            f"{workload.id} {WARM}",
-            WARM,
-            lambda: restores(suite, workload, subjects, saved, cold=False),
-        )
-        if workload.id in ("W1", "W2", "W3"):
-            suite.attempt(
-                f"{workload.id} {COLD}",
-                COLD,
-                lambda: restores(suite, workload, subjects, saved, cold=True),
-            )
+        if SAVE in wanted:
+            suite.attempt(f"{workload.id} {SAVE}", SAVE, lambda: _saves(suite, workload, subjects))
+        kept: dict[str, tuple[Subject, Saved]] = {}
+        if wanted & {WARM, COLD}:
+            for label, subject in subjects.items():
+                # Restores know no plan from before; those of peers are left to the full form.
+                if label == UNPLANNED or (label in peers and not suite.full):
+                    continue
+                what = f"{workload.id} save of {label} to restore from"
+                suite.attempt(what, None, functools.partial(_keep, kept, label, subject, workload))
+        for scenario in (WARM, COLD):
+            if scenario in wanted:
+                work = functools.partial(restores, suite, workload, scenario, kept)
+                suite.attempt(f"{workload.id} {scenario}", scenario, work)
     finally:
         for label, subject in subjects.items():
             suite.attempt(f"{workload.id} close of {label}", None, subject.close)
@@ -73,15 +122,19 @@ def _transfers(suite: Suite, workload: Workload) -> None:
 
 
 def _saves(suite: Suite, workload: Workload, subjects: Mapping[str, Subject]) -> None:
-    large = workload.is_large
-    floor = (lambda: suite.floors.write_s(workload.nbytes)) if large else None
-    cases = []
+    floor = (lambda: suite.floors.write_s(workload.nbytes)) if workload.is_large else None
+    floor_name = "raw write" if workload.is_large else ""
+    cases, columns = [], {}
     for label, subject in subjects.items():
-        runs = SaveRun(subject, workload)
+        runs: SaveRun | RetainedRun = SaveRun(subject, workload)
+        columns[label] = DURABLE
+        if isinstance(subject, AsyncCkpt) and subject.retention is not None:
+            runs, columns[label] = RetainedRun(subject, workload), RETAINED
         cases.append(
             Case(
                 name=label,
                 run=runs.run,
+                prepare=runs.prepare,
                 finish=runs.finish,
                 floor=floor,
                 fresh_nbytes=workload.fresh_nbytes,
@@ -89,62 +142,23 @@ def _saves(suite: Suite, workload: Workload, subjects: Mapping[str, Subject]) ->
                 samples=suite.samples(label, workload),
             )
         )
-    taken = suite.rounds(workload, SAVE, cases)
-    for label, samples in taken.items():
-        suite.add(workload, SAVE, label, "durable", "raw write" if large else "", samples)
-        if label != results.OURS:
+    for label, samples in suite.rounds(workload, SAVE, cases).items():
+        suite.add(workload, SAVE, label, columns[label], floor_name, samples)
+        if not label.startswith(OURS):
             shipped = [dataclasses.replace(s, wall_s=s.values["as_shipped_s"]) for s in samples]
-            suite.add(workload, SAVE, label, "as shipped", "raw write" if large else "", shipped)
+            suite.add(workload, SAVE, label, AS_SHIPPED, floor_name, shipped)
 
 
 def _standing_nbytes(suite: Suite, subject: Subject, workload: Workload) -> int:
     # What a prepared pool takes; it would be missing from peaks that are counted later.
-    if not isinstance(subject, AsyncCkpt):
+    if not isinstance(subject, AsyncCkpt) or subject.unplanned:
         return 0
     before = measure.resident_nbytes()
     suite.attempt(f"{workload.id} prepare", None, lambda: subject.open(workload))
     return max(0, measure.resident_nbytes() - before)
 
 
-def restores(
-    suite: Suite,
-    workload: Workload,
-    subjects: Mapping[str, Subject],
-    saved: Mapping[str, Saved],
-    *,
-    cold: bool,
+def _keep(
+    kept: dict[str, tuple[Subject, Saved]], label: str, subject: Subject, workload: Workload
 ) -> None:
-    """Restore what each subject saved, warm or cold."""
-    large = workload.is_large
-    probe = suite.floors.cold_read_s if cold else suite.floors.warm_read_s
-    floor = (lambda: probe(workload.nbytes)) if large else None
-    targets = targets_like(workload.tree)
-    cases, keys = [], {}
-    for label, kept in saved.items():
-        subject = subjects[label]
-        for column in (IN_PLACE, OWN) if subject.restores_in_place else (OWN,):
-            runs = RestoreRun(
-                subject, workload, kept, targets if column == IN_PLACE else None, cold
-            )
-            name = f"{label}, {column}"
-            keys[name] = (label, column)
-            cases.append(
-                Case(
-                    name=name,
-                    run=runs.run,
-                    prepare=runs.prepare,
-                    finish=runs.finish,
-                    floor=floor,
-                    fresh_nbytes=workload.fresh_nbytes,
-                    samples=suite.samples(label, workload),
-                )
-            )
-    scenario = COLD if cold else WARM
-    taken = suite.rounds(workload, scenario, cases)
-    floor_name = "" if not large else "raw read, cold" if cold else "raw read, warm"
-    for name, samples in taken.items():
-        suite.add(workload, scenario, *keys[name], floor_name, samples)
-
-
-def _keep(saved: dict[str, Saved], label: str, subject: Subject, workload: Workload) -> None:
-    saved[label] = subject.save(workload)
+    kept[label] = (subject, subject.save(workload))

@@ -25,7 +25,7 @@ STEP_NBYTES = 64 << 20
 """Bytes that a small step of the NumPy loop changes."""
 
 UPDATED_SHARE = 16
-"""The small step of the JAX loop updates leaves that hold at least one part in so many."""
+"""A small step of a JAX or torch loop updates leaves that hold at least one part in so many."""
 
 HEARTBEAT_S = 0.001
 IDLE_S = 0.2
@@ -63,24 +63,26 @@ class NumpyLoop:
 
 
 class JaxLoop:
-    """A loop whose jitted step donates the whole state; it updates a part of it, or every leaf."""
+    """A loop whose jitted step updates a part of the state, or every leaf.
 
-    def __init__(self, workload: Workload, *, every_leaf: bool = False) -> None:
+    It donates the whole state, unless `donating` is false.
+    """
+
+    def __init__(
+        self, workload: Workload, *, every_leaf: bool = False, donating: bool = True
+    ) -> None:
         import jax
         import jax.numpy as jnp
 
         self._jax = jax
         self.state: Tree = map_leaves(lambda leaf: jnp.array(leaf, copy=True), workload.tree)
-        updated: set[str] = set()
-        room = workload.nbytes // UPDATED_SHARE
-        for path, leaf in leaves(workload.tree):
-            if every_leaf or room > 0:
-                updated.add(path)
-                room -= np.asarray(leaf).nbytes
+        paths = updated_paths(workload)
+        if every_leaf:
+            paths = {path for path, _ in leaves(workload.tree)}
 
-        @functools.partial(jax.jit, donate_argnums=0)
+        @functools.partial(jax.jit, donate_argnums=(0,) if donating else ())
         def step(state: Tree) -> Tree:
-            return _updated(state, updated)
+            return updated(state, paths)
 
         self._step = step
         self.step()
@@ -98,12 +100,24 @@ class JaxLoop:
         return map_leaves(lambda leaf: np.array(leaf, copy=True), self.state)
 
 
-def _updated(state: Tree, paths: set[str], prefix: str = "") -> Tree:
+def updated_paths(workload: Workload) -> set[str]:
+    """Return the leaves that a small step updates."""
+    room = workload.nbytes // UPDATED_SHARE
+    found: set[str] = set()
+    for path, leaf in leaves(workload.tree):
+        if room > 0:
+            found.add(path)
+            room -= np.asarray(leaf).nbytes
+    return found
+
+
+def updated(state: Tree, paths: set[str], prefix: str = "") -> Tree:
+    """Return the state after a step that updates these leaves."""
     made: Tree = {}
     for key, value in state.items():
         path = f"{prefix}.{key}" if prefix else key
         if isinstance(value, dict):
-            made[key] = _updated(value, paths, path)
+            made[key] = updated(value, paths, path)
         else:
             made[key] = value * 0.9995 if path in paths else value
     return made

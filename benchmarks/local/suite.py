@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import json
 import random
+import shutil
+import subprocess
 import sys
-import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import measure, results
+from benchmarks import files, measure, results
 from benchmarks.local.floors import Floors
 from benchmarks.measure import Case, Protocol, Sample
-from benchmarks.subject import Subject
 from benchmarks.workloads import LARGE_NBYTES, Workload
 
-SMALL_SAMPLES = 15
+REPOSITORY = Path(__file__).parents[2]
+
+CHILD_LIMIT_S = 1200.0
+
+SMALL_SAMPLES = 9
 """Runs of a few milliseconds are cheap, and their medians need more of them."""
 
 ONE_SAMPLE_LEAVES = 10_000
@@ -35,7 +41,7 @@ class Suite:
         floors: the probes.
         protocol: how samples are taken.
         found: where measurements and errors go.
-        peers: label -> maker of those beyond safetensors.
+        full: whether it is the full form.
         only: names of the scenarios to run; empty for all.
         log: gets a line per scenario.
     """
@@ -45,23 +51,57 @@ class Suite:
     protocol: Protocol
     found: results.Results
     rng: random.Random
-    peers: Mapping[str, Callable[[Path], Subject]] = field(default_factory=dict)
+    full: bool = False
     only: frozenset[str] = frozenset()
     log: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
 
+    def wants(self, scenario: str) -> bool:
+        """Whether the scenario is to be run."""
+        return not self.only or scenario in self.only
+
     def attempt(self, what: str, scenario: str | None, work: Callable[[], Any]) -> None:
         """Do the work if its scenario is to be run; record what it raises as an error."""
-        if scenario is not None and self.only and scenario not in self.only:
+        if scenario is not None and not self.wants(scenario):
             return
-        start = time.perf_counter()
+        start = self.protocol.clock()
+        if scenario is not None and self.protocol.is_late():
+            self.found.left_out.append(what)
+            self.log(f"  {what}: left out, the time is up")
+            return
         try:
             work()
         except Exception as error:
             self._report(what, error)
         else:
             if scenario is not None:
-                self.log(f"  {what}: {time.perf_counter() - start:.1f} s")
+                self.log(f"  {what}: {self.protocol.clock() - start:.1f} s")
         gc.collect()
+
+    @contextlib.contextmanager
+    def scratch(self, name: str) -> Iterator[Path]:
+        """Make a directory for the block; on return nothing of it is left, on disk either."""
+        directory = self.directory / name
+        directory.mkdir(parents=True)
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+            files.settle(self.directory)
+
+    def in_child(self, module: str, *arguments: object) -> None:
+        """Run a module in a process of its own, and collect the results that it prints as JSON.
+
+        Raises:
+            RuntimeError: the process failed; the message ends with what it said.
+            subprocess.TimeoutExpired: it took longer than any should; it was killed.
+        """
+        command = [sys.executable, "-m", module, *map(str, arguments)]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(
+                f"the child ended with status {done.returncode}:\n{done.stderr[-4000:]}"
+            )
+        self.found.add_json(json.loads(done.stdout))
 
     def rounds(
         self, workload: Workload, scenario: str, cases: Sequence[Case]
@@ -84,7 +124,7 @@ class Suite:
 
     def samples(self, label: str, workload: Workload) -> int | None:
         """Return how many samples a subject gets; None for as many as all."""
-        if label in (results.OURS, results.SAFETENSORS):
+        if label.startswith((results.OURS, results.SAFETENSORS)):
             return None
         return 1 if workload.leaf_count > ONE_SAMPLE_LEAVES else self.protocol.samples
 

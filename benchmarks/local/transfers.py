@@ -9,8 +9,21 @@ from pathlib import Path
 
 from benchmarks import files, measure
 from benchmarks.local.ours import AsyncCkpt
-from benchmarks.subject import Reader, Restored, Saved, Subject
-from benchmarks.workloads import Tree, Workload, difference, flat_arrays, scribble
+from benchmarks.local.suite import Suite
+from benchmarks.measure import Case
+from benchmarks.results import COLD, IN_PLACE, ONE_SHOT, OWN, SAFETENSORS
+from benchmarks.subject import Restored, Saved, Subject
+from benchmarks.workloads import (
+    Tree,
+    Workload,
+    difference,
+    flat_arrays,
+    scribble,
+    targets_like,
+)
+
+HUGE_NBYTES = 3 << 30
+"""States above are restored in one way only, because there is no memory for one more copy."""
 
 
 @dataclass(slots=True)
@@ -20,6 +33,9 @@ class SaveRun:
     subject: Subject
     workload: Workload
     saved: Saved | None = None
+
+    def prepare(self) -> None:
+        return None
 
     def run(self) -> Mapping[str, float]:
         self.saved = self.subject.save(self.workload)
@@ -36,7 +52,7 @@ class SaveRun:
 class RestoreRun:
     """Restores a checkpoint, warm or cold, and compares what came back."""
 
-    subject: Reader
+    subject: Subject
     workload: Workload
     saved: Saved
     targets: Tree | None
@@ -71,6 +87,53 @@ class RestoreRun:
         wrong = difference(flat_arrays(tree) if restored.flat else tree, restored.tree)
         if wrong:
             raise AssertionError(f"{self.subject.name} restored something else: {wrong}")
+
+
+def restores(
+    suite: Suite,
+    workload: Workload,
+    scenario: str,
+    kept: Mapping[str, tuple[Subject, Saved]],
+    *,
+    of: str = "",
+) -> None:
+    """Restore what each subject saved, warm or cold.
+
+    Args:
+        suite: takes the samples.
+        workload: what was saved.
+        scenario: cold ones are measured against raw reads, others against memcpy.
+        kept: label -> subject and its checkpoint.
+        of: in front of the columns.
+    """
+    cold, large = scenario == COLD, workload.is_large
+    probe = suite.floors.cold_read_s if cold else suite.floors.memcpy_s
+    floor = (lambda: probe(workload.nbytes)) if large else None
+    targets = targets_like(workload.tree)
+    cases, keys = [], {}
+    for label, (subject, saved) in kept.items():
+        columns = [IN_PLACE, OWN] if subject.restores_in_place else [OWN]
+        if workload.nbytes > HUGE_NBYTES:
+            columns = columns[:1]
+        elif label == ONE_SHOT or (cold and not suite.full and label == SAFETENSORS):
+            columns = [OWN]
+        for column in columns:
+            into = targets if column == IN_PLACE else None
+            runs = RestoreRun(subject, workload, saved, into, cold)
+            case = Case(
+                name=f"{label}, {column}",
+                run=runs.run,
+                prepare=runs.prepare,
+                finish=runs.finish,
+                floor=floor,
+                fresh_nbytes=workload.fresh_nbytes,
+                samples=suite.samples(label, workload),
+            )
+            keys[case.name] = (label, of + column)
+            cases.append(case)
+    floor_name = "" if not large else "raw read, cold" if cold else "memcpy"
+    for name, samples in suite.rounds(workload, scenario, cases).items():
+        suite.add(workload, scenario, *keys[name], floor_name, samples)
 
 
 @dataclass(slots=True)

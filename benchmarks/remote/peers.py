@@ -7,116 +7,39 @@ from __future__ import annotations
 
 import shutil
 import time
-from typing import Any
+from typing import Any, ClassVar
 
-import ml_dtypes
 import numpy as np
 
-from benchmarks.peers import quiet
+from benchmarks.peers import tensorstore
+from benchmarks.peers.dcp import array, tensors
+from benchmarks.peers.timing import quiet
 from benchmarks.remote.raw import BUCKET, CONNECTIONS
 from benchmarks.remote.subject import Restored, Setup, Subject, Values, run
 from benchmarks.workloads import Tree, Workload, flat_arrays, leaves, map_leaves
-
-MIB = 1 << 20
 
 # ---------------------------------------------------------------------------------- TensorStore
 
 
 class TensorStore(Subject):
-    """One OCDBT database of zarr3 arrays on TensorStore's s3 driver, written in one transaction.
+    """TensorStore's s3 driver below its OCDBT and zarr3 drivers, 32 requests in flight."""
 
-    Chunks and data files of 16 MiB, 32 requests in flight (its default), copies in two threads,
-    reads that are close to each other joined: the fastest of what was tried.
-    """
+    LIMITS: ClassVar[dict[str, Any]] = {"s3_request_concurrency": {"limit": 32}}  # its default
 
-    REQUESTS = 32
-    COPIES = 2
-    CHUNK_NBYTES = 16 * MIB
-    FILE_NBYTES = 16 * MIB
-    JOINED_NBYTES = 1 * MIB
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        import tensorstore as ts
-
-        self._ts = ts
-
-    def _context(self) -> Any:
-        return self._ts.Context(
-            {
-                "s3_request_concurrency": {"limit": self.REQUESTS},
-                "data_copy_concurrency": {"limit": self.COPIES},
-                "cache_pool": {"total_bytes_limit": 0},
-            }
-        )
-
-    def _spec(self, name: int, path: str) -> dict[str, Any]:
-        base = self.setup.endpoints.tensorstore_s3(BUCKET, f"{self.setup.prefix}/{name}/")
-        return {
-            "driver": "zarr3",
-            "kvstore": {
-                "driver": "ocdbt",
-                "base": base,
-                "path": path.replace("/", ".") + "/",
-                "target_data_file_size": self.FILE_NBYTES,
-                "config": {"max_inline_value_bytes": 1024},
-                "experimental_read_coalescing_threshold_bytes": self.JOINED_NBYTES,
-                "experimental_read_coalescing_merged_bytes": self.CHUNK_NBYTES,
-            },
-        }
+    def _base(self, name: int) -> Any:
+        return self.setup.endpoints.tensorstore_s3(BUCKET, f"{self.setup.prefix}/{name}/")
 
     def save(self, workload: Workload, name: int) -> Values:
         arrays = flat_arrays(workload.tree)
-        return run(self._save(arrays, name))
-
-    async def _save(self, arrays: dict[str, np.ndarray], name: int) -> Values:
-        ts = self._ts
         start = time.perf_counter()
-        context, transaction = self._context(), ts.Transaction()
-        opened = [
-            ts.open(
-                {**self._spec(name, path), "metadata": self._metadata(array)},
-                create=True,
-                context=context,
-                transaction=transaction,
-            )
-            for path, array in arrays.items()
-        ]
-        writes = [
-            (await store).write(array) for store, array in zip(opened, arrays.values(), strict=True)
-        ]
-        for write in writes:
-            await write.copy
-        await transaction.commit_async()
+        run(tensorstore.write(self._base(name), arrays, self.LIMITS))
         return {"wall_s": time.perf_counter() - start}
-
-    def _metadata(self, array: np.ndarray) -> dict[str, Any]:
-        chunk = list(array.shape)
-        if chunk:
-            row = max(1, array.nbytes // max(1, chunk[0]))
-            chunk[0] = max(1, min(chunk[0], self.CHUNK_NBYTES // row))
-        return {
-            "shape": list(array.shape),
-            "data_type": array.dtype.name,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
-            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
-        }
 
     def restore(self, workload: Workload, name: int) -> Restored:
         paths = [path for path, _ in leaves(workload.tree)]
-        return run(self._restore(paths, name))
-
-    async def _restore(self, paths: list[str], name: int) -> Restored:
-        ts = self._ts
         start = time.perf_counter()
-        context = self._context()
-        opened = [ts.open(self._spec(name, path), open=True, context=context) for path in paths]
-        batch = ts.Batch()
-        reads = [(await store).read(batch=batch) for store in opened]
-        batch.submit()
-        found = {path: await read for path, read in zip(paths, reads, strict=True)}
-        wall_s = time.perf_counter() - start
-        return Restored(found, {"wall_s": wall_s}, flat=True)
+        found = run(tensorstore.read(self._base(name), paths, self.LIMITS))
+        return Restored(found, {"wall_s": time.perf_counter() - start}, flat=True)
 
 
 # ------------------------------------------------------------------------------------------ DCP
@@ -128,31 +51,39 @@ class Dcp(Subject):
     THREADS = 4
     """One file each: its writer sends a file's parts one batch after the other."""
 
-    def _options(self) -> dict[str, Any]:
-        return s3fs_options(self.setup)
-
     def _url(self, name: int) -> str:
         return f"s3://{BUCKET}/{self.setup.prefix}/{name}"
 
-    def save(self, workload: Workload, name: int) -> Values:
-        import torch.distributed.checkpoint as dcp
+    def _writer(self, name: int) -> Any:
         from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-        state = {path: tensor(leaf) for path, leaf in leaves(workload.tree)}
+        # What it would sync is the local disk.
+        return FsspecWriter(
+            self._url(name),
+            thread_count=self.THREADS,
+            sync_files=False,
+            **s3fs_options(self.setup),
+        )
+
+    def _reader(self, name: int) -> Any:
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+        return FsspecReader(self._url(name), **s3fs_options(self.setup))
+
+    def save(self, workload: Workload, name: int) -> Values:
+        import torch.distributed.checkpoint as dcp
+
+        state = tensors(workload.tree)
         with quiet():
             start = time.perf_counter()
-            # What it would sync is the local disk.
-            writer = FsspecWriter(
-                self._url(name), thread_count=self.THREADS, sync_files=False, **self._options()
-            )
-            dcp.save(state, storage_writer=writer, no_dist=True)
+            dcp.save(state, storage_writer=self._writer(name), no_dist=True)
             return {"wall_s": time.perf_counter() - start}
 
     def restore(self, workload: Workload, name: int) -> Restored:
         """`load` into fresh tensors; making them is inside the timed part."""
         import torch
 
-        like = {path: tensor(leaf) for path, leaf in leaves(workload.tree)}
+        like = tensors(workload.tree)
         start = time.perf_counter()
         state = {path: torch.empty_like(value) for path, value in like.items()}
         self._load(state, name)
@@ -163,37 +94,49 @@ class Dcp(Subject):
 
     def restore_into(self, targets: Tree, name: int) -> Restored:
         """`load` into tensors that share the targets' memory."""
-        state = {path: tensor(leaf) for path, leaf in leaves(targets)}
+        state = tensors(targets)
         start = time.perf_counter()
         self._load(state, name)
         return Restored(targets, {"wall_s": time.perf_counter() - start})
 
     def _load(self, state: dict[str, Any], name: int) -> None:
         import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
         with quiet():
-            reader = FsspecReader(self._url(name), **self._options())
-            dcp.load(state, storage_reader=reader, no_dist=True)
+            dcp.load(state, storage_reader=self._reader(name), no_dist=True)
 
 
-def tensor(leaf: Any) -> Any:
-    """Return a tensor that shares the memory of the array."""
-    import torch
+class S3Connector(Dcp):
+    """torch.distributed.checkpoint with `S3StorageWriter` and `S3StorageReader` of Amazon."""
 
-    found = np.asarray(leaf)
-    if found.dtype == np.dtype(ml_dtypes.bfloat16):
-        return torch.from_numpy(found.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(found)
+    def _filesystem(self) -> Any:
+        from s3torchconnector import S3ClientConfig
+        from s3torchconnector._s3client import S3Client
+        from s3torchconnector.dcp.s3_file_system import S3FileSystem
 
+        endpoints = self.setup.endpoints
+        # Its classes of storage take no endpoint, so that they are given a client that has one.
+        client = S3Client(
+            endpoints.region,
+            endpoint=endpoints.s3_endpoint,
+            s3client_config=S3ClientConfig(force_path_style=True),
+        )
+        return S3FileSystem(endpoints.region, s3_client=client)
 
-def array(value: Any, dtype: np.dtype[Any]) -> np.ndarray:
-    """Return an array that shares the memory of the tensor."""
-    import torch
+    def _writer(self, name: int) -> Any:
+        from s3torchconnector.dcp import S3StorageWriter
 
-    bits = value.view(torch.int16) if value.dtype == torch.bfloat16 else value
-    found: np.ndarray = bits.numpy()
-    return found.view(dtype)
+        region = self.setup.endpoints.region
+        writer = S3StorageWriter(region, self._url(name), thread_count=self.THREADS)
+        writer.fs = self._filesystem()
+        return writer
+
+    def _reader(self, name: int) -> Any:
+        from s3torchconnector.dcp import S3StorageReader
+
+        reader = S3StorageReader(self.setup.endpoints.region, self._url(name))
+        reader.fs = self._filesystem()
+        return reader
 
 
 # ---------------------------------------------------------------------------------- safetensors

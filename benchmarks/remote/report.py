@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.measure import median
@@ -20,19 +19,19 @@ from benchmarks.remote.results import (
     Sweep,
 )
 from benchmarks.report import json_text
-from benchmarks.tables import seconds, targets
+from benchmarks.tables import facts, seconds, table, targets
 
 NAME = "remote"
 MIB = 1 << 20
 
 
-def write(results: Results, directory: Path, *, plots: bool = True) -> list[Path]:
+def write(results: Results, directory: Path, *, name: str = NAME, plots: bool = True) -> list[Path]:
     """JSON, table and (where matplotlib is installed) a picture are in `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
-    data, table = directory / f"{NAME}.json", directory / f"{NAME}.md"
+    data, table = directory / f"{name}.json", directory / f"{name}.md"
     data.write_text(json_text(results))
     made = [data, table]
-    picture = directory / f"{NAME}.png"
+    picture = directory / f"{name}.png"
     if plots and importlib.util.find_spec("matplotlib"):
         pictures.plot(results, picture)
         made.append(picture)
@@ -42,8 +41,7 @@ def write(results: Results, directory: Path, *, plots: bool = True) -> list[Path
 
 def markdown(results: Results, picture: str | None = None) -> str:
     """Return the tables, targets first."""
-    facts = "".join(f"- {key}: {_text(value)}\n" for key, value in results.facts.items())
-    parts = [f"# Benchmarks on object stores, {results.form} form\n", facts]
+    parts = [f"# Benchmarks on object stores, {results.form} form\n", facts(results.facts)]
     if results.notes:
         parts.append("".join(f"- {note}\n" for note in results.notes))
     if results.errors:
@@ -73,7 +71,7 @@ def _transfers(results: Results, scenario: str) -> str:
                 str(len(times)),
                 f"{found.rate / 1e6:.0f}" if large else "",
                 _number(results.floor_ratio(found)),
-                _number(_own_ratio(results, found)),
+                _number(results.own_ratio(found)),
                 _cpu(found, [sample.cpu_s for sample in found.samples]),
                 _cpu(found, found.values("server_cpu_s")),
                 _count(found.value("in_flight")),
@@ -87,18 +85,7 @@ def _transfers(results: Results, scenario: str) -> str:
         "of its client alone|CPU s per GiB|service's CPU s per GiB|most in flight|requests|"
         "extra memory|" + ("commit" if scenario == SAVE else "")
     )
-    return _table(scenario, columns, rows)
-
-
-def _own_ratio(results: Results, found: Measurement) -> float | None:
-    """Seconds of the same client alone / own seconds."""
-    if not found.ours:
-        return None
-    label = "raw " + found.subject.removeprefix("asyncckpt, ")
-    alone = results.where(
-        profile=found.profile, workload=found.workload, scenario=found.scenario, subject=label
-    )
-    return alone[0].wall_s / found.wall_s if alone else None
+    return table(scenario, columns, rows)
 
 
 def _trips(found: Measurement) -> str:
@@ -127,7 +114,7 @@ def _background(results: Results) -> str:
         "service|workload|subject|how|committed after|in start_save|lag of the caller's loop, p99|"
         "longest stall|samples"
     )
-    return _table(BACKGROUND, columns, rows)
+    return table(BACKGROUND, columns, rows)
 
 
 def _memory(results: Results) -> str:
@@ -146,7 +133,7 @@ def _memory(results: Results) -> str:
         for m in results.where(scenario=MEMORY)
     ]
     columns = "service|subject|what|state|budget|peak of extra memory|median|MB/s|samples"
-    return _table(MEMORY, columns, rows)
+    return table(MEMORY, columns, rows)
 
 
 def _sweeps(results: Results) -> str:
@@ -170,7 +157,7 @@ def _sweep(sweep: Sweep) -> str:
         rows.append(row)
     title = f"sweep of data files × streams, {sweep.profile}, {sweep.subject}: MB/s of a save"
     columns = "|".join(["data file", *(f"{number} streams" for number in streams)])
-    return _table(title, columns, rows) + (
+    return table(title, columns, rows) + (
         f"\nauto: {sweep.nbytes / sweep.auto_s / 1e6:.0f} MB/s with files of up to "
         f"{sweep.picked.nbytes / MIB:.1f} MiB and up to {sweep.picked.streams} requests in flight; "
         f"its first save, which knew nothing of the link, "
@@ -187,16 +174,7 @@ def _grids(results: Results) -> str:
         others = sorted(found.rates.items(), key=lambda item: -item[1])
         text = ", ".join(f"{point} {rate / 1e6:.0f}" for point, rate in others)
         rows.append((found.profile, found.client, found.direction, str(best), text))
-    return _table("bare clients", "service|client|what|best|MB/s of every point", rows)
-
-
-def _table(title: str, columns: str, rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    if not lines:
-        return ""
-    heads = columns.split("|")
-    head = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    return f"## {title[0].upper()}{title[1:]}\n\n" + "\n".join([*head, *lines]) + "\n"
+    return table("bare clients", "service|client|what|best|MB/s of every point", rows)
 
 
 def _cpu(found: Measurement, values: list[float]) -> str:
@@ -216,12 +194,6 @@ def _count(value: float) -> str:
 
 def _mib(nbytes: float) -> str:
     return "" if math.isnan(nbytes) else f"{nbytes / MIB:.0f} MiB"
-
-
-def _text(value: object) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {item}" for key, item in value.items())
-    return str(value)
 
 
 _NOTES = """## How to read this

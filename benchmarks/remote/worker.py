@@ -21,12 +21,14 @@ from benchmarks import measure
 from benchmarks.remote import ours, peers, raw, state
 from benchmarks.remote.raw import CLIENTS, Point
 from benchmarks.remote.subject import Restored, Setup, Subject, Values, loop_factory
+from benchmarks.results import claim_output
 from benchmarks.workloads import Tree, Workload, difference, flat_arrays, targets_like
 from tests.simulator.clients import Endpoints
 
 PEERS: dict[str, Callable[[Setup], Subject]] = {
     "tensorstore": peers.TensorStore,
     "dcp": peers.Dcp,
+    "s3torchconnector": peers.S3Connector,
     "safetensors": peers.Safetensors,
     "orbax": peers.Orbax,
 }
@@ -199,7 +201,7 @@ def measured(work: Callable[[], Mapping[str, float]]) -> Values:
 
 def main() -> None:
     """Answer until the standard input ends or `close` is asked for."""
-    answers = _claim_output()
+    answers = claim_output()
     setup = json.loads(sys.stdin.readline())
     worker: Any = None
     try:
@@ -245,13 +247,6 @@ def _made(setup: dict[str, Any]) -> Any:
 def _answer(answers: IO[str], value: dict[str, Any]) -> None:
     answers.write(json.dumps(value) + "\n")
     answers.flush()
-
-
-def _claim_output() -> IO[str]:
-    # What libraries print goes to the standard error.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return answers
 
 
 if __name__ == "__main__":

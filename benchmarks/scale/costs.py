@@ -27,7 +27,7 @@ from asyncckpt.planning.streams import Sharing, share, streams
 from asyncckpt.restore.exchange.exchanger import BATCH_NBYTES
 from asyncckpt.save.commit import Commit
 from asyncckpt.save.index import make_catalog
-from asyncckpt.save.merge import compare, merge
+from asyncckpt.save.merge import BoxesOfParts, compare, merge
 from asyncckpt.save.plan_cache import Layout
 from asyncckpt.save.snapshot import SaveRequest, take_snapshot
 from benchmarks.scale.job import DIGEST, SAVE_ID, STATE_NBYTES, Figures, Job, even, planned
@@ -106,8 +106,9 @@ def commit(job: Job, place: Path) -> Figures:
     snapshot = take_snapshot({name: np.zeros(()) for name in job.names})
     request = SaveRequest("1", 1, snapshot, {}, {}, False, options.SaveOptions(), None, True)
     with laps.lap("merge"):
-        compare(layout, snapshot, entries, str)
-        merged, late = merge(layout, entries, str)
+        boxes = BoxesOfParts(entries)
+        compare(layout, snapshot, entries, boxes, str)
+        merged, late = merge(layout, entries, boxes, str)
     for chunk in late:
         merged.chunks.file[chunk] = 0
     attempt, compute = _Attempt(), Workers(1, "scale")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncckpt import options
-from asyncckpt.format.entries import Entries, Part, WrittenFile, encode_entries
+from asyncckpt.format.entries import Entries, Parts, WrittenFile, encode_entries
 from asyncckpt.planning.leaves import LeafLayout
 from asyncckpt.planning.replicas import checked_rows
 from asyncckpt.planning.save import SavePlan, plan_save
@@ -141,7 +141,7 @@ def entries_by(job: Job, process: int, plan: SavePlan) -> Entries:
     parts = []
     for held in plan.parts:
         data = bytes(held.box.size * _itemsize(plan, held.array))
-        parts.append(Part(held.array, held.box, data if held.writer == process else b"", 0))
+        parts.append((held.array, held.box, data if held.writer == process else b"", 0))
     return Entries(
         save_id=SAVE_ID,
         process=process,
@@ -153,7 +153,7 @@ def entries_by(job: Job, process: int, plan: SavePlan) -> Entries:
         nbytes=nbytes[~small],
         crc=plan.row_chunk[kept].astype(np.uint32),
         values=values,
-        parts=parts,
+        parts=Parts.of(parts),
         checked=checked,
         checked_crc=checked.astype(np.uint32),
         scalar=np.zeros(0, np.int64),

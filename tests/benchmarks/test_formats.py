@@ -18,8 +18,8 @@ from benchmarks.local import elsewhere, planning, reshard, shardings
 from benchmarks.local.floors import Floors
 from benchmarks.local.suite import Suite
 from benchmarks.measure import Protocol
-from benchmarks.peers import Safetensors
-from benchmarks.results import ORBAX, OURS, RESHARD
+from benchmarks.peers import ORBAX, Safetensors
+from benchmarks.results import OURS, RESHARD
 
 MIB = 1 << 20
 
@@ -63,12 +63,11 @@ def test_every_sharding_is_measured_in_a_child_that_leaves_nothing(suite: Suite)
 
 
 def test_child_that_fails_is_an_error_and_no_measurement(suite: Suite) -> None:
-    (suite.directory / "W7").write_text("in the way")
-    reshard.run(suite, MIB, layers=1)
+    suite.attempt("W7", RESHARD, lambda: suite.in_child("benchmarks.local.reshard", "here", "big"))
     assert suite.found.measurements == []
     (error,) = suite.found.errors
-    assert "the child ended with status 1" in error
-    assert "StoreError" in error
+    assert "the child ended with status 2" in error
+    assert "invalid int value: 'big'" in error
 
 
 @pytest.mark.parametrize("nbytes", [0, 1 << 30, 484 * MIB, 5 * MIB])

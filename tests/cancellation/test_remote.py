@@ -156,8 +156,7 @@ class Remote:
 
     async def _settled(self) -> None:
         async def wait() -> None:
-            for work in self._store._settling:
-                await work.settled()
+            await self._store._context.background.ended()
 
         await self._session.call(wait).wait()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -91,6 +92,32 @@ async def lead(round_: Round) -> Any:
 async def follow(round_: Round) -> Any:
     await round_.post("ready", b"me")
     return await round_.outcome()
+
+
+def test_who_expects_a_message_does_not_end_a_long_pause_first(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Counting(SingleCoordinator):
+        waits = 0
+
+        async def wait(self, key: str, *, timeout_s: float) -> bytes | None:
+            self.waits += 1
+            return await super().wait(key, timeout_s=timeout_s)
+
+    async def leads_late(round_: Round) -> Any:
+        await asyncio.sleep(0.1)
+        return await lead(round_)
+
+    async def follows_late(round_: Round) -> Any:
+        await asyncio.sleep(0.05)
+        return await follow(round_)
+
+    monkeypatch.setattr(rounds, "pauses", lambda count: itertools.repeat(3600.0))
+    monkeypatch.setattr(rounds, "SLICE_S", 3600.0)
+    service = Counting()
+    results = play(engine, {0: leads_late, 1: follows_late, 2: follows_late}, service=service)
+    assert results[1] == b"result"
+    assert service.waits == 4  # from the beginning, and again when an answer was to come
 
 
 def test_all_succeed_with_the_result_of_process_0(engine: Engine) -> None:

@@ -296,24 +296,33 @@ def unlaunched(where: Path) -> None:
         blocking.save(where / "x", {"x": 1})
 
 
-def coordinator(where: Path, process: int) -> asyncckpt.DirectoryCoordinator:
-    return asyncckpt.DirectoryCoordinator(where / "keys", process_index=process, process_count=2)
+@contextlib.contextmanager
+def coordinator(where: Path, process: int) -> Iterator[asyncckpt.DirectoryCoordinator]:
+    made = asyncckpt.DirectoryCoordinator(where / "keys", process_index=process, process_count=2)
+    try:
+        yield made
+    finally:
+        asyncio.run(made.close())
 
 
 def one_alone(where: Path) -> None:
     options = asyncckpt.SaveOptions(arrival_s=0.3)
-    blocking.save(where / "x", {"x": 1}, options=options, coordinator=coordinator(where, 0))
+    with coordinator(where, 0) as given:
+        blocking.save(where / "x", {"x": 1}, options=options, coordinator=given)
 
 
 def together(where: Path, part: Callable[[blocking.Checkpointer, int], Any]) -> None:
     """Play two processes in threads; raises what process 0 does."""
 
     def play(process: int) -> None:
-        with blocking.Checkpointer(
-            where / "run",
-            save_options=asyncckpt.SaveOptions(arrival_s=1.0),
-            coordinator=coordinator(where, process),
-        ) as ckpt:
+        with (
+            coordinator(where, process) as given,
+            blocking.Checkpointer(
+                where / "run",
+                save_options=asyncckpt.SaveOptions(arrival_s=1.0),
+                coordinator=given,
+            ) as ckpt,
+        ):
             part(ckpt, process)
 
     with ThreadPoolExecutor(2) as threads:

@@ -5,6 +5,7 @@ Nothing of `asyncckpt.format` is used here: where this reader and the page diffe
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import dataclasses
 import hashlib
@@ -673,7 +674,10 @@ def test_the_page_covers_what_several_processes_save(tmp_path: Path) -> None:
         coordinator = DirectoryCoordinator(
             tmp_path / "keys", process_index=process, process_count=count
         )
-        blocking.save(tmp_path / "x", tree(process), coordinator=coordinator)
+        try:
+            blocking.save(tmp_path / "x", tree(process), coordinator=coordinator)
+        finally:
+            asyncio.run(coordinator.close())
 
     with ThreadPoolExecutor(count) as threads:
         list(threads.map(save, range(count)))

@@ -112,7 +112,7 @@ def test_trees_round_trip_at_any_node_size(
 def test_nodes_stay_within_their_size(entries: dict[bytes, Value], max_nbytes: int) -> None:
     tree = encode(entries, max_nbytes)
     offset = 0
-    for block in tree.blocks:
+    for block in map(bytes, tree.blocks):
         node = decode_node(block, file="d/nodes", offset=offset)
         least = 1 if isinstance(node, LeafNode) else 2
         assert len(block) - 18 <= max_nbytes or len(node.keys) <= least
@@ -127,7 +127,7 @@ def test_small_nodes_make_high_trees() -> None:
 
 def test_nodes_are_filled() -> None:
     tree = encode({b"key%05d" % i: (0, i, 10) for i in range(20_000)}, 10_000)
-    leaves = [b for b in tree.blocks if decode_node(b, file="", offset=0).height == 0]
+    leaves = [b for b in map(bytes, tree.blocks) if decode_node(b, file="", offset=0).height == 0]
     assert sum(map(len, leaves)) > 0.9 * len(leaves) * 10_000
 
 
@@ -199,8 +199,8 @@ ENTRIES: dict[bytes, Value] = {
     b"params.b/c/0": (0, 5, 6),
     b"x": b"",
 }
-LEAF = encode(ENTRIES).blocks[0]
-INTERIOR = encode({b"params.%d" % i: b"abc" for i in range(20)}, 80).blocks[-1]
+LEAF = bytes(encode(ENTRIES).blocks[0])
+INTERIOR = bytes(encode({b"params.%d" % i: b"abc" for i in range(20)}, 80).blocks[-1])
 
 
 @pytest.mark.parametrize("block", [LEAF, INTERIOR], ids=["leaf", "interior"])
@@ -305,7 +305,7 @@ def test_height_falls_by_one_per_level() -> None:
 
 def test_a_node_that_points_to_itself_is_found() -> None:
     """A cycle would need a child of its own height."""
-    root = TREE.blocks[-1]
+    root = bytes(TREE.blocks[-1])
     with pytest.raises(CorruptCheckpointError, match=r"parent says|instead of"):
         decode_tree(version_of(TREE), lambda _: root)
 

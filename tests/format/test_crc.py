@@ -35,6 +35,14 @@ def test_combining_zeros_of_any_length_agrees_with_computing_them() -> None:
         assert combine(0x12345678, crc32c(zeros), nbytes) == crc32c(zeros, 0x12345678)
 
 
+@given(st.integers(1, (1 << 55) - 1), st.integers(0, (1 << 32) - 1))
+def test_a_length_may_be_combined_in_parts(nbytes: int, crc: int) -> None:
+    """For lengths beyond what a test could hold."""
+    part = nbytes // 3
+    assert combine(crc, 0, nbytes) == combine(combine(crc, 0, part), 0, nbytes - part)
+    assert combine(0, crc, nbytes) == crc
+
+
 @pytest.mark.parametrize("nbytes", [-1, 1 << 56])
 def test_impossible_lengths_are_refused(nbytes: int) -> None:
     with pytest.raises(ValueError, match="cannot be combined"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format import entries as module
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.entries import Entries, Part, WrittenFile, decode_entries, encode_entries
+from asyncckpt.format.entries import Entries, Parts, WrittenFile, decode_entries, encode_entries
 from asyncckpt.spec import Box
 
 
@@ -29,7 +29,7 @@ def some(chunks: int = 3, values: dict[int, bytes] | None = None) -> Entries:
         nbytes=np.arange(chunks) + 4,
         crc=np.arange(chunks).astype(np.uint32) + 2**31,
         values={5: b"value", 6: b""} if values is None else values,
-        parts=[Part(3, Box((1, 2), (2, 3)), bytes(range(24)), 9), Part(4, Box((), ()), b"", 8)],
+        parts=Parts.of([(3, Box((1, 2), (2, 3)), bytes(range(24)), 9), (4, Box((), ()), b"", 8)]),
         checked=np.array([1, 99]),
         checked_crc=np.array([3, 4], np.uint32),
         scalar=np.array([5]),
@@ -48,7 +48,8 @@ def test_what_is_encoded_is_decoded(chunks: int, values: dict[int, bytes]) -> No
     assert encode_entries(decoded) == encoded
     assert decoded.chunk.tolist() == list(range(10, 10 + chunks))
     assert decoded.values == values
-    assert decoded.parts[0] == Part(3, Box((1, 2), (2, 3)), bytes(range(24)), 9)
+    assert decoded.parts.box.tolist() == [[[1, 2], [2, 3]], [[0, 0], [1, 1]]]
+    assert decoded.parts.values.tobytes() == bytes(range(24))
 
 
 @given(st.data())
@@ -102,19 +103,23 @@ def test_a_forged_header_is_refused(change: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "places",
+    ("box", "nbytes"),
     [
-        [3, 4, 9],  # neither rank nor box
-        [3, 4, 9, 2, 0, 0, 1],  # half a shape
-        [3, 4, 9, 2**40, 0, 0, 1, 1],
-        [3, 5, 9, 1, 0, 1],  # more values than there are
-        [3, 3, 9, 1, 0, 1],  # fewer
+        ([0], [4]),
+        ([0, 1, 2], [4]),  # half a shape
+        ([0] * 2 * 33, [4]),  # more dimensions than a checkpoint's arrays have
+        ([0, 1], [5]),  # more values than there are
+        ([0, 1], [3]),  # fewer
+        ([0, 1, 0, 1, 0, 1], [2**63 - 1, 2**63 - 1, 6]),  # in 64 bits, their sum is 4
     ],
 )
-def test_parts_without_a_valid_place_are_refused(places: list[int]) -> None:
-    assert module._parts([3, 4, 9, 1, 0, 1], b"abcd") == [Part(3, Box((0,), (1,)), b"abcd", 9)]
+def test_parts_without_a_valid_place_are_refused(box: list[int], nbytes: list[int]) -> None:
+    array, crc = np.full(len(nbytes), 3), np.full(len(nbytes), 9, np.uint32)
+    values = np.frombuffer(b"abcd", np.uint8)
+    known = module._parts(np.array([3]), np.array([4]), crc[:1], np.array([0, 1]), values)
+    assert known.box.tolist() == [[[0], [1]]]
     with pytest.raises(ValueError):
-        module._parts(places, b"abcd")
+        module._parts(array, np.array(nbytes), crc, np.array(box), values)
 
 
 def test_another_version_is_refused() -> None:

@@ -124,11 +124,11 @@ def record() -> bytes:
 CASES: dict[str, tuple[Callable[[], bytes], Callable[[bytes], Structure]]] = {
     "manifest": (manifest, lambda data: decode_manifest(data, file="manifest.ocdbt")),
     "leaf": (
-        lambda: tree().blocks[0],
+        lambda: bytes(tree().blocks[0]),
         lambda data: decode_node(data, file="d/index-00ff", offset=0),
     ),
     "interior": (
-        lambda: tree().blocks[-1],
+        lambda: bytes(tree().blocks[-1]),
         lambda data: decode_node(data, file="d/index-00ff", offset=0),
     ),
     "chunk_index": (chunk_index, lambda data: decode_chunk_index(data, file="d/index-00ff")),
@@ -179,7 +179,7 @@ def test_bytes_that_are_no_text_are_dumped_as_hex() -> None:
         node_offset=0,
         max_decoded_node_nbytes=1000,
     )
-    node = decode_node(tree_of_bytes.blocks[0], file="n", offset=0)
+    node = decode_node(bytes(tree_of_bytes.blocks[0]), file="n", offset=0)
     document = json.loads(json.dumps(dump(node)))
     assert [entry["key"] for entry in document["entries"]] == [{"hex": "00"}, "key", {"hex": "ff"}]
     again = load(document)

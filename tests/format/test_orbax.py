@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncckpt.format.orbax import (
+    OrbaxArrays,
     OrbaxLeaf,
     conflicts,
     encode_files,
@@ -32,6 +33,30 @@ def test_metadata_names_every_path_as_a_tuple_of_strings(
         keys = [(item["key"], item["key_type"] == 1) for item in entry["key_metadata"]]
         assert keys == list(path)
         assert entry["value_metadata"] == {"value_type": "np.ndarray", "skip_deserialize": False}
+
+
+@given(
+    st.lists(st.tuples(text, st.booleans()), max_size=3),
+    st.booleans(),
+    st.lists(st.one_of(text, st.from_regex(r"[a-z0-9_ .-]*", fullmatch=True)), unique=True),
+)
+def test_leaves_of_one_container_are_written_as_one_by_one(
+    base: list[tuple[str, bool]], in_sequence: bool, keys: list[str]
+) -> None:
+    kinds = ["array" if len(key) % 2 else "scalar" for key in keys]
+    group = OrbaxArrays(base, in_sequence, keys, kinds)  # type: ignore[arg-type]
+    one_by_one = []
+    for key, kind in zip(keys, kinds, strict=True):
+        made = OrbaxLeaf((*base, (key, in_sequence)), kind)  # type: ignore[arg-type]
+        one_by_one.append(made)
+    assert group.orbax_names == [made.orbax_name for made in one_by_one]
+    assert encode_files([group]) == encode_files(one_by_one)
+
+
+def test_a_string_with_the_name_of_a_grouped_array_is_a_conflict() -> None:
+    group = OrbaxArrays((("a", False),), False, ["b", "c"], ["array", "scalar"])
+    assert conflicts([group, leaf("a.c", "string", text="x")]) == [0, 1]
+    assert conflicts([group, leaf("a.d", "string", text="x")]) == []
 
 
 def leaf(name: str, kind: str, **more: object) -> OrbaxLeaf:

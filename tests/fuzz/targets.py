@@ -92,7 +92,7 @@ def _nodes(names: str = "abcde") -> tuple[bytes, ...]:
         node_offset=0,
         max_decoded_node_nbytes=110,
     )
-    return tuple(unframed(block) for block in tree.blocks)
+    return tuple(unframed(block) for block in map(bytes, tree.blocks))
 
 
 def _node() -> Target:

@@ -343,8 +343,7 @@ class Matrix:
         """What a save goes on with after it was acknowledged has ended."""
 
         async def wait() -> None:
-            for work in self._store._settling:
-                await work.settled()
+            await self._store._context.background.ended()
 
         await self._session.call(wait).wait()
 

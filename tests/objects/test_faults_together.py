@@ -162,8 +162,7 @@ class Pair:
         store: Any = ckpt._session.root.store
 
         async def wait() -> None:
-            for work in store._settling:
-                await work.settled()
+            await store._context.background.ended()
 
         await ckpt._session.call(wait).wait()
 

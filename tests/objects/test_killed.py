@@ -9,6 +9,7 @@ import pytest
 
 import asyncckpt
 from asyncckpt.stores.objects.gc import remove_garbage
+from asyncckpt.stores.objects.layout import is_probe
 from tests import children
 from tests.cancellation.points import assert_equal
 from tests.objects.stores import SAVE_OPTIONS, place, state
@@ -81,6 +82,8 @@ async def test_a_process_that_ends_in_an_upload_leaves_a_whole_step_or_none(
             removed = await core.call(
                 lambda: remove_garbage(store._context, -5.0, dry_run=False)  # type: ignore[attr-defined]
             ).wait()
+            # The first save may have been killed beside an experiment with the store.
+            removed = [key for key in removed if not is_probe(key)]
             assert all(key.startswith("1/") for key in removed)
             assert (removed == []) == committed
             assert before[1] == sorted({*at.keys("1/"), *(k for k in removed if "?" not in k)})

@@ -80,8 +80,8 @@ def within(kind: str, nbytes: int, budget_nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["s3fs", "obstore"])
-def test_half_a_gib_is_saved_and_restored_within_the_budget(kind: str) -> None:
-    within(kind, GIB // 2, 128 * MIB)
+def test_a_quarter_gib_is_saved_and_restored_within_the_budget(kind: str) -> None:
+    within(kind, GIB // 4, 64 * MIB)
 
 
 @pytest.mark.long

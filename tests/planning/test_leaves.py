@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import sys
@@ -226,13 +225,11 @@ UNEVEN = tuple(
     for i, (a, b) in enumerate(itertools.pairwise((0, 3001, 5000, 8001, 10_000)))
 )
 WHOLE = LeafLayout("a", ArraySpec((10_000, 300), "float32"), 16 * MIB)
-IN_PIECES = dataclasses.replace(WHOLE, name="params.w", shards=UNEVEN)
+IN_PIECES = WHOLE._replace(name="params.w", shards=UNEVEN)
 
 
 def test_leaves_in_pieces_stand_among_others_in_leaf_order() -> None:
-    plan = plan_save(
-        [WHOLE, IN_PIECES, dataclasses.replace(WHOLE, name="z", zstd_level=3)], **SIZES
-    )
+    plan = plan_save([WHOLE, IN_PIECES, WHOLE._replace(name="z", zstd_level=3)], **SIZES)
     arrays = plan.arrays
     assert arrays.names == ("a", *(f"params.w%~{i}" for i in range(4)), "z")
     assert arrays.leaf.tolist() == [0, 1, 1, 1, 1, 2]
@@ -247,8 +244,8 @@ def test_leaves_in_pieces_stand_among_others_in_leaf_order() -> None:
 
 
 def test_tied_leaves_share_all_pieces() -> None:
-    tied = dataclasses.replace(IN_PIECES, name="head", tied_to=1, shards=None, zstd_level=3)
-    again = dataclasses.replace(tied, name="again", tied_to=2)
+    tied = IN_PIECES._replace(name="head", tied_to=1, shards=None, zstd_level=3)
+    again = tied._replace(name="again", tied_to=2)
     plan = plan_save([WHOLE, IN_PIECES, tied, again], **SIZES)
     arrays = plan.arrays
     assert arrays.pieces == {1: range(1, 5), 2: range(5, 9), 3: range(9, 13)}
@@ -265,7 +262,7 @@ def test_the_name_of_a_piece_is_that_of_no_leaf() -> None:
     keys = ["w", "w%~0", "w%7E0", "", "%~0", "%", "w%", "w~0", "w" * 2000, "w" * 2001]
     names = array_names([(key,) for key in keys])
     plan = plan_save(
-        [dataclasses.replace(IN_PIECES, name=name) for name in names],
+        [IN_PIECES._replace(name=name) for name in names],
         **SIZES,
     )
     assert len(set(plan.arrays.names) | set(names)) == 5 * len(keys)
@@ -273,12 +270,12 @@ def test_the_name_of_a_piece_is_that_of_no_leaf() -> None:
 
 def test_a_leaf_named_like_a_piece_is_refused() -> None:
     with pytest.raises(UsageError, match=r"two leaves .* 'params\.w%~2'"):
-        plan_save([IN_PIECES, dataclasses.replace(WHOLE, name="params.w%~2")], **SIZES)
+        plan_save([IN_PIECES, WHOLE._replace(name="params.w%~2")], **SIZES)
 
 
 def test_an_explicit_chunk_shape_makes_one_array_of_any_shards_of_one_process() -> None:
     shards = tuple(Shard(shard.box) for shard in UNEVEN)
-    leaf = dataclasses.replace(IN_PIECES, shards=shards, chunk_shape=(5000, 300))
+    leaf = IN_PIECES._replace(shards=shards, chunk_shape=(5000, 300))
     plan = plan_save([leaf], **SIZES)
     assert not plan.arrays.pieces
     assert plan.row_source.tolist() == [-1, -1]

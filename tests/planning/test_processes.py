@@ -76,7 +76,7 @@ def jobs(draw: st.DrawFn) -> Job:
                 chunk_nbytes=chunk_nbytes,
                 listed=kind == "listed",
             )
-            own.append(dataclasses.replace(leaf, zstd_level=level))
+            own.append(leaf._replace(zstd_level=level))
     return job
 
 
@@ -186,7 +186,7 @@ def test_the_arrays_are_those_of_one_process_with_all_shards(job: Job) -> None:
     listed = []
     for leaf, shards in zip(job.leaves[0], job.shards, strict=True):
         all_shards = None if leaf.shards is None and leaf.partition is None else tuple(shards)
-        listed.append(dataclasses.replace(leaf, shards=all_shards, partition=None, holders=None))
+        listed.append(leaf._replace(shards=all_shards, partition=None, holders=None))
     one, first = plan_save(listed, **SIZES), job.plans()[0]
     assert one.arrays.names == first.arrays.names
     assert [one.arrays.of(a).grid for a in range(len(one.arrays.names))] == [
@@ -198,7 +198,7 @@ def test_the_arrays_are_those_of_one_process_with_all_shards(job: Job) -> None:
 
 def test_tied_leaves_have_one_writer_and_one_number() -> None:
     leaf = LeafLayout("a", ArraySpec((100, 100), "float32"), 10 * KIB)
-    tied = dataclasses.replace(leaf, name="b", tied_to=0)
+    tied = leaf._replace(name="b", tied_to=0)
     plans = [
         plan_save([leaf, tied], **SIZES, process=process, process_count=2) for process in range(2)
     ]
@@ -220,7 +220,7 @@ def test_small_shards_make_one_plain_chunk_whatever_is_asked_for() -> None:
     assert (part.grid.chunk_shape, part.zstd_level) == ((60, 60), None)
     assert plan.parts == ((0, own.box, 0, 1),) and not len(plan.row_chunk)
     # A leaf that each process holds whole is stored as asked for.
-    whole = dataclasses.replace(leaf, partition=Partition((60, 60), "all"), shards=None)
+    whole = leaf._replace(partition=Partition((60, 60), "all"), shards=None)
     part = plan_save([whole], **SIZES, process=1, process_count=2).arrays.of(0)
     assert (part.grid.chunk_shape, part.zstd_level) == ((7, 60), 3)
 

@@ -71,7 +71,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "asyncckpt")
 
 
-ROUNDS = 8
+ROUNDS = 16
 """What one of them happens to leave out, another one does: what Hypothesis draws depends on the
 modules that are imported, and with that on the tests that ran before."""
 
@@ -102,7 +102,7 @@ def test_any_sequence_of_operations_keeps_what_the_model_says() -> None:
     counts: Counter[str] = Counter()
     missing = set(OPERATIONS)
     for number in range(ROUNDS):
-        counts += run(100, operations=16, number=number)
+        counts += run(50, operations=16, number=number)
         missing -= {re.split(": | in ", name)[0] for name in counts}
         if not missing:
             break
@@ -137,7 +137,7 @@ def test_a_broken_rule_is_noticed(
         monkeypatch.setattr(owner, name, broken)
     with pytest.raises(AssertionError) as caught:
         for number in range(ROUNDS):
-            run(100, operations=16, number=number, shrink=False)
+            run(50, operations=16, number=number, shrink=False)
     assert complaint in "".join(traceback.format_exception(caught.value))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from asyncckpt.flow.budget import ByteBudget
 from asyncckpt.flow.buffers import AnonymousMemory, SlotPool
+from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.threads import Workers
 from asyncckpt.options import KIB, LeafOptions, SaveOptions
 from asyncckpt.ports import Sizes
@@ -51,4 +52,5 @@ class Staged:
             self.pool,
             workers,
             grow=False,
+            recorder=Recorder(),
         )

@@ -77,10 +77,9 @@ def payload_of(staged: Staged, names: tuple[str, ...]) -> Payload:
         crc=np.arange(len(plan.row_payload), dtype=np.uint32),
     )
     files = list(zip(names, plan.file_nbytes, range(len(names)), strict=True))
-    inline = {
-        array: trailed(bytes(int(plan.row_payload[plan.first_row[array]])))[0]
-        for array in plan.inline
-    }
+    inline = [
+        trailed(bytes(int(plan.row_payload[plan.first_row[array]])))[0] for array in plan.inline
+    ]
     return Payload(extents, inline, files)
 
 

@@ -3,39 +3,67 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import zstandard
 
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.zarr3 import CRC_NBYTES
+from asyncckpt.save import serialize, stage
 from asyncckpt.save.serialize import Compressor, WindowChecksums, trailed
+from asyncckpt.save.stage import StagedWindow
 from tests.save.staging import SLOT, Staged, noise
 
+TREES = {
+    # Chunks of 48 KiB in slots of 64: most of them begin in one window and end in the next.
+    "chunks": {"a": noise(5 * SLOT), "b": noise(SLOT + 77, 1)},
+    "many short ones": {str(i): noise(2000 + i, i) for i in range(80)},
+    "both": {"a": noise(3 * SLOT), **{str(i): noise(3000 + i, i) for i in range(30)}},
+    # Copied by element: no part of it is one run of bytes.
+    "transposed": {"a": noise(4 * SLOT).reshape(512, 512).T},
+}
 
-async def test_checksums_of_chunks_and_files_are_those_of_their_bytes(workers: Workers) -> None:
-    """Chunks of 48 KiB in slots of 64: most of them begin in one window and end in the next."""
-    tree = {"a": noise(5 * SLOT), "b": noise(SLOT + 77, 1)}
-    staged = Staged(tree, workers)
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("at_once", [True, False], ids=["copied and sealed", "sealed later"])
+async def test_checksums_of_chunks_and_files_are_those_of_their_bytes(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, tree: str, at_once: bool
+) -> None:
+    monkeypatch.setattr(stage, "CACHED_NBYTES", 10_000)
+    monkeypatch.setattr(serialize, "SHORT_NBYTES", 2050)
+    staged = Staged(TREES[tree], workers, slots=32)
     plan = staged.plan
+    assert any(piece.start for window in plan.windows for piece in window.pieces) or tree[0] == "m"
+    for slot in await staged.pool.take(32):
+        slot.buffer.fill(0xFF)  # as of an earlier save
+        staged.pool.release([slot])
     crcs = np.zeros(len(plan.row_payload), np.uint32)
     checksums = WindowChecksums(crcs, len(plan.file_nbytes))
+    items: list[StagedWindow] = []
+    seal = checksums.seal if at_once else None
+    await staged.staging.windows(items.append, lambda: None, seal)
+    # Sealed in any order, and folded in that of the plan.
+    sums = [item.sums or checksums.seal(item.window, item.slot.buffer) for item in reversed(items)]
     files = [bytearray(nbytes) for nbytes in plan.file_nbytes]
-
-    def seal(item: object) -> None:
-        window, slot = item.window, item.slot  # type: ignore[attr-defined]
-        checksums.seal(window, slot.buffer)
+    for item in items:
+        window, slot = item.window, item.slot
+        assert (item.sums is not None) == at_once
+        checksums.fold(window, slot.buffer, sums.pop())
         end = window.offset + window.nbytes
         files[window.file][window.offset : end] = slot.buffer[: window.nbytes].tobytes()
+        # What is written is whole pages.
+        assert not slot.buffer[window.nbytes : -(-window.nbytes // 4096) * 4096].any()
         staged.staging.give([slot])
-
-    await staged.staging.windows(seal, lambda: None)
     assert checksums.file_crcs == [crc32c(file) for file in files]
     for row, crc in enumerate(crcs.tolist()):
         start = int(plan.row_offset[row])
         end = start + int(plan.row_payload[row])
-        stored = files[int(plan.row_file[row])]
-        assert crc == crc32c(stored[start:end])
-        assert stored[end : end + CRC_NBYTES] == crc.to_bytes(CRC_NBYTES, "little")
+        file = files[int(plan.row_file[row])]
+        assert crc == crc32c(file[start:end])
+        assert file[end : end + CRC_NBYTES] == crc.to_bytes(CRC_NBYTES, "little")
+        file[start : end + CRC_NBYTES] = bytes(end + CRC_NBYTES - start)
+    # Nothing of what the slots held before is between the chunks.
+    assert not any(map(any, files))
 
 
 def test_the_stored_form_of_a_small_value_ends_with_its_checksum() -> None:

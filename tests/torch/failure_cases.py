@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,10 @@ def left(path: Path) -> list[str]:
 def joined() -> list[str]:
     """Wait for the end of the library's threads, now that nothing refers to what began them."""
     gc.collect()
+    end = time.monotonic() + 20
     threads = [t for t in threading.enumerate() if t.name.startswith("asyncckpt")]
     for thread in threads:
-        thread.join(20)
+        thread.join(max(0.0, end - time.monotonic()))
     return [thread.name for thread in threads if thread.is_alive()]
 
 

@@ -27,7 +27,7 @@ from asyncckpt.format.ocdbt.wire import (
     NODE_MAGIC,
     encode_varint,
     encode_varints,
-    frame,
+    frame_of,
     varint_sizes,
 )
 
@@ -45,14 +45,13 @@ class ValueColumns:
     """Values of all keys, in key order.
 
     Attributes:
-        inline: the value itself, or None if it is in a data file; `encode_tree` takes the values
-            out of the list, so that each is in memory once.
+        inline: the value itself; ignored if it is in a data file, and empty.
         file: index into the data files, -1 for inline values.
         offset: its first byte in that file; ignored for inline values.
         nbytes: its length; ignored for inline values.
     """
 
-    inline: list[bytes | None]
+    inline: Sequence[bytes | memoryview]
     file: I64
     offset: I64
     nbytes: I64
@@ -69,7 +68,7 @@ class EncodedTree:
             are not compressed, so a reader may go there directly.
     """
 
-    blocks: list[bytes]
+    blocks: list[bytearray]
     root: Location | None
     root_height: int
     num_keys: int
@@ -112,22 +111,21 @@ def encode_tree(
         return EncodedTree([], None, 0, 0, 0, 0, np.empty(0, np.int64))
     nbytes = values.nbytes.copy()
     inline = np.flatnonzero(~indirect)
-    nbytes[inline] = [len(values.inline[row] or b"") for row in inline.tolist()]
+    inlined = map(values.inline.__getitem__, inline.tolist())
+    nbytes[inline] = np.fromiter(map(len, inlined), np.int64, inline.size)
     groups = _split_leaves(columns, values, indirect, nbytes, data_files, max_decoded_node_nbytes)
-    blocks: list[bytes] = []
+    blocks: list[bytearray] = []
     inline_offset = np.full(count, -1, np.int64)
     offset = node_offset
     is_root = len(groups) == 2
     prefixes = np.zeros(1, np.int64) if is_root else _common_prefixes(columns, groups)
     for start, stop, prefix in zip(groups, groups[1:], prefixes.tolist(), strict=False):
-        body, inline_start = _encode_leaf(
-            columns, values, indirect, nbytes, data_files, start, stop, prefix
-        )
-        values.inline[start:stop] = [None] * (stop - start)
+        head = _encode_leaf(columns, values, indirect, nbytes, data_files, start, stop, prefix)
         rows = start + np.flatnonzero(~indirect[start:stop])
         sizes = nbytes[rows]
-        inline_offset[rows] = offset + FRAME_HEADER + inline_start + np.cumsum(sizes) - sizes
-        blocks.append(frame(NODE_MAGIC, body))
+        inline_offset[rows] = offset + FRAME_HEADER + len(head) + np.cumsum(sizes) - sizes
+        inline_values = [value for value in values.inline[start:stop] if value]
+        blocks.append(frame_of(NODE_MAGIC, [head, *inline_values]))
         offset += len(blocks[-1])
     starts = np.array(groups[:-1], np.int64)
     block_nbytes = np.array(list(map(len, blocks)), np.int64)
@@ -238,15 +236,15 @@ def _encode_leaf(
     start: int,
     stop: int,
     prefix: int,
-) -> tuple[bytes, int]:
-    """Return the body of a leaf, and the offset of its inline values."""
+) -> bytes:
+    """Return the body of a leaf without its inline values, which follow."""
     rows = slice(start, stop)
     lengths = columns.lengths[rows] - columns.shared[rows]
     lengths[0] = columns.lengths[start] - prefix
     in_file = indirect[rows]
     used, local = np.unique(values.file[rows][in_file], return_inverse=True)
     suffixes = columns.suffixes[columns.suffix_ends[start + 1] : columns.suffix_ends[stop]]
-    head = b"".join(
+    return b"".join(
         (
             b"\0",
             encode_data_files(list(map(data_files.__getitem__, used.tolist()))),
@@ -261,15 +259,13 @@ def _encode_leaf(
             encode_varints(values.offset[rows][in_file]),
         )
     )
-    inline = b"".join(filter(None, values.inline[start:stop]))
-    return head + inline, len(head)
 
 
 def _encode_level(
     columns: KeyColumns,
     children: _Children,
     height: int,
-    blocks: list[bytes],
+    blocks: list[bytearray],
     node_file: str,
     offset: int,
     max_nbytes: int,
@@ -307,20 +303,18 @@ def _encode_level(
         own[0] = lengths[start] - prefix
         keys = list(map(columns.key, children.key[rows].tolist()))
         cuts = [prefix, *shared[start + 1 : stop].tolist()]
-        body = b"".join(
-            (
-                bytes([height]),
-                table,
-                encode_varint(stop - start),
-                encode_varints(shared[start + 1 : stop] - prefix),
-                encode_varints(own),
-                encode_varints(children.prefix[rows] - prefix),
-                *(key[cut:] for key, cut in zip(keys, cuts, strict=True)),
-                bytes(stop - start),
-                *(encode_varints(column[rows]) for column in fields),
-            )
+        parts = (
+            bytes([height]),
+            table,
+            encode_varint(stop - start),
+            encode_varints(shared[start + 1 : stop] - prefix),
+            encode_varints(own),
+            encode_varints(children.prefix[rows] - prefix),
+            *(key[cut:] for key, cut in zip(keys, cuts, strict=True)),
+            bytes(stop - start),
+            *(encode_varints(column[rows]) for column in fields),
         )
-        blocks.append(frame(NODE_MAGIC, body))
+        blocks.append(frame_of(NODE_MAGIC, parts))
         sizes.append(len(blocks[-1]))
     nbytes = np.array(sizes, np.int64)
     above = _Children(

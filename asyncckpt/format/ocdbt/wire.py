@@ -10,6 +10,8 @@ bytes before it.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 import zstandard
@@ -17,6 +19,11 @@ import zstandard
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.damage import corrupt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from typing_extensions import Buffer
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
@@ -202,9 +209,15 @@ class Reader:
 
 def frame(magic: int, body: bytes) -> bytes:
     """Return the uncompressed frame around a body."""
-    head = magic.to_bytes(4, "big") + (len(body) + FRAME_OVERHEAD).to_bytes(8, "little") + b"\0\0"
-    crc = crc32c(body, crc32c(head))
-    return b"".join((head, body, crc.to_bytes(4, "little")))
+    return bytes(frame_of(magic, (body,)))
+
+
+def frame_of(magic: int, body: Iterable[Buffer]) -> bytearray:
+    """Return the uncompressed frame around a body in parts, each of which is copied once."""
+    data = bytearray().join((bytes(FRAME_HEADER), *body, bytes(4)))
+    data[:12] = magic.to_bytes(4, "big") + len(data).to_bytes(8, "little")
+    data[-4:] = crc32c(memoryview(data)[:-4]).to_bytes(4, "little")
+    return data
 
 
 def unframe(

@@ -205,6 +205,9 @@ class LocalStore:
         """Open an attempt for files of another format, without a commit record; see `begin`."""
         return await self.begin(name, save_id, overwrite=overwrite, private=private, exports=True)
 
+    async def settled(self) -> None:
+        """Do nothing: other programs find all files when the record is there."""
+
     async def names(self) -> list[str]:
         """Return the names of all directories below the root; none if there is no root."""
         return await self._workers.run(self._names)

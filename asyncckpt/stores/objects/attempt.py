@@ -5,7 +5,9 @@
 # Rule 2: it ends with exactly one of `publish` and `abort`; both run to their end, however often
 #   the caller is cancelled.
 # Rule 3: after a failure every further call raises it.
-# Rule 4: with a claim, the record is followed by one look for a higher one. If there is any, the
+# Rule 4: `publish` returns when the record stands. The fixed names follow in the background, and
+#   the next record of this store after them, so that at most one checkpoint lacks them.
+# Rule 5: with a claim, the record is followed by one look for a higher one. If there is any, the
 #   save is not acknowledged, and nothing of it is removed (claims/counting.py, rule 1).
 
 from __future__ import annotations
@@ -13,8 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from asyncckpt.errors import AsyncCheckpointError, SaveError, SaveOutcomeUnknownError, StoreError
 from asyncckpt.flow.shield import to_completion
@@ -24,6 +25,7 @@ from asyncckpt.stores.objects.context import Context, Record, owned
 from asyncckpt.stores.objects.layout import fixed_path, join
 from asyncckpt.stores.objects.probe import Conditions
 from asyncckpt.stores.objects.publish import AFTER_S, Publication
+from asyncckpt.stores.objects.repair import repair_quietly
 from asyncckpt.stores.objects.share import ObjectShare
 from asyncckpt.stores.paths import check_file
 
@@ -38,8 +40,6 @@ class ObjectAttempt(ObjectShare):
         max_age_s: older than this it does not publish.
         conditions: awaited before the record; the conditional requests that the store honours,
             with ``versions=True`` those on versions too.
-        in_background: takes work for after the commit, and returns at once.
-        unfinished: called when fixed names could not be written.
         shared: other processes may join it, once `mark` has returned.
     """
 
@@ -53,8 +53,6 @@ class ObjectAttempt(ObjectShare):
         overwrite: bool,
         max_age_s: float,
         conditions: Callable[..., Awaitable[Conditions]],
-        in_background: Callable[[Coroutine[Any, Any, None]], None],
-        unfinished: Callable[[str], None],
         shared: bool,
     ) -> None:
         super().__init__(context, name, save_id, shared=shared)
@@ -62,8 +60,6 @@ class ObjectAttempt(ObjectShare):
         self._overwrite = overwrite
         self._max_age_s = max_age_s
         self._conditions = conditions
-        self._in_background = in_background
-        self._unfinished = unfinished
         self._begun = time.monotonic(), time.time()
         self._sources: dict[str, str] = {}
         self._fixed: dict[str, bytes] = {}
@@ -109,6 +105,7 @@ class ObjectAttempt(ObjectShare):
             StoreError: an earlier step failed; nothing is visible.
         """
         try:
+            await self._context.background.named()
             publication = await self._publication_of(record)
         except BaseException as error:
             await to_completion(self._give_up(error))
@@ -146,14 +143,24 @@ class ObjectAttempt(ObjectShare):
         replaced = await self._put_record(publication)
         await self._check_claim()
         self._sending.ended = True
+        background = self._context.background
+        background.name(self._name, self._finish(publication, replaced))
+        if self._exchanged:
+            background.tidy(self._end_exchange())
+
+    async def _finish(self, publication: Publication, replaced: Record | None) -> None:
+        """Write the fixed names, and those that earlier saves could not write."""
+        background = self._context.background
+        background.unnamed.discard(self._name)
         if not await publication.finish(self._sending.orphans):
-            self._unfinished(self._name)
-        elif replaced is None:
-            self._in_background(publication.settle(None))
+            background.unnamed.add(self._name)
+            return
+        if replaced is None:
+            background.tidy(publication.settle(None))
         else:
             await publication.settle(replaced)
-        if self._exchanged:
-            self._in_background(self._end_exchange())
+        while background.unnamed:
+            await repair_quietly(self._context, background.unnamed.pop())
 
     async def _put_record(self, publication: Publication) -> Record | None:
         """Put the record in its place; return the one that it has replaced."""

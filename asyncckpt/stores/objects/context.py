@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.flow.beside import Beside
 from asyncckpt.flow.shield import together
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record import FixedName, Outline
@@ -31,6 +32,41 @@ INLINE_NBYTES = 64 * KIB
 """Up to here bytes are copied and checked on the loop (some 5 µs); above, in a worker thread."""
 
 
+class Background:
+    """Work of a store that goes on after its records were written.
+
+    Attributes:
+        unnamed: checkpoints whose fixed names could not be written, to be tried again.
+    """
+
+    def __init__(self) -> None:
+        self.unnamed: set[str] = set()
+        self._naming: list[tuple[str, Beside[None]]] = []
+        self._tidying: list[Beside[None]] = []
+
+    def name(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Begin to write the fixed names of a checkpoint."""
+        self._naming = [other for other in self._naming if not other[1].done]
+        self._naming.append((name, Beside(work)))
+
+    def tidy(self, work: Coroutine[Any, Any, None]) -> None:
+        """Begin what nobody waits for before the store is closed."""
+        self._tidying = [other for other in self._tidying if not other.done]
+        self._tidying.append(Beside(work))
+
+    async def named(self, name: str | None = None) -> None:
+        """Wait until no fixed names are being written, of one checkpoint or of any."""
+        for other, work in tuple(self._naming):
+            if name in (None, other):
+                await work.settled()
+
+    async def ended(self) -> None:
+        """Wait until all work has ended."""
+        await self.named()
+        while self._tidying:
+            await self._tidying.pop().settled()
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """State that all attempts and readers of a store share.
@@ -44,6 +80,7 @@ class Context:
         epoch_of: returns the epoch of a commit record or of its beginning, None if it does not say.
         claims: decide which records count.
         google: Orbax's mark is written last.
+        background: what goes on after a record was written.
     """
 
     requests: Requests
@@ -53,6 +90,7 @@ class Context:
     epoch_of: Callable[[bytes], int | None]
     claims: Claims
     google: bool = False
+    background: Background = field(default_factory=Background)
 
 
 @dataclass(frozen=True, slots=True)

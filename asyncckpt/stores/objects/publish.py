@@ -41,8 +41,8 @@ every order of these one of both sees the other:
     PUT  <  deletion's last look      the deletion finds the record, and removes it again
     deletion's last look  <  PUT      the data are gone by then: we find no witness, and remove it
 
-Then, as the second round trip, the fixed names. What fails there does not fail the save: the record
-is there, our own restore needs none of them, and a later `Checkpointer` repairs them.
+Then the fixed names, in the background. What fails there does not fail the save: the record is
+there, our own restore needs none of them, and the next save, `Checkpointer` or gc writes them.
 """
 
 # Rule 1: the record's PUT is issued when everything that it refers to was acknowledged, and no
@@ -383,7 +383,7 @@ class Publication:
         except (RequestError, TimeoutError) as error:
             log.warning(
                 "%s: the checkpoint is committed, but files for other programs could not be "
-                "written: %s; the next Checkpointer on this root will try again",
+                "written: %s; the next save, or Checkpointer on this root, will try again",
                 self._location,
                 error if isinstance(error, RequestError) else f"not within {AFTER_S:g} s",
             )

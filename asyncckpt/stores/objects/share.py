@@ -9,8 +9,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 from asyncckpt.errors import UsageError
 from asyncckpt.stores.exchange import MARK, MARK_NBYTES, check_passed, is_mark_of, too_large
@@ -135,22 +133,7 @@ class ObjectShare:
 
 
 class ObjectJoinedAttempt(ObjectShare):
-    """A share in an attempt, made by `ObjectStore.join`.
-
-    Args:
-        in_background: takes work for after the end of the share, and returns at once.
-    """
-
-    def __init__(
-        self,
-        context: Context,
-        name: str,
-        save_id: str,
-        *,
-        in_background: Callable[[Coroutine[Any, Any, None]], None],
-    ) -> None:
-        super().__init__(context, name, save_id, shared=True)
-        self._in_background = in_background
+    """A share in an attempt, made by `ObjectStore.join`."""
 
     async def look(self) -> bool:
         """Return whether the attempt's mark is there.
@@ -190,7 +173,7 @@ class ObjectJoinedAttempt(ObjectShare):
             return
         self._sending.ended = True
         if self._sending.orphans:
-            self._in_background(self._remove_orphans())
+            self._context.background.tidy(self._remove_orphans())
 
     async def _remove_orphans(self) -> None:
         try:

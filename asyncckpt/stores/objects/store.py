@@ -13,11 +13,9 @@ import asyncio
 import dataclasses
 import socket
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from asyncckpt.errors import StoreError, UsageError
-from asyncckpt.flow.beside import Beside
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.claim import Claim
@@ -118,7 +116,6 @@ class ObjectStore:
         )
         self._collect_min_s = collect_min_s
         self._probes = Probes(requests, google=google)
-        self._settling: list[Beside[None]] = []
         self._used: OrderedDict[str, None] = OrderedDict()
         self._choices: OrderedDict[int, Choice] = OrderedDict()
         self._noted: set[int] = set()
@@ -167,11 +164,11 @@ class ObjectStore:
             choice.data_file_nbytes,
             choice.window_nbytes,
             choice.concurrency,
-            chunk_nbytes=fits_chunk_nbytes(chunk_nbytes, choice.window_nbytes),
+            chunk_nbytes=fits_chunk_nbytes(chunk_nbytes, choice.data_file_nbytes),
             # A file is one request, and a chunk is in one file.
             chunk_limit_nbytes=choice.window_nbytes - PAGE_NBYTES,
             even_streams=choice.even_streams,
-            notes=_clamped(wanted, choice.data_file_nbytes, put_max_nbytes),
+            notes=_clamped(wanted, choice.limit_nbytes, put_max_nbytes),
         )
 
     async def begin(
@@ -204,8 +201,6 @@ class ObjectStore:
             overwrite=overwrite,
             max_age_s=self._collect_min_s / 2,
             conditions=self._conditions,
-            in_background=self._begin_settling,
-            unfinished=self._use,
             shared=shared,
         )
         if shared:
@@ -234,9 +229,7 @@ class ObjectStore:
         """
         self._check(name, save_id)
         check_process(process)
-        share = ObjectJoinedAttempt(
-            self._context, name, save_id, in_background=self._begin_settling
-        )
+        share = ObjectJoinedAttempt(self._context, name, save_id, shared=True)
         await find_mark(
             share.look,
             location=share.location,
@@ -272,16 +265,16 @@ class ObjectStore:
         )
         return conditions
 
-    def _begin_settling(self, work: Coroutine[Any, Any, None]) -> None:
-        self._settling = [settling for settling in self._settling if not settling.done]
-        self._settling.append(Beside(work))
-
     def _use(self, name: str) -> None:
         if not STEP_NAME.fullmatch(name):
             self._used[name] = None
             self._used.move_to_end(name)
             while len(self._used) > REPAIRED_NAMES:
                 self._used.popitem(last=False)
+
+    async def settled(self) -> None:
+        """Wait until no fixed names are being written. As `Store.settled`."""
+        await self._context.background.named()
 
     # -------------------------------------------------------------------------------------- read
 
@@ -341,6 +334,7 @@ class ObjectStore:
         return await uninterrupted(self._unlist(name, epoch))
 
     async def _unlist(self, name: str, epoch: int) -> Removal:
+        await self._context.background.named(name)
         return await unlist(self._context, name, await self._unlisting(), epoch)
 
     async def _unlisting(self) -> Conditions:
@@ -359,7 +353,10 @@ class ObjectStore:
         return ()
 
     async def collect(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:
-        """Remove leftovers that are a week old at least, as stores/objects/gc.py defines them."""
+        """Remove leftovers that are a week old at least, as stores/objects/gc.py defines them.
+
+        Then write the fixed names of all checkpoints that lack some.
+        """
         if older_than_s < self._collect_min_s:
             raise UsageError(
                 f"older_than_s={older_than_s}: pass at least {self._collect_min_s:.0f} "
@@ -371,9 +368,12 @@ class ObjectStore:
         with reported("removing leftovers", self.url):
             claimed = bool((await self._context.claims.seen()).lists)
             deletes = claimed and (await self._unlisting()).delete
-            return await remove_garbage(
+            removed = await remove_garbage(
                 self._context, older_than_s, deletes=deletes, dry_run=dry_run
             )
+            for name in [] if dry_run else await self.names():
+                await repair_quietly(self._context, name)
+            return removed
 
     async def keep_note(self, process: int, note: bytes | None) -> None:
         """Keep a note of a process, as `NotingStore.keep_note`."""
@@ -403,9 +403,7 @@ class ObjectStore:
         await uninterrupted(self._close())
 
     async def _close(self) -> None:
-        settling, self._settling = self._settling, []
-        for work in settling:
-            await work.settled()
+        await self._context.background.ended()
         await self._probes.close()
         await self._requests.close()
 
@@ -417,6 +415,6 @@ def _clamped(wanted: int | None, chosen: int, put_max_nbytes: int) -> tuple[str,
     if wanted > put_max_nbytes and chosen == put_max_nbytes:
         why = "a data file is one request here, which sends no more"
     return (
-        f"data files have {nbytes_text(chosen)}, and not target_data_file_nbytes="
+        f"data files have at most {nbytes_text(chosen)}, and not target_data_file_nbytes="
         f"{nbytes_text(wanted)}: {why}",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import uuid
 from collections.abc import AsyncIterator
@@ -16,7 +17,7 @@ from asyncckpt.stores.objects.clients.client import ObjectClient
 from asyncckpt.stores.objects.clients.opening import open_client
 from asyncckpt.stores.objects.layout import is_probe
 from asyncckpt.stores.objects.requests.requests import Requests
-from asyncckpt.stores.objects.store import ObjectStore
+from asyncckpt.stores.objects.store import COLLECT_MIN_S, ObjectStore
 from asyncckpt.testing.checkpoints import epoch_of, expect, identity, outline_of, save_id_of
 from tests.simulator import Request, Simulator
 from tests.stores.objects.hasty import HASTY
@@ -102,6 +103,7 @@ def of(sim: Simulator, text: str) -> list[str]:
 
 async def whole(sim: Simulator, store: ObjectStore, name: str, seed: int) -> None:
     """The checkpoint of this seed is whole, its fixed names and Orbax's mark included."""
+    await store.settled()
     await expect(store, name, seed)
     assert sim.get("bucket", f"{ROOT}/{name}/default/small") == b"small %d" % seed
 
@@ -111,3 +113,11 @@ def writes(sim: Simulator) -> list[Request]:
     return [
         request for request in sim.requests if request.kind not in ("get_object", "list_objects")
     ]
+
+
+def age(sim: Simulator) -> None:
+    """Everything that is there is old enough to be collected."""
+    objects = sim.buckets["bucket"].objects
+    for key, item in list(objects.items()):
+        modified_s = item.modified_s - COLLECT_MIN_S - 3600
+        objects[key] = dataclasses.replace(item, modified_s=modified_s)

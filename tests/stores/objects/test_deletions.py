@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
+from asyncckpt import Checkpointer, KeepLast
 from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.clients.fsspec_client import DELETES, each
+from asyncckpt.stores.objects.store import COLLECT_MIN_S
+from asyncckpt.testing.checkpoints import identity
+from tests.objects.stores import place
 from tests.simulator import Fault, Simulator, simulator
+from tests.simulator.state import Refused
 from tests.stores.objects.scripted import requests
-from tests.stores.objects.stores import opened
+from tests.stores.objects.stores import age, opened
 
 KEYS = tuple(f"{n:03d}" for n in range(3 * DELETES))
 
@@ -77,3 +84,86 @@ async def test_a_deletion_that_is_refused_in_the_middle_ends_well(
         assert await requests_.list("", recursive=True, limit=1000) == []
         single = [r.key for r in sim.requests if r.kind == "delete_object" and r.status < 300]
         assert len(set(single)) == len(single)
+
+
+async def test_a_deletion_goes_on_for_as_long_as_something_is_deleted() -> None:
+    store, client = requests()
+    asked = 0
+
+    async def delete(keys: Any) -> None:
+        nonlocal asked
+        asked += 1
+        error = RequestError("throttled", "not so fast")
+        error.left = keys[1:] if asked % 3 == 0 else keys
+        if error.left:
+            raise error
+
+    client.delete = delete  # type: ignore[method-assign]
+    await store.delete(KEYS)
+    assert asked == 3 * len(KEYS)
+
+    async def none(keys: Any) -> None:
+        nonlocal asked
+        asked += 1
+        error = RequestError("throttled", "not so fast")
+        error.left = keys
+        raise error
+
+    asked, client.delete = 0, none  # type: ignore[method-assign]
+    with pytest.raises(RequestError, match="not so fast"):
+        await store.delete(KEYS)
+    assert asked == store.policy.retry.tries
+
+
+def throttle(sim: Simulator, monkeypatch: pytest.MonkeyPatch, times: int) -> Counter[str]:
+    """The first deletions of every object are refused, each by itself; returns how many were."""
+    refused: Counter[str] = Counter()
+    delete = sim.state.delete
+
+    def throttled(bucket: str, key: str, *args: Any) -> Any:
+        if refused[key] < times:
+            refused[key] += 1
+            raise Refused("SlowDown")
+        return delete(bucket, key, *args)
+
+    monkeypatch.setattr(sim.state, "delete", throttled)
+    return refused
+
+
+@pytest.mark.parametrize("kind", ("gcsfs", "s3fs", "obstore"))
+async def test_objects_that_are_refused_one_by_one_are_deleted_in_the_end(
+    sim: Simulator, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """One answer of S3 to the deletion of many objects says of each whether it is gone."""
+    async with opened(kind, sim, root=f"refused-{kind}") as store:
+        requests_ = store._requests
+        for key in KEYS:
+            await requests_.replace(key, b"x")
+        refused = throttle(sim, monkeypatch, 2)
+        await requests_.delete(KEYS)
+        assert len(refused) == len(KEYS)
+        assert await requests_.list("", recursive=True, limit=1000) == []
+
+
+@pytest.mark.parametrize("kind", ("gcsfs", "s3fs", "obstore"))
+async def test_retention_deletion_and_gc_survive_a_store_that_throttles_deletions(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    async with place(kind) as at:
+        store = at.store()
+        async with Checkpointer(store, keep=KeepLast(1)) as ckpt:  # type: ignore[arg-type]
+            throttle(at.sim, monkeypatch, 2)
+            for step in range(3):
+                report = await ckpt.save(step, {"w": np.arange(5000)})
+                assert report.notes == ()
+                assert report.deleted_steps == ((step - 1,) if step else ())
+            await ckpt.wait()
+            assert at.keys("0/") == at.keys("1/") == []
+            await ckpt.delete(2)
+            assert await ckpt.steps() == at.keys("2/") == []
+            dead = f"3/default/d/{identity('dead')}-0"
+            at.sim.put("bucket", f"{at.root}/{dead}", b"leftover")
+            age(at.sim)
+            collected = await ckpt._session.call(lambda: store.collect(COLLECT_MIN_S)).wait()
+            assert dead in collected
+            assert at.keys("3/") == []

@@ -37,6 +37,7 @@ async def test_a_commit_is_one_round_trip_and_one_more_for_the_fixed_names(
         record = await put(attempt, identity("a"), small)
         sim.reset()
         await attempt.publish(record)
+        await store.settled()
         log = writes(sim)
     key = f"{ROOT}/1/"
     assert [request.key for request in log[:1]] == [f"{key}checkpoint.json"]
@@ -76,6 +77,7 @@ async def test_the_content_of_a_file_is_where_its_attempt_says_before_the_record
         await attempt.put("default/manifest", b"manifest", in_record=True)
         assert of(sim, "a") == [f"1/{source}"]
         await attempt.publish(record_of(identity("a")))
+        await store.settled()
         assert sim.get("bucket", f"{ROOT}/1/default/small") == b"small"
         assert sim.get("bucket", f"{ROOT}/1/default/manifest") == b"manifest"
         assert attempt.source(f"default/d/{identity('a')}-0") is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -17,7 +16,7 @@ from asyncckpt.stores.objects.repair import _wrong
 from asyncckpt.stores.objects.store import COLLECT_MIN_S, ObjectStore
 from asyncckpt.testing.checkpoints import expect, fill, identity, put, save
 from tests.simulator import Fault, Simulator
-from tests.stores.objects.stores import KINDS, ROOT, names, opened, whole, writes
+from tests.stores.objects.stores import KINDS, ROOT, age, names, opened, whole, writes
 
 # --------------------------------------------------------------------------------- comparison
 
@@ -77,6 +76,7 @@ async def test_looking_for_what_is_missing_downloads_no_contents(sim: Simulator)
         await fill(attempt, identity("a"), 1)
         large = {"default/small": b"small 1", "default/_METADATA": bytes(60_000)}
         await attempt.publish(await put(attempt, identity("a"), large, 1))
+        await store.settled()
         sim.put("bucket", f"{ROOT}/1/default/_METADATA", b"x" * (60_000))
     async with opened("obstore", sim) as later:
         sim.reset()
@@ -96,20 +96,13 @@ async def test_a_record_with_a_long_list_is_read_whole(sim: Simulator) -> None:
     async with opened("obstore", sim) as store:
         attempt = await store.begin("1", identity("a"))
         await attempt.publish(await put(attempt, identity("a"), small))
+        await store.settled()
         sim.delete("bucket", f"{ROOT}/1/default/007")
         await store.sweep()
         assert sim.get("bucket", f"{ROOT}/1/default/007") == b"7"
 
 
 # --------------------------------------------------------------------------- interrupted deletions
-
-
-def age(sim: Simulator) -> None:
-    """Everything that is there is old enough to be collected."""
-    objects = sim.buckets["bucket"].objects
-    for key, item in list(objects.items()):
-        modified_s = item.modified_s - COLLECT_MIN_S - 3600
-        objects[key] = dataclasses.replace(item, modified_s=modified_s)
 
 
 def refuse(

@@ -57,6 +57,7 @@ async def test_process_0_removes_what_was_exchanged_after_the_commit(
         record = await fill(attempt, SAVE_ID)
         assert len(exchanged(sim)) == 3
         await attempt.publish(record)
+        await store.settled()
         before = len(writes(sim))
         await share.leave()
         await other.close()
@@ -91,6 +92,7 @@ async def test_an_abort_that_comes_after_the_record_removes_nothing(sim: Simulat
         attempt, share = await shared(store, other)
         await share.put(data_path(SAVE_ID, "p1"), b"x")
         await attempt.publish(await fill(attempt, SAVE_ID))
+        await store.settled()
         before = {key for key in of(sim, "shared") if not is_exchange(key.partition("/")[2])}
         await share.abort()
         assert before <= set(of(sim, "shared"))

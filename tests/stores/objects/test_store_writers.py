@@ -115,6 +115,7 @@ async def test_an_overwrite_removes_what_only_the_old_one_had(sim: Simulator) ->
         await fill(attempt, identity("a"))
         small = {"default/small": b"small 0", "default/_METADATA": b"old"}
         await attempt.publish(await put(attempt, identity("a"), small))
+        await store.settled()
         sim.put("bucket", f"{ROOT}/1/notes.txt", b"a person's")
         sim.put("bucket", f"{ROOT}/1/default/d/{identity('living')}-0", b"another attempt's")
         await save(store, "1", "b", 2, overwrite=True)

@@ -194,7 +194,10 @@ class Requests(Sender):
         )
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Delete the objects; missing ones are no error."""
+        """Delete the objects; missing ones are no error.
+
+        Where the store throttles, what is left is tried again for as long as it becomes less.
+        """
         left = tuple(keys)
 
         async def delete() -> None:
@@ -206,10 +209,16 @@ class Requests(Sender):
                 left = left if error.left is None else tuple(error.left)
                 raise
 
-        if left:
-            await self.send(
-                delete, deadline_s=self.policy.timeout_s + len(left) * self.policy.per_key_s
-            )
+        while left:
+            before = len(left)
+            try:
+                await self.send(
+                    delete, deadline_s=self.policy.timeout_s + before * self.policy.per_key_s
+                )
+                return
+            except RequestError as error:
+                if error.kind not in REPEATED or len(left) == before:
+                    raise
 
     async def begin_parts(self, key: str, *, create: bool = False) -> tuple[str, bool]:
         """Begin a multipart upload; return its id, and whether there may be another one.

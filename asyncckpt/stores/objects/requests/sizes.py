@@ -13,11 +13,11 @@ smallest one that comes within `NEAR` of the fastest is chosen: larger ones only
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES, MIB, PAGE_NBYTES
-from asyncckpt.planning.pack import WAVES
+from asyncckpt.planning.pack import SPARE, WAVES, even_count
 
 WINDOWS_MIB = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Sizes of windows smaller than a chunk."""
@@ -39,9 +39,9 @@ retry costs."""
 FEW_FILES = 8192
 """Data files that a state may have for free; more are a burden for every listing and deletion."""
 
-NEAR = 1.08
+NEAR = 1.07
 """A size counts as fast if it takes this much longer than the fastest one: half of the memory for
-the last 8 % of what latency costs, and a margin below the tenth that may be lost."""
+the last 7 % of what latency costs, and a margin below the tenth that may be lost."""
 
 GAIN = 1.10
 """How much longer the last choice may take than the best before it is dropped."""
@@ -51,6 +51,14 @@ ASSUMED_LATENCY_S = 0.05
 
 ASSUMED_STREAM_NBYTES_PER_S = 85e6
 """What one connection to S3 carries (AWS's own figure for ranged reads), until it was measured."""
+
+STAGING_NBYTES_PER_S = 5e9
+"""What two cores copy and checksum: the last stream begins when the first of all its files is
+staged, so that large files keep streams waiting."""
+
+STRETCH = 1.125
+"""How much longer files may be than what the caller asks for, where all streams then send one file
+less."""
 
 REQUEST_S = 0.001
 """What every request costs a client in processor time, which no concurrency hides (s3fs: 0.8 to
@@ -85,6 +93,7 @@ class Choice:
         expected_s: seconds that the model expects the upload to take.
         asked_nbytes: data-file size that the caller asked for, or None.
         even_streams: as `ports.Sizes.even_streams`.
+        limit_nbytes: data-file size that memory and requests allow, of those considered.
     """
 
     data_file_nbytes: int
@@ -93,6 +102,7 @@ class Choice:
     expected_s: float
     asked_nbytes: int | None = None
     even_streams: int | None = None
+    limit_nbytes: int = 0
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -121,8 +131,9 @@ def choose(
         copies: copies of a body that the client makes.
         slot_nbytes: unit of the budget.
         chunk_nbytes: target size of a chunk; windows that hold whole chunks are preferred.
-        data_file_nbytes: data-file size that the caller asks for; an upper bound. Larger than one
-            request may be, it is clamped.
+        data_file_nbytes: data-file size that the caller asks for; files are shorter, or longer by
+            up to `STRETCH`, where all streams then send equally many. Larger than one request may
+            be, it is clamped.
         put_max_nbytes: largest body of one request.
         last: the previous choice, kept unless something is a tenth faster.
     """
@@ -134,27 +145,34 @@ def choose(
 
     tight = room(LEAST_NBYTES) < traffic.streams // 2
     put_max_nbytes = min(put_max_nbytes, PUT_THRESHOLD_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
+    sizes = set(_options(chunk_nbytes, put_max_nbytes))
+    shares = set(_shares(nbytes, traffic.streams, put_max_nbytes))
+    limit_nbytes = 0
     if data_file_nbytes is not None:
         data_file_nbytes = min(data_file_nbytes, put_max_nbytes)
+        limit_nbytes = data_file_nbytes if room(_pages(data_file_nbytes)) >= 1 else 0
+        sizes = {size for size in sizes if size < data_file_nbytes}
+        shares = {size for size in shares if 0.5 <= size / data_file_nbytes <= STRETCH}
+        asked = {data_file_nbytes, *shares}
+        sizes = {size for size in asked if room(_pages(size)) >= 1} or sizes
+    else:
+        sizes |= shares
     options = [
-        option
-        for option in _options(chunk_nbytes, data_file_nbytes, put_max_nbytes)
-        if room(option.window_nbytes) >= 1
-        and (tight or option.window_nbytes >= min(LEAST_NBYTES, put_max_nbytes))
+        Choice(size, _pages(size), 0, 0.0, data_file_nbytes, limit_nbytes=max(size, limit_nbytes))
+        for size in sorted(sizes)
+        if room(_pages(size)) >= 1
+        and (tight or data_file_nbytes is not None or size >= min(LEAST_NBYTES, put_max_nbytes))
     ]
-    asked = [option for option in options if option.data_file_nbytes == data_file_nbytes]
     smallest = Choice(LEAST_WINDOW_NBYTES, LEAST_WINDOW_NBYTES, 1, 0.0, data_file_nbytes)
-    timed = [
-        _timed(option, nbytes, traffic, room(option.window_nbytes))
-        for option in asked or options or [smallest]
-    ]
+    timed = [_timed(option, nbytes, traffic, room) for option in options or [smallest]]
     fastest = min(option.expected_s for option in timed)
-    if last is not None and last.asked_nbytes == data_file_nbytes:
-        for option in timed:
-            if option.sizes == last.sizes and option.expected_s <= GAIN * fastest:
-                return _even(option, nbytes, last)
-    near = [option for option in timed if option.expected_s <= NEAR * fastest]
-    return _even(min(near, key=lambda option: option.window_nbytes), nbytes, None)
+    if last is not None and last.asked_nbytes == data_file_nbytes and room(last.window_nbytes) >= 1:
+        again = _timed(last, nbytes, traffic, room)
+        if again.sizes == last.sizes and again.expected_s <= GAIN * fastest:
+            return again
+    near = NEAR if data_file_nbytes is None else 1.0
+    close = [option for option in timed if option.expected_s <= near * fastest]
+    return min(close, key=lambda option: option.window_nbytes)
 
 
 def fits_chunk_nbytes(chunk_nbytes: int, window_nbytes: int) -> int:
@@ -162,44 +180,59 @@ def fits_chunk_nbytes(chunk_nbytes: int, window_nbytes: int) -> int:
     return min(chunk_nbytes, window_nbytes - PAGE_NBYTES)
 
 
-def _even(choice: Choice, nbytes: int, last: Choice | None) -> Choice:
-    """Set the streams whose ends the plan evens out, those of `last` if they are close."""
-    streams = choice.concurrency
-    if nbytes > WAVES * streams * choice.data_file_nbytes:
-        return choice
-    before = last.even_streams if last is not None else None
-    if before is not None and max(before, streams) * 2 <= min(before, streams) * 3:
-        streams = before
-    return replace(choice, even_streams=streams)
-
-
-def _options(
-    chunk_nbytes: int, data_file_nbytes: int | None, put_max_nbytes: int
-) -> Iterator[Choice]:
-    """Yield every size that the store takes, whatever the memory."""
+def _options(chunk_nbytes: int, put_max_nbytes: int) -> Iterator[int]:
+    """Yield sizes of files that the store takes, whatever the memory."""
     whole = chunk_nbytes + PAGE_NBYTES  # a chunk and its trailer, up to the next page
     whole *= max(1, DEFAULT_CHUNK_NBYTES // whole)
     sizes = {size * MIB for size in WINDOWS_MIB if size * MIB < whole}
     sizes |= {count * whole for count in WINDOW_CHUNKS}
-    sizes = {min(_pages(size), put_max_nbytes) for size in sizes}
-    if data_file_nbytes is not None:
-        sizes = {size for size in sizes if size < data_file_nbytes}
-        yield Choice(data_file_nbytes, _pages(data_file_nbytes), 0, 0.0, data_file_nbytes)
     for size in sizes:
-        yield Choice(size, size, 0, 0.0, data_file_nbytes)
+        yield min(_pages(size), put_max_nbytes)
 
 
-def _timed(option: Choice, nbytes: int, traffic: Traffic, room: int) -> Choice:
-    """Add the streams, for which there is `room`, and the seconds that it then takes."""
-    window = option.window_nbytes
-    streams = max(1, min(traffic.streams, room))
-    files = max(1, -(-nbytes // window))
-    one_s = traffic.latency_s + min(window, nbytes) / traffic.stream_nbytes_per_s
-    seconds = -(-files // streams) * one_s
+def _shares(nbytes: int, streams: int, put_max_nbytes: int) -> Iterator[int]:
+    """Yield sizes of files with which every stream sends just so many."""
+    for waves in range(1, WAVES + 1):
+        size = _roomy(nbytes // (waves * streams))
+        if LEAST_NBYTES <= size <= put_max_nbytes:
+            yield size
+
+
+def _timed(option: Choice, nbytes: int, traffic: Traffic, room: Callable[[int], int]) -> Choice:
+    """Add the streams, for which there is `room`, and the seconds that it then takes.
+
+    Where files are shorter, so that all streams send equally many, windows are so too, unless
+    chunks may have been made for the size that was asked for. An option that was timed before
+    stays as it is.
+    """
+    size, window, streams = option.data_file_nbytes, option.window_nbytes, 0
+    while streams < (most := max(1, min(traffic.streams, room(window)))):
+        streams = most
+        even_streams = option.even_streams or streams
+        files = even_count(nbytes, size, even_streams)
+        share = -(-nbytes // files)
+        few = files <= WAVES * even_streams
+        if few and option.even_streams is None:
+            size = min(size, max(LEAST_WINDOW_NBYTES, _roomy(share)))
+            if option.asked_nbytes is None:
+                window = min(window, max(LEAST_NBYTES, _pages(size)))
+    one_s = traffic.latency_s + share / traffic.stream_nbytes_per_s
+    seconds = min(files, streams) * share / STAGING_NBYTES_PER_S + -(-files // streams) * one_s
     if traffic.link_nbytes_per_s is not None:
         seconds = max(seconds, nbytes / traffic.link_nbytes_per_s + traffic.latency_s)
     requests = files + max(0, files - FEW_FILES)
-    return replace(option, concurrency=streams, expected_s=seconds + requests * REQUEST_S)
+    return replace(
+        option,
+        data_file_nbytes=size,
+        window_nbytes=window,
+        concurrency=streams,
+        expected_s=seconds + requests * REQUEST_S,
+        even_streams=even_streams if few else None,
+    )
+
+
+def _roomy(nbytes: int) -> int:
+    return _pages(int(nbytes * (1 + 2 * SPARE)))
 
 
 def _pages(nbytes: int) -> int:

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncckpt.options import DEFAULT_CHUNK_NBYTES, GIB, MIB, MIN_BUDGET_NBYTES, PAGE_NBYTES
+from asyncckpt.planning.pack import WAVES, even_count
 from asyncckpt.stores.objects.requests.sizes import (
     PUT_THRESHOLD_NBYTES,
+    STRETCH,
     Choice,
     Traffic,
     choose,
@@ -75,7 +77,7 @@ def test_the_budget_and_the_rules_of_the_store_hold_always(
     assert window >= 1 * MIB
     assert window % PAGE_NBYTES == 0
     if asked is not None:
-        assert file <= asked
+        assert file <= max(STRETCH * asked, asked + PAGE_NBYTES)
     assert file <= window <= min(put_max_nbytes, PUT_THRESHOLD_NBYTES)
     assert choice.expected_s > 0
     assert choice == choose(
@@ -111,10 +113,44 @@ def test_a_file_of_one_window_is_one_request() -> None:
     assert choice.data_file_nbytes == choice.window_nbytes
 
 
-def test_a_small_state_is_cut_so_that_every_stream_works_but_not_finer_than_8_mib() -> None:
+def test_a_small_state_is_cut_so_that_every_stream_sends_one_file_of_4_mib_or_more() -> None:
     choice = s3(256 * MIB, 8 * GIB)
-    assert 256 * MIB // choice.window_nbytes in (15, 16)
-    assert s3(20 * MIB, 8 * GIB).window_nbytes == 8 * MIB
+    assert even_count(256 * MIB, choice.data_file_nbytes, 16) == 16
+    assert 16 * MIB < choice.window_nbytes < 18 * MIB
+    few = s3(20 * MIB, 8 * GIB)
+    assert even_count(20 * MIB, few.data_file_nbytes, 16) == 5
+    assert 4 * MIB < few.data_file_nbytes < 5 * MIB
+    assert few.window_nbytes == 8 * MIB
+
+
+@pytest.mark.parametrize(
+    ("mib", "asked", "streams", "files"),
+    [
+        (1024, None, 16, 64),
+        (1040, 16, 32, 64),  # 65 of 16 MiB would be three rounds of 32 streams
+        (512, 16, 32, 32),
+        (514, 16, 24, 48),
+        (300, 64, 16, 16),
+        (6000, 64, 16, 96),
+        (7000, 64, 16, 110),  # with so many the last ones hardly matter
+    ],
+)
+def test_all_streams_send_equally_many_files_of_about_the_size_that_was_asked_for(
+    mib: int, asked: int | None, streams: int, files: int
+) -> None:
+    nbytes = mib * MIB
+    choice = choose(
+        nbytes,
+        replace(S3, streams=streams),
+        budget_nbytes=16 * GIB,
+        copies=0,
+        slot_nbytes=SLOT,
+        data_file_nbytes=asked and asked * MIB,
+    )
+    assert choice.concurrency == streams
+    assert even_count(nbytes, choice.data_file_nbytes, streams) == files
+    assert choice.even_streams == (None if files > WAVES * streams else streams)
+    assert choice.limit_nbytes >= choice.data_file_nbytes >= nbytes // files
 
 
 def test_a_link_that_is_full_anyway_gets_small_requests() -> None:
@@ -215,12 +251,12 @@ def test_a_state_of_nothing_has_sizes_too() -> None:
     assert s3(0, MIN_BUDGET_NBYTES).expected_s == pytest.approx(0.041)
 
 
-def test_the_ends_of_few_files_are_evened_out_with_the_streams_of_before() -> None:
+def test_files_stay_as_they_are_while_other_streams_would_gain_less_than_a_tenth() -> None:
     """Plans are made anew where the streams have become others, not at every step of them."""
     asked: dict[str, object] = {"data_file_nbytes": 32 * MIB}
     first = s3(512 * MIB, 4 * GIB, **asked)
     assert first.even_streams == first.concurrency == 16
-    for streams, kept in ((24, 16), (12, 16), (32, 32), (8, 8)):
+    for streams, kept in ((15, False), (17, True), (24, False), (32, False), (8, True)):
         again = choose(
             512 * MIB,
             replace(S3, streams=streams),
@@ -230,7 +266,8 @@ def test_the_ends_of_few_files_are_evened_out_with_the_streams_of_before() -> No
             data_file_nbytes=32 * MIB,
             last=first,
         )
-        assert (again.concurrency, again.even_streams) == (streams, kept)
+        assert again.concurrency == streams
+        assert (again.sizes == first.sizes and again.even_streams == 16) == kept, streams
 
 
 def test_the_ends_of_many_files_are_left_alone() -> None:

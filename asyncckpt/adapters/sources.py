@@ -1,0 +1,62 @@
+"""Opened arrays of one tree, by column: most small arrays need no object of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from asyncckpt.ports import Source
+from asyncckpt.spec import ArraySpec
+
+
+class Sources(Sequence[Source]):
+    """The arrays of a tree, in leaf order.
+
+    A `Source` per leaf costs more time than copying a small array, most of it in the garbage
+    collector. NumPy arrays of which there is nothing to say but shape and dtype are kept as they
+    are; `sources[number]` makes the `Source` of one when somebody asks for it, and keeps it.
+
+    Attributes:
+        specs: shape and dtype of each.
+        plain: the array itself where that is all there is, else None.
+        opened: all others, by number.
+    """
+
+    def __init__(self) -> None:
+        self.specs: list[ArraySpec] = []
+        self.plain: list[npt.NDArray[Any] | None] = []
+        self.opened: dict[int, Source] = {}
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    def __getitem__(self, number: Any) -> Any:
+        # Threads ask at the same time. The array is looked at first: it goes only once there is a
+        # source of it.
+        array = self.plain[number]
+        found = self.opened.get(number)
+        if found is None:
+            found = self.opened.setdefault(number, Source(self.specs[number], array, array))
+            self.plain[number] = None
+        return found
+
+    def append(self, source: Source) -> None:
+        """Add an array that has facts of its own."""
+        self.opened[len(self.specs)] = source
+        self.specs.append(source.spec)
+        self.plain.append(None)
+
+    def append_plain(self, spec: ArraySpec, array: npt.NDArray[Any]) -> None:
+        """Add a NumPy array of this shape and dtype, in memory of its own."""
+        self.specs.append(spec)
+        self.plain.append(array)
+
+    def forget(self) -> None:
+        """Drop all references to leaves."""
+        self.plain = [None] * len(self.plain)
+        for source in self.opened.values():
+            source.leaf = source.view = source.stream = None
+            source.views = ()
+            source.identity = None

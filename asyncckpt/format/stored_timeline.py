@@ -1,0 +1,64 @@
+"""The timeline of a save, as it is kept in the index file, before the chunk index.
+
+A JSON object, then 12 bytes: its length `uint32` little endian, its CRC-32C `uint32` little endian,
+and ``ACKT``. The record does not know of it: a reader looks for the last four bytes, and a file
+without them has no timeline.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+
+from asyncckpt.format.crc import crc32c
+from asyncckpt.reports import Timeline
+
+MAX_TIMELINE_NBYTES = 2048
+"""Longest timeline that is kept, its last 12 bytes included: some fifty spans."""
+
+_TAIL = struct.Struct("<II4s")
+_MAGIC = b"ACKT"
+
+
+def encode_timeline(timeline: Timeline) -> bytes:
+    """Return the bytes of a timeline with as many spans as fit; none where it is empty.
+
+    Each stage of the process that has recorded it is in it, from its begin to its end and with all
+    its bytes; other processes are, from the first on, as far as they fit.
+    """
+    if not timeline.spans:
+        return b""
+    most = 64
+    own = [span for span in timeline.spans if span.process == timeline.process]
+    others = [span for span in timeline.spans if span.process != timeline.process]
+    others.sort(key=lambda span: span.process)
+    while True:
+        rows = Timeline((*own, *others), timeline.process).rows(most)
+        text = json.dumps({"process": timeline.process, "spans": rows}, separators=(",", ":"))
+        data = text.encode()
+        if len(data) <= MAX_TIMELINE_NBYTES - _TAIL.size:
+            return data + _TAIL.pack(len(data), crc32c(data), _MAGIC)
+        if most > 1:
+            most //= 2
+        elif others:
+            del others[-max(1, len(others) // 4) :]
+        else:
+            return b""
+
+
+def decode_timeline(data: bytes) -> Timeline | None:
+    """Return the timeline that ends these bytes; None where there is none, or a damaged one."""
+    if len(data) < _TAIL.size:
+        return None
+    nbytes, crc, magic = _TAIL.unpack(data[-_TAIL.size :])
+    text = data[-_TAIL.size - nbytes : -_TAIL.size]
+    if magic != _MAGIC or len(text) != nbytes or crc32c(text) != crc:
+        return None
+    try:
+        document = json.loads(text)
+        process = document["process"]
+        if type(process) is not int or type(document["spans"]) is not list:
+            return None
+        return Timeline.from_rows(document["spans"], process)
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None

@@ -1,0 +1,208 @@
+"""Timelines: when the stages of a save or restore were busy, and with how many bytes."""
+
+# Rule: however long the operation, what is kept is bounded. Neighbours in a lane are merged, so
+#   that the begin, the end and the bytes of every stage stay exact; idle time between neighbours
+#   is lost.
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+SPANS_PER_STAGE = 256
+"""Spans kept of one stage of one process: a picture is about a thousand pixels wide."""
+
+LANES_PER_STAGE = 64
+"""Lanes of one stage, as many as an object store gets requests at a time by default."""
+
+
+class Span(NamedTuple):
+    """A time in which one worker or stream was busy with one stage.
+
+    Attributes:
+        stage: name of the stage.
+        process: number of the process.
+        lane: worker or stream of the stage. Spans of one lane do not overlap; the numbers say how
+            many were busy at the same time, not which thread it was.
+        start_s: seconds from the call, on the process' own clock.
+        end_s: the same of its end.
+        nbytes: bytes that went through the stage, 0 where bytes mean nothing.
+    """
+
+    stage: str
+    process: int
+    lane: int
+    start_s: float
+    end_s: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When the stages of one save or restore were busy.
+
+    A stage has at most 256 spans per process, in at most 64 lanes. Where there were more,
+    neighbours in a lane were merged, and the idle time between them counts as busy; begin, end and
+    bytes of every stage are exact in any case.
+
+    Of other processes, process 0 knows one span per stage: its begin, its end and its bytes. Clocks
+    of hosts differ, so times of a process are seconds from its own call.
+
+    Attributes:
+        spans: by start.
+        process: number of the process that has recorded it.
+    """
+
+    spans: tuple[Span, ...] = ()
+    process: int = 0
+
+    @property
+    def end_s(self) -> float:
+        """Seconds from the call until the last stage ended."""
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    def stages(self, process: int | None = None) -> Mapping[str, Span]:
+        """Return all spans of a stage as one, by stage and in the order of their begins.
+
+        Args:
+            process: whose; None for the process that has recorded them.
+        """
+        process = self.process if process is None else process
+        found: dict[str, Span] = {}
+        for span in self.spans:
+            if span.process == process:
+                known = found.get(span.stage, span._replace(lane=0, nbytes=0))
+                found[span.stage] = known._replace(
+                    end_s=max(known.end_s, span.end_s), nbytes=known.nbytes + span.nbytes
+                )
+        return found
+
+    def busy_s(self, process: int | None = None) -> Mapping[str, float]:
+        """Return the seconds in which each stage had at least one busy lane.
+
+        Args:
+            process: whose; None for the process that has recorded them.
+        """
+        process = self.process if process is None else process
+        busy: dict[str, float] = {}
+        ends: dict[str, float] = {}
+        for span in self.spans:  # by start
+            if span.process == process:
+                start = max(span.start_s, ends.get(span.stage, 0.0))
+                ends[span.stage] = max(span.end_s, start)
+                busy[span.stage] = busy.get(span.stage, 0.0) + max(0.0, span.end_s - start)
+        return busy
+
+    def processes(self) -> list[int]:
+        """Return the numbers of the processes, in order."""
+        return sorted({span.process for span in self.spans})
+
+    def lanes(self, stage: str, process: int) -> int:
+        """Return how many lanes a stage has, which is how many of it were busy at a time."""
+        own = (s.lane for s in self.spans if s.stage == stage and s.process == process)
+        return 1 + max(own, default=-1)
+
+    def joined(self, others: Iterable[Timeline]) -> Timeline:
+        """Return it with the spans of other processes."""
+        spans = [*self.spans, *(span for other in others for span in other.spans)]
+        return Timeline(tuple(sorted(spans, key=_start)), self.process)
+
+    def rows(self, most: int = SPANS_PER_STAGE) -> list[list[Any]]:
+        """Return the spans as JSON: stage, process, begin and end in microseconds, bytes.
+
+        Args:
+            most: spans per stage; where there are more, consecutive ones are merged.
+        """
+        stages: dict[tuple[str, int], list[list[Any]]] = {}
+        for stage, process, _, start_s, end_s, nbytes in self.spans:
+            row = [stage, process, round(start_s * 1e6), round(end_s * 1e6), nbytes]
+            stages.setdefault((stage, process), []).append(row)
+        rows: list[list[Any]] = []
+        for found in stages.values():
+            size = -(-len(found) // most)
+            if size == 1:
+                rows += found
+                continue
+            for first in range(0, len(found), size):
+                row, *others = found[first : first + size]
+                for other in others:
+                    row[3] = max(row[3], other[3])
+                    row[4] += other[4]
+                rows.append(row)
+        return rows
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Any], process: int = 0) -> Timeline:
+        """Return what `rows` has returned; lanes are given anew.
+
+        Args:
+            rows: the rows.
+            process: the process that has recorded it.
+
+        Raises:
+            ValueError: they are none.
+        """
+        lanes: dict[tuple[str, int], list[Lane]] = {}
+        for row in sorted(map(_checked, rows), key=itemgetter(3)):
+            stage, number, start, end, nbytes = row
+            put(lanes.setdefault((stage, number), []), start / 1e6, end / 1e6, nbytes)
+        spans = [span for named, found in lanes.items() for span in spans_of(found, *named)]
+        return cls(tuple(sorted(spans, key=_start)), process)
+
+
+def _checked(row: Any) -> tuple[str, int, int, int, int]:
+    if type(row) is not list or [*map(type, row)] != [str, int, int, int, int]:
+        raise ValueError(f"{row!r:.80} is no span")
+    stage, process, start_us, end_us, nbytes = row
+    if not 0 <= start_us <= end_us < 1 << 53 or process < 0 or nbytes < 0:
+        raise ValueError(f"{row!r:.80} is no span")
+    return stage, process, start_us, end_us, nbytes
+
+
+Lane = list[tuple[float, float, int]]
+"""Spans of one lane, in order: start, end, bytes."""
+
+
+def put(lanes: list[Lane], start: float, end: float, nbytes: int) -> None:
+    """Put a span, which ends after all others, into the lane that ended last before its start.
+
+    Where there are too many spans, every two neighbours are merged.
+    """
+    idle = [lane for lane in lanes if lane[-1][1] <= start]
+    if idle:
+        max(idle, key=_end).append((start, end, nbytes))
+    elif len(lanes) < LANES_PER_STAGE:
+        lanes.append([(start, end, nbytes)])
+    else:
+        # More at a time than there are lanes: it becomes one span with those that it overlaps.
+        lane = min(lanes, key=_end)
+        while lane and lane[-1][1] > start:
+            first, last, more = lane.pop()
+            start, end, nbytes = min(start, first), max(end, last), nbytes + more
+        lane.append((start, end, nbytes))
+    if sum(map(len, lanes)) > SPANS_PER_STAGE:
+        lanes[:] = map(_halved, lanes)
+
+
+def spans_of(lanes: list[Lane], stage: str, process: int) -> Iterator[Span]:
+    """Yield the spans of one stage, its lanes in the order of their first spans."""
+    for number, lane in enumerate(sorted(lanes)):
+        for row in lane:
+            yield Span(stage, process, number, *row)
+
+
+def _start(span: Span) -> float:
+    return span.start_s
+
+
+def _end(lane: Lane) -> float:
+    return lane[-1][1]
+
+
+def _halved(lane: Lane) -> Lane:
+    """Return the lane with every two neighbours as one span."""
+    pairs = itertools.zip_longest(lane[::2], lane[1::2])
+    return [one if other is None else (one[0], other[1], one[2] + other[2]) for one, other in pairs]
