@@ -32,6 +32,18 @@ An error that another process reported carries that `process` and its `host`.
 
 from __future__ import annotations
 
+from typing import TypedDict, Unpack
+
+
+class About(TypedDict, total=False):
+    """What an error is about; see the attributes of `AsyncCheckpointError`."""
+
+    path: str | None
+    stage: str | None
+    location: str | None
+    expected: object
+    found: object
+
 
 class AsyncCheckpointError(Exception):
     """Base of every error raised by this library.
@@ -95,17 +107,11 @@ class _DamagedFileError(AsyncCheckpointError):
         self,
         message: str,
         *,
-        path: str | None = None,
-        stage: str | None = None,
-        location: str | None = None,
-        expected: object = None,
-        found: object = None,
         file: str | None = None,
         offset: int | None = None,
+        **about: Unpack[About],
     ) -> None:
-        super().__init__(
-            message, path=path, stage=stage, location=location, expected=expected, found=found
-        )
+        super().__init__(message, **about)
         self.file = file
         self.offset = offset
 
@@ -156,15 +162,9 @@ class StoreError(AsyncCheckpointError):
         message: str,
         *,
         retryable: bool = False,
-        path: str | None = None,
-        stage: str | None = None,
-        location: str | None = None,
-        expected: object = None,
-        found: object = None,
+        **about: Unpack[About],
     ) -> None:
-        super().__init__(
-            message, path=path, stage=stage, location=location, expected=expected, found=found
-        )
+        super().__init__(message, **about)
         self.retryable = retryable
 
 
@@ -189,15 +189,9 @@ class FencedError(AsyncCheckpointError):
         claimed_by: str | None = None,
         claimed_ns: int | None = None,
         visible: bool | None = False,
-        path: str | None = None,
-        stage: str | None = None,
-        location: str | None = None,
-        expected: object = None,
-        found: object = None,
+        **about: Unpack[About],
     ) -> None:
-        super().__init__(
-            message, path=path, stage=stage, location=location, expected=expected, found=found
-        )
+        super().__init__(message, **about)
         self.epoch = epoch
         self.claimed_by = claimed_by
         self.claimed_ns = claimed_ns
@@ -219,15 +213,9 @@ class SaveError(AsyncCheckpointError):
         *,
         visible: bool = False,
         durable: bool = False,
-        path: str | None = None,
-        stage: str | None = None,
-        location: str | None = None,
-        expected: object = None,
-        found: object = None,
+        **about: Unpack[About],
     ) -> None:
-        super().__init__(
-            message, path=path, stage=stage, location=location, expected=expected, found=found
-        )
+        super().__init__(message, **about)
         self.visible = visible
         self.durable = durable
 

@@ -28,6 +28,10 @@ SLOT_NBYTES = 8 * MIB
 PAGE_NBYTES = 4096
 """Alignment of large chunks in data files: the strictest logical block size in common use."""
 
+CACHED_NBYTES = 512 * KIB
+"""What a thread copies or reads before it computes the checksum of that: it is then in the cache of
+the core, from which a checksum takes half as long as from memory."""
+
 ALIGNED_CHUNK_NBYTES = 1 * MIB
 """Chunks from this size on start on a page of the data file; below, packing matters more."""
 

@@ -293,6 +293,7 @@ class CheckpointFiles(Protocol):
         direct: bool = False,
         received: Callable[[], None] | None = None,
         ahead_nbytes: int | None = None,
+        check: Callable[[int], None] | None = None,
     ) -> None:
         """Fill the buffers, one after the other, from a run of the file at `offset`.
 
@@ -306,6 +307,10 @@ class CheckpointFiles(Protocol):
                 the store is free for another read. Never called by stores without such a moment.
             ahead_nbytes: what a store whose reads are copied may have in flight at one time, about;
                 None: as much as it likes.
+            check: may be called in a thread that blocks to read, while what was read is in the
+                cache of its core: with the number of bytes that are there so far, the last time
+                with all of them. What it raises is raised. Stores without such a thread do nothing
+                with it; the caller sees to what was not checked.
 
         Cancellation: waits until nothing writes to the buffers, then raises.
 

@@ -192,15 +192,6 @@ class Partition:
     pattern: str = field(default="", compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """A byte range of one file of a checkpoint."""
-
-    file: int
-    offset: int
-    nbytes: int
-
-
 def numeric_class(dtype: str) -> str:
     """Return `bool`, `int`, `float` or `complex` for a dtype or Python type, else its name."""
     for prefix, kind in (

@@ -30,31 +30,34 @@ def plot(results: Results, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels: list[tuple[Any, str, list[Measurement]]] = []
+    drawn = panels(results)
+    rows = -(-len(drawn) // PER_ROW)
+    columns = min(PER_ROW, len(drawn))
+    figure = Figure(figsize=(4.8 * columns + 1, 4.6 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False).reshape(-1)
+    for axis in axes[len(drawn) :]:
+        axis.set_axis_off()
+    for axis, (draw, title, found) in zip(axes, drawn, strict=False):
+        axis.set_title(title)
+        draw(axis, found, colormaps["tab20" if len(found) > 20 else "tab10"])
+    figure.savefig(path, dpi=80)
+
+
+def panels(results: Results) -> list[tuple[Any, str, list[Measurement]]]:
+    """Return what draws each panel, its title, and what it shows."""
+    made: list[tuple[Any, str, list[Measurement]]] = []
     for scenario in (SAVE, WARM, COLD, FOREIGN, CONVERT):
-        found = [m for m in results.measurements if m.scenario == scenario and m.floor]
-        panels.append((_plot_rates, scenario, found))
+        made.append((_plot_rates, scenario, [m for m in results.where(scenario) if m.floor]))
     small = [
         m
         for m in results.measurements
         if m.workload.startswith(SMALL_LEAVES)
         and (m.scenario in (SAVE, WARM) or (m.scenario, m.subject) == (PLAN, OURS))
     ]
-    panels.append((_plot_growth, "time by number of leaves", small))
-    resharded = [m for m in results.measurements if m.scenario == RESHARD]
-    panels.append((_plot_shardings, RESHARD, resharded))
-    panels = [panel for panel in panels if panel[2]]
-    rows = max(1, -(-len(panels) // PER_ROW))
-    columns = max(1, min(PER_ROW, len(panels)))
-    figure = Figure(figsize=(4.8 * columns + 1, 4.6 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, columns, squeeze=False).reshape(-1)
-    for axis in axes[len(panels) :]:
-        axis.set_axis_off()
-    for axis, (draw, title, found) in zip(axes, panels, strict=False):
-        axis.set_title(title)
-        draw(axis, found, colormaps["tab20" if len(found) > 20 else "tab10"])
-    figure.savefig(path, dpi=80)
+    made.append((_plot_growth, "time by number of leaves", small))
+    made.append((_plot_shardings, RESHARD, results.where(RESHARD)))
+    return [panel for panel in made if panel[2]]
 
 
 LANE, BLOCKED, SLOW, SAVING = "#c9d3df", "#c0392b", "#e08e45", "#2b6cb0"

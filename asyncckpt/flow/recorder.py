@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 
 from asyncckpt.reports.timeline import Lane, Span, Timeline, put, spans_of
@@ -23,6 +26,8 @@ class Recorder:
         self.begun = time.perf_counter() if begun is None else begun
         self.process = process
         self._stages: dict[str, list[Lane]] = {}
+        self._running: dict[int, tuple[str, float, int]] = {}
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
 
     def add(self, stage: str, since: float, nbytes: int = 0, until: float | None = None) -> None:
@@ -38,11 +43,28 @@ class Recorder:
         with self._lock:
             put(self._stages.setdefault(stage, []), since - self.begun, end, nbytes)
 
+    @contextmanager
+    def span(self, stage: str, nbytes: int = 0) -> Iterator[None]:
+        """Record that a stage is busy during the block; nothing remains of one that raises."""
+        begun = stage, time.perf_counter(), nbytes
+        number = next(self._numbers)
+        self._running[number] = begun
+        try:
+            yield
+            self.add(*begun)
+        finally:
+            del self._running[number]
+
     def timeline(self) -> Timeline:
-        """Return what was recorded so far."""
+        """Return what was recorded so far; a span that goes on has all its bytes, and ends now."""
+        now = time.perf_counter()
         with self._lock:
+            stages = dict(self._stages)
+            for stage, since, nbytes in [*self._running.values()]:
+                stages[stage] = [*map(list, stages.get(stage, []))]
+                put(stages[stage], since - self.begun, now - self.begun, nbytes)
             spans: list[Span] = []
-            for stage, lanes in self._stages.items():
+            for stage, lanes in stages.items():
                 spans += spans_of(lanes, stage, self.process)
         spans.sort(key=attrgetter("start_s"))
         return Timeline(tuple(spans), self.process)

@@ -9,7 +9,8 @@ from urllib.parse import quote
 
 from asyncckpt.errors import UsageError
 from asyncckpt.reports.texts import nbytes_text
-from asyncckpt.reports.timeline import Timed, Timeline
+from asyncckpt.reports.timed import Timed
+from asyncckpt.reports.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncckpt.reports.texts import nbytes_text, rate_text
-from asyncckpt.reports.timeline import Timed, Timeline
+from asyncckpt.reports.timed import Timed
+from asyncckpt.reports.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)

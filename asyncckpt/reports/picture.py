@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncckpt.errors import UsageError
 from asyncckpt.reports.texts import nbytes_text, rate_text
-
-if TYPE_CHECKING:
-    from asyncckpt.reports.timeline import Span, Timeline
+from asyncckpt.reports.timeline import Span, Timeline
 
 INSTALL_LINE = 'pip install "asyncckpt[plot]"'
 
@@ -19,13 +17,16 @@ SUFFIXES = (".png", ".svg")
 MAX_PROCESSES = 16
 """Processes drawn; more would not be readable."""
 
-SHORT = 0.004
-"""Stages without bytes that took a smaller share of the time are named below, not drawn."""
+SHORT = 0.01
+"""Stages with a smaller share of the time and of the bytes are named below, not drawn."""
 
 NARROWEST = 0.0015
 """Width of the narrowest span, as a share of the time: about a pixel."""
 
-LANE, GAP = 0.2, 0.55  # heights, of a stage's first lane 1
+LANE, GAP, TALLEST = 0.2, 0.5, 3.0
+"""Heights of further lanes, of gaps, and of all further lanes of a stage together at most, where
+the first lane of a stage with bytes has 1."""
+
 COLOURS: Mapping[str, str] = {
     **{"stage": "#0072B2", "serialize": "#009E73", "upload": "#E69F00"},
     **{"fetch": "#E69F00", "decode": "#009E73", "place": "#0072B2", "exchange": "#56B4E9"},
@@ -58,7 +59,7 @@ def draw(timeline: Timeline, path: Any, title: str = "", marks: Mapping[str, flo
     bands, short = _bands(timeline)
     total_s = max(timeline.end_s, 1e-6)
     unit, scale = ("s", 1.0) if total_s >= 1 else ("ms", 1e3)
-    height = sum(_height(spans) + GAP for _, _, _, spans in bands)
+    height = sum(_height(whole, spans) + GAP for _, whole, _, spans in bands)
     figure = Figure(figsize=(11, 1.5 + 0.36 * height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -66,7 +67,7 @@ def draw(timeline: Timeline, path: Any, title: str = "", marks: Mapping[str, flo
     ticks: dict[float, str] = {}
     right: dict[float, str] = {}
     for name, whole, busy_s, spans in bands:
-        thick = _height(spans) / (1 + max(span.lane for span in spans))
+        thick = _height(whole, spans) / (1 + max(span.lane for span in spans))
         for span in spans:
             width = max(span.end_s - span.start_s, NARROWEST * total_s)
             axes.broken_barh(
@@ -76,9 +77,9 @@ def draw(timeline: Timeline, path: Any, title: str = "", marks: Mapping[str, flo
                 edgecolor="white",
                 linewidth=0.4 if width > 4 * NARROWEST * total_s else 0,
             )
-        middle = bottom + _height(spans) / 2
+        middle = bottom + _height(whole, spans) / 2
         ticks[middle], right[middle] = name, _facts(whole, busy_s, spans)
-        bottom += _height(spans) + GAP
+        bottom += _height(whole, spans) + GAP
     for number, (text, at_s) in enumerate(marks.items()):
         axes.axvline(at_s * scale, color="black", linestyle="--", linewidth=1)
         axes.text(
@@ -114,11 +115,13 @@ def _bands(timeline: Timeline) -> tuple[list[tuple[str, Span, float, list[Span]]
     several = len(processes) > 1
     for process in processes[:MAX_PROCESSES]:
         busy_s = timeline.busy_s(process)
-        for stage, whole in timeline.stages(process).items():
+        stages = timeline.stages(process)
+        small = SHORT * max(whole.nbytes for whole in stages.values())
+        for stage, whole in stages.items():
             spans = [s for s in timeline.spans if s.process == process and s.stage == stage]
             seconds = busy_s[stage]
             name = f"{stage} ({process})" if several else stage
-            if not whole.nbytes and seconds < SHORT * timeline.end_s:
+            if whole.nbytes <= small and seconds < SHORT * timeline.end_s:
                 short.append(f"{name} {seconds * 1e3:.1f} ms")
             else:
                 bands.append((name, whole, seconds, spans))
@@ -127,8 +130,8 @@ def _bands(timeline: Timeline) -> tuple[list[tuple[str, Span, float, list[Span]]
     return bands, ", ".join(short)
 
 
-def _height(spans: list[Span]) -> float:
-    return 1 + LANE * max(span.lane for span in spans)
+def _height(whole: Span, spans: list[Span]) -> float:
+    return (1 if whole.nbytes else 0.5) + min(LANE * max(span.lane for span in spans), TALLEST)
 
 
 def _facts(whole: Span, seconds: float, spans: list[Span]) -> str:

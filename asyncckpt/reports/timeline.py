@@ -7,15 +7,10 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
-
-from asyncckpt.reports.picture import draw
-from asyncckpt.reports.trace import trace_document
 
 SPANS_PER_STAGE = 256
 """Spans kept of one stage of one process: a picture is about a thousand pixels wide."""
@@ -110,38 +105,6 @@ class Timeline:
         own = (s.lane for s in self.spans if s.stage == stage and s.process == process)
         return 1 + max(own, default=-1)
 
-    def write_trace(self, path: str | os.PathLike[str], title: str = "") -> None:
-        """Write trace events as JSON, which https://ui.perfetto.dev opens. Blocking.
-
-        Args:
-            path: the file, replaced if it exists.
-            title: kept in the file.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(trace_document(self, title), file)
-
-    def plot(
-        self,
-        path: str | os.PathLike[str],
-        title: str = "",
-        marks: Mapping[str, float] | None = None,
-    ) -> None:
-        """Draw it: a band for each stage, in it a line for each lane. Blocking.
-
-        Args:
-            path: the file, in .png or .svg, replaced if it exists.
-            title: a line above the picture.
-            marks: times to mark, in seconds from the call, by what is said of each.
-
-        Raises:
-            UsageError: the suffix is another one, or matplotlib is not installed.
-            OSError: the file cannot be written.
-        """
-        draw(self, path, title, marks or {})
-
     def joined(self, others: Iterable[Timeline]) -> Timeline:
         """Return it with the spans of other processes."""
         spans = [*self.spans, *(span for other in others for span in other.spans)]
@@ -153,18 +116,22 @@ class Timeline:
         Args:
             most: spans per stage; where there are more, consecutive ones are merged.
         """
-        stages: dict[tuple[int, str], list[Span]] = {}
-        for span in self.spans:
-            stages.setdefault((span.process, span.stage), []).append(span)
+        stages: dict[tuple[str, int], list[list[Any]]] = {}
+        for stage, process, _, start_s, end_s, nbytes in self.spans:
+            row = [stage, process, round(start_s * 1e6), round(end_s * 1e6), nbytes]
+            stages.setdefault((stage, process), []).append(row)
         rows: list[list[Any]] = []
-        for (process, stage), spans in stages.items():
-            size = -(-len(spans) // most)
-            for first in range(0, len(spans), size):
-                group = spans[first : first + size]
-                start_us = round(group[0].start_s * 1e6)
-                end_us = round(max(span.end_s for span in group) * 1e6)
-                nbytes = sum(span.nbytes for span in group)
-                rows.append([stage, process, start_us, end_us, nbytes])
+        for found in stages.values():
+            size = -(-len(found) // most)
+            if size == 1:
+                rows += found
+                continue
+            for first in range(0, len(found), size):
+                row, *others = found[first : first + size]
+                for other in others:
+                    row[3] = max(row[3], other[3])
+                    row[4] += other[4]
+                rows.append(row)
         return rows
 
     @classmethod
@@ -193,26 +160,6 @@ def _checked(row: Any) -> tuple[str, int, int, int, int]:
     if not 0 <= start_us <= end_us < 1 << 53 or process < 0 or nbytes < 0:
         raise ValueError(f"{row!r:.80} is no span")
     return stage, process, start_us, end_us, nbytes
-
-
-class Timed:
-    """What timelines of reports can be made into."""
-
-    __slots__ = ()
-
-    timeline: Timeline
-
-    def marks(self) -> Mapping[str, float]:
-        """Return the times that pictures mark, in seconds from the call."""
-        return {}
-
-    def write_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the timeline as trace events; see `Timeline.write_trace`. Blocking."""
-        self.timeline.write_trace(path, str(self))
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the timeline; see `Timeline.plot`. Blocking."""
-        self.timeline.plot(path, str(self), self.marks())
 
 
 Lane = list[tuple[float, float, int]]

@@ -6,12 +6,10 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncckpt.reports.texts import rate_text
-
-if TYPE_CHECKING:
-    from asyncckpt.reports.timeline import Timeline
+from asyncckpt.reports.timeline import Timeline
 
 
 def trace_document(timeline: Timeline, title: str = "") -> dict[str, Any]:

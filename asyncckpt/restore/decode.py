@@ -15,7 +15,7 @@ What touches the bytes of chunks runs in worker threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -143,6 +143,26 @@ def _copied(values: npt.NDArray[Any] | None, flat: Bytes | None, payload: memory
     return True
 
 
+class Check:
+    """Checks what is being read, when called with the number of bytes that are there so far.
+
+    Attributes:
+        complete: everything is there, and was checked.
+    """
+
+    def __init__(self, steps: Generator[None, int, None]) -> None:
+        self._steps = steps
+        self.complete = False
+        next(steps)
+
+    def __call__(self, there: int) -> None:
+        """Check what has come since the last call; calls come one after the other."""
+        try:
+            self._steps.send(there)
+        except StopIteration:
+            self.complete = True
+
+
 class Decode:
     """The decode stage of one restore.
 
@@ -198,22 +218,39 @@ class Decode:
             batch = ReadBatch(-1, 0, len(data), inline)
             self._scatter(part, self._payload(batch, part, np.frombuffer(data, np.uint8)), 0)
 
-    def direct(self, batches: Sequence[ReadBatch], buffers: Sequence[Bytes]) -> None:
-        """Check what one call has read: of every batch its bytes, and those behind them.
+    def checking(self, batches: Sequence[ReadBatch], buffers: Sequence[Bytes]) -> Check:
+        """Return the check of what one call reads, in two buffers per batch: it, and what follows.
 
-        The bytes of direct batches are in their destinations already.
+        The bytes of direct batches are in their destinations then; those of others are copied
+        there.
         """
+        return Check(self._check(batches, buffers))
+
+    def _check(
+        self, batches: Sequence[ReadBatch], buffers: Sequence[Bytes]
+    ) -> Generator[None, int, None]:
+        there = yield
+        begin = 0
         for batch, data, rest in zip(batches, buffers[::2], buffers[1::2], strict=True):
-            if not is_direct(batch):
-                self.small(batch, data)
-                continue
             part = batch.parts[0]
+            direct = is_direct(batch)
             tail = rest[: batch.nbytes - data.nbytes]
             trailer = tail[tail.nbytes - self.codec(part).trailer_nbytes :]
-            if not self._has_crcs and not trailer.nbytes:
-                continue  # a foreign chunk without a checksum
-            crc = crc32c(tail[: tail.nbytes - trailer.nbytes], crc32c(data))
-            self.expect(batch, part.row, crc, trailer)
+            crc = start = 0
+            while direct and start < data.nbytes and (self._has_crcs or trailer.nbytes):
+                while there <= begin + start:
+                    there = yield
+                stop = min(there - begin, data.nbytes)
+                crc = crc32c(data[start:stop], crc)
+                start = stop
+            while there < begin + batch.nbytes:
+                there = yield
+            begin += data.nbytes + rest.nbytes
+            if not direct:
+                self.small(batch, data)
+            elif self._has_crcs or trailer.nbytes:  # not a foreign chunk without a checksum
+                crc = crc32c(tail[: tail.nbytes - trailer.nbytes], crc)
+                self.expect(batch, part.row, crc, trailer)
 
     def piece(self, batch: ReadBatch, data: Bytes, start: int, crc: int) -> int:
         """Copy the piece of a large chunk that begins at `start`, not yet checked.

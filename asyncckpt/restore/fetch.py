@@ -51,6 +51,7 @@ class Ranges(Protocol):
         direct: bool = False,
         received: Callable[[], None] | None = None,
         ahead_nbytes: int | None = None,
+        check: Callable[[int], None] | None = None,
     ) -> None:
         """Fill the buffers, one after the other, from a run of the file at `offset`."""
         ...
@@ -239,11 +240,18 @@ class Fetch:
         direct: bool,
         received: Callable[[], None] | None = None,
         ahead_nbytes: int | None = None,
+        check: Callable[[int], None] | None = None,
     ) -> None:
-        """Read a range into buffers."""
+        """Read a range into buffers, and check it if the store does that while it reads."""
         since = time.perf_counter()
         await self._files.read_into(
-            path, offset, buffers, direct=direct, received=received, ahead_nbytes=ahead_nbytes
+            path,
+            offset,
+            buffers,
+            direct=direct,
+            received=received,
+            ahead_nbytes=ahead_nbytes,
+            check=check,
         )
         nbytes = sum(buffer.nbytes for buffer in buffers)
         self._recorder.add(self._reading, since, nbytes)
@@ -284,20 +292,34 @@ class Fetch:
             else:
                 data = np.empty(batch.nbytes, np.uint8)
             buffers += (data, np.empty(end - batch.offset - data.nbytes, np.uint8))
-        await self._fill(
-            path,
-            batches[0].offset,
-            buffers,
-            direct=self._own_memory,
-            received=stream.release,
-            ahead_nbytes=ahead_nbytes,
-        )
-        await self._decoded(span(batches), self._decode.direct, batches, buffers)
+        await self._checked(batches, path, buffers, stream, self._own_memory, ahead_nbytes)
 
     async def _small(self, batch: ReadBatch, path: str, slot: Slot, stream: Permit) -> None:
-        data = slot.buffer[: batch.nbytes]
-        await self._fill(path, batch.offset, [data], direct=True, received=stream.release)
-        await self._decoded(batch.nbytes, self._decode.small, batch, data)
+        buffers = slot.buffer[: batch.nbytes], slot.buffer[:0]
+        await self._checked([batch], path, buffers, stream, True, None)
+
+    async def _checked(
+        self,
+        batches: Sequence[ReadBatch],
+        path: str,
+        buffers: Sequence[Bytes],
+        stream: Permit,
+        direct: bool,
+        ahead_nbytes: int | None,
+    ) -> None:
+        """Read batches, check them, and copy what is not in its destination yet."""
+        offset, check = batches[0].offset, self._decode.checking(batches, buffers)
+        await self._fill(
+            path,
+            offset,
+            buffers,
+            direct=direct,
+            received=stream.release,
+            ahead_nbytes=ahead_nbytes,
+            check=check,
+        )
+        if not check.complete:
+            await self._decoded(span(batches), check, span(batches))
 
     async def _large(self, batch: ReadBatch, path: str, slot: Slot) -> None:
         # Pieces are whole elements: the slot's size is a multiple of every element size.

@@ -358,9 +358,8 @@ class Pipeline(ABC):
             # As many windows as there are uploads are sealed ahead of the writes, and no more:
             # after `start_save`, checksums take what the device leaves of the processors.
             window = item if isinstance(item, FileWindow) else await self._seal(item)
-            start = time.perf_counter()
-            await self._files.write(window)
-            self._recorder.add("upload", start, window.nbytes)
+            with self._recorder.span("upload", window.nbytes):
+                await self._files.write(window)
             # A view in this frame would keep a client from sending the buffer as it is.
             del item, window
 

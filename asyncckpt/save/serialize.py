@@ -27,7 +27,7 @@ import zstandard
 from asyncckpt.flow.buffers import Slot, spans
 from asyncckpt.format.crc import combine, crc32c
 from asyncckpt.format.zarr3 import CRC_NBYTES
-from asyncckpt.options import KIB, PAGE_NBYTES
+from asyncckpt.options import CACHED_NBYTES, KIB, PAGE_NBYTES
 from asyncckpt.planning.save import Piece, Window
 from asyncckpt.ports import Bytes
 
@@ -61,10 +61,6 @@ class WindowSums(NamedTuple):
 
 CopyPart = Callable[[Piece, int, Bytes], int]
 """Copies a part of a piece, from a byte of it on, into a buffer; returns the bytes copied."""
-
-CACHED_NBYTES = 512 * KIB
-"""What is copied before its checksum is computed: it is then in the cache of the core, from which
-a checksum takes half as long as from memory."""
 
 SHORT_NBYTES = 32 * KIB
 """Payloads below this size are gone through twice; combining costs as much as 64 KiB."""

@@ -177,8 +177,9 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
             snapshot.scalars[leaf] = value
             continue
         source, adapter = opened
-        if is_plain and source.view is value and source.identity is not None:
-            known[value.dtype, value.shape] = source.spec
+        view = source.view
+        if is_plain and view is not None and view is value and source.identity is not None:
+            known[view.dtype, view.shape] = source.spec
         number = len(sources)
         first = number if source.identity is None else seen.setdefault(source.identity, number)
         if first != number:

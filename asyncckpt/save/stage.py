@@ -33,11 +33,11 @@ from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import together
 from asyncckpt.flow.threads import ThreadAbandonedError, Workers
 from asyncckpt.format.crc import crc32c
-from asyncckpt.options import MIB
+from asyncckpt.options import CACHED_NBYTES, MIB
 from asyncckpt.planning.pack import TRAILER_NBYTES
 from asyncckpt.planning.save import HeldBox, Piece, SavePlan, Window
 from asyncckpt.ports import ArrayAdapter, Bytes, Source
-from asyncckpt.save.serialize import CACHED_NBYTES, CopyPart, WindowSums
+from asyncckpt.save.serialize import CopyPart, WindowSums
 from asyncckpt.spec import DTYPES, Box
 
 T = TypeVar("T")

@@ -407,7 +407,9 @@ class Session:
             store = self.root.store
             sizes = sizes_for(self.runtime, store, tree_nbytes, self.save_options)
             pool = self.runtime.window_pool(store.capabilities, sizes)
-            await pool.prepare(-(-tree_nbytes // pool.slot_nbytes) + 2)
+            # Files may be shorter than their windows, and are a little shorter than they may be.
+            filled_nbytes = min(pool.slot_nbytes, sizes.data_file_nbytes * 15 // 16)
+            await pool.prepare(-(-tree_nbytes // filled_nbytes) + 2)
             return pool.allocated_nbytes
 
     async def delete_after(self, step: int) -> list[int]:

@@ -61,12 +61,13 @@ async def test_a_save_has_all_its_stages_and_their_bytes(
     stages = checked(report.timeline, report.total_s + 1)  # retention comes after
     assert [*stages] == [*STAGES, "retain"]
     assert stages["snapshot"].start_s == 0.0
-    assert stages["stage"].nbytes >= NBYTES <= stages["serialize"].nbytes
+    assert stages["stage"].nbytes >= NBYTES
     if compression is None:
         assert NBYTES <= stages["upload"].nbytes <= NBYTES * 1.02
     else:
+        assert stages["serialize"].nbytes >= NBYTES  # else copies are checksummed as made
         assert 0 < stages["upload"].nbytes < NBYTES
-    assert stages["stage"].end_s <= stages["upload"].end_s <= stages["publish"].start_s
+    assert stages["stage"].start_s <= stages["upload"].end_s <= stages["publish"].start_s
     assert report.stage_s == report.timeline.busy_s()
     assert "Timeline" not in repr(report)
 
@@ -161,7 +162,8 @@ async def test_a_checkpoint_keeps_the_timeline_of_its_save(tmp_path: Path) -> No
     assert [*info.timeline.stages()] == STAGES[:-2]  # those until the index was made
     for stage, whole in info.timeline.stages().items():
         known = report.timeline.stages()[stage]
-        assert whole.nbytes == known.nbytes
+        assert whole.nbytes <= known.nbytes
+        assert whole.end_s <= known.end_s + 1e-6  # it may have gone on
         assert whole.start_s == pytest.approx(known.start_s, abs=1e-6)
     info.plot(tmp_path / "kept.png")
     assert (await asyncckpt.verify(tmp_path / "c")).ok

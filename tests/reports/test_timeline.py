@@ -23,7 +23,9 @@ from asyncckpt.format.stored_timeline import (
     decode_timeline,
     encode_timeline,
 )
+from asyncckpt.reports.picture import draw
 from asyncckpt.reports.timeline import LANES_PER_STAGE, SPANS_PER_STAGE
+from asyncckpt.reports.trace import trace_document
 
 Rows = list[tuple[float, float, int]]
 
@@ -105,6 +107,19 @@ def test_threads_record_at_the_same_time() -> None:
     for thread in threads:
         thread.join()
     assert recorder.timeline().stages()["stage"].nbytes == 4 * 2000 * 3
+
+
+def test_a_span_that_goes_on_is_seen_until_now_and_one_that_fails_never() -> None:
+    recorder = Recorder()
+    with recorder.span("upload", 5), recorder.span("upload", 7):
+        running = recorder.timeline()
+        assert running.stages()["upload"].nbytes == 12
+        assert running.lanes("upload", 0) == 2
+    ended = recorder.timeline()
+    assert ended.stages()["upload"].nbytes == 12 and ended.end_s > running.end_s
+    with pytest.raises(ZeroDivisionError), recorder.span("index"):
+        raise ZeroDivisionError
+    assert recorder.timeline() == ended and not recorder._running
 
 
 # ------------------------------------------------------------------------------ several processes
@@ -207,10 +222,9 @@ def test_a_sealed_document_of_another_form_is_none_at_all(text: bytes) -> None:
 # -------------------------------------------------------------------------- traces and pictures
 
 
-def test_a_trace_has_what_the_format_requires(tmp_path: Path) -> None:
+def test_a_trace_has_what_the_format_requires() -> None:
     timeline = two_processes()
-    timeline.write_trace(tmp_path / "trace.json", "a title")
-    document = json.loads((tmp_path / "trace.json").read_text())
+    document = json.loads(json.dumps(trace_document(timeline, "a title")))
     assert document["otherData"] == {"title": "a title"}
     events = document["traceEvents"]
     for event in events:
@@ -238,23 +252,23 @@ def test_a_trace_has_what_the_format_requires(tmp_path: Path) -> None:
 def test_a_picture_can_be_read(tmp_path: Path, timeline: Timeline) -> None:
     from matplotlib.image import imread
 
-    timeline.plot(tmp_path / "a.png", "a title", {"the state may change": 0.1})
+    draw(timeline, tmp_path / "a.png", "a title", {"the state may change": 0.1})
     height, width, _ = imread(tmp_path / "a.png").shape
     assert width > 600 and height > 100
-    timeline.plot(str(tmp_path / "a.SVG"))
+    draw(timeline, str(tmp_path / "a.SVG"))
     assert "<svg" in (tmp_path / "a.SVG").read_text()
 
 
 def test_a_picture_of_nothing_and_of_many_processes_is_drawn(tmp_path: Path) -> None:
-    Timeline().plot(tmp_path / "nothing.png")
+    draw(Timeline(), tmp_path / "nothing.png")
     others = [recorded(many(2, 2, i), process=i).timeline() for i in range(40)]
-    Timeline().joined(others).plot(tmp_path / "many.svg")
+    draw(Timeline().joined(others), tmp_path / "many.svg")
     assert "24 more processes" in (tmp_path / "many.svg").read_text()
 
 
 def test_a_picture_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"pass a name in \.png or \.svg"):
-        two_processes().plot(tmp_path / "a.jpg")
+        draw(two_processes(), tmp_path / "a.jpg")
     assert not list(tmp_path.iterdir())
 
 
@@ -265,7 +279,7 @@ def test_a_picture_without_matplotlib_names_the_extra(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UsageError, match=r'pip install "asyncckpt\[plot\]"'):
-        two_processes().plot(tmp_path / "a.png")
+        draw(two_processes(), tmp_path / "a.png")
 
 
 def test_bars_show_the_share_of_the_time_in_which_a_stage_was_busy() -> None:

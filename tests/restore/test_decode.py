@@ -78,9 +78,57 @@ def test_a_flipped_bit_names_leaf_file_and_offset(way: str, place: str) -> None:
             assert is_direct(batch)
             start, payload = batch.offset, batch.parts[0].nbytes
             raw = np.frombuffer(bytes(damaged), np.uint8)[start : start + batch.nbytes]
-            decode.direct([batch], [raw[:payload], raw[payload:]])
+            decode.checking([batch], [raw[:payload], raw[payload:]])(batch.nbytes)
     assert (e.value.path, e.value.file, e.value.offset) == ("b", "d/0", 52)
     assert (e.value.stage, e.value.location) == ("decode", LOCATION)
+
+
+def run_of_chunks() -> tuple[Any, Any, list[Any], list[Any], bytes]:
+    """Chunks of which two are direct and one between them is not, and buffers to read them into."""
+    data, extents = packed(PAYLOADS)
+    found: list[Any] = [np.zeros((2, 3)), np.zeros((5, 2), np.int16)[:, 1], np.zeros((), np.int64)]
+    destinations = [destination(key, n, found[n]) for n, key in enumerate(VALUES)]
+    plan, decode = planned(destinations, opened(VALUES), extents, large=True)
+    assert [is_direct(batch) for batch in plan.batches] == [True, False, True]
+    buffers = []
+    for batch, following in zip(plan.batches, [*plan.batches[1:], None], strict=True):
+        flat = destinations[batch.parts[0].request].flat
+        values = np.zeros(batch.nbytes, np.uint8) if flat is None else flat
+        end = batch.offset + batch.nbytes if following is None else following.offset
+        buffers += [values, np.zeros(end - batch.offset - values.nbytes, np.uint8)]
+    end = plan.batches[-1].offset + plan.batches[-1].nbytes
+    return plan, decode, found, buffers, data[plan.batches[0].offset : end]
+
+
+@pytest.mark.parametrize("step", [1, 7, 50, 1000])
+def test_what_arrives_bit_by_bit_is_checked_bit_by_bit(step: int) -> None:
+    plan, decode, found, buffers, data = run_of_chunks()
+    check = decode.checking(plan.batches, buffers)
+    places = [(buffer, i) for buffer in buffers for i in range(buffer.nbytes)]
+    assert len(places) == len(data)
+    for there, ((buffer, i), byte) in enumerate(zip(places, data, strict=True), 1):
+        buffer[i] = byte
+        if there % step == 0 or there == len(data):
+            check(there)
+    for values, wanted in zip(found, VALUES.values(), strict=True):
+        assert np.array_equal(values, wanted)
+
+
+@pytest.mark.parametrize("chunk", range(3))
+def test_damage_is_told_as_soon_as_its_chunk_has_arrived(chunk: int) -> None:
+    plan, decode, _, buffers, data = run_of_chunks()
+    batch = plan.batches[chunk]
+    begin = batch.offset - plan.batches[0].offset
+    raw = bytearray(data)
+    raw[begin] ^= 0x80
+    check, at = decode.checking(plan.batches, buffers), 0
+    for buffer in buffers:
+        buffer[:] = np.frombuffer(raw, np.uint8)[at : at + buffer.nbytes]
+        at += buffer.nbytes
+    check(begin + batch.nbytes - 1)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        check(begin + batch.nbytes)
+    assert caught.value.path == list(VALUES)[chunk]
 
 
 def test_a_chunk_that_was_exchanged_for_another_valid_one_is_found() -> None:

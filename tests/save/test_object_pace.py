@@ -19,7 +19,7 @@ from asyncckpt.stores.objects.requests.requests import Requests
 from tests.simulator import Fault, Gate, Signal, Simulator, simulator
 
 ROOT = "s3://bucket/run"
-OPTIONS = SaveOptions(target_data_file_nbytes=8 * MIB)
+OPTIONS = SaveOptions(target_data_file_nbytes=8 * MIB, concurrency=4)
 
 
 @pytest.fixture
@@ -184,7 +184,8 @@ async def test_as_many_reads_are_in_flight_as_were_asked_for(sim: Simulator) -> 
         await everybody.hold()
 
     restore = RestoreOptions(concurrency=20)
-    async with checkpointer(sim, restore_options=restore) as ckpt:
+    save = SaveOptions(target_data_file_nbytes=8 * MIB, concurrency=20)
+    async with checkpointer(sim, save_options=save, restore_options=restore) as ckpt:
         await ckpt.save(1, tree)
         sim.faults.append(
             Fault(
@@ -229,7 +230,7 @@ async def test_no_more_of_a_run_is_in_flight_than_is_allowed(
             in_flight -= 1
 
     async with checkpointer(
-        sim, save_options=SaveOptions(target_data_file_nbytes=96 * MIB)
+        sim, save_options=SaveOptions(target_data_file_nbytes=96 * MIB, concurrency=1)
     ) as ckpt:
         await ckpt.save(1, tree)
         store = ckpt._session.root.store
@@ -249,3 +250,91 @@ async def test_no_more_of_a_run_is_in_flight_than_is_allowed(
 async def _data_files(store: Any) -> list[str]:
     entries = await store.files("1").entries("default/d", max_entries=10)
     return [f"default/d/{entry.name}" for entry in entries if entry.nbytes > 70 * MIB]
+
+
+async def test_every_stream_sends_as_many_objects_of_one_length_the_longest_first(
+    sim: Simulator,
+) -> None:
+    """What is left over beside large leaves is filled with small ones."""
+    streams = 8
+    tree = state(8, 5 * MIB) | {f"small{n}": np.full(100_000 + n, n, np.uint8) for n in range(200)}
+    everybody = Gate()
+    waiting: set[str] = set()
+
+    async def come(request: Any) -> None:
+        waiting.add(request.key)
+        if len(waiting) == streams:
+            everybody.release()
+        await everybody.hold()
+
+    options = SaveOptions(target_data_file_nbytes=8 * MIB, concurrency=streams)
+    async with asyncio.timeout(60), checkpointer(sim, save_options=options) as ckpt:
+        sim.faults.append(
+            Fault(kind="put_object", key="*/d/*-[0-9]*", times=streams, number=1, hook=come)
+        )
+        await ckpt.save(1, tree)
+        sent = [
+            request.nbytes
+            for request in sim.requests
+            if request.kind == "put_object"
+            and "/d/" in request.key
+            and not request.key.endswith("-index")
+        ]
+        assert equal(await ckpt.restore(), tree)
+    assert len(sent) == streams
+    assert max(sent) <= 1.1 * sum(sent) / len(sent)
+
+
+def reads(sim: Simulator) -> list[tuple[str, str]]:
+    """Requests of a restore, in the order of their heads: kind, and what is read."""
+    return [
+        (request.kind, "data" if "/d/" in request.key else request.key.partition("/")[2])
+        for request in sim.requests
+    ]
+
+
+async def test_a_restore_of_the_newest_step_makes_one_round_trip_before_its_data(
+    sim: Simulator,
+) -> None:
+    """The record of the step that was newest before is read while the names are listed."""
+    record = ("get_object", "1/checkpoint.json")
+    async with asyncio.timeout(60), checkpointer(sim) as ckpt:
+        await ckpt.save(1, state(1))
+        await ckpt._session.call(ckpt._session.root.store._context.background.ended).wait()  # type: ignore[attr-defined]
+        sim.reset()
+        listing, both = Gate(), Signal()
+        sim.faults.extend(
+            [
+                Fault(kind="list_objects", gate=listing),
+                Fault(kind="get_object", key="*/checkpoint.json", hook=lambda _: both.set()),
+            ]
+        )
+        restoring = asyncio.create_task(ckpt.restore())
+        await listing.reached.wait()
+        await both.wait()
+        assert ("get_object", "data") not in reads(sim)
+        listing.release()
+        assert equal(await restoring, state(1))
+        found = reads(sim)
+        assert sorted(found[:2]) == [record, ("list_objects", "")]
+        assert set(found[2:]) == {("get_object", "data")}
+        # A step that is named needs no listing.
+        sim.faults.clear()
+        sim.reset()
+        assert equal(await ckpt.restore(1), state(1))
+        assert reads(sim)[0] == record and set(reads(sim)[1:]) == {("get_object", "data")}
+
+
+async def test_a_step_that_another_process_has_saved_or_deleted_is_noticed(sim: Simulator) -> None:
+    async with checkpointer(sim) as ckpt, checkpointer(sim) as other:
+        await ckpt.save(1, state(1))
+        await other.save(2, state(2))
+        assert equal(await ckpt.restore(), state(2))
+        assert await ckpt.latest_step() == 2
+        await other.delete(2)
+        assert await ckpt.latest_step() == 1
+        assert equal(await ckpt.restore(), state(1))
+        await other.delete(1)
+        assert await ckpt.latest_step() is None
+        with pytest.raises(asyncckpt.CheckpointNotFoundError):
+            await ckpt.restore()

@@ -57,13 +57,16 @@ class SharedMetadataFiles:
         direct: bool = False,
         received: Callable[[], None] | None = None,
         ahead_nbytes: int | None = None,
+        check: Callable[[int], None] | None = None,
     ) -> None:
         """Fill the buffers from a file; a large chunk index comes from all processes."""
         nbytes = sum(buffer.nbytes for buffer in buffers)
         if self._shares and len(buffers) == 1 and nbytes >= SHARED_NBYTES:
             np.copyto(buffers[0], await self._exchanged(path, offset, nbytes))
             return
-        await self._files.read_into(path, offset, buffers, direct=direct, ahead_nbytes=ahead_nbytes)
+        await self._files.read_into(
+            path, offset, buffers, direct=direct, ahead_nbytes=ahead_nbytes, check=check
+        )
         self.read_nbytes += nbytes
 
     async def _exchanged(self, path: str, offset: int, nbytes: int) -> Bytes:

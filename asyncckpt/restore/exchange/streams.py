@@ -97,6 +97,7 @@ class StreamFiles:
         direct: bool = False,
         received: Callable[[], None] | None = None,
         ahead_nbytes: int | None = None,
+        check: Callable[[int], None] | None = None,
     ) -> None:
         """Fill the buffers from a stream, as `CheckpointFiles.read_into`."""
         await self._streams[path].read_into(offset, buffers, self._workers)

@@ -12,7 +12,7 @@ import os
 import posixpath
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 import aiofiles
@@ -24,6 +24,7 @@ from asyncckpt.errors import (
     CorruptCheckpointError,
 )
 from asyncckpt.flow.threads import Workers
+from asyncckpt.options import CACHED_NBYTES
 from asyncckpt.ports import Bytes, Entry, StoreCapabilities
 from asyncckpt.stores.local.failures import reported, store_error
 from asyncckpt.stores.local.posix import (
@@ -111,16 +112,25 @@ class LocalFiles:
         direct: bool = False,
         received: Callable[[], None] | None = None,
         ahead_nbytes: int | None = None,
+        check: Callable[[int], None] | None = None,
     ) -> None:
         """Fill the buffers from a run of the file. As `CheckpointFiles.read_into`.
 
         With `direct`, runs of at least 1 MiB whose address, offset and length are multiples of
         `PAGE_NBYTES`, and that the page cache does not hold, are read past it. `received` is never
-        called, and `ahead_nbytes` has no effect, as nothing is copied.
+        called, and `ahead_nbytes` has no effect, as nothing is copied. What comes from the page
+        cache is checked in steps of `CACHED_NBYTES`.
         """
-        await self._workers.run(self._read_into, path, offset, buffers, direct)
+        await self._workers.run(self._read_into, path, offset, buffers, direct, check)
 
-    def _read_into(self, path: str, offset: int, buffers: Sequence[Bytes], direct: bool) -> None:
+    def _read_into(
+        self,
+        path: str,
+        offset: int,
+        buffers: Sequence[Bytes],
+        direct: bool,
+        check: Callable[[int], None] | None,
+    ) -> None:
         fd = self._open_file(path)
         try:
             with reported("reading", self._full(path)):
@@ -128,23 +138,35 @@ class LocalFiles:
                 pending: list[memoryview] = []
                 for buffer in buffers:
                     if direct and _is_aligned(at, buffer) and not cached(fd, at, buffer.size):
-                        self._fill(fd, path, pending_at, pending, offset, at)
+                        self._fill(fd, path, pending_at, pending, offset, at, check)
                         done = self._fill_direct(path, at, buffer)
                         pending, pending_at = [memoryview(buffer)[done:]], at + done
+                        if check is not None:
+                            check(pending_at - offset)
                     elif buffer.size:
                         pending.append(memoryview(buffer))
                     at += buffer.size
-                self._fill(fd, path, pending_at, pending, offset, at)
+                self._fill(fd, path, pending_at, pending, offset, at, check)
         finally:
             os.close(fd)
 
     def _fill(
-        self, fd: int, path: str, at: int, views: list[memoryview], offset: int, end: int
+        self,
+        fd: int,
+        path: str,
+        at: int,
+        views: list[memoryview],
+        offset: int,
+        end: int,
+        check: Callable[[int], None] | None,
     ) -> None:
         views = [view for view in views if len(view)]
         first = 0
         while first < len(views):
-            count = os.preadv(fd, views[first : first + BUFFERS_PER_CALL], at)
+            step = views[first : first + BUFFERS_PER_CALL]
+            if check is not None:
+                step = list(_first(step, CACHED_NBYTES))
+            count = os.preadv(fd, step, at)
             if count == 0:
                 raise CorruptCheckpointError(
                     f"{self._full(path)}: the file ends at byte {os.fstat(fd).st_size}, expected "
@@ -161,6 +183,8 @@ class LocalFiles:
                 first += 1
             if count:
                 views[first] = views[first][count:]
+            if check is not None:
+                check(at - offset)
 
     def _fill_direct(self, path: str, at: int, buffer: Bytes) -> int:
         """Read past the page cache and return the bytes read; the rest is for an ordinary read."""
@@ -314,6 +338,15 @@ class LocalFiles:
 
     def _full(self, path: str) -> str:
         return posixpath.join(self.location, path) if path else self.location
+
+
+def _first(views: Iterable[memoryview], nbytes: int) -> Iterator[memoryview]:
+    """Yield the first `nbytes` of what lies in these buffers."""
+    for view in views:
+        if not nbytes:
+            return
+        yield view[:nbytes]
+        nbytes -= min(nbytes, len(view))
 
 
 def _is_aligned(offset: int, buffer: Bytes) -> bool:

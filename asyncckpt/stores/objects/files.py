@@ -118,6 +118,7 @@ class ObjectFiles:
         direct: bool = False,
         received: Callable[[], None] | None = None,
         ahead_nbytes: int | None = None,
+        check: Callable[[int], None] | None = None,
     ) -> None:
         """Fill the buffers from a run of the object. As `CheckpointFiles.read_into`.
 

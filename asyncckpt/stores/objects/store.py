@@ -164,7 +164,7 @@ class ObjectStore:
             choice.data_file_nbytes,
             choice.window_nbytes,
             choice.concurrency,
-            chunk_nbytes=fits_chunk_nbytes(chunk_nbytes, choice.window_nbytes),
+            chunk_nbytes=fits_chunk_nbytes(chunk_nbytes, choice.data_file_nbytes),
             # A file is one request, and a chunk is in one file.
             chunk_limit_nbytes=choice.window_nbytes - PAGE_NBYTES,
             even_streams=choice.even_streams,

@@ -19,6 +19,7 @@ from asyncckpt.errors import (
     CorruptCheckpointError,
     StoreError,
 )
+from asyncckpt.flow.buffers import map_pages
 from asyncckpt.flow.threads import Workers
 from asyncckpt.stores.local import files as module
 from asyncckpt.stores.local.store import LocalStore
@@ -316,6 +317,75 @@ async def test_what_the_page_cache_holds_is_known(store: LocalStore, tmp_path: P
         assert not cold
     finally:
         os.close(fd)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+async def test_what_is_read_is_checked_as_it_arrives(
+    store: LocalStore, tmp_path: Path, direct: bool
+) -> None:
+    data = pattern(BIG + 5000)
+    await save(store, "1", "a")
+    (tmp_path / "1" / "x").write_bytes(data.tobytes())
+    if direct:
+        with (tmp_path / "1" / "x").open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    memory, _ = map_pages(BIG)
+    whole = np.frombuffer(memory, np.uint8)
+    whole = whole[-whole.ctypes.data % PAGE :][:BIG]
+    buffers = [whole, np.zeros(0, np.uint8), np.zeros(1000, np.uint8), np.zeros(3000, np.uint8)]
+    seen: list[int] = []
+
+    def check(there: int) -> None:
+        found = np.concatenate(buffers)[:there]
+        assert np.array_equal(found, data[:there])
+        seen.append(there)
+
+    files = store.files("1")
+    await files.read_into("x", 0, buffers, direct=direct, check=check)
+    assert seen == sorted(set(seen)) and seen[-1] == BIG + 4000
+    if not direct:  # a direct read may come all at once
+        assert seen[0] <= module.CACHED_NBYTES and len(seen) >= BIG // module.CACHED_NBYTES
+
+
+async def test_what_a_check_raises_is_raised_and_ends_the_read(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    await save(store, "1", "a")
+    (tmp_path / "1" / "x").write_bytes(bytes(BIG))
+    buffer, calls = np.ones(BIG, np.uint8), 0
+
+    def check(there: int) -> None:
+        nonlocal calls
+        calls += 1
+        raise CorruptCheckpointError("damaged")
+
+    files = store.files("1")
+    with pytest.raises(CorruptCheckpointError, match="damaged"):
+        await files.read_into("x", 0, [buffer], check=check)
+    assert calls == 1 and buffer[-1] == 1
+    with pytest.raises(CorruptCheckpointError, match="the file ends at byte"):
+        await files.read_into("x", BIG - 9, [buffer[:10]], check=lambda there: None)
+
+
+async def test_a_cancelled_read_waits_for_its_check(store: LocalStore, tmp_path: Path) -> None:
+    await save(store, "1", "a")
+    (tmp_path / "1" / "x").write_bytes(bytes(100))
+    begun, go = threading.Event(), threading.Event()
+
+    def check(there: int) -> None:
+        begun.set()
+        assert go.wait(30)
+
+    files = store.files("1")
+    task = asyncio.create_task(files.read_into("x", 0, [np.zeros(9, np.uint8)], check=check))
+    await asyncio.to_thread(begun.wait, 30)
+    task.cancel()
+    await asyncio.sleep(0.01)
+    assert not task.done()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 async def test_reading_creates_nothing(store: LocalStore, tmp_path: Path, workers: Workers) -> None:

@@ -201,11 +201,12 @@ def _shares(nbytes: int, streams: int, put_max_nbytes: int) -> Iterator[int]:
 def _timed(option: Choice, nbytes: int, traffic: Traffic, room: Callable[[int], int]) -> Choice:
     """Add the streams, for which there is `room`, and the seconds that it then takes.
 
-    Where files are shorter, so that all streams send equally many, windows are so too, which may
-    make room for more streams. An option that was timed before stays as it is.
+    Where files are shorter, so that all streams send equally many, windows are so too, unless
+    chunks may have been made for the size that was asked for. An option that was timed before
+    stays as it is.
     """
-    size, streams = option.data_file_nbytes, 0
-    while streams < (most := max(1, min(traffic.streams, room(_pages(size))))):
+    size, window, streams = option.data_file_nbytes, option.window_nbytes, 0
+    while streams < (most := max(1, min(traffic.streams, room(window)))):
         streams = most
         even_streams = option.even_streams or streams
         files = even_count(nbytes, size, even_streams)
@@ -213,6 +214,8 @@ def _timed(option: Choice, nbytes: int, traffic: Traffic, room: Callable[[int], 
         few = files <= WAVES * even_streams
         if few and option.even_streams is None:
             size = min(size, max(LEAST_WINDOW_NBYTES, _roomy(share)))
+            if option.asked_nbytes is None:
+                window = min(window, max(LEAST_NBYTES, _pages(size)))
     one_s = traffic.latency_s + share / traffic.stream_nbytes_per_s
     seconds = min(files, streams) * share / STAGING_NBYTES_PER_S + -(-files // streams) * one_s
     if traffic.link_nbytes_per_s is not None:
@@ -221,7 +224,7 @@ def _timed(option: Choice, nbytes: int, traffic: Traffic, room: Callable[[int], 
     return replace(
         option,
         data_file_nbytes=size,
-        window_nbytes=_pages(size),
+        window_nbytes=window,
         concurrency=streams,
         expected_s=seconds + requests * REQUEST_S,
         even_streams=even_streams if few else None,

@@ -119,7 +119,8 @@ def test_a_small_state_is_cut_so_that_every_stream_sends_one_file_of_4_mib_or_mo
     assert 16 * MIB < choice.window_nbytes < 18 * MIB
     few = s3(20 * MIB, 8 * GIB)
     assert even_count(20 * MIB, few.data_file_nbytes, 16) == 5
-    assert 4 * MIB < few.window_nbytes < 5 * MIB
+    assert 4 * MIB < few.data_file_nbytes < 5 * MIB
+    assert few.window_nbytes == 8 * MIB
 
 
 @pytest.mark.parametrize(
