@@ -165,7 +165,7 @@ def test_small_destinations_need_no_bytes_at_hand() -> None:
         found = {key: np.zeros_like(value, order=order) for key, value in stored.items()}
         destinations = Destinations()
         for number, (key, values) in enumerate(found.items()):
-            destinations.add(key, number, values)
+            destinations.add(key, number, None, values, None)
         assert [one.path for one in destinations] == ["a", "b", "c"]
         assert all(one.flat is one.box is None for one in destinations)
         plan, decode = planned(list(destinations), opened(stored), extents)
