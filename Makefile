@@ -8,10 +8,10 @@ INPUTS := pyproject.toml constraints-dev.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long fuzz check bench bench-remote docs clean
+.PHONY: help demo test test-long fuzz check bench bench-full bench-remote bench-remote-full docs clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed-demo  ## train, be killed, resume, compare bit by bit
 	$(PY) examples/demo.py
@@ -39,11 +39,18 @@ check: $(VENV)/.installed-dev  ## lint, format, types, layers, rooms, docstrings
 	$(PY) -m benchmarks.code layout --check
 	$(PY) -m benchmarks.code docstrings --check
 
-bench: $(VENV)/.installed-bench  ## run the short form of the benchmarks
+bench: $(VENV)/.installed-bench  ## measure on local disk, the short form: six minutes
 	$(PY) -m benchmarks
 
-bench-remote: $(VENV)/.installed-bench  ## run the short form of the benchmarks on object stores
+bench-full: $(VENV)/.installed-bench  ## every workload with every peer: one to two hours
+	$(PY) -m benchmarks --full
+
+bench-remote: $(VENV)/.installed-bench  ## measure on simulated object stores: six minutes
 	$(PY) -m benchmarks.remote
+
+bench-remote-full: $(VENV)/.installed-bench  ## the same with 1 GiB and every peer: hours
+	$(PY) -m benchmarks.remote --full --scenario save "save in the background" --name remote-save
+	$(PY) -m benchmarks.remote --full --scenario restore "small budget" sweep --name remote-restore
 
 docs: $(VENV)/.installed-docs  ## build the documentation into site/
 	$(VENV)/bin/mkdocs build --strict

@@ -29,10 +29,10 @@ COPIES_IN_MEMORY = 6
 
 SPARE_NBYTES = 768 * MIB
 
-SHORT_STEADY_S, FULL_STEADY_S = 2.0, 20.0
+SHORT_STEADY_S, FULL_STEADY_S = 1.0, 20.0
 """Seconds per scenario in which unsteady samples are taken again."""
 
-SHORT_LIMIT_S, FULL_LIMIT_S = 330.0, 3 * 3600.0
+SHORT_LIMIT_S, FULL_LIMIT_S = 300.0, 3 * 3600.0
 """After so many seconds no scenario begins any more; the short form is to end in six minutes."""
 
 BUFFER_NBYTES = 256 * MIB
@@ -80,6 +80,7 @@ def _measure(
     options: argparse.Namespace, directory: Path, made: Mapping[str, Callable[[Suite], None]]
 ) -> results.Results:
     start = time.monotonic()
+    until_s = start + options.limit_s
     found = results.Results(options.name or ("full" if options.full else "short"))
     found.facts = machine.facts(directory)
     floors = Floors(directory, buffer_nbytes=min(BUFFER_NBYTES, options.size * MIB))
@@ -92,12 +93,11 @@ def _measure(
         suite = Suite(
             directory,
             floors,
-            Protocol(samples=options.samples, repeats_for_s=options.steady_s),
+            Protocol(options.samples, repeats_for_s=options.steady_s, until_s=until_s),
             found,
             random.Random(options.seed),
             full=options.full,
             only=frozenset(options.scenario),
-            until_s=start + options.limit_s,
         )
         for name, run in made.items():
             if not options.only or name in options.only:
@@ -144,14 +144,14 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=None,
         metavar="SECONDS",
-        help="how long each scenario may take again what was unsteady; default 2 (--full: 20)",
+        help="how long each scenario may take again what was unsteady; default 1 (--full: 20)",
     )
     add(
         "--limit-s",
         type=float,
         default=None,
         metavar="SECONDS",
-        help="after which no scenario begins any more; default 330 (--full: 3 hours)",
+        help="after which no scenario begins any more; default 300 (--full: 3 hours)",
     )
     add("--only", nargs="+", default=[], metavar="W", help="workloads to run")
     add(

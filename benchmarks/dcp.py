@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tables
 from benchmarks.local.processes import answers
 from benchmarks.machine import facts
 from benchmarks.workloads import leaves, llama
@@ -122,22 +123,26 @@ def measure(directory: Path, size: int, rounds: int) -> tuple[Samples, int]:
 
 def report(samples: Samples, nbytes: int, about: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
-    lines = ["# torch.distributed.checkpoint with our classes and with its own", ""]
-    lines += [f"- {name}: {value}" for name, value in about.items()]
-    lines += ["", "| | classes | median | fastest – slowest | MB/s | ratio | target |"]
-    lines += ["|---|---|---|---|---|---|---|"]
+    rows = []
     for operation, found in samples.items():
         ratio = statistics.median(found[THEIRS]) / statistics.median(found[OURS])
         target = TARGETS[operation]
         verdict = f"≥ {target}: {'PASS' if ratio >= target else 'MISS'}"
-        for name, seconds in found.items():
-            median = statistics.median(seconds)
-            last = f"{ratio:.2f} | {verdict}" if name == OURS else "|"
-            lines.append(
-                f"| {operation} | {name} | {median:.3f} s | {min(seconds):.3f} – "
-                f"{max(seconds):.3f} s | {nbytes / median / 1e6:.0f} | {last} |"
+        for name, times in found.items():
+            median = statistics.median(times)
+            rows.append(
+                (
+                    operation,
+                    name,
+                    tables.seconds(median),
+                    f"{tables.seconds(min(times))} – {tables.seconds(max(times))}",
+                    f"{nbytes / median / 1e6:.0f}",
+                    *((f"{ratio:.2f}", verdict) if name == OURS else ("", "")),
+                )
             )
-    return "\n".join(lines) + "\n"
+    title = "# torch.distributed.checkpoint with our classes and with its own"
+    columns = "|classes|median|fastest – slowest|MB/s|ratio|target"
+    return f"{title}\n\n{tables.facts(about)}\n{tables.table('two ranks', columns, rows)}"
 
 
 def main() -> None:

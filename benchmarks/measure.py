@@ -62,6 +62,10 @@ class Sample:
         return high / low - 1 if low > 0 else float("inf")
 
 
+LEAST_ROUNDS = 3
+"""Rounds that are finished although the time is up; the report shows how many samples there are."""
+
+
 def _nothing() -> None:
     return None
 
@@ -102,6 +106,8 @@ class Protocol:
         tolerance: difference of the floor probes, as a fraction, above which a sample is repeated.
         repeats_for_s: seconds that repetitions may take in all rounds of one call, so that a run
             ends in time also on a busy machine; None: no such limit.
+        until_s: on the clock, when no further round begins that is not one of the first few; None:
+            never.
         clock: seconds, monotonic.
     """
 
@@ -109,7 +115,12 @@ class Protocol:
     max_repeats: int = 5
     tolerance: float = 0.10
     repeats_for_s: float | None = None
+    until_s: float | None = None
     clock: Callable[[], float] = time.monotonic
+
+    def is_late(self) -> bool:
+        """Whether the time is up."""
+        return self.until_s is not None and self.clock() > self.until_s
 
 
 @dataclass(slots=True)
@@ -155,8 +166,11 @@ def rounds(
         if case.samples != 1:
             guarded(case, functools.partial(_attempt, case, with_floor=False))
     for index in range(protocol.samples):
+        if index >= LEAST_ROUNDS and protocol.is_late():
+            break
         order = [case for case in cases if case.samples is None or index < case.samples]
         rng.shuffle(order)
+        gc.collect()
         for case in order:
             if case.name not in failed:
                 guarded(case, functools.partial(sampled, case))
@@ -186,7 +200,8 @@ def _attempt(case: Case, *, with_floor: bool) -> Sample:
     floor = case.floor if with_floor else None
     case.prepare()
     try:
-        gc.collect()
+        # A full collection takes 0.3 s with all peers imported; there is one in each round.
+        gc.collect(1)
         back_memory(case.fresh_nbytes)
         before_s = floor() if floor else None
         baseline = resident_nbytes()

@@ -14,7 +14,6 @@ from benchmarks.results import (
     PLAN,
     RESHARD,
     SAVE,
-    TRAINING,
     WARM,
     Measurement,
     Results,
@@ -30,31 +29,34 @@ def plot(results: Results, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels: list[tuple[Any, str, list[Measurement]]] = []
+    drawn = panels(results)
+    rows = -(-len(drawn) // PER_ROW)
+    columns = min(PER_ROW, len(drawn))
+    figure = Figure(figsize=(4.8 * columns + 1, 4.6 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False).reshape(-1)
+    for axis in axes[len(drawn) :]:
+        axis.set_axis_off()
+    for axis, (draw, title, found) in zip(axes, drawn, strict=False):
+        axis.set_title(title)
+        draw(axis, found, colormaps["tab20" if len(found) > 20 else "tab10"])
+    figure.savefig(path, dpi=80)
+
+
+def panels(results: Results) -> list[tuple[Any, str, list[Measurement]]]:
+    """Return what draws each panel, its title, and what it shows."""
+    made: list[tuple[Any, str, list[Measurement]]] = []
     for scenario in (SAVE, WARM, COLD, FOREIGN, CONVERT):
-        found = [m for m in results.measurements if m.scenario == scenario and m.floor]
-        panels.append((_plot_rates, scenario, found))
+        made.append((_plot_rates, scenario, [m for m in results.where(scenario) if m.floor]))
     small = [
         m
         for m in results.measurements
         if m.workload.startswith(SMALL_LEAVES)
         and (m.scenario in (SAVE, WARM) or (m.scenario, m.subject) == (PLAN, OURS))
     ]
-    panels.append((_plot_growth, "time by number of leaves", small))
-    resharded = [m for m in results.measurements if m.scenario == RESHARD]
-    panels.append((_plot_shardings, RESHARD, resharded))
-    panels = [panel for panel in panels if panel[2]]
-    rows = max(1, -(-len(panels) // PER_ROW))
-    columns = max(1, min(PER_ROW, len(panels)))
-    figure = Figure(figsize=(4.8 * columns + 1, 4.6 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, columns, squeeze=False).reshape(-1)
-    for axis in axes[len(panels) :]:
-        axis.set_axis_off()
-    for axis, (draw, title, found) in zip(axes, panels, strict=False):
-        axis.set_title(title)
-        draw(axis, found, colormaps["tab20" if len(found) > 20 else "tab10"])
-    figure.savefig(path, dpi=80)
+    made.append((_plot_growth, "time by number of leaves", small))
+    made.append((_plot_shardings, RESHARD, results.where(RESHARD)))
+    return [panel for panel in made if panel[2]]
 
 
 LANE, BLOCKED, SLOW, SAVING = "#c9d3df", "#c0392b", "#e08e45", "#2b6cb0"
@@ -69,14 +71,16 @@ def plot_training(results: Results, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    lines = [line for line in results.timelines if line["scenario"] == TRAINING]
-    loops = list(dict.fromkeys(line["loop"] for line in lines))
-    figure = Figure(figsize=(9, 0.7 + 1.9 * len(loops)), layout="constrained")
+    panels: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for line in results.timelines:
+        panels.setdefault((line["scenario"], line["loop"]), []).append(line)
+    figure = Figure(figsize=(9, 0.7 + 1.9 * len(panels)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(len(loops), 1, squeeze=False, sharex=True).reshape(-1)
-    for axis, loop in zip(axes, loops, strict=True):
-        _plot_lanes(axis, [line for line in lines if line["loop"] == loop])
-        axis.set_title(f"{loop} loop: the same steps, saving twice", fontsize="medium")
+    axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True).reshape(-1)
+    for axis, ((_, loop), lines) in zip(axes, panels.items(), strict=True):
+        _plot_lanes(axis, lines)
+        count = len(lines[-1]["saves"])
+        axis.set_title(f"{loop} loop: the same steps, {count} saves", fontsize="medium")
     axes[-1].set_xlabel("s since the start of the training")
     handles = [
         Patch(color=LANE, label="steps"),

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asyncckpt import RestoreOptions, blocking
+from benchmarks import tables
 from benchmarks.local.processes import answers
 from benchmarks.machine import facts
 from tests.simulator import S3, simulator_process
@@ -107,19 +108,23 @@ def measure(
 
 def report(found: Sequence[tuple[str, int, dict[bool, list[Sample]]]], about: Any) -> str:
     """Return the figures as Markdown."""
-    lines = ["# Restores that read once", "", *(f"- {k}: {v}" for k, v in about.items()), ""]
-    lines += [
-        "| where | processes | each for itself | read once | speed-up | bytes read, of once |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for service, count, samples in found:
         each, once = (statistics.median(s.seconds for s in samples[way]) for way in (False, True))
         ratio = samples[False][0].read_nbytes / samples[True][0].read_nbytes
-        lines.append(
-            f"| {service} | {count} | {each:.2f} s | {once:.2f} s | {each / once:.2f} × | "
-            f"{ratio:.2f} × |"
+        rows.append(
+            (
+                service,
+                str(count),
+                tables.seconds(each),
+                tables.seconds(once),
+                f"{each / once:.2f} ×",
+                f"{ratio:.2f} ×",
+            )
         )
-    return "\n".join(lines) + "\n"
+    columns = "where|processes|each for itself|read once|speed-up|bytes read, of once"
+    title = "# Restores that read once"
+    return f"{title}\n\n{tables.facts(about)}\n{tables.table('restores', columns, rows)}"
 
 
 def main() -> None:

@@ -21,8 +21,9 @@ def write(results: Results, directory: Path, *, plots: bool = True) -> list[Path
     made = [data, table]
     names = []
     if plots and importlib.util.find_spec("matplotlib"):
-        made.append(directory / f"{results.form}.png")
-        pictures.plot(results, made[-1])
+        if pictures.panels(results):
+            made.append(directory / f"{results.form}.png")
+            pictures.plot(results, made[-1])
         if results.timelines:
             made.append(directory / f"{results.form}-training.png")
             pictures.plot_training(results, made[-1])

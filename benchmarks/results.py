@@ -9,7 +9,6 @@ import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.measure import Sample, median
@@ -191,38 +190,6 @@ def print_json(
     values = [dataclasses.asdict(found) for found in measurements]
     found = {"measurements": values, "errors": errors, "timelines": timelines}
     print(json.dumps(found), file=file, flush=True)
-
-
-def load(path: Path) -> Results:
-    """Read results from the JSON that a run wrote.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
-    data = json.loads(path.read_text())
-    found = Results(data["form"], data["facts"], data["floors_gb_per_s"])
-    found.verdicts = [Verdict(**verdict) for verdict in data["verdicts"]]
-    found.timelines, found.left_out = data.get("timelines", []), data["left_out"]
-    found.errors = data["errors"]
-    names = [item.name for item in dataclasses.fields(Measurement)]
-    for value in data["measurements"]:
-        samples = tuple(_sample(sample) for sample in value["samples"])
-        kept = {name: value[name] for name in names if name != "samples"}
-        found.measurements.append(Measurement(**kept, samples=samples))
-    return found
-
-
-def _sample(value: dict[str, Any]) -> Sample:
-    rest = {name: figure for name, figure in value.items() if figure is not None}
-    floor_s = rest.pop("floor_s", (None, None))
-    return Sample(
-        rest.pop("wall_s"),
-        rest.pop("cpu_s"),
-        int(rest.pop("extra_mib") * (1 << 20)),
-        *floor_s,
-        rest.pop("repeats", 0),
-        rest,
-    )
 
 
 # --------------------------------------------------------------------------- with more leaves

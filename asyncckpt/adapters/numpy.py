@@ -52,9 +52,6 @@ class NumpyAdapter:
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
         known = DTYPE_NAMES.get(leaf.dtype) if type(leaf) is np.ndarray else None
-        if in_place and known and leaf.base is None and leaf.flags.carray:
-            # Nothing to look at: writable, in C order, in memory of its own.
-            return Target(array_spec(leaf.shape, known), leaf, leaf, path=path)
         name = known or _dtype_name(path, leaf)
         spec = array_spec(leaf.shape, name)
         if not in_place or not isinstance(leaf, np.ndarray):

@@ -73,16 +73,12 @@ class ArrayReader:
         if self._shards is None:
             self._read(self._source.view, box.offset, box, out)
             return
-        numbers = [0]  # an index takes longer to make than a shard to look at
-        if len(self._shards) > 1:
-            if self._index is None:
-                self._index = BoxIndex([held for held, _ in self._shards])
-            numbers = self._index.meeting(box).tolist()
-        for number in numbers:
+        if self._index is None:
+            self._index = BoxIndex([held for held, _ in self._shards])
+        for number in self._index.meeting(box).tolist():
             held, view = self._shards[number]
             common = held.intersect(box)
-            if common is None:
-                return
+            assert common is not None
             part: Any = (*common.relative_to(box.offset).slices(), ...)
             self._read(view, common.relative_to(held.offset).offset, common, out[part])
 

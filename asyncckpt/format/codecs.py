@@ -82,6 +82,8 @@ def decompress_zstd(parts: Sequence[Bytes], nbytes: int) -> Bytes:
     Raises:
         ChunkError: the frame is damaged or holds another number of bytes.
     """
+    if len(parts) == 1 and _states_size(parts[0], nbytes):
+        return _decompress_at_once(parts[0], nbytes)
     out = np.empty(nbytes, np.uint8)
     view = memoryview(out)
     filled = 0
@@ -102,6 +104,33 @@ def decompress_zstd(parts: Sequence[Bytes], nbytes: int) -> Bytes:
             found=filled,
         )
     return out
+
+
+_idle: list[zstandard.ZstdDecompressor] = []
+"""Contexts that no thread uses: a new one costs as much as decompressing 10 KiB. There are never
+more than threads that have decompressed at the same time."""
+
+
+def _states_size(frame: Bytes, nbytes: int) -> bool:
+    """Return whether a frame says that it holds so many bytes, which are then all it may hold."""
+    try:
+        return zstandard.frame_content_size(memoryview(frame)) == nbytes
+    except zstandard.ZstdError:
+        return False
+
+
+def _decompress_at_once(frame: Bytes, nbytes: int) -> Bytes:
+    try:
+        context = _idle.pop()
+    except IndexError:
+        context = zstandard.ZstdDecompressor()
+    try:
+        data = context.decompress(memoryview(frame), max_output_size=nbytes, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise ChunkError(f"the zstd frame does not decode: {error}") from None
+    finally:
+        _idle.append(context)
+    return np.frombuffer(data, np.uint8)
 
 
 RAW = Codec("", crc32c=True)

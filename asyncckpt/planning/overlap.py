@@ -10,6 +10,9 @@ import numpy as np
 from asyncckpt.planning.table import Column
 from asyncckpt.spec import Box, ChunkGrid
 
+_NONE = np.zeros(0, np.int64)
+_FIRST = np.zeros(1, np.int64)
+
 
 class BoxIndex:
     """Index of the boxes of one array, by which those that overlap another box are found.
@@ -19,6 +22,9 @@ class BoxIndex:
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
+        self._only = boxes[0] if len(boxes) == 1 else None
+        if self._only is not None:
+            return  # sorting it would take longer than many queries
         rank = len(boxes[0].shape) if boxes else 0
         starts = np.array([box.offset for box in boxes], np.int64).reshape(len(boxes), rank)
         shapes = np.array([box.shape for box in boxes], np.int64).reshape(len(boxes), rank)
@@ -37,6 +43,8 @@ class BoxIndex:
 
     def meeting(self, box: Box) -> Column:
         """Return the numbers of the boxes that share elements with `box`, in no order."""
+        if self._only is not None:
+            return _NONE if self._only.intersect(box) is None else _FIRST
         if not box.size:
             return np.zeros(0, np.int64)
         if self._reach is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from asyncckpt.flow.buffers import allocating
 from asyncckpt.planning.overlap import BoxIndex
 from asyncckpt.planning.restore import Request, WholeArrays
 from asyncckpt.ports import Bytes, Target
-from asyncckpt.restore.decode import Destination, flat_target
+from asyncckpt.restore.decode import Destinations, flat_target
 from asyncckpt.restore.match import NO_FACTS, LeafRestore
 from asyncckpt.spec import DTYPES, Box
 
@@ -46,7 +46,7 @@ class Buffers:
 
     parts: list[Sequence[Memory]]
     nbytes: int
-    destinations: Sequence[Destination]
+    destinations: Destinations
     requests: Sequence[Request] | WholeArrays
     owners: Sequence[int]
     sharers: Mapping[int, Sequence[int]]
@@ -71,7 +71,7 @@ def allocate(
     tied_arrays = {*tied, *tied.values()}
     # The chunks of tied arrays are read once into memory that their targets share.
     shared: dict[Hashable, int] = {}
-    destinations: list[Destination] = []
+    destinations = Destinations()
     owners: list[int] = []
     sharers: dict[int, list[int]] = {}
     waiting, idle, has_boxes = [1] * len(leaves), [], False
@@ -82,7 +82,7 @@ def allocate(
             # Others are extension dtypes, which memoryviews do not know.
             if flat is None and (values.nbytes >= SMALL_NBYTES or values.dtype.kind == "V"):
                 flat = flat_target(values)
-            destinations.append(Destination(leaf.path, leaf.array, None, values, flat))
+            destinations.add(leaf.path, leaf.array, None, values, flat)
             owners.append(number)
             continue
         found = list(_overlaps(opened, leaf, boxes, parts[number]))
@@ -98,14 +98,14 @@ def allocate(
                     sharers.setdefault(first, []).append(number)
                     continue
             has_boxes |= box is not None
-            destinations.append(Destination(leaf.path, array, box, values, flat_target(values)))
+            destinations.add(leaf.path, array, box, values, flat_target(values))
             owners.append(number)
     requests: Sequence[Request] | WholeArrays
     if has_boxes:
         requests = [Request(d.array, d.box, d.flat is not None) for d in destinations]
     else:
-        arrays = np.array(list(map(attrgetter("array"), destinations)), np.int64)
-        requests = WholeArrays(arrays, np.array([d.flat is not None for d in destinations], bool))
+        contiguous = np.array([flat is not None for flat in destinations.flat], bool)
+        requests = WholeArrays(np.array(destinations.array, np.int64), contiguous)
     return Buffers(parts, nbytes, destinations, requests, owners, sharers, waiting, idle)
 
 
@@ -148,14 +148,17 @@ def _memory(
             dtype = DTYPES[spec.dtype]
             if target is not None and target.boxes is not None:
                 boxes = [(box.shape, box.size * dtype.itemsize) for box in target.boxes]
-                parts[number] = [arena.take_array(n, dtype, size)[0] for n, size in boxes]
+                parts[number] = [arena.take(size).view(dtype).reshape(n) for n, size in boxes]
                 continue
             key = tied_key(opened, leaf, framework) if has_ties else None
             if key is not None and key in made:
                 parts[number] = made[key]
                 continue
-            values, flats[number] = arena.take_array(spec.shape, dtype, nbytes)
-            parts[number] = (values,)
+            if nbytes < SMALL_NBYTES:
+                parts[number] = (np.empty(spec.shape, dtype),)
+            else:
+                flats[number] = flat = arena.take(nbytes)
+                parts[number] = (flat.view(dtype).reshape(spec.shape),)
             if key is not None:
                 made[key] = parts[number]
     return parts, flats, total_nbytes

@@ -15,7 +15,7 @@ What touches the bytes of chunks runs in worker threads.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -60,25 +60,6 @@ def is_direct(batch: ReadBatch) -> bool:
     return part.direct >= 0 and batch.nbytes - part.nbytes <= TAIL_NBYTES
 
 
-def _copied(destination: Destination, payload: memoryview) -> bool:
-    """Copy all bytes of a destination, if its memory is one run of as many; return whether."""
-    values, flat = destination.values, destination.flat
-    if values is None or values.nbytes != len(payload):
-        return False
-    if len(payload) > GIL_COPY_NBYTES:
-        if flat is not None:
-            np.copyto(flat, np.frombuffer(payload, np.uint8))
-        return flat is not None
-    # Between memoryviews: NumPy releases the GIL for each of a thousand small copies, and waits to
-    # get it back.
-    try:
-        view = memoryview(values).cast("B") if flat is None else memoryview(flat)
-        view[:] = payload
-    except (TypeError, ValueError):  # it has strides, or a dtype that memoryviews do not know
-        return False
-    return True
-
-
 @dataclass(slots=True, eq=False)
 class Destination:
     """Host memory for one wanted box of one array.
@@ -97,6 +78,59 @@ class Destination:
     box: Box | None
     values: npt.NDArray[Any] | None
     flat: Bytes | None = None
+
+
+class Destinations(Sequence[Destination]):
+    """Destinations by column, named as the fields of one: small leaves need no object each."""
+
+    def __init__(self, destinations: Iterable[Destination] = ()) -> None:
+        self.path: list[str] = []
+        self.array: list[int] = []
+        self.box: list[Box | None] = []
+        self.values: list[npt.NDArray[Any] | None] = []
+        self.flat: list[Bytes | None] = []
+        for one in destinations:
+            self.add(one.path, one.array, one.box, one.values, one.flat)
+
+    def add(
+        self,
+        path: str,
+        array: int,
+        box: Box | None,
+        values: npt.NDArray[Any] | None,
+        flat: Bytes | None,
+    ) -> None:
+        """Add a destination of these fields."""
+        self.path.append(path)
+        self.array.append(array)
+        self.box.append(box)
+        self.values.append(values)
+        self.flat.append(flat)
+
+    def __len__(self) -> int:
+        return len(self.path)
+
+    def __getitem__(self, number: Any) -> Any:
+        columns = (self.path, self.array, self.box, self.values, self.flat)
+        return Destination(*[column[number] for column in columns])
+
+
+def _copied(values: npt.NDArray[Any] | None, flat: Bytes | None, payload: memoryview) -> bool:
+    """Copy all bytes of a destination, if its memory is one run of as many; return whether."""
+    if values is None or values.nbytes != len(payload):
+        return False
+    if len(payload) > GIL_COPY_NBYTES:
+        if flat is not None:
+            np.copyto(flat, np.frombuffer(payload, np.uint8))
+        return flat is not None
+    # Between memoryviews: NumPy releases the GIL for each of a thousand small copies, and waits to
+    # get it back.
+    try:
+        view = memoryview(values).cast("B") if flat is None else memoryview(flat)
+        view[:] = payload
+    except (TypeError, ValueError):  # it has strides, or a dtype that memoryviews do not know
+        return False
+    return True
 
 
 class Check:
@@ -142,12 +176,14 @@ class Decode:
         self._extents = extents
         self._has_crcs = extents.crc32c is not None
         self._plan = plan
+        if not isinstance(destinations, Destinations):
+            destinations = Destinations(destinations)
         self._destinations = destinations
         self._any_encoded = any(map(attrgetter("codec.decode"), opened.storages))
 
     def codec(self, part: Part) -> Codec:
         """Return how the chunk of a part is stored."""
-        return self._opened.storage(self._destinations[part.request].array).codec
+        return self._opened.storage(self._destinations.array[part.request]).codec
 
     def encoded_parts(self, batch: ReadBatch) -> list[Part]:
         """Return the parts of a batch whose chunks must be decoded."""
@@ -157,7 +193,7 @@ class Decode:
 
     def payload_nbytes(self, part: Part) -> int:
         """Return the size of the elements of the part's chunk."""
-        return self._opened.storage(self._destinations[part.request].array).chunk_nbytes
+        return self._opened.storage(self._destinations.array[part.request]).chunk_nbytes
 
     # -- the ways of a chunk
 
@@ -242,8 +278,8 @@ class Decode:
         if not self._has_crcs:
             self._small_foreign(batch, data)
             return
-        destinations, counts = self._destinations, self._plan.counts
-        any_encoded = self._any_encoded
+        values, flat = self._destinations.values, self._destinations.flat
+        counts, any_encoded = self._plan.counts, self._any_encoded
         rows, requests = batch.parts.column(0), batch.parts.column(1)
         starts, stops, crcs = self._check_trailers(batch, data, rows)
         view = memoryview(data)
@@ -260,8 +296,7 @@ class Decode:
                     part = batch.parts[number]
                     payload = memoryview(self._elements(batch, part, [data[start:stop]]))
             # Where one chunk is all that is wanted; others may have as many bytes by chance.
-            whole = destinations[request] if counts[request] == 1 else None
-            if whole is None or not _copied(whole, payload):
+            if counts[request] != 1 or not _copied(values[request], flat[request], payload):
                 self._scatter(batch.parts[number], np.frombuffer(payload, np.uint8), 0)
 
     def _check_trailers(

@@ -121,6 +121,7 @@ class Fetch:
         self._explain = explain
         self.reads: list[Read] = []
         self.read_nbytes = 0
+        self._copied = self._copied_units = 0  # bytes of copies in flight, and units held for them
 
     async def run(self) -> None:
         """Fill every destination with checked values.
@@ -148,13 +149,14 @@ class Fetch:
                 self._streams.ceiling = self._concurrency()
                 stream = await self._streams.acquire()
                 try:
-                    slots, units = await self._lease(read)
+                    slots, units, copied = await self._lease(read)
                 except BaseException:
                     stream.release()
                     raise
-                task = group.create_task(self._read(read, slots, units, stream))
+                ahead = copied or units * self._pool.slot_nbytes
+                task = group.create_task(self._read(read, slots, ahead, stream))
                 # A task that is cancelled before its first step never runs its `finally`.
-                task.add_done_callback(partial(self._free, stream, slots, units))
+                task.add_done_callback(partial(self._free, stream, slots, units, copied))
 
     def _begins(self, batch: ReadBatch) -> bool:
         """Return whether a run of batches may begin with this one."""
@@ -165,43 +167,67 @@ class Fetch:
         return not self._decode.encoded_parts(batch)
 
     def _free(
-        self, stream: Permit, slots: list[Slot], units: int, task: asyncio.Task[None]
+        self, stream: Permit, slots: list[Slot], units: int, copied: int, task: asyncio.Task[None]
     ) -> None:
         stream.release()
         self._pool.release(slots, None if task.cancelled() else task.exception())
         if units:
             self._pool.budget.release(units)
+        self._copied -= copied
+        self._release_spare()
 
-    async def _lease(self, read: Read) -> tuple[list[Slot], int]:
+    async def _acquire(self, nbytes: int) -> None:
+        """Acquire memory for copies. All reads in flight together are rounded up to a unit.
+
+        Rounded up one by one, reads of a little more than a unit would take twice what they need.
+        """
+        slot_nbytes = self._pool.slot_nbytes
+        units = -(-(self._copied + nbytes) // slot_nbytes) - self._copied_units
+        if units > 0:
+            await self._pool.acquire(units)
+            self._copied_units += units
+        self._copied += nbytes
+        self._release_spare()  # of reads that have ended meanwhile
+
+    def _release_spare(self) -> None:
+        spare = self._copied_units + -self._copied // self._pool.slot_nbytes
+        if spare > 0:
+            self._copied_units -= spare
+            self._pool.budget.release(spare)
+
+    async def _lease(self, read: Read) -> tuple[list[Slot], int, int]:
         """Acquire the slots of a read, and units of the budget for copies that its client makes.
 
         Compressed chunks also count the memory of their decoded elements. Whatever is asked for is
         cut to the capacity: a read that needs more than the budget goes alone.
+
+        Returns:
+            The slots, the units, and the bytes of copies that are counted with those of all reads.
         """
         slot_nbytes, capacity = self._pool.slot_nbytes, self._pool.budget.capacity
         nbytes = span(read.batches)
         copied = min(nbytes, READ_AHEAD_NBYTES) * self._capabilities.read_copies
-        copies = min(-(-copied // slot_nbytes), capacity)
         if read.together:
-            if copies:
-                aside = sum(b.nbytes for b in read.batches if not is_direct(b))
-                copies = min(copies - (-aside // slot_nbytes), capacity)
-                await self._pool.acquire(copies)
-            return [], copies
+            if copied:
+                copied += sum(b.nbytes for b in read.batches if not is_direct(b))
+                copied = min(copied, capacity * slot_nbytes)
+                await self._acquire(copied)
+            return [], 0, copied
+        copies = min(-(-copied // slot_nbytes), capacity)
         (batch,) = read.batches
         encoded = self._decode.encoded_parts(batch)
         largest = max((self._decode.payload_nbytes(p) for p in encoded), default=0)
         count = 1 if not encoded else max(1, -(-batch.nbytes // slot_nbytes))
         units = -(-largest // slot_nbytes) + copies
         units = min(units, capacity - min(count, capacity))
-        return await self._pool.take(count, grow=False, extra=units), units
+        return await self._pool.take(count, grow=False, extra=units), units, 0
 
-    async def _read(self, read: Read, slots: list[Slot], units: int, stream: Permit) -> None:
+    async def _read(self, read: Read, slots: list[Slot], held: int, stream: Permit) -> None:
         """Read one run, check it, and copy what is not in its destination yet."""
         batches = read.batches
         path = self.opened.stored_files[batches[0].file].path
         copies = self._capabilities.read_copies
-        ahead = units * self._pool.slot_nbytes // copies if copies else None
+        ahead = held // copies if copies else None
         try:
             if read.together:
                 await self._direct(batches, path, ahead, stream)

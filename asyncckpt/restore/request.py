@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from asyncckpt.adapters import AdapterSet, adapter_named, adapters_for_loaded_frameworks
 from asyncckpt.adapters.python import unsupported
 from asyncckpt.options import RestoreOptions
@@ -198,7 +200,18 @@ def wanted_leaves(flat: Flat, adapters: AdapterSet, *, in_place: bool) -> list[W
     wanted: list[Wanted] = []
     immutable: list[int] = []
     all_values = PerProcess.all
+    # The loop that decides what a small leaf costs the caller: an array like an earlier one, in
+    # memory of its own, is not looked at again.
+    known: dict[tuple[Any, tuple[int, ...]], ArraySpec] = {}
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        target: Target | None
+        is_plain = in_place and type(leaf) is np.ndarray and leaf.base is None and leaf.flags.carray
+        spec = known.get((leaf.dtype, leaf.shape)) if is_plain else None
+        if spec is not None:
+            target = Target(spec, leaf, leaf, path=path)
+            fields = (path, leaf, adapters.adapters[0], target, None, False)
+            wanted.append(tuple.__new__(Wanted, fields))
+            continue
         adapter = adapters.resolve(type(leaf))
         if leaf is all_values and not in_place:
             wanted.append(Wanted(path, leaf))
@@ -209,6 +222,8 @@ def wanted_leaves(flat: Flat, adapters: AdapterSet, *, in_place: bool) -> list[W
             adapter, target = None, None
         else:
             target = adapter.target(path, leaf, in_place=in_place)
+            if is_plain and target.buffer is leaf and target.extra is None:
+                known[target.leaf.dtype, target.leaf.shape] = target.spec
         if in_place and not is_filled(target):
             immutable.append(len(wanted))
         # Directly: a named tuple's own constructor costs four times as much.

@@ -201,24 +201,36 @@ class Compressor:
         levels: Sequence[int],
     ) -> list[Compressed]:
         """Compress the chunks that lie in these slots. Blocking."""
-        return [
-            self._compress(spans(slots, start, length), length, level)
-            for start, length, level in zip(starts, nbytes, levels, strict=True)
-        ]
+        places = zip(starts, nbytes, levels, strict=True)
+        if len(starts) == 1 or len(set(levels)) > 1:
+            return [self._compress(spans(slots, at, n), n, level) for at, n, level in places]
+        # Small chunks in one slot, in one call: each release of the interpreter lock may have to
+        # wait for it afterwards.
+        buffer = memoryview(slots[0].buffer)
+        frames = self._context(levels[0]).multi_compress_to_buffer(
+            [buffer[at : at + n] for at, n, _ in places]
+        )
+        return [_with_trailer([frames[number].tobytes()]) for number in range(len(frames))]
 
     def _compress(self, parts: Iterable[Bytes], nbytes: int, level: int) -> Compressed:
+        stream = self._context(level).compressobj(size=nbytes)
+        blocks = [stream.compress(memoryview(part)) for part in parts]
+        blocks.append(stream.flush())
+        return _with_trailer([block for block in blocks if block])
+
+    def _context(self, level: int) -> zstandard.ZstdCompressor:
         contexts = self._contexts.by_level
         context = contexts.get(level)
         if context is None:
             # The frame states its content size, so that readers can bound what they allocate.
             context = zstandard.ZstdCompressor(level=level, write_content_size=True)
             contexts[level] = context
-        stream = context.compressobj(size=nbytes)
-        blocks = [stream.compress(memoryview(part)) for part in parts]
-        blocks.append(stream.flush())
-        blocks = [block for block in blocks if block]
-        crc = 0
-        for block in blocks:
-            crc = crc32c(block, crc)
-        blocks.append(crc.to_bytes(CRC_NBYTES, "little"))
-        return Compressed(blocks, sum(map(len, blocks)), crc)
+        return context
+
+
+def _with_trailer(blocks: list[bytes]) -> Compressed:
+    crc = 0
+    for block in blocks:
+        crc = crc32c(block, crc)
+    blocks.append(crc.to_bytes(CRC_NBYTES, "little"))
+    return Compressed(blocks, sum(map(len, blocks)), crc)

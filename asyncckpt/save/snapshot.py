@@ -139,7 +139,8 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
     """
     adapters = adapters_for_loaded_frameworks() if adapters is None else adapters
     flat = flatten(tree, adapters.nodes)
-    snapshot = Snapshot(flat.structure, flat.paths)
+    count = len(flat.leaves)
+    snapshot = Snapshot(flat.structure, flat.paths, ["numpy"] * count, [None] * count)
     seen: dict[Any, int] = {}
     refused: list[UnsupportedLeafError] = []
     # The loop that decides what a small leaf costs the caller: an array like an earlier one, in
@@ -159,8 +160,6 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
             sources.append_plain(spec, value)
             snapshot.adapters.append(adapters.adapters[0])
             snapshot.array_leaf.append(leaf)
-            snapshot.kinds.append("numpy")
-            snapshot.values.append(None)
             continue
         path = flat.paths[leaf]
         try:
@@ -174,13 +173,13 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
             except UnsupportedLeafError as error:
                 refused.append(UnsupportedLeafError(f"{where(path)}: {error}", path=path))
                 continue
-            snapshot.kinds.append(kind)
-            snapshot.values.append(encoded)
+            snapshot.kinds[leaf], snapshot.values[leaf] = kind, encoded
             snapshot.scalars[leaf] = value
             continue
         source, adapter = opened
-        if is_plain and source.identity is not None:
-            known[value.dtype, value.shape] = source.spec
+        view = source.view
+        if is_plain and view is not None and view is value and source.identity is not None:
+            known[view.dtype, view.shape] = source.spec
         number = len(sources)
         first = number if source.identity is None else seen.setdefault(source.identity, number)
         if first != number:
@@ -194,8 +193,7 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
         sources.append(source)
         snapshot.adapters.append(adapter)
         snapshot.array_leaf.append(leaf)
-        snapshot.kinds.append(source.framework)
-        snapshot.values.append(None)
+        snapshot.kinds[leaf] = source.framework
     if refused:
         raise _of_all(refused)
     return snapshot

@@ -115,10 +115,11 @@ def _loops(
     suite: Suite, workload: Workload
 ) -> dict[str, tuple[Callable[[], Any], Mapping[str, Any]]]:
     """Return loops by name, each with the options of the saves."""
-    found: dict[str, tuple[Callable[[], Any], Mapping[str, Any]]] = {
-        "NumPy loop": (lambda: NumpyLoop(workload), {})
-    }
-    if workload.id != "W1" or not importlib.util.find_spec("jax"):
+    found: dict[str, tuple[Callable[[], Any], Mapping[str, Any]]] = {}
+    jax = workload.id == "W1" and importlib.util.find_spec("jax")
+    if suite.full or not jax:
+        found["NumPy loop"] = (lambda: NumpyLoop(workload), {})
+    if not jax:
         return found
     found["JAX loop"] = (lambda: JaxLoop(workload), {})
     # Nothing is donated, so that what the save holds stays what it is.

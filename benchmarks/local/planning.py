@@ -29,6 +29,7 @@ from asyncckpt.save.plan_cache import LayoutCache, layout_key, make_layout
 from asyncckpt.save.shared_plan import schema_key
 from asyncckpt.save.snapshot import SaveRequest, take_snapshot
 from asyncckpt.spec import Box, ChunkGrid, Partition, Shard, array_spec
+from benchmarks import measure
 from benchmarks.local.suite import Suite
 from benchmarks.measure import Case
 from benchmarks.results import AGREED, OURS, PLAN, PROCESS_COUNTS, own_shards
@@ -75,7 +76,7 @@ def run(suite: Suite, workload: Workload) -> None:
 def _measure(suite: Suite, workload: Workload) -> None:
     found = {work.column: work for work in planned(workload.tree)}
     cases = [Case(column, work.run) for column, work in found.items()]
-    for column, samples in suite.rounds(workload, PLAN, cases).items():
+    for column, samples in measure.rounds(cases, suite.protocol, suite.rng).items():
         suite.add(workload, PLAN, OURS, column, "", samples, leaf_count=found[column].count)
 
 

@@ -26,7 +26,7 @@ from benchmarks.results import (
     WARM,
 )
 
-SHORT_RESHARDED = 8
+SHORT_RESHARDED = 16
 """The short form reshards a state of one part in so many: eight devices on a few cores are slow."""
 
 TRAINED = 4
@@ -61,22 +61,23 @@ def runs(size: int, *, full: bool) -> Runs:
 
 def _short(size: int) -> Runs:
     llama = functools.partial(workloads.llama, size)
+    moved = frozenset((SAVE, WARM))
+
+    def small(count: int, *scenarios: str) -> Callable[[Suite], None]:
+        return Plan(functools.partial(workloads.small, count), moved | {*scenarios}).run
+
+    def compressed(count: int) -> Callable[[Suite], None]:
+        return Plan(functools.partial(workloads.compressed, count), moved).run
+
     return {
-        "W1": Plan(
-            llama,
-            frozenset((SAVE, WARM, COLD, STALL, FIRST, LAG, FOREIGN)),
-            fastest(),
-        ).run,
-        "W3": Plan(functools.partial(workloads.single, size), frozenset((SAVE, WARM))).run,
-        "W4-1k": Plan(functools.partial(workloads.small, 1_000), frozenset((SAVE, WARM, PLAN))).run,
-        "W4-10k": Plan(functools.partial(workloads.small, 10_000), frozenset((STALL, LAG))).run,
-        "W4-100k": Plan(
-            functools.partial(workloads.small, 100_000), frozenset((SAVE, WARM, PLAN))
-        ).run,
-        "W4z-1k": Plan(functools.partial(workloads.compressed, 1_000), frozenset((SAVE, WARM))).run,
-        "W4z-10k": Plan(
-            functools.partial(workloads.compressed, 10_000), frozenset((SAVE, WARM))
-        ).run,
+        "W1": Plan(llama, moved | {STALL, FIRST, LAG}, fastest()).run,
+        "W3": Plan(functools.partial(workloads.single, size), moved).run,
+        "cold": Plan(llama, frozenset((COLD,))).run,
+        "W4-1k": small(1_000, PLAN),
+        "W4-10k": small(10_000, STALL, LAG),
+        "W4-100k": small(100_000, PLAN),
+        "W4z-1k": compressed(1_000),
+        "W4z-10k": compressed(10_000),
         "training": lambda suite: training.run(suite, size // TRAINED, TRAINING),
         "W7": lambda suite: reshard.run(suite, size // SHORT_RESHARDED),
     }

@@ -38,6 +38,9 @@ from benchmarks.results import (
 from benchmarks.subject import Saved, Subject
 from benchmarks.workloads import COMPRESSED, SMALL_LEAVES, Workload
 
+SHORT_ONCE_LEAVES = 10_000
+"""The most leaves with which the short form measures what is done once: it takes seconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -74,13 +77,16 @@ class Plan:
             planning.run(suite, workload)
 
 
-def makers(workload: Workload, peers: Makers) -> Makers:
+def makers(workload: Workload, peers: Makers, *, full: bool) -> Makers:
     """Return the subjects that save and restore the workload, by label."""
     if workload.id.startswith(COMPRESSED):
         return {OURS: functools.partial(AsyncCkpt, options={"compression": "zstd"}), **peers}
+    ours: Makers
     if workload.id.startswith(SMALL_LEAVES):
-        unplanned = functools.partial(AsyncCkpt, unplanned=True)
-        ours: Makers = {OURS: AsyncCkpt, ONE_SHOT: OneShot, UNPLANNED: unplanned}
+        ours = {OURS: AsyncCkpt}
+        if full or workload.leaf_count <= SHORT_ONCE_LEAVES:
+            unplanned = functools.partial(AsyncCkpt, unplanned=True)
+            ours = {**ours, ONE_SHOT: OneShot, UNPLANNED: unplanned}
     else:
         # The older step is removed while the next one is saved, as in training.
         ours = {OURS: functools.partial(AsyncCkpt, retention=KeepLast(1))}
@@ -91,7 +97,7 @@ def _transfers(suite: Suite, workload: Workload, wanted: set[str], peers: Makers
     base = suite.directory / workload.id
     subjects = {
         label: make(base / f"subject-{index}")
-        for index, (label, make) in enumerate(makers(workload, peers).items())
+        for index, (label, make) in enumerate(makers(workload, peers, full=suite.full).items())
     }
     try:
         if SAVE in wanted:
@@ -99,8 +105,9 @@ def _transfers(suite: Suite, workload: Workload, wanted: set[str], peers: Makers
         kept: dict[str, tuple[Subject, Saved]] = {}
         if wanted & {WARM, COLD}:
             for label, subject in subjects.items():
-                if label == UNPLANNED:
-                    continue  # restores know no plan from before
+                # Restores know no plan from before; those of peers are left to the full form.
+                if label == UNPLANNED or (label in peers and not suite.full):
+                    continue
                 what = f"{workload.id} save of {label} to restore from"
                 suite.attempt(what, None, functools.partial(_keep, kept, label, subject, workload))
         for scenario in (WARM, COLD):

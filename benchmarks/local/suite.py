@@ -23,7 +23,9 @@ from benchmarks.workloads import LARGE_NBYTES, Workload
 
 REPOSITORY = Path(__file__).parents[2]
 
-SMALL_SAMPLES = 15
+CHILD_LIMIT_S = 1200.0
+
+SMALL_SAMPLES = 9
 """Runs of a few milliseconds are cheap, and their medians need more of them."""
 
 ONE_SAMPLE_LEAVES = 10_000
@@ -41,7 +43,6 @@ class Suite:
         found: where measurements and errors go.
         full: whether it is the full form.
         only: names of the scenarios to run; empty for all.
-        until_s: on the clock of the protocol, when no scenario begins any more; None: never.
         log: gets a line per scenario.
     """
 
@@ -52,7 +53,6 @@ class Suite:
     rng: random.Random
     full: bool = False
     only: frozenset[str] = frozenset()
-    until_s: float | None = None
     log: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
 
     def wants(self, scenario: str) -> bool:
@@ -64,7 +64,7 @@ class Suite:
         if scenario is not None and not self.wants(scenario):
             return
         start = self.protocol.clock()
-        if scenario is not None and self.until_s is not None and start > self.until_s:
+        if scenario is not None and self.protocol.is_late():
             self.found.left_out.append(what)
             self.log(f"  {what}: left out, the time is up")
             return
@@ -93,6 +93,7 @@ class Suite:
 
         Raises:
             RuntimeError: the process failed; the message ends with what it said.
+            subprocess.TimeoutExpired: it took longer than any should; it was killed.
         """
         command = [sys.executable, "-m", module, *map(str, arguments)]
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)

@@ -47,7 +47,7 @@ LEAD_STEPS = 3
 
 WARM_UP_STEPS = 3
 
-TRAININGS = {TRAINING: (2, 0.8), BACK_TO_BACK: (10, 0.1)}
+TRAININGS = {TRAINING: (2, 0.5), BACK_TO_BACK: (10, 0.1)}
 """Saves in a training, and seconds of steps from one to the next."""
 
 

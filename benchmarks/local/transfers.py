@@ -11,7 +11,7 @@ from benchmarks import files, measure
 from benchmarks.local.ours import AsyncCkpt
 from benchmarks.local.suite import Suite
 from benchmarks.measure import Case
-from benchmarks.results import COLD, IN_PLACE, OURS, OWN, SAFETENSORS
+from benchmarks.results import COLD, IN_PLACE, ONE_SHOT, OWN, SAFETENSORS
 from benchmarks.subject import Restored, Saved, Subject
 from benchmarks.workloads import (
     Tree,
@@ -113,10 +113,10 @@ def restores(
     cases, keys = [], {}
     for label, (subject, saved) in kept.items():
         columns = [IN_PLACE, OWN] if subject.restores_in_place else [OWN]
-        if not suite.full and not label.startswith((OURS, SAFETENSORS)):
-            columns = [] if cold else columns[:1]
         if workload.nbytes > HUGE_NBYTES:
             columns = columns[:1]
+        elif label == ONE_SHOT or (cold and not suite.full and label == SAFETENSORS):
+            columns = [OWN]
         for column in columns:
             into = targets if column == IN_PLACE else None
             runs = RestoreRun(subject, workload, saved, into, cold)

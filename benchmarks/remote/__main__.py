@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks import machine
 from benchmarks.peers import versions
 from benchmarks.remote import report, targets
-from benchmarks.remote.forms import FORMS, MIB
+from benchmarks.remote.forms import FORMS, MIB, PEERS, WORKLOADS
 from benchmarks.remote.results import RESTORE, SAVE, SCENARIOS, Results
 from benchmarks.remote.suite import CASTS, Suite
 
@@ -32,7 +32,6 @@ COPIES_OF_ONE = 18
 """Forms that measure only saves or only restores, so that 24 GiB are enough for 1 GiB."""
 
 SPARE_NBYTES = 2048 * MIB
-WORKLOADS = ("W1", "W3", "W4")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,7 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         form = dataclasses.replace(form, samples=options.samples)
     if options.peers is not None:
         form = dataclasses.replace(form, peers=tuple(options.peers))
-    alone = options.scenario in ([SAVE], [RESTORE])
+    if options.limit_s is not None:
+        form = dataclasses.replace(form, limit_s=options.limit_s)
+    scenarios = options.scenario or form.scenarios
+    alone = not {SAVE, RESTORE} <= {*scenarios}
     copies = COPIES_OF_ONE if alone else COPIES_IN_MEMORY
     start = time.monotonic()
     with (
@@ -69,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             directory,
             found,
             random.Random(options.seed),
-            frozenset(options.scenario or SCENARIOS),
-            frozenset(options.only or WORKLOADS),
+            frozenset(scenarios),
+            frozenset(options.only or form.workloads),
         )
         facts = machine.facts(directory)
         facts.pop("file system")
@@ -80,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for profile in options.profile or CASTS:
                 suite.attempt(profile, None, lambda profile=profile: suite.run(profile))
         except (KeyboardInterrupt, SystemExit):
-            found.errors.append("interrupted: what had been measured until then stands here")
+            found.errors.append("interrupted: these are the results until then")
     found.facts["duration"] = f"{time.monotonic() - start:.0f} s"
     found.facts["date"] = time.strftime("%Y-%m-%d", time.gmtime())
     found.facts["sizes"] = (
@@ -89,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"workloads {form.slow_samples}, in an order shuffled with seed {options.seed}"
     )
     found.verdicts = targets.judge(found)
-    for path in report.write(found, options.out, plots=not options.no_plots):
+    for path in report.write(found, options.out, name=options.name, plots=not options.no_plots):
         print(f"wrote {path}", file=sys.stderr)
     print(report.markdown(found))
     return 1 if found.errors else 0
@@ -97,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _versions() -> dict[str, str]:
     found = {}
-    for name in ("fsspec", "s3fs", "gcsfs", "obstore"):
+    for name in ("fsspec", "s3fs", "gcsfs", "obstore", "s3torchconnector"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -120,14 +122,21 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--quick", action="store_true", help="small states and few samples")
-    forms.add_argument("--full", action="store_true", help="1 GiB and more samples; takes long")
+    forms.add_argument(
+        "--full",
+        action="store_true",
+        help="1 GiB, every workload, peer and sweep; takes hours, and with 24 GiB of memory only "
+        f"without either of --scenario {SAVE} and {RESTORE}",
+    )
     add("--only", nargs="+", choices=WORKLOADS, help="workloads to run; default all")
     add("--profile", nargs="+", choices=tuple(CASTS), help="services; default all")
     add("--scenario", nargs="+", choices=SCENARIOS, help="scenarios to run; default all")
-    add("--peers", nargs="*", choices=("tensorstore", "dcp", "safetensors", "orbax"), default=None)
+    add("--peers", nargs="*", choices=PEERS, default=None)
     add("--size", type=int, default=None, help="MiB of W1 and W3")
     add("--large", type=int, default=None, help="MiB of the state saved with a small budget")
     add("--samples", type=int, default=None, help="samples per case")
+    add("--limit-s", type=float, default=None, help="after which no scenario begins; default 300")
+    add("--name", default=report.NAME, help="of the files of the results; default: remote")
     add("--seed", type=int, default=0, help="seed of the order; default 0")
     add("--dir", type=Path, default=None, help="for the states; default: the system's temp")
     add(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.remote.results import BACKGROUND, RESTORE, SAVE, SCENARIOS
+
 MIB = 1 << 20
+WORKLOADS = ("W1", "W3", "W4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,9 @@ class Form:
         budget_nbytes: the small budget.
         budget_samples: processes that save it.
         steady_s: seconds for which samples with unsteady floors are taken again, by scenario.
+        limit_s: after which no scenario begins any more.
+        workloads: that are measured.
+        scenarios: that are measured.
     """
 
     name: str
@@ -54,9 +60,12 @@ class Form:
     budget_nbytes: int
     budget_samples: int
     steady_s: float
+    limit_s: float
+    workloads: tuple[str, ...] = WORKLOADS
+    scenarios: tuple[str, ...] = SCENARIOS
 
 
-PEERS = ("tensorstore", "dcp", "safetensors", "orbax")
+PEERS = ("tensorstore", "dcp", "s3torchconnector", "safetensors", "orbax")
 
 QUICK = Form(
     name="quick",
@@ -79,6 +88,7 @@ QUICK = Form(
     budget_nbytes=128 * MIB,
     budget_samples=1,
     steady_s=0.0,
+    limit_s=3600.0,
 )
 
 SHORT = Form(
@@ -89,19 +99,22 @@ SHORT = Form(
     peer_samples=2,
     slow_samples=1,
     lag_samples=3,
-    peers=PEERS,
-    grid_sizes=(8 * MIB, 16 * MIB, 32 * MIB),
+    peers=("tensorstore",),
+    grid_sizes=(8 * MIB, 16 * MIB),
     range_sizes=(8 * MIB, 16 * MIB),
     grid_streams=(16, 32),
-    grid_samples=4,
-    sweep_sizes=(8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB),
-    sweep_streams=(4, 8, 16, 32),
+    grid_samples=2,
+    sweep_sizes=(8 * MIB, 16 * MIB, 32 * MIB),
+    sweep_streams=(16, 32),
     sweep_samples=1,
-    finalists=3,
+    finalists=2,
     large_nbytes=2048 * MIB,
     budget_nbytes=256 * MIB,
     budget_samples=1,
-    steady_s=10.0,
+    steady_s=2.0,
+    limit_s=300.0,
+    workloads=("W1",),
+    scenarios=(SAVE, RESTORE, BACKGROUND),
 )
 
 FULL = Form(
@@ -124,7 +137,8 @@ FULL = Form(
     large_nbytes=2048 * MIB,
     budget_nbytes=256 * MIB,
     budget_samples=3,
-    steady_s=300.0,
+    steady_s=60.0,
+    limit_s=2 * 3600.0,
 )
 
 FORMS = {form.name: form for form in (QUICK, SHORT, FULL)}

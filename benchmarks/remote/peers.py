@@ -51,24 +51,32 @@ class Dcp(Subject):
     THREADS = 4
     """One file each: its writer sends a file's parts one batch after the other."""
 
-    def _options(self) -> dict[str, Any]:
-        return s3fs_options(self.setup)
-
     def _url(self, name: int) -> str:
         return f"s3://{BUCKET}/{self.setup.prefix}/{name}"
 
+    def _writer(self, name: int) -> Any:
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+        # What it would sync is the local disk.
+        return FsspecWriter(
+            self._url(name),
+            thread_count=self.THREADS,
+            sync_files=False,
+            **s3fs_options(self.setup),
+        )
+
+    def _reader(self, name: int) -> Any:
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+        return FsspecReader(self._url(name), **s3fs_options(self.setup))
+
     def save(self, workload: Workload, name: int) -> Values:
         import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
         state = tensors(workload.tree)
         with quiet():
             start = time.perf_counter()
-            # What it would sync is the local disk.
-            writer = FsspecWriter(
-                self._url(name), thread_count=self.THREADS, sync_files=False, **self._options()
-            )
-            dcp.save(state, storage_writer=writer, no_dist=True)
+            dcp.save(state, storage_writer=self._writer(name), no_dist=True)
             return {"wall_s": time.perf_counter() - start}
 
     def restore(self, workload: Workload, name: int) -> Restored:
@@ -93,11 +101,42 @@ class Dcp(Subject):
 
     def _load(self, state: dict[str, Any], name: int) -> None:
         import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
         with quiet():
-            reader = FsspecReader(self._url(name), **self._options())
-            dcp.load(state, storage_reader=reader, no_dist=True)
+            dcp.load(state, storage_reader=self._reader(name), no_dist=True)
+
+
+class S3Connector(Dcp):
+    """torch.distributed.checkpoint with `S3StorageWriter` and `S3StorageReader` of Amazon."""
+
+    def _filesystem(self) -> Any:
+        from s3torchconnector import S3ClientConfig
+        from s3torchconnector._s3client import S3Client
+        from s3torchconnector.dcp.s3_file_system import S3FileSystem
+
+        endpoints = self.setup.endpoints
+        # Its classes of storage take no endpoint, so that they are given a client that has one.
+        client = S3Client(
+            endpoints.region,
+            endpoint=endpoints.s3_endpoint,
+            s3client_config=S3ClientConfig(force_path_style=True),
+        )
+        return S3FileSystem(endpoints.region, s3_client=client)
+
+    def _writer(self, name: int) -> Any:
+        from s3torchconnector.dcp import S3StorageWriter
+
+        region = self.setup.endpoints.region
+        writer = S3StorageWriter(region, self._url(name), thread_count=self.THREADS)
+        writer.fs = self._filesystem()
+        return writer
+
+    def _reader(self, name: int) -> Any:
+        from s3torchconnector.dcp import S3StorageReader
+
+        reader = S3StorageReader(self.setup.endpoints.region, self._url(name))
+        reader.fs = self._filesystem()
+        return reader
 
 
 # ---------------------------------------------------------------------------------- safetensors

@@ -25,13 +25,13 @@ NAME = "remote"
 MIB = 1 << 20
 
 
-def write(results: Results, directory: Path, *, plots: bool = True) -> list[Path]:
+def write(results: Results, directory: Path, *, name: str = NAME, plots: bool = True) -> list[Path]:
     """JSON, table and (where matplotlib is installed) a picture are in `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
-    data, table = directory / f"{NAME}.json", directory / f"{NAME}.md"
+    data, table = directory / f"{name}.json", directory / f"{name}.md"
     data.write_text(json_text(results))
     made = [data, table]
-    picture = directory / f"{NAME}.png"
+    picture = directory / f"{name}.png"
     if plots and importlib.util.find_spec("matplotlib"):
         pictures.plot(results, picture)
         made.append(picture)
@@ -71,7 +71,7 @@ def _transfers(results: Results, scenario: str) -> str:
                 str(len(times)),
                 f"{found.rate / 1e6:.0f}" if large else "",
                 _number(results.floor_ratio(found)),
-                _number(_own_ratio(results, found)),
+                _number(results.own_ratio(found)),
                 _cpu(found, [sample.cpu_s for sample in found.samples]),
                 _cpu(found, found.values("server_cpu_s")),
                 _count(found.value("in_flight")),
@@ -86,17 +86,6 @@ def _transfers(results: Results, scenario: str) -> str:
         "extra memory|" + ("commit" if scenario == SAVE else "")
     )
     return table(scenario, columns, rows)
-
-
-def _own_ratio(results: Results, found: Measurement) -> float | None:
-    """Seconds of the same client alone / own seconds."""
-    if not found.ours:
-        return None
-    label = "raw " + found.subject.removeprefix("asyncckpt, ")
-    alone = results.where(
-        profile=found.profile, workload=found.workload, scenario=found.scenario, subject=label
-    )
-    return alone[0].wall_s / found.wall_s if alone else None
 
 
 def _trips(found: Measurement) -> str:

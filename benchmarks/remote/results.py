@@ -148,6 +148,11 @@ class Results:
     notes: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
+    def note(self, text: str) -> None:
+        """Add a note, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
     def where(self, **wanted: Any) -> list[Measurement]:
         """Return the measurements with these attributes."""
         return [
@@ -167,6 +172,16 @@ class Results:
         """Median of the fastest bare client / own median; None without one."""
         floor = self.floor(found)
         return None if floor is None else floor.wall_s / found.wall_s
+
+    def own_ratio(self, found: Measurement) -> float | None:
+        """Median of the same client alone / own median; None where it is not ours."""
+        if not found.ours:
+            return None
+        label = "raw " + found.subject.removeprefix("asyncckpt, ")
+        alone = self.where(
+            profile=found.profile, workload=found.workload, scenario=found.scenario, subject=label
+        )
+        return alone[0].wall_s / found.wall_s if alone else None
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values; figures with six significant digits."""

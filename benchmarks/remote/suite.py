@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import random
 import sys
 import time
@@ -17,7 +18,7 @@ from benchmarks import workloads
 from benchmarks.measure import Sample, median
 from benchmarks.remote import roundtrips, state
 from benchmarks.remote.child import Child, Failed, Role, child
-from benchmarks.remote.forms import MIB, Form
+from benchmarks.remote.forms import MIB, SHORT, WORKLOADS, Form
 from benchmarks.remote.raw import BUCKET, Point
 from benchmarks.remote.results import (
     AUTO,
@@ -54,6 +55,7 @@ WARM_UPS = 3
 """Saves under ``"auto"`` before it is compared with the best point of a sweep."""
 
 LABELS = {
+    "s3torchconnector": "torch DCP, s3torchconnector",
     "obstore": "obstore",
     "obstore-gcs": "obstore (GCS)",
     "s3fs": "s3fs",
@@ -86,10 +88,9 @@ class Cast:
 
 
 CASTS = {
-    "loopback": Cast(("obstore", "s3fs", "gcsfs"), ("tensorstore", "dcp", "safetensors")),
     "s3": Cast(
         ("obstore", "s3fs"),
-        ("tensorstore", "dcp", "safetensors"),
+        ("tensorstore", "dcp", "s3torchconnector", "safetensors"),
         same=("obstore", "s3fs"),
         lean=("obstore", "s3fs"),
         swept="obstore",
@@ -101,13 +102,21 @@ CASTS = {
         lean=("gcsfs",),
         swept="gcsfs",
     ),
+    "loopback": Cast(
+        ("obstore", "s3fs", "gcsfs"), ("tensorstore", "dcp", "s3torchconnector", "safetensors")
+    ),
 }
+SHORT_CASTS = {**CASTS, "loopback": Cast(("obstore",), ("tensorstore",))}
 
-PEERS_NOT = {"W3": ("dcp", "safetensors", "orbax")}
+NEEDS = {"s3torchconnector": "s3torchconnector"}
+"""Packages of peers that are no part of any extra that tests need."""
+
+PEERS_NOT = {"W3": ("dcp", "s3torchconnector", "safetensors", "orbax")}
 """Subjects left out of a workload, because they would do there what they do with W1, as slowly."""
 
 SLOW = {
     "dcp": (RESTORE, BACKGROUND),
+    "s3torchconnector": (RESTORE, BACKGROUND),
     "safetensors": (BACKGROUND,),
     "orbax": (SAVE, RESTORE, BACKGROUND),
 }
@@ -133,12 +142,18 @@ class Suite:
     found: Results
     rng: random.Random
     scenarios: frozenset[str] = frozenset(SCENARIOS)
-    workloads: frozenset[str] = frozenset(("W1", "W3", "W4"))
+    workloads: frozenset[str] = frozenset(WORKLOADS)
     log: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
     _files: dict[str, tuple[Described, Path]] = field(default_factory=dict, init=False)
+    _until_s: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        self._until_s = time.monotonic() + self.form.limit_s
 
     def run(self, profile: str) -> None:
         """Measure everything about this service; failures are in `found.errors`."""
+        if self.is_late(profile):
+            return
         with simulator_process(profile, buckets=[BUCKET]) as service:
             _OnService(self, profile, service).run()
 
@@ -159,6 +174,8 @@ class Suite:
         """Do the work if its scenario is to be run; record what it raises as an error."""
         if scenario is not None and scenario not in self.scenarios:
             return
+        if scenario is not None and self.is_late(what):
+            return
         start = time.perf_counter()
         try:
             work()
@@ -166,6 +183,14 @@ class Suite:
             self.report(what, error)
         else:
             self.log(f"  {what}: {time.perf_counter() - start:.1f} s")
+
+    def is_late(self, what: str) -> bool:
+        """Whether the time is up; then what is left out is noted."""
+        late = time.monotonic() > self._until_s
+        if late:
+            self.found.note(f"{what}: left out, the time was up")
+            self.log(f"  {what}: left out, the time is up")
+        return late
 
     def report(self, what: str, error: Exception) -> None:
         """Record the error."""
@@ -192,7 +217,7 @@ class _OnService:
         self._form = suite.form
         self._profile = profile
         self._service = service
-        self._cast = CASTS[profile]
+        self._cast = (SHORT_CASTS if suite.form.name == SHORT.name else CASTS)[profile]
         self._names = 0
         self._raw: dict[str, Child] = {}
         self._processes = 0
@@ -251,7 +276,10 @@ class _OnService:
                 role = Role(f"{label}, {SAME}", client, point=point, reads=reads)
                 self._start(stack, role, cast)
         for peer in self._cast.peers:
-            if peer in self._form.peers:
+            needed = NEEDS.get(peer)
+            if needed is not None and importlib.util.find_spec(needed) is None:
+                self._suite.found.note(f"{LABELS[peer]}: not installed")
+            elif peer in self._form.peers:
                 self._start(stack, Role(LABELS[peer], peer), cast)
         return cast
 
@@ -341,14 +369,12 @@ class _OnService:
                 there[label] = process
             except Failed as error:
                 suite.report(f"{self._profile} {workload.id}: {label}", error)
-        suite.attempt(f"{workload.id} {SAVE}", SAVE, lambda: self._saves(workload, there, floors))
-        suite.attempt(
-            f"{workload.id} {RESTORE}", RESTORE, lambda: self._restores(workload, there, floors)
-        )
+        what = f"{self._profile} {workload.id}"
+        suite.attempt(f"{what} {SAVE}", SAVE, lambda: self._saves(workload, there, floors))
+        suite.attempt(f"{what} {RESTORE}", RESTORE, lambda: self._restores(workload, there, floors))
         if name in ("W1", "W4"):
-            suite.attempt(
-                f"{workload.id} {BACKGROUND}", BACKGROUND, lambda: self._lags(workload, there)
-            )
+            work = functools.partial(self._lags, workload, there)
+            suite.attempt(f"{what} {BACKGROUND}", BACKGROUND, work)
 
     def _saves(self, workload: Described, cast: Mapping[str, Child], floors: _Floors) -> None:
         floor = None

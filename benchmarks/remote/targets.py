@@ -22,7 +22,10 @@ from benchmarks.remote.results import (
 from benchmarks.results import Verdict
 from benchmarks.workloads import SMALL_LEAVES
 
-SAVE_SHARE, RESTORE_SHARE = 0.85, 0.90
+SHARES = {SAVE: (0.90, 0.85), RESTORE: (0.95, 0.90)}
+"""Of the bare client: for a state of a gibibyte, and for a smaller one."""
+
+LARGE_NBYTES = 1000 << 20
 NEAR_BEST = 1.10
 BUDGET_SHARE, PER_LEAF_NBYTES, MARGIN_NBYTES = 1.05, 2048, 16 << 20
 LAG_S, LAG_SMALL_S = 5e-3, 12e-3
@@ -42,27 +45,35 @@ def judge(results: Results) -> list[Verdict]:
 
 
 def _floors(results: Results) -> Iterator[Verdict]:
-    """Compare our best with the best bare client, at its streams and under ``"auto"``."""
+    """Compare our best with the best bare client, and ours on each client with it alone."""
     for profile, workload in _places(results):
-        for scenario, share in ((SAVE, SAVE_SHARE), (RESTORE, RESTORE_SHARE)):
+        for scenario in SHARES:
             for how in (SAME, AUTO):
-                column = how if scenario == SAVE else f"{IN_PLACE}, {how}"
-                found = _fastest(
-                    results.where(
-                        profile=profile, workload=workload, scenario=scenario, column=column,
-                        ours=True,
-                    )
-                )  # fmt: skip
+                found = _fastest(_ours(results, profile, workload, scenario, how))
                 ratio = None if found is None else results.floor_ratio(found)
-                if found is None or ratio is None:
-                    continue
-                yield _verdict(
-                    found,
-                    f"{scenario}, {how}, best bare client",
-                    f"≥ {share} of the floor",
-                    f"{ratio:.2f} of the floor ({found.subject})",
-                    ratio >= share,
-                )
+                if found is not None and ratio is not None:
+                    what = f"{scenario}, {how}, best bare client"
+                    yield _share(found, what, ratio, f" ({found.subject})")
+            for found in _ours(results, profile, workload, scenario, SAME):
+                ratio = results.own_ratio(found)
+                if ratio is not None:
+                    what = f"{scenario}, {SAME}, {found.subject} / its client alone"
+                    yield _share(found, what, ratio, "")
+
+
+def _ours(
+    results: Results, profile: str, workload: str, scenario: str, how: str
+) -> list[Measurement]:
+    column = how if scenario == SAVE else f"{IN_PLACE}, {how}"
+    return results.where(
+        profile=profile, workload=workload, scenario=scenario, column=column, ours=True
+    )
+
+
+def _share(found: Measurement, what: str, ratio: float, who: str) -> Verdict:
+    share = SHARES[found.scenario][found.nbytes < LARGE_NBYTES]
+    floor = "of the floor"
+    return _verdict(found, what, f"≥ {share} {floor}", f"{ratio:.2f} {floor}{who}", ratio >= share)
 
 
 def _peers(results: Results) -> Iterator[Verdict]:

@@ -28,6 +28,7 @@ from tests.simulator.clients import Endpoints
 PEERS: dict[str, Callable[[Setup], Subject]] = {
     "tensorstore": peers.TensorStore,
     "dcp": peers.Dcp,
+    "s3torchconnector": peers.S3Connector,
     "safetensors": peers.Safetensors,
     "orbax": peers.Orbax,
 }

@@ -137,6 +137,12 @@ def test_every_round_has_every_case_after_one_unmeasured_run_each() -> None:
     assert taken["a"][0].values == {"more": 2.0}
 
 
+def test_rounds_beyond_the_first_few_end_once_the_time_is_up() -> None:
+    case = Case("a", lambda: {"wall_s": 1.0})
+    protocol = Protocol(samples=6, until_s=10.0, clock=lambda: 11.0)
+    assert len(measure.rounds([case], protocol, random.Random(0))["a"]) == 3
+
+
 def test_failing_case_is_cleaned_up_and_left_out_and_the_others_go_on() -> None:
     events: list[str] = []
 
@@ -514,13 +520,6 @@ def test_report_writes_json_with_every_sample_and_a_table(
     if importlib.util.find_spec("matplotlib"):
         assert [path.suffix for path in written] == [".json", ".md", ".png", ".png"]
         assert "short.png" in table and "short-training.png" in table
-
-
-def test_results_come_back_from_their_file(found: results.Results, tmp_path: Path) -> None:
-    report.write(found, tmp_path, plots=False)
-    back = results.load(tmp_path / "short.json")
-    assert targets.judge(back) == back.verdicts == found.verdicts
-    assert report.markdown(back) == report.markdown(found)
 
 
 def test_report_of_nothing_is_still_a_report(tmp_path: Path) -> None:

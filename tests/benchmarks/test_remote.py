@@ -13,6 +13,7 @@ import pytest
 from benchmarks import workloads
 from benchmarks.measure import Sample
 from benchmarks.remote import report, roundtrips, state, targets
+from benchmarks.remote import suite as suite_module
 from benchmarks.remote.child import Failed, Role, child
 from benchmarks.remote.forms import QUICK
 from benchmarks.remote.raw import Point
@@ -80,6 +81,27 @@ def test_suite_measures_bare_clients_and_ours_without_errors(
     data = json.loads((tmp_path / "out" / "remote.json").read_text())
     assert all("server_cpu_s" in m["samples"][0] for m in data["measurements"] if m["ours"])
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("asyncckpt-bench-")]
+
+
+def test_peers_that_are_not_installed_are_named_in_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CASTS, "loopback", Cast(("obstore",), ("s3torchconnector",)))
+    monkeypatch.setattr(suite_module.importlib.util, "find_spec", lambda name: None)
+    found = Results("tiny")
+    Suite(TINY, tmp_path, found, random.Random(0), frozenset(), log=lambda line: None).run(
+        "loopback"
+    )
+    assert found.errors == []
+    assert found.notes == ["torch DCP, s3torchconnector: not installed"]
+
+
+def test_nothing_begins_once_the_time_is_up(tmp_path: Path) -> None:
+    found = Results("tiny")
+    late = dataclasses.replace(TINY, limit_s=-1.0)
+    suite = Suite(late, tmp_path, found, random.Random(0), log=lambda line: None)
+    suite.attempt("s3 W1 save", SAVE, lambda: pytest.fail("it was begun"))
+    assert found.notes == ["s3 W1 save: left out, the time was up"]
 
 
 def test_process_that_fails_says_why_and_goes_on(tmp_path: Path) -> None:

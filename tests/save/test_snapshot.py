@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 
 import asyncckpt
+from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.save.snapshot import check_alone, take_snapshot
-from asyncckpt.spec import Partition
+from asyncckpt.spec import DTYPES, Partition
 
 BUDGET = 64 << 20
 
@@ -163,3 +165,106 @@ async def test_delete_removes_a_checkpoint_with_a_damaged_record(tmp_path: Path)
         assert await ckpt.steps() == []
         await ckpt.delete(3)
     assert not (tmp_path / "3").exists()
+
+
+# ------------------------------------------------------------------- small arrays without objects
+
+
+def plain_and_others() -> dict[str, object]:
+    base = np.arange(12.0)
+    swapped = np.arange(3, dtype=">i4")
+    return {
+        "first": np.ones(3, np.float32),
+        "like the first": np.zeros(3, np.float32),
+        "another shape": np.zeros((3, 1), np.float32),
+        "another dtype": np.zeros(3, np.float64),
+        "rows": base.reshape(3, 4),
+        "columns": base.reshape(3, 4).T,
+        "part": base[2:5],
+        "part of no memory": base[2:2],
+        "empty": np.zeros((0, 2)),
+        "swapped": swapped,
+        "swapped again": swapped.copy(),
+        "scalar": np.float32(3.0),
+        "rank 0": np.array(5),
+        "brain floats": np.ones(3, DTYPES["bfloat16"]),
+        "more brain floats": np.full(3, 2, DTYPES["bfloat16"]),
+        "count": 3,
+    }
+
+
+def test_arrays_like_earlier_ones_are_opened_as_by_their_adapter() -> None:
+    tree = plain_and_others()
+    found = take_snapshot({**tree, "once more": dict(tree)})
+    adapter = NumpyAdapter()
+    arrays = [leaf for leaf in tree.values() if isinstance(leaf, (np.ndarray, np.generic))]
+    assert sum(values is not None for values in found.sources.plain) >= 5
+    for leaf, source in zip(arrays * 2, found.sources, strict=True):
+        expected = adapter.source("x", leaf)
+        assert source.spec == expected.spec and source.framework == "numpy"
+        for one, other in ((source.leaf, expected.leaf), (source.view, expected.view)):
+            assert one is other or np.array_equal(one, other)
+    count = len(arrays)
+    for number, leaf in enumerate(arrays):
+        may_be_tied = isinstance(leaf, np.ndarray) and leaf.size > 0
+        assert found.tied.get(count + number) == (number if may_be_tied else None)
+    assert found.nbytes == sum(leaf.nbytes for leaf in arrays) + arrays[11].nbytes
+    assert found.kinds == [*["numpy"] * count, "int"] * 2
+    assert found.array_leaf == [*range(count), *range(count + 1, 2 * count + 1)]
+
+
+def test_an_array_is_tied_to_a_view_of_all_of_it_and_to_no_other() -> None:
+    one, other = np.arange(6), np.arange(6)
+    views = {"a": one, "b": one[:], "c": one[:3], "d": one.reshape(2, 3), "e": other, "f": one}
+    found = take_snapshot({"first": np.zeros(6, np.int64), **views})
+    assert found.tied == {2: 1, 6: 1}
+
+
+def test_an_array_that_cannot_be_stored_is_named_among_ones_that_can() -> None:
+    good = {f"a{n}": np.zeros(3) for n in range(5)}
+    with pytest.raises(UnsupportedLeafError, match="2 leaves cannot be saved") as caught:
+        take_snapshot({**good, "bad": np.zeros(3, object), "x": np.zeros(3), "worse": {1, 2}})
+    assert "bad" in str(caught.value) and "worse" in str(caught.value)
+
+
+async def test_what_is_rebound_after_the_call_is_not_saved(tmp_path: Path) -> None:
+    tree = {"a": np.arange(3), "b": {"c": np.arange(3), "n": 1}}
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        pending = await ckpt.start_save(1, tree)
+        tree["b"]["c"] = np.zeros(3)
+        tree["b"]["n"] = 2
+        tree["a"] += 1
+        await pending
+        restored = await ckpt.restore(1)
+    assert restored["b"]["n"] == 1
+    np.testing.assert_array_equal(restored["a"], np.arange(3))
+    np.testing.assert_array_equal(restored["b"]["c"], np.arange(3))
+
+
+def test_small_arrays_leave_no_object_that_the_collector_tracks() -> None:
+    tree = {f"a{n}": np.zeros(10 + n % 3) for n in range(3000)}
+    gc.collect()
+    before = len(gc.get_objects())
+    found = take_snapshot(tree)
+    gc.collect()
+    assert len(gc.get_objects()) - before < 100
+    assert len(found.sources) == 3000
+
+
+async def test_small_arrays_of_every_kind_come_back_as_they_were(tmp_path: Path) -> None:
+    tree = plain_and_others()
+    tree["once more"] = {key: np.copy(leaf) for key, leaf in tree.items()}
+    await asyncckpt.save(tmp_path / "one", tree)
+    restored = await asyncckpt.restore(tmp_path / "one")
+    target = await asyncckpt.restore(tmp_path / "one")
+    for name in ("rows", "columns"):
+        target[name] = np.asfortranarray(target[name])  # not one run of bytes
+    for leaf in (*target.values(), *target["once more"].values()):
+        if isinstance(leaf, np.ndarray):
+            leaf.fill(9)
+    await asyncckpt.restore_into(tmp_path / "one", target)
+    for found in (restored, target):
+        for one, other in ((tree, found), (tree["once more"], found["once more"])):
+            for key, leaf in one.items():
+                if key != "once more":
+                    np.testing.assert_array_equal(leaf, other[key], err_msg=key)

@@ -1,0 +1,187 @@
+"""`python -m benchmarks.publish`: figures in README and docs are those in `benchmarks/results/`.
+
+README gets a few ratios, `docs/benchmarks.md` all tables, `docs/images/training.png` the picture of
+training with saves. `--check` changes nothing, and fails where a page says something else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.remote.results import SAME
+from benchmarks.results import NO_SAVES, OURS, TRAINING
+
+REPOSITORY = Path(__file__).parents[1]
+RESULTS = REPOSITORY / "benchmarks" / "results"
+PICTURE = Path("docs") / "images" / "training.png"
+
+SHORT, FULL, REMOTE = "short", "full", "remote"
+COMMANDS = {
+    SHORT: "make bench",
+    FULL: "make bench-full",
+    REMOTE: "make bench-remote",
+}
+FORMS = {
+    SHORT: ("short.md", "Local disk, short form"),
+    FULL: ("full.md", "Local disk, full form"),
+    REMOTE: ("remote.md", "Object stores"),
+    "remote-save": ("remote-save.md", "Object stores, full form: saves"),
+    "remote-restore": ("remote-restore.md", "Object stores, full form: restores"),
+    "scale": ("scale.md", "Ten thousand processes"),
+    "processes": ("processes.md", "Saves by several processes"),
+    "memory": ("memory.md", "Memory, over budgets and many saves"),
+    "dcp": ("dcp.md", "Our classes in torch.distributed.checkpoint"),
+    "read_once": ("read_once.md", "Restores that read once"),
+}
+"""Sections of the page: the file of the results, and the title."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of README: one verdict of one run.
+
+    Attributes:
+        text: what is compared.
+        form: name of the run.
+        workload: of the verdict.
+        metric: of the verdict.
+    """
+
+    text: str
+    form: str
+    workload: str
+    metric: str
+
+
+_SAVE = "durable save with retention"
+_RESTORE = "warm restore in place"
+
+ROWS = (
+    Row("durable save, to plain O_DIRECT writes", SHORT, "W1", f"{_SAVE} / raw write"),
+    Row("durable save, to safetensors + fsync", SHORT, "W1", f"{_SAVE} / safetensors + fsync"),
+    Row("durable save, to `torch.distributed.checkpoint`", SHORT, "W1", f"{_SAVE} / DCP"),
+    Row("durable save, to Orbax", SHORT, "W1", f"{_SAVE} / Orbax"),
+    Row(
+        "restore into arrays that exist, to safetensors",
+        SHORT,
+        "W1",
+        f"{_RESTORE} / safetensors into the same arrays",
+    ),
+    Row(
+        "restore from a cold disk, to plain reads",
+        SHORT,
+        "W1",
+        "cold restore, own memory / raw read",
+    ),
+    Row(
+        "save to simulated S3, to the bare client",
+        REMOTE,
+        "W1 s3",
+        f"save, {SAME}, best bare client",
+    ),
+)
+"""Rows of README that compare with a target; one more compares trainings."""
+
+
+def readme(results: Path) -> str:
+    """Return the rows of README; those that were not measured are left out."""
+    data = {form: _json(results / f"{form}.json") for form in COMMANDS}
+    lines = []
+    for row in ROWS:
+        for verdict in data[row.form].get("verdicts", ()):
+            if (verdict["workload"], verdict["metric"]) == (row.workload, row.metric):
+                measured = verdict["measured"].split(" (")[0]
+                met = "met" if verdict["status"] == "PASS" else "missed"
+                target = verdict["target"].split()[1]
+                lines.append(
+                    f"| {row.text} | {measured} | ≥ {target}: {met} | `{COMMANDS[row.form]}` |"
+                )
+    lines += _training_row(data[SHORT])
+    head = ["| | ratio | target | |", "|---|---|---|---|"]
+    return "\n".join([*head, *lines]) + "\n" if lines else ""
+
+
+def _training_row(data: dict[str, Any]) -> list[str]:
+    """Return how much longer a training takes with saves, ours and the other library's."""
+    medians = {
+        found["subject"]: found["median_s"]
+        for found in data.get("measurements", ())
+        if found["scenario"] == TRAINING and found["column"] == "JAX loop"
+    }
+    plain = medians.pop(NO_SAVES, None)
+    if plain is None or OURS not in medians:
+        return []
+    ours = f"{medians.pop(OURS) / plain:.2f} ×"
+    others = "".join(f", {name} {taken / plain:.2f} ×" for name, taken in medians.items())
+    text = "the same training with two saves, to the one without"
+    return [f"| {text} | {ours}{others} | | `{COMMANDS[SHORT]}` |"]
+
+
+def sections(results: Path) -> str:
+    """Return the tables of every run whose results there are, one section each."""
+    made = []
+    for name, title in FORMS.values():
+        path = results / name
+        if not path.exists():
+            continue
+        text = re.sub(r"\A# .*\n", "", path.read_text())
+        text = re.sub(r"^!\[.*\n\n?", "", text, flags=re.M)
+        text = re.sub(r"^## ", "### ", text, flags=re.M)
+        made.append(f"## {title}\n\n{text.strip()}\n")
+    return "\n".join(made)
+
+
+def filled(text: str, name: str, content: str) -> str:
+    """Return the page with other content between its marks of this name.
+
+    Raises:
+        ValueError: the page has no such marks.
+    """
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    if begin not in text or end not in text:
+        raise ValueError(f"no {begin.strip()} … {end}")
+    head, _, rest = text.partition(begin)
+    return f"{head}{begin}\n{content}\n{end}{rest.partition(end)[2]}"
+
+
+def pages(repository: Path = REPOSITORY, results: Path = RESULTS) -> dict[Path, str]:
+    """Return what the pages are to say, by path."""
+    wanted = {
+        repository / "README.md": ("figures", readme(results)),
+        repository / "docs" / "benchmarks.md": ("tables", sections(results)),
+    }
+    return {path: filled(path.read_text(), *part) for path, part in wanted.items()}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the pages, or check them; return 1 where a page disagrees with the results."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.publish", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    options = parser.parse_args(arguments)
+    stale = [(path, text) for path, text in pages().items() if path.read_text() != text]
+    for path, text in stale:
+        print(f"{path.name}: {'differs from the results' if options.check else 'written'}")
+        if not options.check:
+            path.write_text(text)
+    picture = RESULTS / f"{SHORT}-training.png"
+    if not options.check and picture.exists():
+        (REPOSITORY / PICTURE).parent.mkdir(exist_ok=True)
+        shutil.copyfile(picture, REPOSITORY / PICTURE)
+    return 1 if options.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
