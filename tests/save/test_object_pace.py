@@ -13,7 +13,7 @@ import pytest
 import asyncckpt
 from asyncckpt import RestoreOptions, SaveOptions
 from asyncckpt.options import MIB
-from asyncckpt.restore.decode import Decode
+from asyncckpt.restore.decode import Check
 from asyncckpt.stores.objects.files import ObjectFiles
 from asyncckpt.stores.objects.requests.requests import Requests
 from tests.simulator import Fault, Gate, Signal, Simulator, simulator
@@ -155,13 +155,13 @@ async def test_the_next_read_begins_before_the_last_one_is_checked(
     sim: Simulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second = threading.Event()
-    check = Decode.direct
+    check = Check.__call__
 
-    def checked_late(self: Any, *args: Any) -> None:
+    def checked_late(self: Check, there: int) -> None:
         assert second.wait(30)
-        check(self, *args)
+        check(self, there)
 
-    monkeypatch.setattr(Decode, "direct", checked_late)
+    monkeypatch.setattr(Check, "__call__", checked_late)
     tree = state()
     async with checkpointer(sim, restore_options=RestoreOptions(concurrency=1)) as ckpt:
         await ckpt.save(1, tree)
