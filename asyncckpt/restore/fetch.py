@@ -8,10 +8,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 
@@ -25,9 +24,6 @@ from asyncckpt.planning.restore import ReadBatch, RestorePlan
 from asyncckpt.ports import Bytes, StoreCapabilities
 from asyncckpt.restore.decode import Decode, Destination, is_direct
 from asyncckpt.restore.ranges import Read, far, near, span
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 READ_AHEAD_NBYTES = 256 << 20
 """What one read of a remote store has in flight at most, however large its chunk is; it counts in
@@ -257,40 +253,6 @@ class Fetch:
             self._progress(batch.nbytes)
             self._count(batch.parts.column(1))
 
-    async def _fill(
-        self,
-        path: str,
-        offset: int,
-        buffers: Sequence[Bytes],
-        *,
-        direct: bool,
-        received: Callable[[], None] | None = None,
-        ahead_nbytes: int | None = None,
-        check: Callable[[int], None] | None = None,
-    ) -> None:
-        """Read a range into buffers, and check it if the store does that while it reads."""
-        since = time.perf_counter()
-        await self._files.read_into(
-            path,
-            offset,
-            buffers,
-            direct=direct,
-            received=received,
-            ahead_nbytes=ahead_nbytes,
-            check=check,
-        )
-        nbytes = sum(buffer.nbytes for buffer in buffers)
-        self._recorder.add(self._reading, since, nbytes)
-
-    async def _decoded(
-        self, nbytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        """Call a function of the decode stage, on so many stored bytes, in a worker thread."""
-        since = time.perf_counter()
-        result = await self._compute.run(function, *args, **kwargs)
-        self._recorder.add("decode", since, nbytes)
-        return result
-
     def _count(self, requests: Sequence[int]) -> None:
         """Note that one more chunk has arrived for each of these destinations."""
         left = self.left
@@ -335,17 +297,19 @@ class Fetch:
     ) -> None:
         """Read batches, check them, and copy what is not in its destination yet."""
         offset, check = batches[0].offset, self._decode.checking(batches, buffers)
-        await self._fill(
-            path,
-            offset,
-            buffers,
-            direct=direct,
-            received=stream.release,
-            ahead_nbytes=ahead_nbytes,
-            check=check,
-        )
+        with self._recorder.span(self._reading, span(batches)):
+            await self._files.read_into(
+                path,
+                offset,
+                buffers,
+                direct=direct,
+                received=stream.release,
+                ahead_nbytes=ahead_nbytes,
+                check=check,
+            )
         if not check.complete:
-            await self._decoded(span(batches), check, span(batches))
+            with self._recorder.span("decode", span(batches)):
+                await self._compute.run(check, span(batches))
 
     async def _large(self, batch: ReadBatch, path: str, slot: Slot) -> None:
         # Pieces are whole elements: the slot's size is a multiple of every element size.
@@ -361,8 +325,10 @@ class Fetch:
             buffers = [data]
             if stop == payload:
                 buffers.append(trailer)
-            await self._fill(path, batch.offset + start, buffers, direct=True)
-            crc = await self._decoded(data.nbytes, self._decode.piece, batch, data, start, crc)
+            with self._recorder.span(self._reading, data.nbytes):
+                await self._files.read_into(path, batch.offset + start, buffers, direct=True)
+            with self._recorder.span("decode", data.nbytes):
+                crc = await self._compute.run(self._decode.piece, batch, data, start, crc)
             start = stop
         self._decode.expect(batch, row, crc, trailer)
 
@@ -377,5 +343,9 @@ class Fetch:
         if left:
             # Beyond the whole budget: restored alone, in memory of its own.
             parts = [np.empty(batch.nbytes, np.uint8)]
-        await self._fill(path, batch.offset, parts, direct=True, ahead_nbytes=ahead_nbytes)
-        await self._decoded(batch.nbytes, self._decode.encoded, batch, parts)
+        with self._recorder.span(self._reading, batch.nbytes):
+            await self._files.read_into(
+                path, batch.offset, parts, direct=True, ahead_nbytes=ahead_nbytes
+            )
+        with self._recorder.span("decode", batch.nbytes):
+            await self._compute.run(self._decode.encoded, batch, parts)
