@@ -13,7 +13,7 @@ import pytest
 import asyncckpt
 from asyncckpt import RestoreOptions, SaveOptions
 from asyncckpt.options import MIB
-from asyncckpt.restore.decode import Decode
+from asyncckpt.restore.decode import Check
 from asyncckpt.stores.objects.files import ObjectFiles
 from asyncckpt.stores.objects.requests.requests import Requests
 from tests.simulator import Fault, Gate, Signal, Simulator, simulator
@@ -155,13 +155,13 @@ async def test_the_next_read_begins_before_the_last_one_is_checked(
     sim: Simulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second = threading.Event()
-    check = Decode.direct
+    check = Check.__call__
 
-    def checked_late(self: Any, *args: Any) -> None:
+    def checked_late(self: Check, there: int) -> None:
         assert second.wait(30)
-        check(self, *args)
+        check(self, there)
 
-    monkeypatch.setattr(Decode, "direct", checked_late)
+    monkeypatch.setattr(Check, "__call__", checked_late)
     tree = state()
     async with checkpointer(sim, restore_options=RestoreOptions(concurrency=1)) as ckpt:
         await ckpt.save(1, tree)
@@ -338,3 +338,32 @@ async def test_a_step_that_another_process_has_saved_or_deleted_is_noticed(sim: 
         assert await ckpt.latest_step() is None
         with pytest.raises(asyncckpt.CheckpointNotFoundError):
             await ckpt.restore()
+
+
+async def test_reads_in_flight_are_rounded_up_to_units_of_the_budget_together(
+    sim: Simulator,
+) -> None:
+    """Each by itself, a read of 4.3 MiB and its copy would take two units of 8 MiB."""
+    tree = state(24, 43 * MIB // 10)
+    save = SaveOptions(
+        target_data_file_nbytes=8 * MIB, concurrency=24, host_memory_nbytes=128 * MIB
+    )
+    everybody = Gate()
+    waiting: set[str] = set()
+
+    async def come(request: Any) -> None:
+        waiting.add(request.key)
+        if len(waiting) == 14:
+            everybody.release()
+        await everybody.hold()
+
+    restore = RestoreOptions(concurrency=24)
+    async with checkpointer(sim, save_options=save, restore_options=restore) as ckpt:
+        await ckpt.save(1, tree)
+        budget = ckpt._session.runtime.budget
+        sim.faults.append(
+            Fault(kind="get_object", key="*/d/*-[0-9]*", number=1, times=14, hook=come)
+        )
+        async with asyncio.timeout(60):
+            assert equal(await ckpt.restore(), tree)
+        assert budget.in_use == 0

@@ -151,16 +151,19 @@ class ObjectAttempt(ObjectShare):
     async def _finish(self, publication: Publication, replaced: Record | None) -> None:
         """Write the fixed names, and those that earlier saves could not write."""
         background = self._context.background
-        background.unnamed.discard(self._name)
-        if not await publication.finish(self._sending.orphans):
-            background.unnamed.add(self._name)
-            return
-        if replaced is None:
-            background.tidy(publication.settle(None))
-        else:
-            await publication.settle(replaced)
-        while background.unnamed:
-            await repair_quietly(self._context, background.unnamed.pop())
+        background.unnamed.add(self._name)
+        try:
+            if not await publication.finish(self._sending.orphans):
+                return
+            background.unnamed.discard(self._name)
+            if replaced is None:
+                background.tidy(publication.settle(None))
+            else:
+                await publication.settle(replaced)
+            while background.unnamed:
+                await repair_quietly(self._context, background.unnamed.pop())
+        except Exception:  # which nobody waits for; the checkpoint is committed
+            log.exception("%s: completing a committed checkpoint failed", self.location)
 
     async def _put_record(self, publication: Publication) -> Record | None:
         """Put the record in its place; return the one that it has replaced."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from asyncckpt.errors import CheckpointNotFoundError, ClosedError, CorruptCheckpointError
 from asyncckpt.flow.shield import together
-from asyncckpt.options import MIB, PAGE_NBYTES
+from asyncckpt.options import CACHED_NBYTES, MIB, PAGE_NBYTES
 from asyncckpt.ports import Bytes, Entry, StoreCapabilities
 from asyncckpt.stores.objects.clients.client import Body, RequestError
 from asyncckpt.stores.objects.context import (
@@ -122,7 +122,8 @@ class ObjectFiles:
     ) -> None:
         """Fill the buffers from a run of the object. As `CheckpointFiles.read_into`.
 
-        Runs longer than `RANGE_NBYTES` are read in ranges, several at the same time.
+        Runs longer than `RANGE_NBYTES` are read in ranges, several at the same time; they are not
+        checked here, since their ranges come in any order.
         """
         key = self._key(path)
         nbytes = sum(buffer.size for buffer in buffers)
@@ -131,7 +132,7 @@ class ObjectFiles:
         spans = ranges(offset, offset + nbytes)
         destination = _Destination(buffers, offset, len(spans), received)
         if len(spans) == 1:
-            await self._range(path, key, destination, *spans[0])
+            await self._range(path, key, destination, *spans[0], check)
             return
         waiting = iter(spans)
         streams = min(RANGES_AT_ONCE, len(spans))
@@ -144,7 +145,15 @@ class ObjectFiles:
 
         await together(stream() for _ in range(streams))
 
-    async def _range(self, path: str, key: str, into: _Destination, start: int, stop: int) -> None:
+    async def _range(
+        self,
+        path: str,
+        key: str,
+        into: _Destination,
+        start: int,
+        stop: int,
+        check: Callable[[int], None] | None = None,
+    ) -> None:
         body: Body
         try:
             body = await self._requests.get(key, start, stop)
@@ -165,7 +174,7 @@ class ObjectFiles:
         if nbytes <= INLINE_NBYTES:
             into.put(start, body)
         else:
-            await self._context.workers.run(into.put, start, body)
+            await self._context.workers.run(into.put, start, body, check)
 
     async def _content(self, path: str, error: RequestError) -> bytes:
         """Return the content of a fixed name that could not be read because it does not exist yet.
@@ -285,9 +294,20 @@ class _Destination:
         if not self._coming and self._received is not None:
             self._received()
 
-    def put(self, start: int, body: Body) -> None:
-        """Copy the part of the run that begins at byte `start` of the object into its buffers."""
+    def put(self, start: int, body: Body, check: Callable[[int], None] | None = None) -> None:
+        """Copy the part of the run that begins at byte `start` of the object into its buffers.
+
+        With `check`, which is called with the bytes of the run that are there, in steps that stay
+        in the cache.
+        """
         source = np.frombuffer(body, np.uint8)
+        step = source.size if check is None else CACHED_NBYTES
+        for at in range(0, source.size, step):
+            self._copy(start + at, source[at : at + step])
+            if check is not None:
+                check(start + min(at + step, source.size) - self.start)
+
+    def _copy(self, start: int, source: Bytes) -> None:
         first = int(np.searchsorted(self._ends, start, side="right"))
         done = 0
         for buffer, end in zip(self._buffers[first:], self._ends[first:].tolist(), strict=True):

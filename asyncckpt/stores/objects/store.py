@@ -4,8 +4,8 @@
 #   stores/objects/claims/counting.py.
 # Rule 2: deleting removes the record before the bytes that it refers to, and those by the save id
 #   that it carried, so that another attempt at the same name loses nothing.
-# Rule 3: nothing about a store is remembered between calls except the results of probes, and the
-#   names that this process has used, for repair.
+# Rule 3: nothing about a store is remembered between calls except the results of probes, and for
+#   repair the names that this process has used, and the checkpoints that it could not complete.
 
 from __future__ import annotations
 

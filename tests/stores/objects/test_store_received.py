@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -40,3 +42,37 @@ async def test_nothing_is_told_of_what_does_not_come(sim: Simulator) -> None:
             )
         await files.close()
     assert not told
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "steps"), [(1000, 0), (3 * MIB + 5, 7), (40 * MIB, 0)], ids=["few", "one", "many"]
+)
+async def test_a_run_of_one_range_is_checked_where_it_is_copied_step_by_step(
+    sim: Simulator, nbytes: int, steps: int
+) -> None:
+    """Few bytes are copied on the loop, and ranges come in any order: both are left unchecked."""
+    content = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
+    sim.put("bucket", f"{ROOT}/1/data", b"before" + content.tobytes())
+    loop_thread = threading.current_thread()
+    seen: list[int] = []
+    async with opened("obstore", sim) as store:
+        files = store.files("1")
+        buffers = [np.zeros(nbytes // 3, np.uint8), np.zeros(nbytes - nbytes // 3, np.uint8)]
+
+        def check(there: int) -> None:
+            assert threading.current_thread() is not loop_thread
+            assert np.array_equal(np.concatenate(buffers)[:there], content[:there])
+            seen.append(there)
+
+        await files.read_into("data", 6, buffers, check=check)
+        assert np.array_equal(np.concatenate(buffers), content)
+        assert len(seen) == steps and seen == sorted(seen)
+        assert seen[-1:] == ([nbytes] if steps else [])
+
+        def refuse(there: int) -> None:
+            raise CorruptCheckpointError("wrong", file="data")
+
+        if steps:
+            with pytest.raises(CorruptCheckpointError, match="wrong"):
+                await files.read_into("data", 6, buffers, check=refuse)
+        await files.close()
