@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from asyncckpt.flow.buffers import HUGE_PAGE_NBYTES, allocating, map_pages
 from asyncckpt.ports import Bytes
@@ -68,20 +66,6 @@ class Arena:
         if _RETURN is not None and owner is not None:
             weakref.finalize(owner, mapping.madvise, _RETURN, start, padded).atexit = False
         return buffer
-
-    def take_array(
-        self, shape: tuple[int, ...], dtype: np.dtype[Any], nbytes: int
-    ) -> tuple[npt.NDArray[Any], Bytes | None]:
-        """Return an uninitialised array of `nbytes`, and its bytes where these are at hand.
-
-        Raises:
-            ResourceError: the memory cannot be allocated.
-            MemoryError: the same, of a small array.
-        """
-        if nbytes < SMALL_NBYTES:
-            return np.empty(shape, dtype), None
-        flat = self.take(nbytes)
-        return flat.view(dtype).reshape(shape), flat
 
     def _map(self, nbytes: int) -> None:
         pages = -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES

@@ -82,7 +82,7 @@ def allocate(
             # Others are extension dtypes, which memoryviews do not know.
             if flat is None and (values.nbytes >= SMALL_NBYTES or values.dtype.kind == "V"):
                 flat = flat_target(values)
-            destinations.add(leaf.path, leaf.array, values, flat)
+            destinations.add(leaf.path, leaf.array, None, values, flat)
             owners.append(number)
             continue
         found = list(_overlaps(opened, leaf, boxes, parts[number]))
@@ -98,15 +98,14 @@ def allocate(
                     sharers.setdefault(first, []).append(number)
                     continue
             has_boxes |= box is not None
-            destinations.add(leaf.path, array, values, flat_target(values), box)
+            destinations.add(leaf.path, array, box, values, flat_target(values))
             owners.append(number)
     requests: Sequence[Request] | WholeArrays
     if has_boxes:
         requests = [Request(d.array, d.box, d.flat is not None) for d in destinations]
     else:
-        contiguous = np.zeros(len(destinations), bool)
-        contiguous[list(destinations.flats)] = True
-        requests = WholeArrays(np.array(destinations.arrays, np.int64), contiguous)
+        contiguous = np.array([flat is not None for flat in destinations.flat], bool)
+        requests = WholeArrays(np.array(destinations.array, np.int64), contiguous)
     return Buffers(parts, nbytes, destinations, requests, owners, sharers, waiting, idle)
 
 
@@ -149,14 +148,17 @@ def _memory(
             dtype = DTYPES[spec.dtype]
             if target is not None and target.boxes is not None:
                 boxes = [(box.shape, box.size * dtype.itemsize) for box in target.boxes]
-                parts[number] = [arena.take_array(n, dtype, size)[0] for n, size in boxes]
+                parts[number] = [arena.take(size).view(dtype).reshape(n) for n, size in boxes]
                 continue
             key = tied_key(opened, leaf, framework) if has_ties else None
             if key is not None and key in made:
                 parts[number] = made[key]
                 continue
-            values, flats[number] = arena.take_array(spec.shape, dtype, nbytes)
-            parts[number] = (values,)
+            if nbytes < SMALL_NBYTES:
+                parts[number] = (np.empty(spec.shape, dtype),)
+            else:
+                flats[number] = flat = arena.take(nbytes)
+                parts[number] = (flat.view(dtype).reshape(spec.shape),)
             if key is not None:
                 made[key] = parts[number]
     return parts, flats, total_nbytes

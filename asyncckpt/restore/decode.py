@@ -81,48 +81,38 @@ class Destination:
 
 
 class Destinations(Sequence[Destination]):
-    """Destinations by column: those of small leaves need no object each.
-
-    Attributes:
-        paths: path of the leaf of each.
-        arrays: index of the stored array of each.
-        boxes: the wanted part, by number, of those that do not want all of it.
-        values: memory of each.
-        flats: memory as one run of bytes, by number, of those where that is at hand.
-    """
+    """Destinations by column, named as the fields of one: small leaves need no object each."""
 
     def __init__(self, destinations: Iterable[Destination] = ()) -> None:
-        self.paths: list[str] = []
-        self.arrays: list[int] = []
-        self.boxes: dict[int, Box] = {}
+        self.path: list[str] = []
+        self.array: list[int] = []
+        self.box: list[Box | None] = []
         self.values: list[npt.NDArray[Any] | None] = []
-        self.flats: dict[int, Bytes] = {}
+        self.flat: list[Bytes | None] = []
         for one in destinations:
-            self.add(one.path, one.array, one.values, one.flat, one.box)
+            self.add(one.path, one.array, one.box, one.values, one.flat)
 
     def add(
         self,
         path: str,
         array: int,
+        box: Box | None,
         values: npt.NDArray[Any] | None,
-        flat: Bytes | None = None,
-        box: Box | None = None,
+        flat: Bytes | None,
     ) -> None:
-        """Add a destination."""
-        if flat is not None:
-            self.flats[len(self.paths)] = flat
-        if box is not None:
-            self.boxes[len(self.paths)] = box
-        self.paths.append(path)
-        self.arrays.append(array)
+        """Add a destination of these fields."""
+        self.path.append(path)
+        self.array.append(array)
+        self.box.append(box)
         self.values.append(values)
+        self.flat.append(flat)
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.path)
 
     def __getitem__(self, number: Any) -> Any:
-        box, flat = self.boxes.get(number), self.flats.get(number)
-        return Destination(self.paths[number], self.arrays[number], box, self.values[number], flat)
+        columns = (self.path, self.array, self.box, self.values, self.flat)
+        return Destination(*[column[number] for column in columns])
 
 
 def _copied(values: npt.NDArray[Any] | None, flat: Bytes | None, payload: memoryview) -> bool:
@@ -193,7 +183,7 @@ class Decode:
 
     def codec(self, part: Part) -> Codec:
         """Return how the chunk of a part is stored."""
-        return self._opened.storage(self._destinations.arrays[part.request]).codec
+        return self._opened.storage(self._destinations.array[part.request]).codec
 
     def encoded_parts(self, batch: ReadBatch) -> list[Part]:
         """Return the parts of a batch whose chunks must be decoded."""
@@ -203,7 +193,7 @@ class Decode:
 
     def payload_nbytes(self, part: Part) -> int:
         """Return the size of the elements of the part's chunk."""
-        return self._opened.storage(self._destinations.arrays[part.request]).chunk_nbytes
+        return self._opened.storage(self._destinations.array[part.request]).chunk_nbytes
 
     # -- the ways of a chunk
 
@@ -288,7 +278,7 @@ class Decode:
         if not self._has_crcs:
             self._small_foreign(batch, data)
             return
-        values, flats = self._destinations.values, self._destinations.flats
+        values, flat = self._destinations.values, self._destinations.flat
         counts, any_encoded = self._plan.counts, self._any_encoded
         rows, requests = batch.parts.column(0), batch.parts.column(1)
         starts, stops, crcs = self._check_trailers(batch, data, rows)
@@ -306,7 +296,7 @@ class Decode:
                     part = batch.parts[number]
                     payload = memoryview(self._elements(batch, part, [data[start:stop]]))
             # Where one chunk is all that is wanted; others may have as many bytes by chance.
-            if counts[request] != 1 or not _copied(values[request], flats.get(request), payload):
+            if counts[request] != 1 or not _copied(values[request], flat[request], payload):
                 self._scatter(batch.parts[number], np.frombuffer(payload, np.uint8), 0)
 
     def _check_trailers(

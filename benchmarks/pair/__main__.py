@@ -32,6 +32,8 @@ LOCAL = (
     "save_small",
     "save_small_once",
     "restore_small",
+    "restore_small_own",
+    "stall_small",
 )
 REMOTE = ("save", "restore_into")
 CLIENTS = ("obstore", "s3fs", "gcsfs")

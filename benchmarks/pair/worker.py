@@ -49,10 +49,13 @@ class Cases:
 
     def stall(self, place: str, options: dict[str, Any]) -> float:
         """Time `start_save` of the large state with a warm pool."""
+        return self._stall(place, options, self._large)
+
+    def _stall(self, place: str, options: dict[str, Any], tree: Any) -> float:
         with self._run(place, options) as run:
-            run.save(0, self._large)
+            run.save(0, tree)
             begun = time.perf_counter()
-            pending = run.start_save(1, self._large)
+            pending = run.start_save(1, tree)
             seconds = time.perf_counter() - begun
             pending.result()
             return seconds
@@ -77,6 +80,15 @@ class Cases:
     def restore_small(self, place: str, options: dict[str, Any]) -> float:
         """Restore 10,000 small leaves in place."""
         return self._into(place, options, self._small)
+
+    def restore_small_own(self, place: str, options: dict[str, Any]) -> float:
+        """Restore 10,000 small leaves into memory of their own."""
+        self._blocking.save(f"{place}/one", self._small, **options)
+        return _timed(lambda: self._blocking.restore(f"{place}/one", **options))
+
+    def stall_small(self, place: str, options: dict[str, Any]) -> float:
+        """Time `start_save` of 10,000 small leaves, with the plan cached."""
+        return self._stall(place, options, self._small)
 
     def _into(self, place: str, options: dict[str, Any], tree: Any) -> float:
         target = self._targets.get(id(tree))

@@ -32,6 +32,7 @@ from asyncckpt.format.record import (
     decode_record,
     encode_record,
     encode_scalar,
+    encode_tables,
     outline_of,
     seal,
 )
@@ -534,3 +535,38 @@ def test_an_index_in_the_record_is_the_one_that_its_checksum_names() -> None:
 def test_fixed_names_are_the_last_of_the_files() -> None:
     with pytest.raises(ValueError, match="last of the files"):
         encode_record(dataclasses.replace(NAMED, files=NAMED.files[::-1]))
+
+
+def test_a_record_of_known_tables_is_that_of_its_own() -> None:
+    for record in (SMALL, NAMED):
+        tables = encode_tables(record.tree, record.leaves, record.specs, record.arrays)
+        later = dataclasses.replace(record, step=99, metadata={"a": ["\u00e9", None]})
+        assert encode_record(record, tables) == encode_record(record)
+        assert encode_record(later, tables) == encode_record(later)
+
+
+def test_values_and_files_are_checked_with_known_tables_too() -> None:
+    tables = encode_tables(SMALL.tree, SMALL.leaves, SMALL.specs, SMALL.arrays)
+    values = list(SMALL.leaves.value)
+    row = next(n for n, value in enumerate(values) if value is not None)
+    for wrong in ({"x": 1}, None):
+        leaves = dataclasses.replace(
+            SMALL.leaves,
+            value=[*values[:row], wrong, *values[row + 1 :]],  # type: ignore[list-item]
+        )
+        with pytest.raises(ValueError, match=r"contradicts itself: .*leaves\.values"):
+            encode_record(dataclasses.replace(SMALL, leaves=leaves), tables)
+    with pytest.raises(ValueError, match="contradicts itself"):
+        encode_record(dataclasses.replace(SMALL, writers=1, writer=1), tables)
+    place = dataclasses.replace(SMALL.chunk_index, nbytes=1)
+    with pytest.raises(ValueError, match="contradicts itself"):
+        encode_record(dataclasses.replace(SMALL, chunk_index=place), tables)
+
+
+def test_tables_that_contradict_each_other_are_refused() -> None:
+    arrays = dataclasses.replace(SMALL.arrays, name=SMALL.arrays.name[:-1])
+    with pytest.raises(ValueError, match="contradicts itself"):
+        encode_tables(SMALL.tree, SMALL.leaves, SMALL.specs, arrays)
+    lone = dataclasses.replace(SMALL.arrays, name=["\ud800", *SMALL.arrays.name[1:]])
+    with pytest.raises(UsageError, match="not valid Unicode"):
+        encode_tables(SMALL.tree, SMALL.leaves, SMALL.specs, lone)

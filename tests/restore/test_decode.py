@@ -9,8 +9,8 @@ import pytest
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.planning.restore import Request, plan_restore
-from asyncckpt.restore.decode import Decode, Destination, flat_target, is_direct
-from asyncckpt.spec import Box
+from asyncckpt.restore.decode import Decode, Destination, Destinations, flat_target, is_direct
+from asyncckpt.spec import DTYPES, Box
 from tests.restore.opened import LOCATION, opened, packed
 
 VALUES = {"a": np.arange(6.0).reshape(2, 3), "b": np.arange(5, dtype=np.int16), "c": np.array(7)}
@@ -154,3 +154,22 @@ def test_pieces_of_a_large_chunk_add_up_to_its_checksum() -> None:
     assert np.array_equal(values, VALUES["a"])
     with pytest.raises(CorruptCheckpointError):
         decode.expect(batch, 0, crc ^ 1, raw[48:52])
+
+
+def test_small_destinations_need_no_bytes_at_hand() -> None:
+    """Strided ones and extension dtypes are filled too, and others only with what is theirs."""
+    brain = DTYPES["bfloat16"]
+    stored = {"a": np.arange(6.0).reshape(2, 3), "b": np.ones(5, brain), "c": np.array(7)}
+    data, extents = packed([value.tobytes() for value in stored.values()])
+    for order in "CF":
+        found = {key: np.zeros_like(value, order=order) for key, value in stored.items()}
+        destinations = Destinations()
+        for number, (key, values) in enumerate(found.items()):
+            destinations.add(key, number, None, values, None)
+        assert [one.path for one in destinations] == ["a", "b", "c"]
+        assert all(one.flat is one.box is None for one in destinations)
+        plan, decode = planned(list(destinations), opened(stored), extents)
+        (batch,) = plan.batches
+        decode.small(batch, np.frombuffer(data, np.uint8))
+        for key, values in stored.items():
+            assert np.array_equal(found[key], values)

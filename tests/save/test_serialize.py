@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import zstandard
 
 from asyncckpt.flow.threads import Workers
+from asyncckpt.format.codecs import ZSTD, ChunkError
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.save import serialize, stage
-from asyncckpt.save.serialize import Compressor, WindowChecksums, trailed
+from asyncckpt.save.serialize import Compressor, SmallChunks, WindowChecksums, trailed
 from asyncckpt.save.stage import StagedWindow
 from tests.save.staging import SLOT, Staged, noise
 
@@ -87,3 +91,71 @@ async def test_compressed_chunks_state_their_size_and_carry_their_checksum(
         assert zstandard.frame_content_size(body) == nbytes
         assert zstandard.decompress(body) == data[start : start + nbytes].tobytes()
     pool.release(slots)
+
+
+def test_small_chunks_end_with_the_checksum_of_their_payload() -> None:
+    payloads = [b"", b"a", noise(900).tobytes(), b"\0" * 7]
+    gap = bytes(CRC_NBYTES)
+    ends = [0, *itertools.accumulate(len(payload) + CRC_NBYTES for payload in payloads)]
+    chunks = SmallChunks(bytearray(b"".join(payload + gap for payload in payloads)), ends)
+    assert chunks.seal().tolist() == [crc32c(payload) for payload in payloads]
+    assert [bytes(chunk) for chunk in chunks] == [trailed(payload)[0] for payload in payloads]
+
+
+@pytest.mark.parametrize("levels", [[3, 3, 3], [1, 3, 1]])
+async def test_chunks_of_one_slot_are_compressed_one_by_one_or_by_one_call(
+    workers: Workers, levels: list[int]
+) -> None:
+    staged = Staged({"a": noise(100)}, workers)
+    (slot,) = await staged.pool.take(1)
+    payloads = [bytes(4000), noise(333).tobytes(), bytes(range(250)) * 9]
+    starts = [0, 8000, 16_000]
+    for start, payload in zip(starts, payloads, strict=True):
+        slot.buffer[start : start + len(payload)] = np.frombuffer(payload, np.uint8)
+    made = Compressor().compress([slot], starts, list(map(len, payloads)), levels)
+    for payload, stored in zip(payloads, made, strict=True):
+        data = b"".join(stored.blocks)
+        assert stored.nbytes == len(data) and stored.crc == crc32c(data[:-CRC_NBYTES])
+        assert data[-CRC_NBYTES:] == stored.crc.to_bytes(CRC_NBYTES, "little")
+        assert zstandard.frame_content_size(data) == len(payload)
+        assert ZSTD.decode is not None
+        frame = np.frombuffer(data[:-CRC_NBYTES], np.uint8)
+        assert ZSTD.decode([frame], len(payload)).tobytes() == payload
+    staged.pool.release([slot])
+
+
+FRAME = zstandard.ZstdCompressor().compress(bytes(1000))
+UNSIZED = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1000))
+
+
+@pytest.mark.parametrize("frame", [FRAME, UNSIZED], ids=["sized", "unsized"])
+@pytest.mark.parametrize("cuts", [(), (3,), (1, 9)])
+def test_a_frame_decodes_to_the_size_that_is_wanted_or_not_at_all(
+    frame: bytes, cuts: tuple[int, ...]
+) -> None:
+    def parts(data: bytes) -> list[np.ndarray]:
+        edges = [0, *cuts, len(data)]
+        return [np.frombuffer(data[a:b], np.uint8) for a, b in itertools.pairwise(edges)]
+
+    assert ZSTD.decode is not None
+    assert ZSTD.decode(parts(frame), 1000).tobytes() == bytes(1000)
+    for nbytes in (0, 1, 999, 1001, 5000):
+        with pytest.raises(ChunkError):
+            ZSTD.decode(parts(frame), nbytes)
+    for bad in (frame[:-1], frame + b"x", frame + frame, b"x" + frame[1:], frame[:5]):
+        with pytest.raises(ChunkError):
+            ZSTD.decode(parts(bad), 1000)
+    # A context that has failed is used again.
+    assert ZSTD.decode(parts(frame), 1000).tobytes() == bytes(1000)
+
+
+def test_frames_are_decoded_by_many_threads_at_the_same_time() -> None:
+    frames = [zstandard.ZstdCompressor().compress(bytes([n]) * 50_000) for n in range(40)]
+
+    def decoded(n: int) -> bool:
+        assert ZSTD.decode is not None
+        found = ZSTD.decode([np.frombuffer(frames[n], np.uint8)], 50_000)
+        return found.tobytes() == bytes([n]) * 50_000
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(decoded, list(range(40)) * 5))

@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from asyncckpt.adapters.numpy import NumpyAdapter
 from asyncckpt.errors import StagingError
 from asyncckpt.flow.threads import Workers
+from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import KIB, LeafOptions
 from asyncckpt.save.stage import StagedChunks, StagedWindow, Staging
+from asyncckpt.spec import DTYPES, ArraySpec
 from tests.save.staging import SLOT, Staged, noise
 
 # Whole chunks: the last one of an array would be padded.
@@ -140,3 +143,78 @@ async def test_what_is_forgotten_is_referred_to_no_more(workers: Workers) -> Non
     staged.staging.forget()
     assert all(source.leaf is source.view is None for source in staged.snapshot.sources)
     assert isinstance(staged.snapshot.adapters[0], NumpyAdapter)
+
+
+async def test_small_arrays_are_copied_one_after_the_other_with_room_for_trailers(
+    workers: Workers,
+) -> None:
+    """Strided ones, extension dtypes, casts and padded chunks too."""
+    strided = np.arange(24, dtype=np.int16).reshape(4, 6)[::2, ::3]
+    tree = {
+        "plain": np.arange(5.0),
+        "alike": np.arange(5.0) + 1,
+        "brain": np.arange(3).astype(DTYPES["bfloat16"]),
+        "strided": strided,
+        "tensor": torch.arange(4),
+        "cast": np.arange(4.0),
+        "padded": np.arange(5, dtype=np.int32),
+        "rank 0": np.array(7),
+    }
+
+    def leaf_options(path: str, _: ArraySpec) -> LeafOptions | None:
+        if path == "cast":
+            return LeafOptions(dtype="float32")
+        return LeafOptions(chunk_shape=(8,)) if path == "padded" else None
+
+    for leaves in (tree, {key: tree[key] for key in ("plain", "alike", "rank 0")}):
+        staged = Staged(leaves, workers, leaf_options=leaf_options)
+        expected = {key: np.asarray(leaf).tobytes() for key, leaf in leaves.items()}
+        if "cast" in leaves:
+            expected["cast"] = np.arange(4, dtype=np.float32).tobytes()
+            expected["padded"] += bytes(12)
+        gap = bytes(CRC_NBYTES)
+        data = await staged.staging.inline()
+        assert data == b"".join(value + gap for value in expected.values())
+        for leaf in leaves.values():
+            leaf[...] = 0  # it was copied
+        assert data == b"".join(value + gap for value in expected.values())
+
+
+async def test_a_small_array_that_cannot_be_copied_is_named(workers: Workers) -> None:
+    staged = Staged({"good": np.arange(3), "bad": np.arange(3.0), "x": np.arange(3)}, workers)
+    source = staged.snapshot.sources[1]
+    source.view = None
+
+    class Failing(NumpyAdapter):
+        def fetch(self, *_: Any) -> None:
+            raise RuntimeError("gone")
+
+    staged.snapshot.adapters[1] = Failing()
+    with pytest.raises(StagingError, match=r"bad: copying float64\[3\] to host memory"):
+        await staged.staging.inline()
+
+
+async def test_a_cancelled_copy_of_small_arrays_ends_first(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged = Staged({"a": np.arange(3)}, workers)
+    begun, go, ended = threading.Event(), threading.Event(), threading.Event()
+    copy = staged.staging._copy_inline
+
+    def slow() -> bytearray:
+        begun.set()
+        go.wait(30)
+        data = copy()
+        ended.set()
+        return data
+
+    monkeypatch.setattr(staged.staging, "_copy_inline", slow)
+    task = asyncio.create_task(staged.staging.inline())
+    await asyncio.to_thread(begun.wait, 30)
+    task.cancel()
+    await asyncio.sleep(0.01)
+    assert not task.done()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
