@@ -72,13 +72,13 @@ def _short(size: int) -> Runs:
     return {
         "W1": Plan(llama, moved | {STALL, FIRST, LAG}, fastest()).run,
         "W3": Plan(functools.partial(workloads.single, size), moved).run,
-        "cold": Plan(llama, frozenset((COLD,))).run,
+        "training": lambda suite: training.run(suite, size // TRAINED, TRAINING),
         "W4-1k": small(1_000, PLAN),
         "W4-10k": small(10_000, STALL, LAG),
         "W4-100k": small(100_000, PLAN),
+        "cold": Plan(llama, frozenset((COLD,))).run,
         "W4z-1k": compressed(1_000),
         "W4z-10k": compressed(10_000),
-        "training": lambda suite: training.run(suite, size // TRAINED, TRAINING),
         "W7": lambda suite: reshard.run(suite, size // SHORT_RESHARDED),
     }
 

@@ -277,9 +277,11 @@ class _OnService:
                 self._start(stack, role, cast)
         for peer in self._cast.peers:
             needed = NEEDS.get(peer)
+            if peer not in self._form.peers:
+                continue
             if needed is not None and importlib.util.find_spec(needed) is None:
                 self._suite.found.note(f"{LABELS[peer]}: not installed")
-            elif peer in self._form.peers:
+            else:
                 self._start(stack, Role(LABELS[peer], peer), cast)
         return cast
 

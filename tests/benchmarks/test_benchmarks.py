@@ -717,7 +717,7 @@ def test_restored_bytes_that_differ_are_an_error_and_no_sample(
 
 def test_unknown_workload_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--only", "W6"]) == 2
-    assert "no workload W6; there are W1, W3, W4-1k, " in capsys.readouterr().out
+    assert "no workload W6; there are W1, W3, training, " in capsys.readouterr().out
 
 
 def test_too_little_space_is_refused(
