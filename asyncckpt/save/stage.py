@@ -50,6 +50,9 @@ GROUP_NBYTES = 64 * MIB
 """Windows copied by one call of a worker where a caller waits for the copies: a hop between threads
 costs about 0.1 ms, the copy of 8 MiB 0.4 ms."""
 
+CALLS_PER_THREAD = 4
+"""The calls of each thread at least, if there are as many windows."""
+
 IMMUTABLE_FRAMEWORKS = frozenset(("jax",))
 """Frameworks whose arrays never change: a reference is as good as a copy until one is donated."""
 
@@ -179,6 +182,8 @@ class Staging:
         windows, pool = self._plan.windows, self._window_pool
         # One thread, if it gets stuck, must not take the whole budget with it.
         most = max(1, min(GROUP_NBYTES // pool.slot_nbytes, pool.capacity // 4))
+        # Every thread makes several calls, so that all of them end at about the same time.
+        most = min(most, -(-len(windows) // (CALLS_PER_THREAD * self._compute.count)))
         if seal is not None:
             most = 1  # the first write begins after the first call
         # Copies run ahead of `emit`, as far as there are slots, but end in any order.
