@@ -439,8 +439,7 @@ class Store(Protocol):
     async def settled(self) -> None:
         """Wait until published checkpoints are whole for other programs, too.
 
-        What fails there is logged, and written later by another save, `sweep` or `collect`: the
-        checkpoints are durable without it.
+        What fails there is logged, and written by a later save, `sweep` or `collect`.
 
         Cancellation: stops the waiting only.
         """

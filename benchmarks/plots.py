@@ -14,7 +14,6 @@ from benchmarks.results import (
     PLAN,
     RESHARD,
     SAVE,
-    TRAINING,
     WARM,
     Measurement,
     Results,
@@ -72,14 +71,16 @@ def plot_training(results: Results, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    lines = [line for line in results.timelines if line["scenario"] == TRAINING]
-    loops = list(dict.fromkeys(line["loop"] for line in lines))
-    figure = Figure(figsize=(9, 0.7 + 1.9 * len(loops)), layout="constrained")
+    panels: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for line in results.timelines:
+        panels.setdefault((line["scenario"], line["loop"]), []).append(line)
+    figure = Figure(figsize=(9, 0.7 + 1.9 * len(panels)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(len(loops), 1, squeeze=False, sharex=True).reshape(-1)
-    for axis, loop in zip(axes, loops, strict=True):
-        _plot_lanes(axis, [line for line in lines if line["loop"] == loop])
-        axis.set_title(f"{loop} loop: the same steps, saving twice", fontsize="medium")
+    axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True).reshape(-1)
+    for axis, ((_, loop), lines) in zip(axes, panels.items(), strict=True):
+        _plot_lanes(axis, lines)
+        count = len(lines[-1]["saves"])
+        axis.set_title(f"{loop} loop: the same steps, {count} saves", fontsize="medium")
     axes[-1].set_xlabel("s since the start of the training")
     handles = [
         Patch(color=LANE, label="steps"),

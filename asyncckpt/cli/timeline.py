@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from asyncckpt.cli.tables import GAP, Grid
 from asyncckpt.reports import Span, Timeline, nbytes_text, rate_text
+from asyncckpt.reports.timeline import Stage
 
 SHADES = " ░▒▓█"
 """From a cell whose time was idle to one whose time was busy throughout."""
@@ -18,28 +19,21 @@ WIDTH = 48
 def gantt(timeline: Timeline, width: int | None) -> Grid:
     """Return a line per stage: a bar over the time of the save, times, bytes and rate.
 
-    Args:
-        timeline: that of the save.
-        width: columns of the terminal, None for a pipe or file.
+    `width` is that of the terminal in columns, None for a pipe or file.
     """
     several = len(timeline.processes()) > 1
-    rows = [list(_facts(timeline, process, several)) for process in timeline.processes()]
-    lines = [line for lines in rows for line in lines]
-    taken = sum(max(len(cell) for cell in column) for column in zip(*lines, strict=True))
-    room = WIDTH if width is None else width - taken - len(GAP) * 6
-    bars = [
-        _bar(
-            [s for s in timeline.spans if (s.process, s.stage) == (process, stage)],
-            timeline.end_s,
-            max(10, min(room, 2 * WIDTH)),
-        )
+    stages = {
+        f"{name} ({process})" if several else name: stage
         for process in timeline.processes()
-        for stage in timeline.stages(process)
-    ]
+        for name, stage in timeline.stages(process).items()
+    }
+    facts = [(name, *_facts(stage)) for name, stage in stages.items()]
+    taken = sum(max(map(len, column)) for column in zip(*facts, strict=True))
+    room = WIDTH if width is None else width - taken - len(GAP) * 6
+    cells = max(10, min(room, 2 * WIDTH))
+    bars = [_bar(stage.spans, timeline.end_s, cells) for stage in stages.values()]
     columns = ["stage", "", ">begin", ">end", ">busy", ">bytes", ">rate"]
-    return Grid(
-        columns, [[name, bar, *rest] for (name, *rest), bar in zip(lines, bars, strict=True)]
-    )
+    return Grid(columns, [[row[0], bar, *row[1:]] for row, bar in zip(facts, bars, strict=True)])
 
 
 def spans_document(timeline: Timeline) -> dict[str, Any]:
@@ -48,15 +42,11 @@ def spans_document(timeline: Timeline) -> dict[str, Any]:
     return {"process": timeline.process, "spans": spans}
 
 
-def _facts(timeline: Timeline, process: int, several: bool) -> Iterator[Sequence[str]]:
-    busy_s = timeline.busy_s(process)
-    for stage, whole in timeline.stages(process).items():
-        yield (
-            f"{stage} ({process})" if several else stage,
-            *(f"{seconds * 1e3:.1f} ms" for seconds in (whole.start_s, whole.end_s, busy_s[stage])),
-            nbytes_text(whole.nbytes) if whole.nbytes else "",
-            rate_text(whole.nbytes, busy_s[stage]) if whole.nbytes else "",
-        )
+def _facts(stage: Stage) -> list[str]:
+    times = [f"{s * 1e3:.1f} ms" for s in (stage.start_s, stage.end_s, stage.busy_s)]
+    if not stage.nbytes:
+        return [*times, "", ""]
+    return [*times, nbytes_text(stage.nbytes), rate_text(stage.nbytes, stage.busy_s)]
 
 
 def _bar(spans: Iterable[Span], end_s: float, cells: int) -> str:

@@ -26,24 +26,22 @@ def encode_timeline(timeline: Timeline) -> bytes:
     Each stage of the process that has recorded it is in it, from its begin to its end and with all
     its bytes; other processes are, from the first on, as far as they fit.
     """
-    if not timeline.spans:
-        return b""
-    most = 64
     own = [span for span in timeline.spans if span.process == timeline.process]
     others = [span for span in timeline.spans if span.process != timeline.process]
     others.sort(key=lambda span: span.process)
-    while True:
+    most = 64
+    while own:
         rows = Timeline((*own, *others), timeline.process).rows(most)
-        text = json.dumps({"process": timeline.process, "spans": rows}, separators=(",", ":"))
-        data = text.encode()
+        document = {"process": timeline.process, "spans": rows}
+        data = json.dumps(document, separators=(",", ":")).encode()
         if len(data) <= MAX_TIMELINE_NBYTES - _TAIL.size:
             return data + _TAIL.pack(len(data), crc32c(data), _MAGIC)
-        if most > 1:
-            most //= 2
-        elif others:
-            del others[-max(1, len(others) // 4) :]
-        else:
-            return b""
+        if most == 1 and not others:
+            break
+        if most == 1:
+            del others[-(1 + len(others) // 4) :]
+        most = max(1, most // 2)
+    return b""
 
 
 def decode_timeline(data: bytes) -> Timeline | None:
@@ -56,9 +54,6 @@ def decode_timeline(data: bytes) -> Timeline | None:
         return None
     try:
         document = json.loads(text)
-        process = document["process"]
-        if type(process) is not int or type(document["spans"]) is not list:
-            return None
-        return Timeline.from_rows(document["spans"], process)
+        return Timeline.from_rows(document["spans"], int(document["process"]))
     except (KeyError, TypeError, ValueError, RecursionError):
         return None

@@ -96,7 +96,7 @@ class SaveReport(Timed):
     @property
     def stage_s(self) -> Mapping[str, float]:
         """Seconds during which each stage of this process was busy; they overlap."""
-        return self.timeline.busy_s()
+        return {name: stage.busy_s for name, stage in self.timeline.stages().items()}
 
     def marks(self) -> Mapping[str, float]:
         """Return the times that pictures mark, in seconds from the call."""

@@ -6,7 +6,6 @@ import sys
 import time
 import weakref
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from asyncckpt.errors import UsageError
@@ -46,12 +45,7 @@ class Progress:
 
 
 class ProgressBar:
-    """A bar for `progress=`, made by `progress_bar`.
-
-    It appears with the first call and ends at 100 %; after that, further work gets a new one. If
-    the work fails, the end of the `with` block, `close`, or dropping the bar ends it where it is.
-    Use it for one piece of work at a time.
-    """
+    """A bar for `progress=`, made by `progress_bar`."""
 
     def __init__(self, description: str | None, *, always: bool, transient: bool) -> None:
         try:
@@ -61,15 +55,13 @@ class ProgressBar:
             raise UsageError(f"progress_bar() needs the package rich: {INSTALL_LINE}") from None
         self._description = description
         self._transient = transient
-        # Of now: a notebook or test may replace standard error later.
-        self._console = rich.console.Console(
+        self._console = console = rich.console.Console(
             file=sys.stderr,
             force_terminal=True if always else None,
             markup=False,
             highlight=False,
             emoji=False,
         )
-        console = self._console
         self._wanted = console.is_terminal or console.is_jupyter
         self._shown: rich.progress.Progress | None = None
         self._drawn = 0.0
@@ -85,12 +77,9 @@ class ProgressBar:
             return
         self._drawn, self._ended = now, ended
         shown = self._shown or self._begin(state.total_nbytes)
-        shown.update(
-            shown.task_ids[0],
-            description=self._description or state.stage,
-            completed=state.done_nbytes,
-            total=state.total_nbytes,
-        )
+        name, done = self._description or state.stage, state.done_nbytes
+        task = shown.task_ids[0]
+        shown.update(task, description=name, completed=done, total=state.total_nbytes)
         if ended:
             self._end()
         else:
@@ -131,12 +120,7 @@ class ProgressBar:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -145,10 +129,10 @@ def progress_bar(
 ) -> ProgressBar:
     """Return a progress bar on standard error, for the argument `progress` of any function.
 
-    In terminals and notebooks only: elsewhere it prints nothing. It closes itself at 100 %, and can
-    be used as a context manager, which also closes it where the work fails. What it costs is
-    bounded: it is drawn ten times a second at most, on the thread that calls it; and if it fails,
-    the work goes on (see `progress`).
+    It is shown in terminals and notebooks only. It closes itself at 100 %; where the work fails, it
+    ends with the `with` block, `close()`, or when it is dropped. It is drawn ten times a second at
+    most, on the thread that calls it, and an error of it does not fail the work. Use it for one
+    piece of work at a time.
 
     Args:
         description: text before the bar; None for the stage that moves at present.

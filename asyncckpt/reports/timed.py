@@ -23,14 +23,7 @@ class Timed:
         return {}
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the timeline as trace events, which https://ui.perfetto.dev opens. Blocking.
-
-        Args:
-            path: the file, in .json by convention; replaced if it exists.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write the timeline as trace events, JSON that https://ui.perfetto.dev opens. Blocking."""
         with open(path, "w", encoding="utf-8") as file:
             json.dump(trace_document(self.timeline, str(self)), file)
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -40,6 +40,26 @@ class Span(NamedTuple):
     nbytes: int
 
 
+class Stage(NamedTuple):
+    """All spans of one stage of one process.
+
+    Attributes:
+        start_s: seconds from the call to the first begin.
+        end_s: seconds from the call to the last end.
+        busy_s: seconds in which at least one lane was busy.
+        nbytes: bytes that went through the stage.
+        lanes: how many were busy at the same time, at most.
+        spans: by start.
+    """
+
+    start_s: float
+    end_s: float
+    busy_s: float
+    nbytes: int
+    lanes: int
+    spans: Sequence[Span]
+
+
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """When the stages of one save or restore were busy.
@@ -64,46 +84,22 @@ class Timeline:
         """Seconds from the call until the last stage ended."""
         return max((span.end_s for span in self.spans), default=0.0)
 
-    def stages(self, process: int | None = None) -> Mapping[str, Span]:
-        """Return all spans of a stage as one, by stage and in the order of their begins.
-
-        Args:
-            process: whose; None for the process that has recorded them.
-        """
-        process = self.process if process is None else process
-        found: dict[str, Span] = {}
-        for span in self.spans:
-            if span.process == process:
-                known = found.get(span.stage, span._replace(lane=0, nbytes=0))
-                found[span.stage] = known._replace(
-                    end_s=max(known.end_s, span.end_s), nbytes=known.nbytes + span.nbytes
-                )
-        return found
-
-    def busy_s(self, process: int | None = None) -> Mapping[str, float]:
-        """Return the seconds in which each stage had at least one busy lane.
-
-        Args:
-            process: whose; None for the process that has recorded them.
-        """
-        process = self.process if process is None else process
-        busy: dict[str, float] = {}
-        ends: dict[str, float] = {}
-        for span in self.spans:  # by start
-            if span.process == process:
-                start = max(span.start_s, ends.get(span.stage, 0.0))
-                ends[span.stage] = max(span.end_s, start)
-                busy[span.stage] = busy.get(span.stage, 0.0) + max(0.0, span.end_s - start)
-        return busy
-
     def processes(self) -> list[int]:
         """Return the numbers of the processes, in order."""
         return sorted({span.process for span in self.spans})
 
-    def lanes(self, stage: str, process: int) -> int:
-        """Return how many lanes a stage has, which is how many of it were busy at a time."""
-        own = (s.lane for s in self.spans if s.stage == stage and s.process == process)
-        return 1 + max(own, default=-1)
+    def stages(self, process: int | None = None) -> Mapping[str, Stage]:
+        """Return the stages of a process in the order of their begins, by name.
+
+        Args:
+            process: its number; None for the process that has recorded the timeline.
+        """
+        process = self.process if process is None else process
+        spans: dict[str, list[Span]] = {}
+        for span in self.spans:
+            if span.process == process:
+                spans.setdefault(span.stage, []).append(span)
+        return {stage: _whole(found) for stage, found in spans.items()}
 
     def joined(self, others: Iterable[Timeline]) -> Timeline:
         """Return it with the spans of other processes."""
@@ -151,6 +147,15 @@ class Timeline:
             put(lanes.setdefault((stage, number), []), start / 1e6, end / 1e6, nbytes)
         spans = [span for named, found in lanes.items() for span in spans_of(found, *named)]
         return cls(tuple(sorted(spans, key=_start)), process)
+
+
+def _whole(spans: Sequence[Span]) -> Stage:
+    busy_s = end_s = 0.0
+    for span in spans:
+        busy_s += max(0.0, span.end_s - max(span.start_s, end_s))
+        end_s = max(end_s, span.end_s)
+    nbytes, lanes = sum(span.nbytes for span in spans), 1 + max(span.lane for span in spans)
+    return Stage(spans[0].start_s, end_s, busy_s, nbytes, lanes, spans)
 
 
 def _checked(row: Any) -> tuple[str, int, int, int, int]:

@@ -19,8 +19,8 @@ def trace_document(timeline: Timeline, title: str = "") -> dict[str, Any]:
     for process in timeline.processes():
         events += _named("process", process, 0, f"process {process}", process)
         # Lanes of one stage are next to each other, stages in the order in which they began.
-        for stage in timeline.stages(process):
-            for lane in range(timeline.lanes(stage, process)):
+        for stage, whole in timeline.stages(process).items():
+            for lane in range(whole.lanes):
                 number = threads[process, stage, lane] = len(threads)
                 name = f"{stage} {lane}" if lane else stage
                 events += _named("thread", process, number, name, number)

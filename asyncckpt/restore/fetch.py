@@ -8,10 +8,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 
@@ -25,9 +24,6 @@ from asyncckpt.planning.restore import ReadBatch, RestorePlan
 from asyncckpt.ports import Bytes, StoreCapabilities
 from asyncckpt.restore.decode import Decode, Destination, is_direct
 from asyncckpt.restore.ranges import Read, far, near, span
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 READ_AHEAD_NBYTES = 256 << 20
 """What one read of a remote store has in flight at most, however large its chunk is; it counts in
@@ -125,6 +121,7 @@ class Fetch:
         self._explain = explain
         self.reads: list[Read] = []
         self.read_nbytes = 0
+        self._copied = self._copied_units = 0  # bytes of copies in flight, and units held for them
 
     async def run(self) -> None:
         """Fill every destination with checked values.
@@ -152,13 +149,14 @@ class Fetch:
                 self._streams.ceiling = self._concurrency()
                 stream = await self._streams.acquire()
                 try:
-                    slots, units = await self._lease(read)
+                    slots, units, copied = await self._lease(read)
                 except BaseException:
                     stream.release()
                     raise
-                task = group.create_task(self._read(read, slots, units, stream))
+                ahead = copied or units * self._pool.slot_nbytes
+                task = group.create_task(self._read(read, slots, ahead, stream))
                 # A task that is cancelled before its first step never runs its `finally`.
-                task.add_done_callback(partial(self._free, stream, slots, units))
+                task.add_done_callback(partial(self._free, stream, slots, units, copied))
 
     def _begins(self, batch: ReadBatch) -> bool:
         """Return whether a run of batches may begin with this one."""
@@ -169,43 +167,67 @@ class Fetch:
         return not self._decode.encoded_parts(batch)
 
     def _free(
-        self, stream: Permit, slots: list[Slot], units: int, task: asyncio.Task[None]
+        self, stream: Permit, slots: list[Slot], units: int, copied: int, task: asyncio.Task[None]
     ) -> None:
         stream.release()
         self._pool.release(slots, None if task.cancelled() else task.exception())
         if units:
             self._pool.budget.release(units)
+        self._copied -= copied
+        self._release_spare()
 
-    async def _lease(self, read: Read) -> tuple[list[Slot], int]:
+    async def _acquire(self, nbytes: int) -> None:
+        """Acquire memory for copies. All reads in flight together are rounded up to a unit.
+
+        Rounded up one by one, reads of a little more than a unit would take twice what they need.
+        """
+        slot_nbytes = self._pool.slot_nbytes
+        units = -(-(self._copied + nbytes) // slot_nbytes) - self._copied_units
+        if units > 0:
+            await self._pool.acquire(units)
+            self._copied_units += units
+        self._copied += nbytes
+        self._release_spare()  # of reads that have ended meanwhile
+
+    def _release_spare(self) -> None:
+        spare = self._copied_units + -self._copied // self._pool.slot_nbytes
+        if spare > 0:
+            self._copied_units -= spare
+            self._pool.budget.release(spare)
+
+    async def _lease(self, read: Read) -> tuple[list[Slot], int, int]:
         """Acquire the slots of a read, and units of the budget for copies that its client makes.
 
         Compressed chunks also count the memory of their decoded elements. Whatever is asked for is
         cut to the capacity: a read that needs more than the budget goes alone.
+
+        Returns:
+            The slots, the units, and the bytes of copies that are counted with those of all reads.
         """
         slot_nbytes, capacity = self._pool.slot_nbytes, self._pool.budget.capacity
         nbytes = span(read.batches)
         copied = min(nbytes, READ_AHEAD_NBYTES) * self._capabilities.read_copies
-        copies = min(-(-copied // slot_nbytes), capacity)
         if read.together:
-            if copies:
-                aside = sum(b.nbytes for b in read.batches if not is_direct(b))
-                copies = min(copies - (-aside // slot_nbytes), capacity)
-                await self._pool.acquire(copies)
-            return [], copies
+            if copied:
+                copied += sum(b.nbytes for b in read.batches if not is_direct(b))
+                copied = min(copied, capacity * slot_nbytes)
+                await self._acquire(copied)
+            return [], 0, copied
+        copies = min(-(-copied // slot_nbytes), capacity)
         (batch,) = read.batches
         encoded = self._decode.encoded_parts(batch)
         largest = max((self._decode.payload_nbytes(p) for p in encoded), default=0)
         count = 1 if not encoded else max(1, -(-batch.nbytes // slot_nbytes))
         units = -(-largest // slot_nbytes) + copies
         units = min(units, capacity - min(count, capacity))
-        return await self._pool.take(count, grow=False, extra=units), units
+        return await self._pool.take(count, grow=False, extra=units), units, 0
 
-    async def _read(self, read: Read, slots: list[Slot], units: int, stream: Permit) -> None:
+    async def _read(self, read: Read, slots: list[Slot], held: int, stream: Permit) -> None:
         """Read one run, check it, and copy what is not in its destination yet."""
         batches = read.batches
         path = self.opened.stored_files[batches[0].file].path
         copies = self._capabilities.read_copies
-        ahead = units * self._pool.slot_nbytes // copies if copies else None
+        ahead = held // copies if copies else None
         try:
             if read.together:
                 await self._direct(batches, path, ahead, stream)
@@ -230,40 +252,6 @@ class Fetch:
         for batch in batches:
             self._progress(batch.nbytes)
             self._count(batch.parts.column(1))
-
-    async def _fill(
-        self,
-        path: str,
-        offset: int,
-        buffers: Sequence[Bytes],
-        *,
-        direct: bool,
-        received: Callable[[], None] | None = None,
-        ahead_nbytes: int | None = None,
-        check: Callable[[int], None] | None = None,
-    ) -> None:
-        """Read a range into buffers, and check it if the store does that while it reads."""
-        since = time.perf_counter()
-        await self._files.read_into(
-            path,
-            offset,
-            buffers,
-            direct=direct,
-            received=received,
-            ahead_nbytes=ahead_nbytes,
-            check=check,
-        )
-        nbytes = sum(buffer.nbytes for buffer in buffers)
-        self._recorder.add(self._reading, since, nbytes)
-
-    async def _decoded(
-        self, nbytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        """Call a function of the decode stage, on so many stored bytes, in a worker thread."""
-        since = time.perf_counter()
-        result = await self._compute.run(function, *args, **kwargs)
-        self._recorder.add("decode", since, nbytes)
-        return result
 
     def _count(self, requests: Sequence[int]) -> None:
         """Note that one more chunk has arrived for each of these destinations."""
@@ -309,17 +297,19 @@ class Fetch:
     ) -> None:
         """Read batches, check them, and copy what is not in its destination yet."""
         offset, check = batches[0].offset, self._decode.checking(batches, buffers)
-        await self._fill(
-            path,
-            offset,
-            buffers,
-            direct=direct,
-            received=stream.release,
-            ahead_nbytes=ahead_nbytes,
-            check=check,
-        )
+        with self._recorder.span(self._reading, span(batches)):
+            await self._files.read_into(
+                path,
+                offset,
+                buffers,
+                direct=direct,
+                received=stream.release,
+                ahead_nbytes=ahead_nbytes,
+                check=check,
+            )
         if not check.complete:
-            await self._decoded(span(batches), check, span(batches))
+            with self._recorder.span("decode", span(batches)):
+                await self._compute.run(check, span(batches))
 
     async def _large(self, batch: ReadBatch, path: str, slot: Slot) -> None:
         # Pieces are whole elements: the slot's size is a multiple of every element size.
@@ -335,8 +325,10 @@ class Fetch:
             buffers = [data]
             if stop == payload:
                 buffers.append(trailer)
-            await self._fill(path, batch.offset + start, buffers, direct=True)
-            crc = await self._decoded(data.nbytes, self._decode.piece, batch, data, start, crc)
+            with self._recorder.span(self._reading, data.nbytes):
+                await self._files.read_into(path, batch.offset + start, buffers, direct=True)
+            with self._recorder.span("decode", data.nbytes):
+                crc = await self._compute.run(self._decode.piece, batch, data, start, crc)
             start = stop
         self._decode.expect(batch, row, crc, trailer)
 
@@ -351,5 +343,9 @@ class Fetch:
         if left:
             # Beyond the whole budget: restored alone, in memory of its own.
             parts = [np.empty(batch.nbytes, np.uint8)]
-        await self._fill(path, batch.offset, parts, direct=True, ahead_nbytes=ahead_nbytes)
-        await self._decoded(batch.nbytes, self._decode.encoded, batch, parts)
+        with self._recorder.span(self._reading, batch.nbytes):
+            await self._files.read_into(
+                path, batch.offset, parts, direct=True, ahead_nbytes=ahead_nbytes
+            )
+        with self._recorder.span("decode", batch.nbytes):
+            await self._compute.run(self._decode.encoded, batch, parts)

@@ -109,10 +109,9 @@ class RestorePipeline:
         wanted = None
         if opened.record is None:
             wanted = [a for leaf in self._arrays for a in leaf.arrays()]
-        since = time.perf_counter()
-        extents = await extents_of(opened, wanted)
-        buffers, plan = await compute.run(self._prepare, extents)
-        self._recorder.add("plan", since)
+        with self._recorder.span("plan"):
+            extents = await extents_of(opened, wanted)
+            buffers, plan = await compute.run(self._prepare, extents)
         self._started = True
         self._ready = buffers.idle
         self._arrived.set()

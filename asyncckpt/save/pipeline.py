@@ -175,10 +175,9 @@ class Pipeline(ABC):
             self._staging.release()
 
     async def _indexed(self) -> Committable:
-        start = time.perf_counter()
-        made = await self._work.commit.put_index(self._payload())
-        self._recorder.add("index", start)
-        return made
+        payload = self._payload()
+        with self._recorder.span("index"):
+            return await self._work.commit.put_index(payload)
 
     def _payload(self) -> Payload:
         """Return places and checksums as they are now."""
@@ -322,12 +321,10 @@ class Pipeline(ABC):
     async def _compressed(
         self, compressor: Compressor, item: StagedChunks, zstd: Sequence[int]
     ) -> list[Compressed]:
-        start = time.perf_counter()
-        made = await self._staging.use(
-            item.slots, compressor.compress, item.slots, item.starts, item.nbytes, zstd
-        )
-        self._recorder.add("serialize", start, sum(item.nbytes))
-        return made
+        with self._recorder.span("serialize", sum(item.nbytes)):
+            return await self._staging.use(
+                item.slots, compressor.compress, item.slots, item.starts, item.nbytes, zstd
+            )
 
     async def _place(
         self,
@@ -344,9 +341,9 @@ class Pipeline(ABC):
             extents.file[row], extents.offset[row] = file, offset
             extents.nbytes[row], extents.crc[row] = stored.nbytes, stored.crc
             placed.append(Placed(file, offset, stored, raw_nbytes))
-        start = time.perf_counter()
-        await sink.write(placed)
-        self._recorder.add(sink.stage, start, sum(stored.nbytes for stored in made))
+        stage = "upload" if isinstance(sink, ChunkAppender) else "serialize"
+        with self._recorder.span(stage, sum(stored.nbytes for stored in made)):
+            await sink.write(placed)
         # Only now is the compressor's output gone, for which these units stand.
         self._staging.give((), chunks.units)
 

@@ -163,9 +163,8 @@ class Save:
                     # The checkpoint is committed, whatever becomes of older ones.
                     if retain is None:
                         return report
-                    since = time.perf_counter()
-                    report = await to_completion(retain(report))
-                    recorder.add("retain", since)
+                    with recorder.span("retain"):
+                        report = await to_completion(retain(report))
                     return replace(report, timeline=self._timeline())
             except TimeoutError:
                 raise DeadlineExceededError(
@@ -202,22 +201,19 @@ class Save:
         hits = self._layouts.hits
         budget = self._runtime.budget
         try:
-            since = time.perf_counter()
-            layout = await self._plan(sizes)
-            self._recorder.add("plan", since)
+            with self._recorder.span("plan"):
+                layout = await self._plan(sizes)
             plan, cached = layout.plan, self._layouts.hits > hits
             state.total_nbytes = sum(plan.file_nbytes)
             if plan.compressed:
                 state.total_nbytes += int(plan.row_payload[list(plan.compressed)].sum())
             budget.peak = budget.in_use
-            since = time.perf_counter()
-            attempt = self._attempt = await self._begin()
-            self._recorder.add("open", since)
+            with self._recorder.span("open"):
+                attempt = self._attempt = await self._begin()
             staging, made = await self._write(attempt, layout, sizes)
             state.stage = "commit"
-            since = time.perf_counter()
-            made = await self._conclude(attempt, made)
-            self._recorder.add("publish", since)
+            with self._recorder.span("publish"):
+                made = await self._conclude(attempt, made)
         except BaseException as error:
             await self._give_up(error)
             raise

@@ -182,13 +182,7 @@ class Placed(NamedTuple):
 
 
 class ChunkAppender:
-    """Appends compressed chunks to data files in plan order, sealing each at its target size.
-
-    Attributes:
-        stage: the stage that its work is part of.
-    """
-
-    stage = "upload"
+    """Appends compressed chunks to data files in plan order, sealing each at its target size."""
 
     def __init__(
         self,
@@ -257,12 +251,7 @@ class ChunkPacker:
         compute: threads that copy.
         emit: takes a window that is full.
         written: called with the uncompressed bytes of every chunk.
-
-    Attributes:
-        stage: the stage that its work is part of.
     """
-
-    stage = "serialize"
 
     # Invariant: the slots are taken before the first chunk is staged and kept until the last one
     # is written. Taken later, a slot would wait for budget that is held by staged chunks, which

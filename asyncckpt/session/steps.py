@@ -95,19 +95,15 @@ class Steps:
         The record of the step that was newest before is read while the names are listed, and used
         if it is the newest still. The caller closes the files.
         """
-        peeked: dict[int, CheckpointFiles | None] = {}
-        steps: list[int] = []
-
-        async def look() -> None:
-            steps.extend(await self.candidates())
+        peeked: dict[int | None, CheckpointFiles | None] = {}
 
         async def peek(step: int | None) -> None:
-            if step is not None:
-                peeked[step] = await self._peeked(step)
+            peeked[step] = None if step is None else await self._peeked(step)
 
+        before = self._newest if below is None else None
         try:
-            await together((look(), peek(self._newest if below is None else None)))
-            for step in reversed(steps):
+            steps, _ = await together((self.candidates(), peek(before)))
+            for step in reversed(steps or ()):
                 if below is None or step < below:
                     if step not in peeked:
                         await peek(step)

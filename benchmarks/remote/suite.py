@@ -152,6 +152,8 @@ class Suite:
 
     def run(self, profile: str) -> None:
         """Measure everything about this service; failures are in `found.errors`."""
+        if self.is_late(profile):
+            return
         with simulator_process(profile, buckets=[BUCKET]) as service:
             _OnService(self, profile, service).run()
 
@@ -172,8 +174,7 @@ class Suite:
         """Do the work if its scenario is to be run; record what it raises as an error."""
         if scenario is not None and scenario not in self.scenarios:
             return
-        if scenario is not None and time.monotonic() > self._until_s:
-            self.found.note(f"{what}: left out, the time was up")
+        if scenario is not None and self.is_late(what):
             return
         start = time.perf_counter()
         try:
@@ -182,6 +183,14 @@ class Suite:
             self.report(what, error)
         else:
             self.log(f"  {what}: {time.perf_counter() - start:.1f} s")
+
+    def is_late(self, what: str) -> bool:
+        """Whether the time is up; then what is left out is noted."""
+        late = time.monotonic() > self._until_s
+        if late:
+            self.found.note(f"{what}: left out, the time was up")
+            self.log(f"  {what}: left out, the time is up")
+        return late
 
     def report(self, what: str, error: Exception) -> None:
         """Record the error."""

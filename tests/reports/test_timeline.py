@@ -69,7 +69,7 @@ def test_begin_end_and_bytes_of_a_stage_stay_exact(parts: list[tuple[float, floa
     assert whole.end_s == max(end for _, end, _ in rows)
     assert whole.nbytes == sum(nbytes for _, _, nbytes in rows)
     assert len(timeline.spans) <= SPANS_PER_STAGE
-    assert timeline.lanes("upload", 0) <= LANES_PER_STAGE
+    assert whole.lanes <= LANES_PER_STAGE
     check_lanes(timeline)
 
 
@@ -90,7 +90,7 @@ def test_few_spans_are_kept_as_they_are_in_as_few_lanes_as_overlap() -> None:
 
 def test_busy_seconds_count_overlapping_spans_once_and_gaps_not_at_all() -> None:
     timeline = recorded([(0.0, 1.0, 0), (0.5, 2.0, 0), (3.0, 4.0, 0)]).timeline()
-    assert timeline.busy_s() == {"upload": 3.0}
+    assert timeline.stages()["upload"].busy_s == 3.0
     assert timeline.end_s == 4.0
 
 
@@ -114,7 +114,7 @@ def test_a_span_that_goes_on_is_seen_until_now_and_one_that_fails_never() -> Non
     with recorder.span("upload", 5), recorder.span("upload", 7):
         running = recorder.timeline()
         assert running.stages()["upload"].nbytes == 12
-        assert running.lanes("upload", 0) == 2
+        assert running.stages()["upload"].lanes == 2
     ended = recorder.timeline()
     assert ended.stages()["upload"].nbytes == 12 and ended.end_s > running.end_s
     with pytest.raises(ZeroDivisionError), recorder.span("index"):
@@ -178,7 +178,7 @@ def test_a_stored_timeline_is_small_and_keeps_each_stage() -> None:
         assert stored.nbytes == whole.nbytes
         assert stored.start_s == pytest.approx(whole.start_s, abs=1e-6)
         assert stored.end_s == pytest.approx(whole.end_s, abs=1e-6)
-    assert found.lanes("upload", 0) > 1
+    assert found.stages()["upload"].lanes > 1
 
 
 def test_of_a_thousand_processes_the_first_ones_are_stored() -> None:

@@ -273,15 +273,16 @@ def cached(fd: int, offset: int, nbytes: int) -> bool:
     except (OSError, ValueError):
         return True
     pages = -(-nbytes // mmap.PAGESIZE)
-    state = (ctypes.c_ubyte * pages)()
+    state = np.zeros(pages, np.uint8)
     # The array is gone at the end of the line: a mapping with exported views cannot be closed.
     address = int(np.frombuffer(region, dtype=np.uint8).ctypes.data)
     try:
-        if mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), state) != 0:
+        vector = ctypes.c_void_p(state.ctypes.data)
+        if mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), vector) != 0:
             return True
     finally:
         region.close()
-    return sum(page & 1 for page in bytes(state)) * 2 >= pages
+    return int(np.count_nonzero(state & 1)) * 2 >= pages
 
 
 def remove_tree(path: str, *, first: str | None = None, dir_fd: int | None = None) -> None:

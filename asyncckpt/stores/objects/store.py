@@ -168,7 +168,7 @@ class ObjectStore:
             # A file is one request, and a chunk is in one file.
             chunk_limit_nbytes=choice.window_nbytes - PAGE_NBYTES,
             even_streams=choice.even_streams,
-            notes=_clamped(wanted, choice.limit_nbytes, put_max_nbytes),
+            notes=_clamped(wanted, choice.window_nbytes, put_max_nbytes),
         )
 
     async def begin(

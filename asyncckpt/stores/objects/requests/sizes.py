@@ -93,7 +93,6 @@ class Choice:
         expected_s: seconds that the model expects the upload to take.
         asked_nbytes: data-file size that the caller asked for, or None.
         even_streams: as `ports.Sizes.even_streams`.
-        limit_nbytes: data-file size that memory and requests allow, of those considered.
     """
 
     data_file_nbytes: int
@@ -102,7 +101,6 @@ class Choice:
     expected_s: float
     asked_nbytes: int | None = None
     even_streams: int | None = None
-    limit_nbytes: int = 0
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -147,18 +145,16 @@ def choose(
     put_max_nbytes = min(put_max_nbytes, PUT_THRESHOLD_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
     sizes = set(_options(chunk_nbytes, put_max_nbytes))
     shares = set(_shares(nbytes, traffic.streams, put_max_nbytes))
-    limit_nbytes = 0
     if data_file_nbytes is not None:
         data_file_nbytes = min(data_file_nbytes, put_max_nbytes)
-        limit_nbytes = data_file_nbytes if room(_pages(data_file_nbytes)) >= 1 else 0
         sizes = {size for size in sizes if size < data_file_nbytes}
-        shares = {size for size in shares if 0.5 <= size / data_file_nbytes <= STRETCH}
+        shares = {size for size in shares if 1 < size / data_file_nbytes <= STRETCH}
         asked = {data_file_nbytes, *shares}
         sizes = {size for size in asked if room(_pages(size)) >= 1} or sizes
     else:
         sizes |= shares
     options = [
-        Choice(size, _pages(size), 0, 0.0, data_file_nbytes, limit_nbytes=max(size, limit_nbytes))
+        Choice(size, _pages(size), 0, 0.0, data_file_nbytes)
         for size in sorted(sizes)
         if room(_pages(size)) >= 1
         and (tight or data_file_nbytes is not None or size >= min(LEAST_NBYTES, put_max_nbytes))

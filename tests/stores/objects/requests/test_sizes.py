@@ -150,7 +150,7 @@ def test_all_streams_send_equally_many_files_of_about_the_size_that_was_asked_fo
     assert choice.concurrency == streams
     assert even_count(nbytes, choice.data_file_nbytes, streams) == files
     assert choice.even_streams == (None if files > WAVES * streams else streams)
-    assert choice.limit_nbytes >= choice.data_file_nbytes >= nbytes // files
+    assert choice.window_nbytes >= choice.data_file_nbytes >= nbytes // files
 
 
 def test_a_link_that_is_full_anyway_gets_small_requests() -> None:
