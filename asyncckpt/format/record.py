@@ -20,7 +20,6 @@ import math
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -154,17 +153,9 @@ _facts_of = attrgetter("path", "nbytes", "crc32c")
 """What fixed names and entries of files have in common."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EncodedTables:
-    """What records of one tree and layout have in common, as checked JSON.
-
-    Attributes:
-        before: the members `_TABLES`, up to the values of scalars.
-        after: what follows these values.
-    """
-
-    before: str
-    after: str
+EncodedTables = tuple[str, str]
+"""What records of one tree and layout have in common, as checked JSON: the members `_TABLES` up to
+the values of scalars, and what follows these."""
 
 
 def encode_tables(
@@ -188,11 +179,11 @@ def encode_tables(
         stored.append(row)
     owned = {"extra": dict(leaves.extra), "pieces": dict(leaves.pieces)}
     columns = {"name": arrays.name, "spec": arrays.spec, "tied": dict(arrays.tied)}
-    tables = EncodedTables(
+    tables = (
         f'"tree":{_json(tree)},"leaves":{{"kinds":{_json(kinds)},"kind":{_json(codes)},"values":',
         f',{_json(owned)[1:]},"specs":{_json(stored)},"arrays":{_json(columns)}',
     )
-    document = json.loads(f"{{{tables.before}{_json(_scalars(leaves))}{tables.after}}}")
+    document = json.loads(f"{{{tables[0]}{_json(_scalars(leaves))}{tables[1]}}}")
     try:
         check_form(document, {name: _MEMBERS[name] for name in _TABLES}, "", _no_fault)
         _tables(document, _no_fault)
@@ -265,7 +256,7 @@ def encode_record(record: CommitRecord, tables: EncodedTables | None = None) -> 
         _decode(rest, RECORD_NAME, record)
     except CorruptCheckpointError as error:
         raise ValueError(f"the record contradicts itself: {error}") from error
-    return seal(f"{first[:-1]},{tables.before}{values}{tables.after},{last[1:]}")
+    return seal(f"{first[:-1]},{tables[0]}{values}{tables[1]},{last[1:]}")
 
 
 def _check_depth(name: str, value: JsonValue) -> None:

@@ -113,17 +113,17 @@ def match(opened: OpenCheckpoint, request: RestoreRequest) -> Matching:
         return _Matcher(opened, structure, paths, selected, request).run()
     arrays: list[LeafRestore] = []
     scalars: list[LeafRestore] = []
+    # Most leaves are one array. A named tuple's own constructor costs four times as much.
     specs = [storage.spec for storage in opened.storages]
     storage_of, pieces = opened.arrays.spec, opened.leaves.pieces
     for leaf, (path, array) in enumerate(zip(paths, opened.leaf_arrays(), strict=True)):
         if selected is not None and leaf not in selected:
             continue
-        if array < 0:
-            scalars.append(saved_leaf(opened, path, leaf, array))
-        elif leaf in pieces:
-            arrays.append(saved_leaf(opened, path, leaf, array))
+        if array < 0 or leaf in pieces:
+            (arrays if array >= 0 else scalars).append(saved_leaf(opened, path, leaf, array))
         else:
-            arrays.append(whole_leaf(leaf, path, leaf, array, specs[storage_of[array]]))
+            fields = (leaf, path, leaf, array, (), specs[storage_of[array]], None, None, None)
+            arrays.append(tuple.__new__(LeafRestore, fields))
     _refuse_dtypes(opened, arrays, request.framework)
     count = len(arrays) + len(scalars)
     return Matching(structure, arrays + scalars, len(arrays), selected, wanted=count, matched=count)
@@ -144,21 +144,6 @@ def select(location: str, paths: Sequence[str], include: Sequence[str]) -> set[i
             found=unmatched,
         )
     return selected
-
-
-def whole_leaf(
-    number: int,
-    path: str,
-    saved: int,
-    array: int,
-    spec: ArraySpec,
-    want: Wanted | None = None,
-    target: Target | None = None,
-) -> LeafRestore:
-    """Return a leaf that is one array, the most frequent kind."""
-    # Directly: a named tuple's own constructor costs four times as much.
-    fields = (number, path, saved, array, (), spec, None, want, target)
-    return tuple.__new__(LeafRestore, fields)
 
 
 def saved_leaf(opened: OpenCheckpoint, path: str, leaf: int, array: int) -> LeafRestore:
@@ -306,7 +291,8 @@ class _Matcher:
                     self._wanted += 1
                     self._matched += 1
                     seen.add(saved)
-                    self._leaves.append(whole_leaf(number, path, saved, array, spec, want, target))
+                    fields = (number, path, saved, array, (), spec, None, want, target)
+                    self._leaves.append(tuple.__new__(LeafRestore, fields))
                     continue
             if want.leaf is all_values:
                 seen.update(self._match_all(want.path))
