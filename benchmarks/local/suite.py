@@ -23,7 +23,8 @@ from benchmarks.workloads import LARGE_NBYTES, Workload
 
 REPOSITORY = Path(__file__).parents[2]
 
-CHILD_LIMIT_S = 1200.0
+SHORT_CHILD_S, FULL_CHILD_S = 180.0, 1200.0
+"""Seconds that a scenario in a process of its own may take; then it is killed, and failed."""
 
 SMALL_SAMPLES = 9
 """Runs of a few milliseconds are cheap, and their medians need more of them."""
