@@ -83,11 +83,10 @@ async def test_a_restore_has_all_its_stages_and_their_bytes(
         where, TREE, options=RestoreOptions(host_memory_nbytes=64 << 20)
     )
     stages = checked(report.timeline, report.total_s)
-    # Where reads are checked in the call that makes them, there is nothing else to decode.
+    # What is checked in the call that reads it need not be decoded: all, a part, or nothing.
     assert [s for s in stages if s != "decode"] == ["open", "match", "plan", "fetch", "place"]
-    for stage in {"fetch", "decode"} & stages.keys():
-        nbytes = stages[stage].nbytes
-        assert nbytes >= NBYTES if compression is None else 0 < nbytes < NBYTES
+    nbytes = stages["fetch"].nbytes
+    assert nbytes >= NBYTES if compression is None else 0 < nbytes < NBYTES
 
 
 async def test_reports_write_traces_and_pictures(tmp_path: Path) -> None:
