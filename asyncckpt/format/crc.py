@@ -42,12 +42,9 @@ def _multiply(a: int, b: int) -> int:
 
 
 @cache
-def _powers() -> list[int]:
-    """Return x^(8 · 2^k) for every k."""
-    powers = [_ONE_BYTE]
-    for _ in range(_LENGTH_BITS - 1):
-        powers.append(_multiply(powers[-1], powers[-1]))
-    return powers
+def _power(bit: int) -> int:
+    """Return x^(8 · 2^bit)."""
+    return _multiply(_power(bit - 1), _power(bit - 1)) if bit else _ONE_BYTE
 
 
 @cache
@@ -57,7 +54,7 @@ def _operator(bit: int) -> tuple[list[int], ...]:
     All 56 of them take 2 MiB; files of 1 GiB use 30.
     """
     basis = [0] * 32
-    column = _powers()[bit]
+    column = _power(bit)
     for power in range(31, -1, -1):
         basis[power] = column
         column = (column >> 1) ^ (_POLYNOMIAL & -(column & 1))
