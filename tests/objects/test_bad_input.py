@@ -262,10 +262,13 @@ async def read_while(at: Place, change: Callable[[asyncckpt.Checkpointer], Await
             gate = Gate()
             at.sim.faults.append(Fault(kind="get_object", key="*/d/*-0", number=0, gate=gate))
             restoring = asyncio.create_task(reader.restore(1))
-            await gate.reached.wait()
-            await change(writer)
-            gate.release()
-            return await restoring
+            reached = asyncio.create_task(gate.reached.wait())
+            async with asyncio.timeout(60):
+                await asyncio.wait((restoring, reached), return_when=asyncio.FIRST_COMPLETED)
+                assert reached.done(), f"the restore has read nothing: {restoring}"
+                await change(writer)
+                gate.release()
+                return await restoring
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
