@@ -122,17 +122,23 @@ class AttemptTree:
         with self._step(f"writing {len(data)} bytes", path) as directory:
             if posixpath.dirname(path) not in self._directories | {""}:
                 await workers.run(self._make_parents, path, directory)
-            # "x" makes the flags O_CREAT | O_EXCL, which also refuse a link.
-            opener = partial(os.open, mode=self._file_mode, dir_fd=directory)
-            file = await aiofiles.open(path, "xb", buffering=0, opener=opener, executor=workers)
+            # O_EXCL also refuses a link.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            fd = await workers.run(os.open, path, flags, self._file_mode, dir_fd=directory)
             self._own.append(path)
             try:
+                file = await aiofiles.open(fd, "wb", buffering=0, closefd=False, executor=workers)
                 while len(data):
                     data = data[await file.write(data) :]
                 if flush:
-                    await workers.run(flush_file, file.fileno())
-            finally:
-                await file.close()  # `async with` would close it in a thread that is not ours
+                    await workers.run(flush_file, fd)
+            except GeneratorExit:
+                os.close(fd)  # abandoned with a thread that is stuck: nothing is awaited any more
+                raise
+            except BaseException:
+                await workers.run(os.close, fd)
+                raise
+            await workers.run(os.close, fd)
 
     def _make_parents(self, path: str, directory: int) -> None:
         parts = path.split("/")
