@@ -73,7 +73,8 @@ class Commit:
         epoch: the claim under which they do.
 
     Attributes:
-        asks: writing the index asks for consent, when this process has written its part.
+        after_data: `put_index` is for when the data are durable, where files keep their names: consent
+            is asked for when this process has written its part.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Commit:
         self._layout = layout
         self._request = request
         self._metadata = request.metadata
-        self.asks = request.consent is not None
+        self.after_data = request.consent is not None
         self._save_id = save_id
         self._compute = compute
         self._numbers = itertools.count()

@@ -40,6 +40,7 @@ class Contribution:
 
     Attributes:
         path: where the latest entries are.
+        after_data: as `Commit`: entries are (Rule 1), and say when the files were durable.
         parts: what this process did, for the report.
     """
 
@@ -65,7 +66,7 @@ class Contribution:
         self._times = times
         self._numbers = itertools.count()
         self.path = ""
-        self.asks = False  # only the process that commits does
+        self.after_data = True
         self.parts: tuple[ProcessPart, ...] = ()
 
     async def put_orbax(self) -> None:

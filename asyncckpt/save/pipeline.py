@@ -377,7 +377,7 @@ class LocalPipeline(Pipeline):
     async def run(self) -> Committable:
         """Write all data, and once, while the last of them are written, the index."""
         async with self._data() as uploads:
-            if uploads and self._work.commit.asks:
+            if uploads and self._work.commit.after_data:
                 await asyncio.wait(uploads)
             return await self._indexed()
 
