@@ -73,8 +73,8 @@ class Commit:
         epoch: the claim under which they do.
 
     Attributes:
-        after_data: `put_index` is for when the data are durable, where files keep their names: consent
-            is asked for when this process has written its part.
+        after_data: `put_index` is for when the data are durable, where files keep their names:
+            consent is asked for when this process has written its part.
     """
 
     def __init__(
