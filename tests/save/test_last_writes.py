@@ -6,6 +6,7 @@ import asyncio
 import errno
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import asyncckpt
 from asyncckpt.errors import StoreError
 from asyncckpt.save.commit import Commit
+from asyncckpt.save.contribution import Contribution
 from asyncckpt.save.snapshot import Consent
 from asyncckpt.save.stage import Staging
 from asyncckpt.session.pending import PendingSave
@@ -150,3 +152,38 @@ async def test_the_first_data_file_is_there_before_anything_is_copied(
     monkeypatch.setattr(LocalDataFile, "open", seen)
     async with asyncckpt.Checkpointer(tmp_path) as ckpt:
         await ckpt.save(1, STATE)
+
+
+def test_entries_are_passed_on_when_the_files_are_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed_on = threading.Event()
+    early: list[bool] = []
+    put_index, seal = Contribution.put_index, LocalDataFile._seal
+
+    async def seen(contribution: Contribution, payload: Any) -> Any:
+        passed_on.set()
+        return await put_index(contribution, payload)
+
+    def late(file: LocalDataFile, nbytes: int) -> None:
+        if file.path.endswith("-1-0"):
+            early.append(passed_on.wait(0.3))
+        seal(file, nbytes)
+
+    async def save(process: int) -> None:
+        shard = [((process * 1024, 0), np.full((1024, 1024), process, np.float32))]
+        coordinator = asyncckpt.DirectoryCoordinator(
+            tmp_path / "keys", process_index=process, process_count=2
+        )
+        try:
+            tree = {"x": asyncckpt.ShardedArray((2048, 1024), "float32", shard)}
+            await asyncckpt.save(tmp_path / "saved", tree, coordinator=coordinator)
+        finally:
+            await coordinator.close()
+
+    monkeypatch.setattr(Contribution, "put_index", seen)
+    monkeypatch.setattr(LocalDataFile, "_seal", late)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda process: asyncio.run(save(process)), range(2)))
+    assert early == [False]
+    assert passed_on.is_set()
