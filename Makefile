@@ -20,9 +20,14 @@ demo: $(VENV)/.installed-demo  ## train, be killed, resume, compare bit by bit
 TOGETHER := tests/processes tests/coordinators tests/crash/test_kills.py \
 	tests/crash/test_runtime_kills.py tests/examples/test_jobs.py
 
+# By the alphabet, not by the number of tests in a file: the longest are not the last ones then.
+PYTEST := $(PY) -m pytest --dist loadfile --no-loadscope-reorder
+
+# Hundreds of processes that tests start import what is compiled here once.
 test: $(VENV)/.installed-dev  ## run the tests, in three processes
-	$(PY) -m pytest -n 3 --dist loadfile $(addprefix --ignore=,$(TOGETHER))
-	$(PY) -m pytest -n 2 --dist loadfile $(TOGETHER)
+	$(PY) -m compileall -q asyncckpt tests/crash tests/processes
+	$(PYTEST) -n 3 $(addprefix --ignore=,$(TOGETHER))
+	$(PYTEST) -n 3 $(TOGETHER)
 
 test-long: $(VENV)/.installed-dev  ## run the long tests, and all others with new examples
 	$(PY) -m pytest -m long -s --timeout=7200 -o faulthandler_timeout=7100

@@ -268,11 +268,65 @@ class Entry(NamedTuple):
     is_directory: bool
 
 
-class CheckpointFiles(Protocol):
+class Reading(NamedTuple):
+    """How a run of a file is read, where it matters.
+
+    Attributes:
+        direct: the buffers are the pipeline's own memory, so that the store may read past the page
+            cache into those that are aligned.
+        received: called where all bytes have come before they are in the buffers: the way to the
+            store is free for another read. Never called by stores without such a moment.
+        ahead_nbytes: what a store whose reads are copied may have in flight at one time, about;
+            None: as much as it likes.
+        check: may be called in a thread that blocks to read, while what was read is in the cache of
+            its core: with the number of bytes that are there so far, the last time with all of
+            them. What it raises is raised. Stores without such a thread do nothing with it; the
+            caller sees to what was not checked.
+    """
+
+    direct: bool = False
+    received: Callable[[], None] | None = None
+    ahead_nbytes: int | None = None
+    check: Callable[[int], None] | None = None
+
+
+ORDINARY = Reading()
+"""Reads that may go through the page cache, of which nothing else is wanted."""
+
+DIRECT = Reading(direct=True)
+"""Reads into the pipeline's own memory, of which nothing else is wanted."""
+
+
+class Ranges(Protocol):
+    """Files of which ranges are read."""
+
+    capabilities: StoreCapabilities
+
+    async def read_into(
+        self, path: str, offset: int, buffers: Sequence[Bytes], *, how: Reading = ORDINARY
+    ) -> None:
+        """Fill the buffers, one after the other, from a run of the file at `offset`.
+
+        Args:
+            path: relative path of the file.
+            offset: where the run begins, in bytes.
+            buffers: what to fill.
+            how: what the store may and should do on the way.
+
+        Cancellation: waits until nothing writes to the buffers, then raises.
+
+        Raises:
+            CheckpointNotFoundError: the file does not exist.
+            CorruptCheckpointError: the file ends before the last buffer is full.
+            StoreError: reading failed.
+        """
+        ...
+
+
+class CheckpointFiles(Ranges, Protocol):
     """Read access to the files of one checkpoint."""
 
     location: str
-    capabilities: StoreCapabilities
 
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
         """Return the whole content of a small file.
@@ -281,43 +335,6 @@ class CheckpointFiles(Protocol):
             CheckpointNotFoundError: the file does not exist.
             CorruptCheckpointError: it is larger than `max_nbytes`, no regular file, or reached
                 through a symbolic link.
-        """
-        ...
-
-    async def read_into(
-        self,
-        path: str,
-        offset: int,
-        buffers: Sequence[Bytes],
-        *,
-        direct: bool = False,
-        received: Callable[[], None] | None = None,
-        ahead_nbytes: int | None = None,
-        check: Callable[[int], None] | None = None,
-    ) -> None:
-        """Fill the buffers, one after the other, from a run of the file at `offset`.
-
-        Args:
-            path: relative path of the file.
-            offset: where the run begins, in bytes.
-            buffers: what to fill.
-            direct: the buffers are the pipeline's own memory, so that the store may read past
-                the page cache into those that are aligned.
-            received: called where all bytes have come before they are in the buffers: the way to
-                the store is free for another read. Never called by stores without such a moment.
-            ahead_nbytes: what a store whose reads are copied may have in flight at one time, about;
-                None: as much as it likes.
-            check: may be called in a thread that blocks to read, while what was read is in the
-                cache of its core: with the number of bytes that are there so far, the last time
-                with all of them. What it raises is raised. Stores without such a thread do nothing
-                with it; the caller sees to what was not checked.
-
-        Cancellation: waits until nothing writes to the buffers, then raises.
-
-        Raises:
-            CheckpointNotFoundError: the file does not exist.
-            CorruptCheckpointError: the file ends before the last buffer is full.
-            StoreError: reading failed.
         """
         ...
 
@@ -732,7 +749,10 @@ class HostMemory(Protocol):
     name: str
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Return a page-aligned buffer with every page touched. Blocking; for a worker thread."""
+        """Return a page-aligned buffer of zeros. Blocking; for a worker thread.
+
+        The pages may be touched or not: whoever first writes to them pays for it.
+        """
         ...
 
     def free(self, buffer: Bytes) -> None:

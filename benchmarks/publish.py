@@ -119,8 +119,8 @@ def _training_row(data: dict[str, Any]) -> list[str]:
     plain = medians.pop(NO_SAVES, None)
     if plain is None or OURS not in medians:
         return []
-    ours = f"{medians.pop(OURS) / plain:.2f} ×"
-    others = "".join(f", {name} {taken / plain:.2f} ×" for name, taken in medians.items())
+    ours = f"{medians.pop(OURS) / plain:.2f} × with ours"
+    others = "".join(f", {taken / plain:.2f} × with {name}" for name, taken in medians.items())
     text = "the same training with two saves, to the one without"
     return [f"| {text} | {ours}{others} | | `{COMMANDS[SHORT]}` |"]
 

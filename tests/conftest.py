@@ -47,9 +47,13 @@ def leak_check() -> Iterator[None]:
         yield
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported is left out of collections: looking for leaks collects thousands of times,
-    and jax, torch and TensorStore alone are a million objects."""
+@pytest.fixture(scope="module", autouse=True)
+def what_was_there_before_is_not_looked_at() -> None:
+    """What earlier modules imported, compiled and kept is left out of collections.
+
+    Looking for leaks collects thousands of times, and jax, torch and TensorStore alone are a
+    million objects.
+    """
     gc.collect()
     gc.freeze()
 

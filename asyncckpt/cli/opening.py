@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Coroutine, Mapping
@@ -15,7 +14,7 @@ import asyncckpt.blocking as blocking
 from asyncckpt.checkpoint.open import MAX_ENTRIES
 from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError, UsageError
 from asyncckpt.flow.driver import run_blocking
-from asyncckpt.flow.shield import leading_error
+from asyncckpt.flow.shield import together
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import MIN_BUDGET_NBYTES
 from asyncckpt.ports import Claim, Store
@@ -229,9 +228,5 @@ async def _has_record(store: Store, name: str) -> bool:
 
 async def _candidates(store: Store) -> list[int]:
     steps = sorted(int(name) for name in await store.names() if STEP_NAME.fullmatch(name))
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_has_record(store, str(step))) for step in steps]
-    except BaseExceptionGroup as errors:
-        raise leading_error(errors) from None
-    return [step for step, task in zip(steps, tasks, strict=True) if task.result()] or steps
+    found = await together(_has_record(store, str(step)) for step in steps)
+    return [step for step, has_record in zip(steps, found, strict=True) if has_record] or steps

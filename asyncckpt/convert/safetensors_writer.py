@@ -27,9 +27,9 @@ from asyncckpt.convert.reader import LeafReader
 from asyncckpt.convert.safetensors_plan import FilesPlan, Tensor, plan_files
 from asyncckpt.convert.source import Origin
 from asyncckpt.convert.tiles import tiles
-from asyncckpt.errors import AsyncCheckpointError, UsageError
+from asyncckpt.errors import UsageError
 from asyncckpt.flow.buffers import Slot, SlotPool
-from asyncckpt.flow.shield import leading_error, to_completion
+from asyncckpt.flow.shield import cleaned_up, leading_error, to_completion
 from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.planning.pack import Window
 from asyncckpt.ports import (
@@ -86,10 +86,7 @@ async def write_files(target: Target, origin: Origin, taken: Snapshot) -> Facts:
     try:
         await writer.run()
     except BaseException as error:
-        try:
-            await to_completion(attempt.abort())
-        except AsyncCheckpointError as failure:
-            error.add_note(f"cleaning up failed too: {failure}")
+        await cleaned_up(to_completion(attempt.abort()), error)
         raise
     await to_completion(attempt.publish_files(plan.names[0] if single else ""))
     index = 0 if plan.index is None else len(plan.index[1])

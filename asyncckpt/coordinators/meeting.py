@@ -45,28 +45,22 @@ class Hello:
         return f"pid {self.pid} on {self.host}"
 
 
+@dataclass(eq=False, repr=False)
 class Meeting:
     """What both sides of a handshake need."""
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        place: str,
-        root: str,
-        opened: int,
-        hello: Hello,
-        arrival_s: float,
-    ) -> None:
-        self.coordinator = coordinator
-        self.index = coordinator.process_index
-        self.count = coordinator.process_count
-        self.place = place
-        self.root = root
-        self.opened = opened
-        self.hello = hello
-        self.arrival_s = arrival_s
-        self.end = time.monotonic() + arrival_s
-        self.prefix = f"{place}/{opened}"
+    coordinator: Coordinator
+    place: str
+    root: str
+    opened: int
+    hello: Hello
+    arrival_s: float
+
+    def __post_init__(self) -> None:
+        self.index = self.coordinator.process_index
+        self.count = self.coordinator.process_count
+        self.end = time.monotonic() + self.arrival_s
+        self.prefix = f"{self.place}/{self.opened}"
 
     def key(self, *parts: object) -> str:
         return "/".join((self.prefix, *map(str, parts)))

@@ -27,6 +27,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
 from asyncckpt.coordinators.group import (
@@ -62,10 +63,11 @@ SLICE_S = 1.0
 """The others wait this long for the outcome before they look whether process 0 is alive."""
 
 
+@dataclass(eq=False, repr=False)
 class Round:
     """One thing that all processes of a group do together.
 
-    Args:
+    Attributes:
         group: the processes.
         pulse: signs of life of all of them.
         kind: which sequence of rounds this one belongs to, such as ``save``.
@@ -73,36 +75,23 @@ class Round:
         name: what was called, where the kind does not say it: must be equal, too.
         arrival_s: how long processes may come after the first.
         silence_s: how long a process may give no sign of life.
-
-    Attributes:
-        group: the processes.
-        number: number of this round.
-        silence_s: how long a process may give no sign of life.
         leads: this is process 0.
         result: what process 0 said when the round had succeeded; None before.
         failed: the round has certainly failed.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        pulse: Pulse,
-        kind: str,
-        number: int,
-        *,
-        name: str = "",
-        arrival_s: float,
-        silence_s: float,
-    ) -> None:
-        self.group = group
-        self._coordinator = group.coordinator
-        self._pulse = pulse
-        self._kind = kind
-        self._name = name
-        self.number = number
-        self._prefix = group.key(kind, str(number))
-        self._arrival_s = arrival_s
-        self.silence_s = silence_s
+    group: Group
+    pulse: Pulse
+    kind: str
+    number: int
+    _: KW_ONLY
+    name: str = ""
+    arrival_s: float
+    silence_s: float
+
+    def __post_init__(self) -> None:
+        self._coordinator = self.group.coordinator
+        self._prefix = self.group.key(self.kind, str(self.number))
         self._begun = time.monotonic()
         self._found: Mapping[str, bytes] = {}
         self._committed = False
@@ -112,7 +101,7 @@ class Round:
         self._waiting: asyncio.Timeout | None = None
         self.failed = False
         self.result: bytes | None = None
-        self.leads = group.process_index == 0
+        self.leads = self.group.process_index == 0
 
     def __repr__(self) -> str:
         return f"Round({self._prefix!r}, process {self.group.process_index})"
@@ -140,7 +129,7 @@ class Round:
 
     async def post_name(self) -> None:
         """Tell process 0 what was called; it ends the round if that was another call."""
-        await self.post("name", self._name.encode())
+        await self.post("name", self.name.encode())
 
     async def abort(self, error: BaseException, stage: str | None = None) -> bool:
         """End the round with an error for all, unless it is decided already.
@@ -181,11 +170,11 @@ class Round:
 
     def begun(self) -> None:
         """Announce that this process has begun the attempt that the others join."""
-        self._pulse.reached(f"{self._kind}-begun", self.number)
+        self.pulse.reached(f"{self.kind}-begun", self.number)
 
     def has_begun(self) -> bool:
         """Return whether process 0 has begun the attempt that the others join."""
-        return self._pulse.last(0, f"{self._kind}-begun") >= self.number
+        return self.pulse.last(0, f"{self.kind}-begun") >= self.number
 
     async def watch(self) -> None:
         """Return when the round has succeeded; runs in a task of its own during the round.
@@ -211,7 +200,7 @@ class Round:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     watching = tasks.create_task(self.watch())
-                    if self._name and not self.leads:
+                    if self.name and not self.leads:
                         await self.post_name()
                     result = await part()
                     watching.cancel()
@@ -224,17 +213,17 @@ class Round:
     @contextlib.asynccontextmanager
     async def alive(self) -> AsyncIterator[None]:
         """Give signs of life during the block."""
-        self._pulse.begin()
-        self._pulse.reached(self._kind, self.number)
+        self.pulse.begin()
+        self.pulse.reached(self.kind, self.number)
         try:
             yield
         finally:
             await to_completion(briefly(self._rest()))
 
     async def _rest(self) -> None:
-        await self._pulse.end()
+        await self.pulse.end()
         if self.leads and self.number >= KEPT:
-            old = self.group.key(self._kind, str(self.number - KEPT))
+            old = self.group.key(self.kind, str(self.number - KEPT))
             await self._coordinator.delete(old)
 
     # -- process 0
@@ -424,7 +413,7 @@ class Round:
 
     async def _check_left(self) -> None:
         """Raise if the round ended without this process, which may have been stopped."""
-        reached = self._pulse.last(0, self._kind)
+        reached = self.pulse.last(0, self.kind)
         if reached == self.number:
             return
         decision = await self._coordinator.look(f"{self._prefix}/decision")
@@ -445,12 +434,12 @@ class Round:
     def _other_call(self) -> UsageError | None:
         """Return the error for a process that has called something else."""
         for key, name in self._found.items():
-            if key.startswith("name/") and name.decode() != self._name:
+            if key.startswith("name/") and name.decode() != self.name:
                 other = self.group.named(int(key.removeprefix("name/")))
                 return UsageError(
                     f"{other} called {name.decode()} where {self.group.named(0)} called "
-                    f"{self._name}: all processes make the same calls in the same order",
-                    expected=self._name,
+                    f"{self.name}: all processes make the same calls in the same order",
+                    expected=self.name,
                     found=name.decode(),
                 )
         return None
@@ -463,20 +452,20 @@ class Round:
         """Abort the round if a watched process has not come, has fallen silent or has closed."""
         group = self.group
         watched = range(1, group.process_count) if self.leads else range(1)
-        silent = [process for process in watched if self._pulse.silent(process)]
+        silent = [process for process in watched if self.pulse.silent(process)]
         late = []
-        if time.monotonic() - self._begun > self._arrival_s:
-            late = [p for p in watched if self._pulse.last(p, self._kind) < self.number]
+        if time.monotonic() - self._begun > self.arrival_s:
+            late = [p for p in watched if self.pulse.last(p, self.kind) < self.number]
         if closed:
             await self._fail(closed_error(group, closed))
         elif silent:
             await self._fail(silent_error(group, silent, self.silence_s))
         elif late:
-            await self._fail(late_error(group, late, self._arrival_s))
+            await self._fail(late_error(group, late, self.arrival_s))
         else:
             return
         if not self.leads:
-            raise unknown_error(group, self._name or self._kind)
+            raise unknown_error(group, self.name or self.kind)
 
     async def _failed(self, decision: bytes) -> BaseException:
         """Announce a decision against the round to all others; return its error."""

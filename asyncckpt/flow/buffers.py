@@ -1,10 +1,11 @@
-"""Staging buffers: touched, kept, and reused for the life of a `Checkpointer`."""
+"""Staging buffers: kept, and reused for the life of a `Checkpointer`."""
 
 # Rule 1: a slot returns to the pool only when nothing reads or writes it any more; one that a
 #   client may still be sending is discarded, and its budget is released with its memory. Returned
 #   too early, the bytes of the next window would be sent under the name of this one.
 #   (test_a_slot_that_a_client_still_holds_is_discarded_until_it_lets_go)
-# Rule 2: memory is touched in worker threads: the first touch costs as much as a disk write.
+# Rule 2: memory is touched in worker threads: the first touch costs as much as a disk write. A
+#   small state touches only what it fills.
 # Rule 3: pools of one budget together hold no more memory than the budget: a pool that grows takes
 #   from idle slots of the others. A slot is idle only if no request was granted it: a granted slot
 #   is counted in the account before its task has popped it, or two tasks would be promised one.
@@ -30,7 +31,7 @@ import numpy as np
 from asyncckpt.errors import ResourceError
 from asyncckpt.flow.budget import Account, ByteBudget
 from asyncckpt.flow.threads import ThreadAbandonedError, Workers
-from asyncckpt.options import SLOT_NBYTES
+from asyncckpt.options import PAGE_NBYTES, SLOT_NBYTES
 from asyncckpt.ports import Bytes, HostMemory
 
 HUGE_PAGE_NBYTES = 2 << 20
@@ -38,7 +39,7 @@ HUGE_PAGE_NBYTES = 2 << 20
 
 PIPELINE_SLOTS = 24
 """Slots that keep copying, checksumming and writing busy at once. A save whose caller waits for its
-end touches no new memory beyond these: fresh pages cost more than waiting for used ones."""
+end allocates no new memory beyond these: fresh pages cost more than waiting for used ones."""
 
 
 COLLECT_AFTER_S = 0.5
@@ -55,11 +56,9 @@ class AnonymousMemory:
     name = "anonymous"
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Return a zeroed, page-aligned buffer with every page touched. Blocking."""
+        """Return a zeroed, page-aligned buffer of which no page is touched."""
         mapping, start = map_pages(nbytes, forked=False)
-        buffer = np.frombuffer(mapping, np.uint8)[start : start + nbytes]
-        buffer.fill(0)  # numpy releases the interpreter lock here; mmap's populate would not
-        return buffer
+        return np.frombuffer(mapping, np.uint8)[start : start + nbytes]
 
     def free(self, buffer: Bytes) -> None:
         """Do nothing: the memory is unmapped with its last view."""
@@ -208,7 +207,7 @@ class SlotPool:
         Args:
             count: slots with a buffer.
             grow: allocate up to the whole budget; without it, no new memory beyond
-                `pipeline_slots` is touched while used slots are still to be returned.
+                `pipeline_slots` is allocated while used slots are still to be returned.
             extra: further units of the budget, for memory that is allocated elsewhere; they are
                 returned by `budget.release`.
 
@@ -273,7 +272,7 @@ class SlotPool:
         self.budget.keep(count * self.units, account=self._account)
 
     def take_ready(self, most: int) -> list[Slot]:
-        """Take up to `most` slots that are touched and free; none if others wait in line."""
+        """Take up to `most` slots that are free; none if others wait in line."""
         slots: list[Slot] = []
         while (
             len(slots) < most
@@ -354,7 +353,7 @@ class SlotPool:
         self._allocated += 1
         self.make_way()
         try:
-            buffer = await self._workers.run(self._allocate)
+            buffer = await self._workers.run(self._allocate, False)
         except BaseException:
             self._allocated -= 1
             self.cancel_replacement()
@@ -366,7 +365,7 @@ class SlotPool:
         self.budget.release(self.units, account=self._account)
 
     async def prepare(self, count: int) -> None:
-        """Allocate and touch slots until there are `count`, or the whole budget."""
+        """Allocate slots, every page touched, until there are `count` or the whole budget."""
         async with asyncio.TaskGroup() as group:
             for _ in range(self._workers.count):
                 group.create_task(self._grow_to(min(count, self.capacity)))
@@ -395,7 +394,7 @@ class SlotPool:
             self._make_room()
             if self._over() + self.slot_nbytes > 0:
                 return  # units in use leave no room for idle slots
-            await self._add()
+            await self._add(touched=True)
             self.make_way()  # for units that others were granted meanwhile
 
     def _make_room(self) -> None:
@@ -407,11 +406,11 @@ class SlotPool:
             if over > 0 and pool is not self:
                 pool.shrink(-(-over // pool.slot_nbytes))
 
-    async def _add(self) -> None:
+    async def _add(self, *, touched: bool = False) -> None:
         self._make_room()
         self._allocated += 1
         try:
-            self._free.append(Slot(self, await self._workers.run(self._allocate)))
+            self._free.append(Slot(self, await self._workers.run(self._allocate, touched)))
         except BaseException:
             self._allocated -= 1
             raise
@@ -423,9 +422,12 @@ class SlotPool:
                     waiter.set_result(None)
             self._arrivals.clear()
 
-    def _allocate(self) -> Bytes:
+    def _allocate(self, touched: bool) -> Bytes:
         with allocating(self.slot_nbytes):
-            return self._memory.allocate(self.slot_nbytes)
+            buffer = self._memory.allocate(self.slot_nbytes)
+            if touched:
+                buffer[::PAGE_NBYTES] = 0  # numpy releases the interpreter lock
+            return buffer
 
     def _quarantine(self, slot: Slot, user: Future[Any]) -> None:
         # Its units of the budget stay taken: memory that a thread may still write to is in use.

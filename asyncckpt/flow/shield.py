@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
+from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.flow.driver import blocks_here
 from asyncckpt.flow.threads import Workers, finished, seen
 from asyncckpt.options import CLEANUP_S
@@ -72,12 +73,7 @@ async def run_all(workers: Workers, calls: list[Callable[[], None]]) -> None:
     if len(calls) == 1:
         await workers.run(calls[0])
         return
-    try:
-        async with asyncio.TaskGroup() as group:
-            for call in calls:
-                group.create_task(workers.run(call))
-    except BaseExceptionGroup as errors:
-        raise leading_error(errors) from None
+    await together(workers.run(call) for call in calls)
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -88,6 +84,14 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     except BaseExceptionGroup as errors:
         raise leading_error(errors) from None
     return [task.result() for task in tasks]
+
+
+async def cleaned_up(cleanup: Awaitable[None], error: BaseException) -> None:
+    """Wait for the clean-up after an error; if that fails, too, the error gets a note."""
+    try:
+        await cleanup
+    except AsyncCheckpointError as failure:
+        error.add_note(f"cleaning up failed too: {failure}")
 
 
 def leading_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

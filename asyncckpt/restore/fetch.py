@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from asyncckpt.flow.limiter import Limiter, Permit
 from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.threads import Workers
 from asyncckpt.planning.restore import ReadBatch, RestorePlan
-from asyncckpt.ports import Bytes, StoreCapabilities
+from asyncckpt.ports import DIRECT, Bytes, Ranges, Reading
 from asyncckpt.restore.decode import Decode, Destination, is_direct
 from asyncckpt.restore.ranges import Read, far, near, span
 
@@ -30,33 +30,11 @@ READ_AHEAD_NBYTES = 256 << 20
 the budget. With a smaller budget it has less in flight."""
 
 
-class Ranges(Protocol):
-    """Files of which ranges are read, as `CheckpointFiles`."""
-
-    @property
-    def capabilities(self) -> StoreCapabilities:
-        """What reading costs."""
-        ...
-
-    async def read_into(
-        self,
-        path: str,
-        offset: int,
-        buffers: Sequence[Bytes],
-        *,
-        direct: bool = False,
-        received: Callable[[], None] | None = None,
-        ahead_nbytes: int | None = None,
-        check: Callable[[int], None] | None = None,
-    ) -> None:
-        """Fill the buffers, one after the other, from a run of the file at `offset`."""
-        ...
-
-
+@dataclass(eq=False, repr=False)
 class Fetch:
     """The fetch stage of one restore, which hands what it has read to the decode stage.
 
-    Args:
+    Attributes:
         opened: the checkpoint.
         extents: where its chunks are.
         plan: what to read.
@@ -68,57 +46,39 @@ class Fetch:
         own_memory: destinations are ours, so that reads may bypass the page cache.
         arrived: called with the numbers of destinations that hold their checked values.
         progress: called with the bytes of every read.
-        files: what is read from; None for the files of the checkpoint.
-        left: per destination, chunks that have not arrived; None for those of the plan. Two fetches
-            that fill the same destinations share it.
+        streams: files that are read instead of those of the checkpoint.
+        left: per destination, chunks that have not arrived; by default those of the plan. Two
+            fetches that fill the same destinations share it.
         explain: note every read.
         recorder: notes when ranges are read, and when they are decoded.
-
-    Attributes:
-        opened: the checkpoint.
-        extents: where its chunks are.
         reads: every read, if the restore is to be explained.
         read_nbytes: bytes that have been read.
-        left: per destination, chunks that have not arrived.
     """
 
-    def __init__(
-        self,
-        opened: OpenCheckpoint,
-        extents: Extents,
-        plan: RestorePlan,
-        destinations: Sequence[Destination],
-        pool: SlotPool,
-        compute: Workers,
-        *,
-        concurrency: Callable[[], int],
-        own_memory: bool,
-        arrived: Callable[[Sequence[int]], None],
-        progress: Callable[[int], None],
-        files: Ranges | None = None,
-        left: list[int] | None = None,
-        explain: bool = False,
-        recorder: Recorder | None = None,
-    ) -> None:
-        self._recorder = Recorder() if recorder is None else recorder
-        self._reading = "fetch" if files is None else "exchange"
-        self.opened = opened
-        self.extents = extents
-        self._files: Ranges = opened.files if files is None else files
+    opened: OpenCheckpoint
+    extents: Extents
+    plan: RestorePlan
+    destinations: Sequence[Destination]
+    pool: SlotPool
+    compute: Workers
+    _: KW_ONLY
+    concurrency: Callable[[], int]
+    own_memory: bool
+    arrived: Callable[[Sequence[int]], None]
+    progress: Callable[[int], None]
+    streams: Ranges | None = None
+    left: list[int] = field(default_factory=list)
+    explain: bool = False
+    recorder: Recorder = field(default_factory=Recorder)
+
+    def __post_init__(self) -> None:
+        self._reading = "fetch" if self.streams is None else "exchange"
+        self._files: Ranges = self.opened.files if self.streams is None else self.streams
         self._capabilities = self._files.capabilities
-        self._plan = plan
-        self._decode = Decode(opened, extents, plan, destinations)
-        self._destinations = destinations
-        self._pool = pool
-        self._compute = compute
-        self._concurrency = concurrency
-        self._streams = Limiter(concurrency())
-        self._own_memory = own_memory
-        self._arrived = arrived
-        self._progress = progress
-        self._first = left is None
-        self.left = list(plan.counts) if left is None else left
-        self._explain = explain
+        self._decode = Decode(self.opened, self.extents, self.plan, self.destinations)
+        self._limiter = Limiter(self.concurrency())
+        self._first = not self.left
+        self.left = self.left or list(self.plan.counts)
         self.reads: list[Read] = []
         self.read_nbytes = 0
         self._copied = self._copied_units = 0  # bytes of copies in flight, and units held for them
@@ -133,27 +93,27 @@ class Fetch:
             StoreError: reading failed.
         """
         if self._first and 0 in self.left:
-            self._arrived([number for number, left in enumerate(self.left) if left == 0])
-        if len(self._plan.inline):
-            await self._compute.run(self._decode.without_extent)
-            self._count(self._plan.inline.column(1))
-        batches, gap_nbytes = self._plan.batches, self._capabilities.read_gap_nbytes
+            self.arrived([number for number, left in enumerate(self.left) if left == 0])
+        if len(self.plan.inline):
+            await self.compute.run(self._decode.without_extent)
+            self._count(self.plan.inline.column(1))
+        batches, gap_nbytes = self.plan.batches, self._capabilities.read_gap_nbytes
         if self._capabilities.read_copies:
-            reads: Iterable[Read] = far(batches, self._begins, gap_nbytes, self._streams.ceiling)
+            reads: Iterable[Read] = far(batches, self._begins, gap_nbytes, self._limiter.ceiling)
         else:
             reads = near(batches, self._begins, gap_nbytes)
         async with asyncio.TaskGroup() as group:
             for read in reads:
-                if self._explain:
+                if self.explain:
                     self.reads.append(read)
-                self._streams.ceiling = self._concurrency()
-                stream = await self._streams.acquire()
+                self._limiter.ceiling = self.concurrency()
+                stream = await self._limiter.acquire()
                 try:
                     slots, units, copied = await self._lease(read)
                 except BaseException:
                     stream.release()
                     raise
-                ahead = copied or units * self._pool.slot_nbytes
+                ahead = copied or units * self.pool.slot_nbytes
                 task = group.create_task(self._read(read, slots, ahead, stream))
                 # A task that is cancelled before its first step never runs its `finally`.
                 task.add_done_callback(partial(self._free, stream, slots, units, copied))
@@ -162,7 +122,7 @@ class Fetch:
         """Return whether a run of batches may begin with this one."""
         if is_direct(batch):
             return True
-        if not self._capabilities.read_copies or batch.nbytes > self._pool.slot_nbytes:
+        if not self._capabilities.read_copies or batch.nbytes > self.pool.slot_nbytes:
             return False
         return not self._decode.encoded_parts(batch)
 
@@ -170,9 +130,9 @@ class Fetch:
         self, stream: Permit, slots: list[Slot], units: int, copied: int, task: asyncio.Task[None]
     ) -> None:
         stream.release()
-        self._pool.release(slots, None if task.cancelled() else task.exception())
+        self.pool.release(slots, None if task.cancelled() else task.exception())
         if units:
-            self._pool.budget.release(units)
+            self.pool.budget.release(units)
         self._copied -= copied
         self._release_spare()
 
@@ -181,19 +141,19 @@ class Fetch:
 
         Rounded up one by one, reads of a little more than a unit would take twice what they need.
         """
-        slot_nbytes = self._pool.slot_nbytes
+        slot_nbytes = self.pool.slot_nbytes
         units = -(-(self._copied + nbytes) // slot_nbytes) - self._copied_units
         if units > 0:
-            await self._pool.acquire(units)
+            await self.pool.acquire(units)
             self._copied_units += units
         self._copied += nbytes
         self._release_spare()  # of reads that have ended meanwhile
 
     def _release_spare(self) -> None:
-        spare = self._copied_units + -self._copied // self._pool.slot_nbytes
+        spare = self._copied_units + -self._copied // self.pool.slot_nbytes
         if spare > 0:
             self._copied_units -= spare
-            self._pool.budget.release(spare)
+            self.pool.budget.release(spare)
 
     async def _lease(self, read: Read) -> tuple[list[Slot], int, int]:
         """Acquire the slots of a read, and units of the budget for copies that its client makes.
@@ -204,7 +164,7 @@ class Fetch:
         Returns:
             The slots, the units, and the bytes of copies that are counted with those of all reads.
         """
-        slot_nbytes, capacity = self._pool.slot_nbytes, self._pool.budget.capacity
+        slot_nbytes, capacity = self.pool.slot_nbytes, self.pool.budget.capacity
         nbytes = span(read.batches)
         copied = min(nbytes, READ_AHEAD_NBYTES) * self._capabilities.read_copies
         if read.together:
@@ -220,7 +180,7 @@ class Fetch:
         count = 1 if not encoded else max(1, -(-batch.nbytes // slot_nbytes))
         units = -(-largest // slot_nbytes) + copies
         units = min(units, capacity - min(count, capacity))
-        return await self._pool.take(count, grow=False, extra=units), units, 0
+        return await self.pool.take(count, grow=False, extra=units), units, 0
 
     async def _read(self, read: Read, slots: list[Slot], held: int, stream: Permit) -> None:
         """Read one run, check it, and copy what is not in its destination yet."""
@@ -231,7 +191,7 @@ class Fetch:
         try:
             if read.together:
                 await self._direct(batches, path, ahead, stream)
-            elif batches[0].nbytes <= self._pool.slot_nbytes:
+            elif batches[0].nbytes <= self.pool.slot_nbytes:
                 await self._small(batches[0], path, slots[0], stream)
             elif self._decode.encoded_parts(batches[0]):
                 await self._large_encoded(batches[0], path, slots, ahead)
@@ -244,13 +204,13 @@ class Fetch:
                 # The store knows only the file, not whose bytes are there.
                 at = error.offset or batches[0].offset
                 nearest = next((b for b in batches if b.offset + b.nbytes > at), batches[-1])
-                leaf = self._destinations[nearest.parts[0].request].path
+                leaf = self.destinations[nearest.parts[0].request].path
                 error.path = leaf
                 error.add_note(f"while reading leaf {leaf}")
             raise
         self.read_nbytes += span(batches)
         for batch in batches:
-            self._progress(batch.nbytes)
+            self.progress(batch.nbytes)
             self._count(batch.parts.column(1))
 
     def _count(self, requests: Sequence[int]) -> None:
@@ -262,7 +222,7 @@ class Fetch:
             if left[request] == 0:
                 ended.append(request)
         if ended:
-            self._arrived(ended)
+            self.arrived(ended)
 
     async def _direct(
         self, batches: Sequence[ReadBatch], path: str, ahead_nbytes: int | None, stream: Permit
@@ -274,13 +234,13 @@ class Fetch:
             end = batch.offset + batch.nbytes if following is None else following.offset
             if is_direct(batch):
                 part = batch.parts[0]
-                flat = self._destinations[part.request].flat
+                flat = self.destinations[part.request].flat
                 assert flat is not None
                 data = flat[part.direct : part.direct + part.nbytes]
             else:
                 data = np.empty(batch.nbytes, np.uint8)
             buffers += (data, np.empty(end - batch.offset - data.nbytes, np.uint8))
-        await self._checked(batches, path, buffers, stream, self._own_memory, ahead_nbytes)
+        await self._checked(batches, path, buffers, stream, self.own_memory, ahead_nbytes)
 
     async def _small(self, batch: ReadBatch, path: str, slot: Slot, stream: Permit) -> None:
         buffers = slot.buffer[: batch.nbytes], slot.buffer[:0]
@@ -297,19 +257,12 @@ class Fetch:
     ) -> None:
         """Read batches, check them, and copy what is not in its destination yet."""
         offset, check = batches[0].offset, self._decode.checking(batches, buffers)
-        with self._recorder.span(self._reading, span(batches)):
-            await self._files.read_into(
-                path,
-                offset,
-                buffers,
-                direct=direct,
-                received=stream.release,
-                ahead_nbytes=ahead_nbytes,
-                check=check,
-            )
+        with self.recorder.span(self._reading, span(batches)):
+            how = Reading(direct, stream.release, ahead_nbytes, check)
+            await self._files.read_into(path, offset, buffers, how=how)
         if not check.complete:
-            with self._recorder.span("decode", span(batches)):
-                await self._compute.run(check, span(batches))
+            with self.recorder.span("decode", span(batches)):
+                await self.compute.run(check, span(batches))
 
     async def _large(self, batch: ReadBatch, path: str, slot: Slot) -> None:
         # Pieces are whole elements: the slot's size is a multiple of every element size.
@@ -325,10 +278,10 @@ class Fetch:
             buffers = [data]
             if stop == payload:
                 buffers.append(trailer)
-            with self._recorder.span(self._reading, data.nbytes):
-                await self._files.read_into(path, batch.offset + start, buffers, direct=True)
-            with self._recorder.span("decode", data.nbytes):
-                crc = await self._compute.run(self._decode.piece, batch, data, start, crc)
+            with self.recorder.span(self._reading, data.nbytes):
+                await self._files.read_into(path, batch.offset + start, buffers, how=DIRECT)
+            with self.recorder.span("decode", data.nbytes):
+                crc = await self.compute.run(self._decode.piece, batch, data, start, crc)
             start = stop
         self._decode.expect(batch, row, crc, trailer)
 
@@ -343,9 +296,8 @@ class Fetch:
         if left:
             # Beyond the whole budget: restored alone, in memory of its own.
             parts = [np.empty(batch.nbytes, np.uint8)]
-        with self._recorder.span(self._reading, batch.nbytes):
-            await self._files.read_into(
-                path, batch.offset, parts, direct=True, ahead_nbytes=ahead_nbytes
-            )
-        with self._recorder.span("decode", batch.nbytes):
-            await self._compute.run(self._decode.encoded, batch, parts)
+        with self.recorder.span(self._reading, batch.nbytes):
+            how = Reading(direct=True, ahead_nbytes=ahead_nbytes)
+            await self._files.read_into(path, batch.offset, parts, how=how)
+        with self.recorder.span("decode", batch.nbytes):
+            await self.compute.run(self._decode.encoded, batch, parts)

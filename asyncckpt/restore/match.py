@@ -200,6 +200,7 @@ def refuse_unexpected(location: str, paths: Iterable[str]) -> None:
     mismatches.raise_any(location)
 
 
+@dataclass(eq=False, repr=False)
 class _Matcher:
     """Matches a checkpoint with a target.
 
@@ -207,25 +208,19 @@ class _Matcher:
     as far as nothing is known of that (`StatefulTarget.required`).
     """
 
-    def __init__(
-        self,
-        opened: OpenCheckpoint,
-        structure: Structure,
-        paths: Sequence[str],
-        selected: set[int] | None,
-        request: RestoreRequest,
-    ) -> None:
-        self._opened = opened
-        self._structure = structure
-        self._paths = paths
-        self._selected = selected
-        self._request = request
-        self._arrays = opened.leaf_arrays()
-        self._stateful = request.stateful if request.mode == "into" else {}
+    opened: OpenCheckpoint
+    structure: Structure
+    paths: Sequence[str]
+    selected: set[int] | None
+    request: RestoreRequest
+
+    def __post_init__(self) -> None:
+        self._arrays = self.opened.leaf_arrays()
+        self._stateful = self.request.stateful if self.request.mode == "into" else {}
         # The object to whose state each leaf belongs, if any: looked up once for all that follows.
         roots = self._stateful
-        self._saved_in = [enclosing(path, roots) if roots else None for path in paths]
-        self._wanted_in = [enclosing(w.path, roots) if roots else None for w in request.wanted]
+        self._saved_in = [enclosing(path, roots) if roots else None for path in self.paths]
+        self._wanted_in = [enclosing(w.path, roots) if roots else None for w in self.request.wanted]
         self._leaves: list[LeafRestore] = []
         self._missing: list[str] = []
         self._unexpected: list[str] = []
@@ -235,7 +230,7 @@ class _Matcher:
 
     def run(self) -> Matching:
         """Match all leaves; raise one error for everything that does not fit."""
-        request = self._request
+        request = self.request
         if request.include is not None:
             self._refuse_parts(request.include)
         absent = self._absent() if request.include is None else []
@@ -246,17 +241,17 @@ class _Matcher:
         self._check_required()
         if request.strict:
             self._refuse_missing(absent)
-        self._mismatches.raise_any(self._opened.location)
+        self._mismatches.raise_any(self.opened.location)
         self._missing += absent
         if not some_wanted and (self._wanted or (self._unexpected and not self._stateful)):
             self._refuse_unless_any_is_taken()
         arrays = [leaf for leaf in self._leaves if leaf.spec is not None]
         scalars = [leaf for leaf in self._leaves if leaf.spec is None]
         return Matching(
-            self._structure,
+            self.structure,
             arrays + scalars,
             len(arrays),
-            self._selected,
+            self.selected,
             self._missing,
             self._unexpected,
             self._wanted,
@@ -267,15 +262,15 @@ class _Matcher:
 
     def _match_wanted(self, absent: Collection[str]) -> Collection[int]:
         """Match every leaf of the target; return the ordinals of the saved leaves with one."""
-        place = {path: leaf for leaf, path in enumerate(self._paths)}
-        selected, arrays, lacking = self._selected, self._arrays, frozenset(absent)
+        place = {path: leaf for leaf, path in enumerate(self.paths)}
+        selected, arrays, lacking = self.selected, self._arrays, frozenset(absent)
         seen: set[int] = set()
-        opened = self._opened
+        opened = self.opened
         specs = [storage.spec for storage in opened.storages]
         storage_of, pieces, extra = opened.arrays.spec, opened.leaves.pieces, opened.leaves.extra
         all_values = PerProcess.all
         for number, (want, root) in enumerate(
-            zip(self._request.wanted, self._wanted_in, strict=True)
+            zip(self.request.wanted, self._wanted_in, strict=True)
         ):
             path, target = want.path, want.target
             saved = place.get(path)
@@ -310,7 +305,7 @@ class _Matcher:
             self._matched += 1
             seen.add(saved)
             if root is not None and self._is_other(root, want, saved):
-                leaf = saved_leaf(self._opened, want.path, saved, arrays[saved])
+                leaf = saved_leaf(self.opened, want.path, saved, arrays[saved])
             else:
                 leaf = self._leaf(number, want, saved)
             self._leaves.append(leaf)
@@ -319,47 +314,45 @@ class _Matcher:
     def _match_all(self, path: str) -> range:
         """Match the values of all processes; return the ordinals of the saved leaves."""
         self._wanted += 1
-        saved = path in per_process_paths(self._structure)
+        saved = path in per_process_paths(self.structure)
         if not saved:
             self._missing.append(path)
             return range(0)
         self._matched += 1
-        ordinals = self._structure.subtrees([path])[path][1]
+        ordinals = self.structure.subtrees([path])[path][1]
         for leaf in ordinals:
-            self._leaves.append(
-                saved_leaf(self._opened, self._paths[leaf], leaf, self._arrays[leaf])
-            )
+            self._leaves.append(saved_leaf(self.opened, self.paths[leaf], leaf, self._arrays[leaf]))
         return ordinals
 
     def _check_process_counts(self) -> None:
         """Compare the numbers of processes where each wants the value that it has saved."""
-        wanted = self._request.per_process
+        wanted = self.request.per_process
         if not wanted:
             return
-        saved = dict(zip(self._structure.node_paths(), self._structure.nodes, strict=True))
+        saved = dict(zip(self.structure.node_paths(), self.structure.nodes, strict=True))
         for path in wanted:
-            count = len(saved[path].keys) if path in saved else self._request.process_count
-            if count != self._request.process_count:
+            count = len(saved[path].keys) if path in saved else self.request.process_count
+            if count != self.request.process_count:
                 self._mismatches.add(
                     MismatchError,
                     path,
                     f"{count} processes have saved a value of their own here, and "
-                    f"{self._request.process_count} restore",
-                    expected=self._request.process_count,
+                    f"{self.request.process_count} restore",
+                    expected=self.request.process_count,
                     found=count,
                     advice="Pass PerProcess.all in its place in like= for the list of all values.",
                 )
-        self._mismatches.raise_any(self._opened.location)
+        self._mismatches.raise_any(self.opened.location)
 
     def _match_rest(self, seen: Collection[int]) -> None:
         """Give what no leaf of the target wants to the objects whose state it is."""
-        for leaf, (path, root) in enumerate(zip(self._paths, self._saved_in, strict=True)):
-            if leaf in seen or (self._selected is not None and leaf not in self._selected):
+        for leaf, (path, root) in enumerate(zip(self.paths, self._saved_in, strict=True)):
+            if leaf in seen or (self.selected is not None and leaf not in self.selected):
                 continue
             if root is None:
                 self._unexpected.append(path)
             else:
-                found = saved_leaf(self._opened, path, leaf, self._arrays[leaf])
+                found = saved_leaf(self.opened, path, leaf, self._arrays[leaf])
                 fresh = self._stateful[root].fresh
                 if fresh is not None and found.spec is not None:
                     want = fresh(path, path[len(root) + bool(root) :], found.spec)
@@ -374,7 +367,7 @@ class _Matcher:
         the arrays of modules and optimizers, whose class says which framework's they are, keep
         their shapes and dtypes.
         """
-        opened, array = self._opened, self._arrays[saved]
+        opened, array = self.opened, self._arrays[saved]
         if want.target is None and array < 0:
             return opened.leaves.kind[saved] != type(want.leaf).__name__
         if want.target is None or array < 0:
@@ -384,7 +377,7 @@ class _Matcher:
         return want.target.spec != saved_leaf(opened, want.path, saved, array).spec
 
     def _leaf(self, number: int, want: Wanted, saved: int) -> LeafRestore:
-        opened, target = self._opened, want.target
+        opened, target = self.opened, want.target
         _, path, _, array, pieces, spec, value, *_ = saved_leaf(
             opened, want.path, saved, self._arrays[saved]
         )
@@ -402,7 +395,7 @@ class _Matcher:
             self._check_becomes_scalar(want, saved, spec)
         elif target.spec != spec or target.extra or saved in opened.leaves.extra:
             facts = opened.leaves.extra.get(saved, NO_FACTS), target.extra or NO_FACTS
-            cast = self._request.cast
+            cast = self.request.cast
             check_array(self._mismatches, path, spec, target.spec, facts, cast=cast)
         return LeafRestore(number, path, saved, array, pieces, spec, value, want, target)
 
@@ -438,7 +431,7 @@ class _Matcher:
 
     def _check_becomes_scalar(self, want: Wanted, saved: int, spec: ArraySpec) -> None:
         kind = type(want.leaf).__name__
-        python = self._opened.leaves.extra.get(saved, NO_FACTS).get("python")
+        python = self.opened.leaves.extra.get(saved, NO_FACTS).get("python")
         if python == kind == "bytes":
             return
         if spec.shape != () or numeric_class(spec.dtype) != numeric_class(kind):
@@ -460,9 +453,9 @@ class _Matcher:
         """
         if not self._stateful:
             return []
-        held = {*self._structure.node_paths(), *self._paths}
+        held = {*self.structure.node_paths(), *self.paths}
         roots: Iterable[str] = self._stateful
-        if self._opened.record is None:
+        if self.opened.record is None:
             with_leaves = set(self._wanted_in)
             roots = [root for root in roots if root in with_leaves]
         return [root for root in roots if root not in held]
@@ -477,21 +470,21 @@ class _Matcher:
         for leaf, root in enumerate(self._saved_in):
             if root is not None:
                 leaves[root].append(leaf)
-        assert self._selected is not None
+        assert self.selected is not None
         for root, numbers in leaves.items():
-            count = len(self._selected.intersection(numbers))
+            count = len(self.selected.intersection(numbers))
             if count in (0, len(numbers)):
                 continue
-            paths = [self._paths[number] for number in numbers]
+            paths = [self.paths[number] for number in numbers]
             patterns = [glob for glob in include if match_glob(paths, glob)[0]]
             shown = ", ".join(map(repr, patterns))
             raise UsageError(
                 f"{where(root)}: include={shown} selects {count} of the {len(numbers)} leaves "
-                f"that {self._opened.location} holds for this object, and load_state_dict takes "
+                f"that {self.opened.location} holds for this object, and load_state_dict takes "
                 "all of them; nothing was read. Select the whole object or nothing of it, or pass "
                 "its state_dict() as the target to have only some of its arrays filled",
                 path=root,
-                location=self._opened.location,
+                location=self.opened.location,
                 expected=len(numbers),
                 found=patterns,
             )
@@ -500,11 +493,11 @@ class _Matcher:
         """Compare the keys that objects insist on: of these, both states must have the same."""
         if not any([target.required for target in self._stateful.values()]):
             return
-        wanted = self._required_keys(self._wanted_in, [w.path for w in self._request.wanted], None)
-        saved = self._required_keys(self._saved_in, self._paths, self._selected)
+        wanted = self._required_keys(self._wanted_in, [w.path for w in self.request.wanted], None)
+        saved = self._required_keys(self._saved_in, self.paths, self.selected)
         for root, held in saved.items():
             lenient = self._stateful[root].takes_strict
-            if lenient and not self._request.strict:
+            if lenient and not self.request.strict:
                 continue  # `load_state_dict(strict=False)` tells which keys differ
             need = wanted.get(root, {})
             for key in [*(need.keys() - held.keys()), *(held.keys() - need.keys())]:
@@ -528,12 +521,12 @@ class _Matcher:
     # -- what only one side has
 
     def _refuse_missing(self, absent: Iterable[str]) -> None:
-        fresh = self._request.stateful if self._request.mode == "like" else {}
+        fresh = self.request.stateful if self.request.mode == "like" else {}
         for path in self._missing:
             self._note(path, "a leaf", True)
         for path in absent:
             self._note(path, "a state dict", True)
-        if self._request.process_count > 1:
+        if self.request.process_count > 1:
             return  # other processes may want the rest
         for path in self._unexpected:
             below = bool(fresh) and enclosing(path, fresh) is not None
@@ -563,16 +556,16 @@ class _Matcher:
             root = self._saved_in[leaf.saved]
             if root is not None and self._stateful[root].required is None:
                 return
-        location = self._opened.location
-        wanted = [want.path for want in self._request.wanted]
+        location = self.opened.location
+        wanted = [want.path for want in self.request.wanted]
         raise TreeMismatchError(
             f"{location}: no leaf of the checkpoint matches the target; nothing was read. The "
-            f"target has {_some(wanted)}, the checkpoint has {_some(self._paths)}; pass a target "
+            f"target has {_some(wanted)}, the checkpoint has {_some(self.paths)}; pass a target "
             "whose paths are those of the checkpoint",
             stage="plan",
             location=location,
             expected=wanted,
-            found=list(self._paths),
+            found=list(self.paths),
         )
 
 

@@ -126,7 +126,7 @@ class RestorePipeline:
         fetches = [own]
         if shared is not None:
             given = buffers, shared.opened, shared.extents, shared.plan, total_nbytes
-            fetches.append(self._fetch(*given, files=shared.files, left=own.left))
+            fetches.append(self._fetch(*given, streams=shared.files, left=own.left))
         async with asyncio.TaskGroup() as group:
             placing = group.create_task(self._place_arrived())
             async with asyncio.TaskGroup() as fetching:
@@ -152,7 +152,7 @@ class RestorePipeline:
         plan: RestorePlan,
         total_nbytes: int,
         *,
-        files: StreamFiles | None = None,
+        streams: StreamFiles | None = None,
         left: list[int] | None = None,
     ) -> Fetch:
         """Return what fetches a plan, from the store or from streams."""
@@ -165,14 +165,14 @@ class RestorePipeline:
             buffers.destinations,
             runtime.pool,
             runtime.engine.compute,
-            concurrency=concurrency if files is None else files.reads,
+            concurrency=concurrency if streams is None else streams.reads,
             own_memory=not self._into or self._atomic,
             arrived=partial(self._count_down, buffers),
             progress=partial(self._progress, total_nbytes),
             explain=options.explain,
             recorder=self._recorder,
-            files=files,
-            left=left,
+            streams=streams,
+            left=left or [],
         )
 
     def _count_down(self, buffers: Buffers, destinations: Sequence[int]) -> None:

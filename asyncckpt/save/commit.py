@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from operator import attrgetter, itemgetter
 
 import numpy as np
@@ -60,10 +60,11 @@ class Committable:
     file_count: int
 
 
+@dataclass(eq=False, repr=False)
 class Commit:
     """Writes everything of one save but its data: Orbax's files, the index, the record.
 
-    Args:
+    Attributes:
         attempt: where the files go.
         layout: plan, catalog and Orbax's files.
         request: the tree, and what the caller wants in the record.
@@ -71,42 +72,32 @@ class Commit:
         compute: threads that encode.
         writers: number of processes that save together.
         epoch: the claim under which they do.
-
-    Attributes:
         after_data: `put_index` is for when the data are durable, where files keep their names:
             consent is asked for when this process has written its part.
     """
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        layout: Layout,
-        request: SaveRequest,
-        *,
-        save_id: str,
-        compute: Workers,
-        writers: int = 1,
-        epoch: int = 0,
-    ) -> None:
-        self._writers = writers
-        self._epoch = epoch
-        self._attempt = attempt
-        self._layout = layout
-        self._request = request
-        self._metadata = request.metadata
-        self.after_data = request.consent is not None
-        self._save_id = save_id
-        self._compute = compute
+    attempt: Attempt
+    layout: Layout
+    request: SaveRequest
+    _: KW_ONLY
+    save_id: str
+    compute: Workers
+    writers: int = 1
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        self._metadata = self.request.metadata
+        self.after_data = self.request.consent is not None
         self._numbers = itertools.count()
         self._orbax: list[tuple[str, bytes]] = []
-        for name, data in (layout.orbax or {}).items():
+        for name, data in (self.layout.orbax or {}).items():
             self._orbax.append((f"{DATABASE}/{name}", data))
 
     async def put_orbax(self) -> None:
         """Write Orbax's files, all at the same time; on return they are durable."""
         async with asyncio.TaskGroup() as group:
             for path, data in self._orbax:
-                group.create_task(self._attempt.put(path, data))
+                group.create_task(self.attempt.put(path, data))
 
     async def put_index(self, payload: Payload) -> Committable:
         """Write index file and manifest; on return they are durable. Encode the record meanwhile.
@@ -116,21 +107,21 @@ class Commit:
 
         Cancellation: waits for writes that are running.
         """
-        assert self._layout.catalog is not None
-        consent = self._request.consent
+        assert self.layout.catalog is not None
+        consent = self.request.consent
         if consent is not None:
             consent.asked()
-            self._metadata = {**self._request.metadata, **await consent.given()}
+            self._metadata = {**self.request.metadata, **await consent.given()}
         number = next(self._numbers)
-        path = f"d/{self._save_id}-index{number or ''}"
+        path = f"d/{self.save_id}-index{number or ''}"
         now_ns = time.time_ns()
-        run = self._compute.run
+        run = self.compute.run
         index = await run(
             encode_index,
-            self._layout.catalog,
+            self.layout.catalog,
             payload,
             path=path,
-            save_id=bytes.fromhex(self._save_id),
+            save_id=bytes.fromhex(self.save_id),
             now_ns=now_ns,
         )
         files: list[FileEntry] = []
@@ -140,7 +131,7 @@ class Commit:
         manifest = f"{DATABASE}/{MANIFEST}"
         small = [(manifest, index.manifest), *self._orbax]
         # Names that the store writes after the record have a source; others are there before it.
-        sources = list(map(self._attempt.source, map(itemgetter(0), small)))
+        sources = list(map(self.attempt.source, map(itemgetter(0), small)))
 
         def record_of() -> bytes:
             fixed: list[FixedName] = []
@@ -153,13 +144,13 @@ class Commit:
 
         async with asyncio.TaskGroup() as group:
             group.create_task(self._put_blocks(files[index_file].path, index))
-            group.create_task(self._attempt.put(manifest, index.manifest, in_record=True))
+            group.create_task(self.attempt.put(manifest, index.manifest, in_record=True))
             record = await run(record_of)
         stored_nbytes = sum(map(attrgetter("nbytes"), files))
         return Committable(record, stored_nbytes + len(record), len(files) + 1)
 
     async def _put_blocks(self, path: str, index: Index) -> None:
-        file = await self._attempt.create(path, nbytes=index.nbytes)
+        file = await self.attempt.create(path, nbytes=index.nbytes)
         offset = 0
         for block in index.blocks:
             await file.write(offset, np.frombuffer(block, np.uint8))
@@ -174,18 +165,18 @@ class Commit:
         fixed: list[FixedName],
         now_ns: int,
     ) -> bytes:
-        request, layout = self._request, self._layout
+        request, layout = self.request, self.layout
         snapshot, arrays = request.snapshot, layout.plan.arrays
         # The chunk index's own CRC ends it. Over a sum and what it sums, every CRC is one
         # constant, which would bind nothing.
         chunks = index.chunk_index
         return encode_record(
             CommitRecord(
-                save_id=self._save_id,
+                save_id=self.save_id,
                 step=request.step,
-                epoch=self._epoch,
+                epoch=self.epoch,
                 writer=0,
-                writers=self._writers,
+                writers=self.writers,
                 plan_digest=layout.plan.digest,
                 created_ns=now_ns,
                 library=f"asyncckpt {VERSION}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,11 @@ from asyncckpt.save.plan_cache import Layout
 from asyncckpt.save.snapshot import Snapshot
 
 
+@dataclass(eq=False, repr=False)
 class Contribution:
     """Passes the entries of one process on.
 
-    Args:
+    Attributes:
         attempt: where the files go.
         layout: the plan.
         snapshot: the tree.
@@ -37,33 +39,22 @@ class Contribution:
         host: name of its host.
         compute: threads that encode.
         times: returns the seconds until all was staged, and until now.
-
-    Attributes:
         path: where the latest entries are.
         after_data: as `Commit`: entries are (Rule 1), and say when the files were durable.
         parts: what this process did, for the report.
     """
 
-    def __init__(
-        self,
-        attempt: AttemptFiles,
-        layout: Layout,
-        snapshot: Snapshot,
-        *,
-        save_id: str,
-        process: int,
-        host: str,
-        compute: Workers,
-        times: Callable[[], tuple[float, float]],
-    ) -> None:
-        self._attempt = attempt
-        self._layout = layout
-        self._snapshot = snapshot
-        self._save_id = save_id
-        self._process = process
-        self._host = host
-        self._compute = compute
-        self._times = times
+    attempt: AttemptFiles
+    layout: Layout
+    snapshot: Snapshot
+    _: KW_ONLY
+    save_id: str
+    process: int
+    host: str
+    compute: Workers
+    times: Callable[[], tuple[float, float]]
+
+    def __post_init__(self) -> None:
         self._numbers = itertools.count()
         self.path = ""
         self.after_data = True
@@ -74,14 +65,14 @@ class Contribution:
 
     async def put_index(self, payload: Payload) -> Committable:
         """Pass on what this process has written. May be called again; the last result counts."""
-        self.path = f"{self._save_id}-entries-{self._process}-{next(self._numbers)}"
+        self.path = f"{self.save_id}-entries-{self.process}-{next(self._numbers)}"
         entries = entries_of(
-            payload, self._layout, self._snapshot, save_id=self._save_id, process=self._process
+            payload, self.layout, self.snapshot, save_id=self.save_id, process=self.process
         )
-        entries.facts["times"] = self._times()
-        self.parts = (part_of(entries, self._host),)
-        data = await self._compute.run(encode_entries, entries)
-        await self._attempt.pass_on(self.path, data)
+        entries.facts["times"] = self.times()
+        self.parts = (part_of(entries, self.host),)
+        data = await self.compute.run(encode_entries, entries)
+        await self.attempt.pass_on(self.path, data)
         return Committable(b"", sum(file.nbytes for file in entries.files), len(entries.files))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from operator import add
 from typing import Any
@@ -37,29 +37,24 @@ READS = 16
 """Entries read at a time."""
 
 
+@dataclass(eq=False, repr=False)
 class MergingCommit(Commit):
     """Commits what all processes have written.
 
-    Args:
+    Attributes:
         round_: what the processes say to each other about this save.
         times: returns the seconds until all was staged, and until now.
-        Others: as `Commit`.
-
-    Attributes:
         parts: what each process did, for the report.
         timelines: when each other process did what.
+        Others: as `Commit`.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        round_: Round,
-        times: Callable[[], tuple[float, float]],
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self._round = round_
-        self._times = times
+    _: KW_ONLY
+    round_: Round
+    times: Callable[[], tuple[float, float]]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.parts: tuple[ProcessPart, ...] = ()
         self.timelines: list[Timeline] = []
         self._others: list[Entries] | None = None
@@ -74,24 +69,24 @@ class MergingCommit(Commit):
             UsageError: entries of a process cannot be seen here; names it and its host.
         """
         if self._others is None:
-            refuse = None if self._layout.fresh else partial(out_of_step, self._round)
-            ready = await self._round.gathered("ready", instead="plan", refuse=refuse)
+            refuse = None if self.layout.fresh else partial(out_of_step, self.round_)
+            ready = await self.round_.gathered("ready", instead="plan", refuse=refuse)
             self._others = await self._read(ready)
-        snapshot, layout = self._request.snapshot, self._layout
-        own = entries_of(payload, layout, snapshot, save_id=self._save_id, process=0)
-        own.facts["times"] = self._times()
+        snapshot, layout = self.request.snapshot, self.layout
+        own = entries_of(payload, layout, snapshot, save_id=self.save_id, process=0)
+        own.facts["times"] = self.times()
         entries = [own, *self._others]
-        hosts = self._round.group.hosts
+        hosts = self.round_.group.hosts
         self.parts = tuple([part_of(one, hosts[one.process]) for one in entries])
         spans = [one.facts.get("spans", ()) for one in self._others]
         self.timelines = list(map(Timeline.from_rows, spans))
         for one in self._others:
             for leaf, value in one.facts.get("scalars", ()):
                 snapshot.values[leaf] = value
-        run = self._compute.run
+        run = self.compute.run
         boxes = await run(BoxesOfParts, entries)
-        await run(compare, layout, snapshot, entries, boxes, self._round.group.named)
-        merged, late = await run(merge, layout, entries, boxes, self._round.group.named)
+        await run(compare, layout, snapshot, entries, boxes, self.round_.group.named)
+        merged, late = await run(merge, layout, entries, boxes, self.round_.group.named)
         merged = replace(merged, timeline=payload.timeline.joined(self.timelines))
         if late:
             await self._put_late(merged, late)
@@ -111,17 +106,17 @@ class MergingCommit(Commit):
         return [found[process] for process in sorted(found)]
 
     async def _read_one(self, process: int, path: str) -> Entries:
-        data = await taken(self._attempt, path, self._round, max_nbytes=MAX_ENTRIES_NBYTES)
-        entries = await self._compute.run(decode_entries, data, file=path)
-        if (entries.save_id, entries.process) != (self._save_id, process):
+        data = await taken(self.attempt, path, self.round_, max_nbytes=MAX_ENTRIES_NBYTES)
+        entries = await self.compute.run(decode_entries, data, file=path)
+        if (entries.save_id, entries.process) != (self.save_id, process):
             raise _disagreement(f"{path} is of process {entries.process}, {entries.save_id}")
         return entries
 
     async def _put_late(self, merged: Payload, late: Mapping[int, bytes]) -> None:
         """Write the chunks that were put together here, and add their places."""
-        path = f"d/{self._save_id}-parts{next(self._numbers)}"
+        path = f"d/{self.save_id}-parts{next(self._numbers)}"
         data = b"".join(late.values())
-        file = await self._attempt.create(f"{DATABASE}/{path}", nbytes=len(data))
+        file = await self.attempt.create(f"{DATABASE}/{path}", nbytes=len(data))
         await file.write(0, np.frombuffer(data, np.uint8))
         await file.seal(len(data))
         chunks, offset = merged.chunks, 0

@@ -56,9 +56,9 @@ from asyncckpt.save.upload import (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Work:
-    """What the stages of one save work on, and with.
+@dataclass(eq=False, repr=False)
+class Pipeline(ABC):
+    """Stage, serialize and upload of one save, and the index of what they have written.
 
     Attributes:
         plan: places of all chunks.
@@ -94,32 +94,11 @@ class Work:
     recorder: Recorder
     process: int = 0
 
-
-class Pipeline(ABC):
-    """Stage, serialize and upload of one save, and the index of what they have written.
-
-    Args:
-        work: the save.
-        files: where windows go.
-        sink: where compressed chunks go; None if nothing is compressed.
-        streams: writes in flight.
-    """
-
-    def __init__(
-        self,
-        work: Work,
-        files: DataFiles,
-        sink: ChunkAppender | ChunkPacker | None,
-        streams: int,
-    ) -> None:
-        plan = work.plan
-        self._work = work
-        self._plan = plan
-        self._staging = work.staging
-        self._files = files
-        self._sink = sink
-        self._streams = streams
-        self._recorder = work.recorder
+    def __post_init__(self) -> None:
+        plan = self.plan
+        self._files: DataFiles
+        self._sink: ChunkAppender | ChunkPacker | None  # of compressed chunks
+        self._streams: int  # writes in flight
         self._inline: Iterable[bytes | memoryview] = ()
         self._parts: list[tuple[HeldBox, bytes]] = []
         self._checked_crc: dict[int, int] = {}  # of those that are not written as they are
@@ -172,22 +151,22 @@ class Pipeline(ABC):
                 await self._folded.wait()
                 yield uploads
         finally:
-            self._staging.release()
+            self.staging.release()
 
     async def _indexed(self) -> Committable:
         payload = self._payload()
-        with self._recorder.span("index"):
-            return await self._work.commit.put_index(payload)
+        with self.recorder.span("index"):
+            return await self.commit.put_index(payload)
 
     def _payload(self) -> Payload:
         """Return places and checksums as they are now."""
-        files = [*zip(self._plan.file_nbytes, self._checksums.file_crcs, strict=True)]
+        files = [*zip(self.plan.file_nbytes, self._checksums.file_crcs, strict=True)]
         if self._sink is not None:
             files += zip(self._sink.file_nbytes, self._sink.file_crcs, strict=True)
         rows: list[tuple[str, int, int]] = []
         for file, (nbytes, crc) in enumerate(files):
             rows.append((self._files.path(file).removeprefix(f"{DATABASE}/"), nbytes, crc))
-        checked = self._work.checked
+        checked = self.checked
         crcs = self._extents.crc[checked]
         for number, row in enumerate(checked.tolist()):
             crcs[number] = self._checked_crc.get(row, crcs[number])
@@ -198,19 +177,19 @@ class Pipeline(ABC):
             self._parts,
             checked,
             crcs,
-            self._recorder.timeline(),
+            self.recorder.timeline(),
         )
 
     # -- stage
 
     async def _stage(self) -> None:
-        staging = self._staging
-        inline = await staging.inline() if self._plan.inline else None
+        staging = self.staging
+        inline = await staging.inline() if self.plan.inline else None
         self._parts = await staging.parts()
         await self._check_replicas()
-        held = self._work.reference and await staging.hold_immutable()
+        held = self.reference and await staging.hold_immutable()
         if held:
-            self._work.staged()
+            self.staged()
         if self._sink is not None:
             await self._reserve()
         early: list[StagedWindow] = []
@@ -220,7 +199,7 @@ class Pipeline(ABC):
                 self._final.put_nowait(item)
             early.clear()
 
-        if self._work.stall_first and not held:
+        if self.stall_first and not held:
             # While the caller waits and memory lasts, copying has the processors and the memory
             # bandwidth to itself; checksums and writes follow as soon as either ends. When memory
             # ends, `flush` starts the writes that free it: without it, nobody would.
@@ -233,20 +212,18 @@ class Pipeline(ABC):
         self._chunks.put_nowait(None)
         staging.forget()
         if not held:
-            self._work.staged()
+            self.staged()
         if inline is not None:
             await self._trail(inline)
 
     async def _check_replicas(self) -> None:
         """Compute the checksums of replicas that this process does not write, or compresses."""
-        plan, checked = self._plan, self._work.checked
+        plan, checked = self.plan, self.checked
         if not checked.size:
             return
-        elsewhere = (plan.row_writer[checked] != self._work.process) | np.isin(
-            checked, plan.compressed
-        )
+        elsewhere = (plan.row_writer[checked] != self.process) | np.isin(checked, plan.compressed)
         rows = checked[elsewhere].tolist()
-        self._checked_crc = dict(zip(rows, await self._staging.checksums(rows), strict=True))
+        self._checked_crc = dict(zip(rows, await self.staging.checksums(rows), strict=True))
 
     async def _reserve(self) -> None:  # noqa: B027 - only one kind of pipeline packs chunks
         """Take the memory that chunks are packed into, before any chunk is staged."""
@@ -256,11 +233,11 @@ class Pipeline(ABC):
     async def _trail(self, data: bytearray) -> None:
         """Compute the checksums of inline values, for which no caller waits any more."""
         start = time.perf_counter()
-        rows = self._plan.first_row[list(self._plan.inline)]
+        rows = self.plan.first_row[list(self.plan.inline)]
         ends = np.cumsum(self._extents.nbytes[rows])
         self._inline = chunks = SmallChunks(data, [0, *ends.tolist()])
-        self._extents.crc[rows] = await self._work.compute.run(chunks.seal)
-        self._recorder.add("serialize", start, len(data))
+        self._extents.crc[rows] = await self.compute.run(chunks.seal)
+        self.recorder.add("serialize", start, len(data))
 
     async def _seal(self, item: StagedWindow) -> FileWindow:
         """Compute the checksums of a window that was only copied, and fold it in its turn.
@@ -271,8 +248,8 @@ class Pipeline(ABC):
         self._turn = turn
         start = time.perf_counter()
         slot = item.slot
-        sums = await self._staging.use([slot], self._checksums.seal, item.window, slot.buffer)
-        self._recorder.add("serialize", start, item.window.nbytes)
+        sums = await self.staging.use([slot], self._checksums.seal, item.window, slot.buffer)
+        self.recorder.add("serialize", start, item.window.nbytes)
         if before is not None:
             await before.wait()
         turn.set()
@@ -294,16 +271,16 @@ class Pipeline(ABC):
             window.file,
             window.offset,
             window.nbytes,
-            self._plan.file_nbytes[window.file],
+            self.plan.file_nbytes[window.file],
             slot,
             window.nbytes,
-            self._staging.written,
+            self.staging.written,
         )
 
     async def _compress(self, sink: ChunkAppender | ChunkPacker) -> None:
         """Compress staged chunks, several at a time, and hand them to the sink in plan order."""
         compressor = Compressor()
-        plan, arrays = self._plan, self._plan.arrays
+        plan, arrays = self.plan, self.plan.arrays
         running: deque[tuple[StagedChunks, asyncio.Task[list[Compressed]]]] = deque()
         async with asyncio.TaskGroup() as group:
             while (item := await self._chunks.get()) is not None:
@@ -312,7 +289,7 @@ class Pipeline(ABC):
                 running.append((item, group.create_task(call)))
                 # The queue may be empty because the budget is taken: then nothing more comes
                 # before the oldest has been written and has given its memory back.
-                while running and (len(running) > self._work.compute.count or self._chunks.empty()):
+                while running and (len(running) > self.compute.count or self._chunks.empty()):
                     await self._place(sink, *running.popleft())
             while running:
                 await self._place(sink, *running.popleft())
@@ -321,8 +298,8 @@ class Pipeline(ABC):
     async def _compressed(
         self, compressor: Compressor, item: StagedChunks, zstd: Sequence[int]
     ) -> list[Compressed]:
-        with self._recorder.span("serialize", sum(item.nbytes)):
-            return await self._staging.use(
+        with self.recorder.span("serialize", sum(item.nbytes)):
+            return await self.staging.use(
                 item.slots, compressor.compress, item.slots, item.starts, item.nbytes, zstd
             )
 
@@ -333,7 +310,7 @@ class Pipeline(ABC):
         task: asyncio.Task[list[Compressed]],
     ) -> None:
         made = await task
-        self._staging.give(chunks.slots)
+        self.staging.give(chunks.slots)
         extents = self._extents
         placed: list[Placed] = []
         for row, raw_nbytes, stored in zip(chunks.rows, chunks.nbytes, made, strict=True):
@@ -342,10 +319,10 @@ class Pipeline(ABC):
             extents.nbytes[row], extents.crc[row] = stored.nbytes, stored.crc
             placed.append(Placed(file, offset, stored, raw_nbytes))
         stage = "upload" if isinstance(sink, ChunkAppender) else "serialize"
-        with self._recorder.span(stage, sum(stored.nbytes for stored in made)):
+        with self.recorder.span(stage, sum(stored.nbytes for stored in made)):
             await sink.write(placed)
         # Only now is the compressor's output gone, for which these units stand.
-        self._staging.give((), chunks.units)
+        self.staging.give((), chunks.units)
 
     # -- upload
 
@@ -355,7 +332,7 @@ class Pipeline(ABC):
             # As many windows as there are uploads are sealed ahead of the writes, and no more:
             # after `start_save`, checksums take what the device leaves of the processors.
             window = item if isinstance(item, FileWindow) else await self._seal(item)
-            with self._recorder.span("upload", window.nbytes):
+            with self.recorder.span("upload", window.nbytes):
                 await self._files.write(window)
             # A view in this frame would keep a client from sending the buffer as it is.
             del item, window
@@ -364,37 +341,39 @@ class Pipeline(ABC):
 class LocalPipeline(Pipeline):
     """Positional writes into files, whose names never change."""
 
-    def __init__(self, work: Work) -> None:
-        plan, sizes = work.plan, work.sizes
-        files = PositionalFiles(work.attempt, work.stem, sizes.window_nbytes, work.written)
-        sink = None
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        plan, sizes = self.plan, self.sizes
+        self._files = PositionalFiles(self.attempt, self.stem, sizes.window_nbytes, self.written)
+        self._sink = None
         if plan.compressed:
-            sink = ChunkAppender(
-                files, len(plan.file_nbytes), sizes.data_file_nbytes, written=work.written
+            self._sink = ChunkAppender(
+                self._files, len(plan.file_nbytes), sizes.data_file_nbytes, written=self.written
             )
-        super().__init__(work, files, sink, min(sizes.concurrency, len(plan.windows)))
+        self._streams = min(sizes.concurrency, len(plan.windows))
 
     async def run(self) -> Committable:
         """Write all data, and once, while the last of them are written, the index."""
         async with self._data() as uploads:
-            if uploads and self._work.commit.after_data:
+            if uploads and self.commit.after_data:
                 await asyncio.wait(uploads)
             return await self._indexed()
 
     async def _stage(self) -> None:
         async with asyncio.TaskGroup() as group:
-            if self._plan.windows:
+            if self.plan.windows:
                 # Creating a file and allocating its blocks takes about as long as copying a window.
-                group.create_task(self._files.open(0, self._plan.file_nbytes[0]))
+                group.create_task(self._files.open(0, self.plan.file_nbytes[0]))
             await super()._stage()
 
 
 class ObjectPipeline(Pipeline):
     """Sealed files, one request per window; the index goes out with the last of them."""
 
-    def __init__(self, work: Work) -> None:
-        plan, sizes, pool = work.plan, work.sizes, work.window_pool
-        files = SealedFiles(work.attempt, work.stem, sizes.window_nbytes, work.written)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        plan, sizes, pool = self.plan, self.sizes, self.window_pool
+        self._files = SealedFiles(self.attempt, self.stem, sizes.window_nbytes, self.written)
         self._packer: ChunkPacker | None = None
         self._packing = 0  # windows that compressed chunks make, at most
         if plan.compressed:
@@ -404,12 +383,12 @@ class ObjectPipeline(Pipeline):
                 len(plan.file_nbytes),
                 sizes.data_file_nbytes,
                 pool,
-                work.compute,
-                emit=lambda window: self._final.put_nowait(window),
-                written=work.written,
+                self.compute,
+                emit=self._final.put_nowait,
+                written=self.written,
             )
-        windows = len(plan.windows) + self._packing
-        super().__init__(work, files, self._packer, min(sizes.concurrency, windows))
+        self._sink = self._packer
+        self._streams = min(sizes.concurrency, len(plan.windows) + self._packing)
 
     async def run(self) -> Committable:
         """Write the data, and the index while the last of them are on their way."""
@@ -423,8 +402,8 @@ class ObjectPipeline(Pipeline):
     async def _reserve(self) -> None:
         # After mutable leaves were copied: their copies are kept, and what is kept counts.
         if self._packer is not None:
-            streams = min(self._work.sizes.concurrency, self._packing)
-            await self._packer.reserve(streams + 1, beside=self._staging.most_units)
+            streams = min(self.sizes.concurrency, self._packing)
+            await self._packer.reserve(streams + 1, beside=self.staging.most_units)
 
     async def _put_index(self, uploads: Sequence[asyncio.Task[None]]) -> Committable:
         """Write the index; again whenever a file had to be sent under another name since.

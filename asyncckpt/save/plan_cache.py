@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -136,6 +136,24 @@ class LayoutCache:
         del self._entries[CACHED_LAYOUTS:]
 
 
+class Terms(NamedTuple):
+    """What a layout depends on besides the tree.
+
+    Attributes:
+        options: how the caller wants it saved.
+        budget_nbytes: memory for chunks that are held whole.
+        sizes: lengths of files and windows.
+        process: number of this process.
+        process_count: number of processes that save together.
+    """
+
+    options: SaveOptions
+    budget_nbytes: int
+    sizes: Sizes
+    process: int = 0
+    process_count: int = 1
+
+
 async def layout_of(
     snapshot: Snapshot,
     options: SaveOptions,
@@ -156,17 +174,15 @@ async def layout_of(
     budget = runtime.budget_nbytes if budget_nbytes is None else budget_nbytes
     if not store.capabilities.positional_writes:
         budget //= 2  # the other half holds the files that compressed chunks are packed into
-    key = layout_key(snapshot, options, budget, sizes, process, process_count)
+    terms = Terms(options, budget, sizes, process, process_count)
+    key = layout_key(snapshot, terms)
     layout = cache.find(key)
     if layout is None:
         # A user's function may take its time, too.
         if len(snapshot.paths) > PLANNING_LEAVES or options.leaf_options is not None:
-            run = runtime.engine.compute.run
-            layout = await run(
-                make_layout, snapshot, options, budget, sizes, process, process_count
-            )
+            layout = await runtime.engine.compute.run(make_layout, snapshot, terms)
         else:
-            layout = make_layout(snapshot, options, budget, sizes, process, process_count)
+            layout = make_layout(snapshot, terms)
         cache.keep(key, layout)
     return layout
 
@@ -183,15 +199,9 @@ def sizes_for(runtime: Runtime, store: Store, nbytes: int, options: SaveOptions)
     )
 
 
-def layout_key(
-    snapshot: Snapshot,
-    options: SaveOptions,
-    budget_nbytes: int,
-    sizes: Sizes,
-    process: int = 0,
-    process_count: int = 1,
-) -> list[object]:
+def layout_key(snapshot: Snapshot, terms: Terms) -> list[object]:
     """Return everything a layout depends on; equal keys give equal layouts."""
+    options, budget_nbytes, sizes, process, process_count = terms
     # Of scalars: the text that Orbax's files hold, or whether a dtype holds the number.
     scalars = [
         value if isinstance(value, str) else scalar_as_array_fits(value)
@@ -253,14 +263,7 @@ _MIRROR_SPECS = {
 }
 
 
-def make_layout(
-    snapshot: Snapshot,
-    options: SaveOptions,
-    budget_nbytes: int,
-    sizes: Sizes,
-    process: int = 0,
-    process_count: int = 1,
-) -> Layout:
+def make_layout(snapshot: Snapshot, terms: Terms) -> Layout:
     """Plan the saves of one schema, as far as this process takes part in them. Blocking.
 
     Raises:
@@ -268,8 +271,9 @@ def make_layout(
             a leaf do not fit `layout`; names the path.
         …: `leaf_options` raised it; a note names the path.
     """
+    options, budget_nbytes, sizes, process, process_count = terms
     names = array_names(snapshot.structure.parts())
-    leaves = _leaf_layouts(snapshot, names, options, budget_nbytes, sizes, process)
+    leaves = _leaf_layouts(snapshot, names, terms)
     mirrors: list[int] = []
     # Where processes have different trees, each knows only its own scalars.
     for leaf, value in ({} if snapshot.uneven else snapshot.scalars).items():
@@ -356,17 +360,11 @@ def _check_packed(plan: SavePlan, snapshot: Snapshot, budget_nbytes: int) -> Non
             )
 
 
-def _leaf_layouts(
-    snapshot: Snapshot,
-    names: Sequence[str],
-    options: SaveOptions,
-    budget_nbytes: int,
-    sizes: Sizes,
-    process: int,
-) -> list[LeafLayout]:
+def _leaf_layouts(snapshot: Snapshot, names: Sequence[str], terms: Terms) -> list[LeafLayout]:
     """Return how every array is to be stored."""
+    options = terms.options
     level = options.compression_level if options.compression == "zstd" else None
-    chunk_nbytes = _bounded(options.chunk_nbytes, level, budget_nbytes, sizes)
+    chunk_nbytes = _bounded(options.chunk_nbytes, level, terms)
     leaves: list[LeafLayout] = []
     sources, opened = snapshot.sources, snapshot.sources.opened
     whole = OwnPart(None, None, None)
@@ -390,8 +388,9 @@ def _leaf_layouts(
             leaves.append(tuple.__new__(LeafLayout, fields))
         else:
             path, source = snapshot.paths[leaf], sources[number]
-            layout = _with_options(path, source, held, name, own, options, budget_nbytes, sizes)
-            leaves.append(_first_only(layout, process) if own.replicas == "first" else layout)
+            layout = _with_options(path, source, held, name, own, terms)
+            first_only = own.replicas == "first"
+            leaves.append(_first_only(layout, terms.process) if first_only else layout)
     return leaves
 
 
@@ -463,23 +462,17 @@ def scalar_as_array_fits(value: Any) -> bool:
     return not isinstance(value, (str, bytes))
 
 
-def _bounded(chunk_nbytes: int, level: int | None, budget_nbytes: int, sizes: Sizes) -> int:
-    if sizes.chunk_nbytes is not None:
-        chunk_nbytes = min(chunk_nbytes, sizes.chunk_nbytes)
+def _bounded(chunk_nbytes: int, level: int | None, terms: Terms) -> int:
+    if terms.sizes.chunk_nbytes is not None:
+        chunk_nbytes = min(chunk_nbytes, terms.sizes.chunk_nbytes)
     # A compressed chunk is held twice, whole; four of them must fit, or stages cannot overlap.
-    return chunk_nbytes if level is None else min(chunk_nbytes, budget_nbytes // 4)
+    return chunk_nbytes if level is None else min(chunk_nbytes, terms.budget_nbytes // 4)
 
 
 def _with_options(
-    path: str,
-    source: Source,
-    held: OwnPart,
-    name: str,
-    own: LeafOptions,
-    options: SaveOptions,
-    budget_nbytes: int,
-    sizes: Sizes,
+    path: str, source: Source, held: OwnPart, name: str, own: LeafOptions, terms: Terms
 ) -> LeafLayout:
+    options, budget_nbytes, sizes, *_ = terms
     compression = own.compression or options.compression or "none"
     level = None
     if compression == "zstd":
@@ -516,7 +509,7 @@ def _with_options(
     return LeafLayout(
         name,
         spec,
-        _bounded(own.chunk_nbytes or options.chunk_nbytes, level, budget_nbytes, sizes),
+        _bounded(own.chunk_nbytes or options.chunk_nbytes, level, terms),
         own.chunk_shape,
         level,
         None,

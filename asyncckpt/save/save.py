@@ -38,7 +38,7 @@ from asyncckpt.reports import ProcessPart, Progress, SaveReport, Timeline
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.contribution import Contribution
-from asyncckpt.save.pipeline import LocalPipeline, ObjectPipeline, Work
+from asyncckpt.save.pipeline import LocalPipeline, ObjectPipeline
 from asyncckpt.save.plan_cache import Layout, LayoutCache, add_mirrors, layout_of, sizes_for
 from asyncckpt.save.snapshot import SaveRequest
 from asyncckpt.save.stage import Staging
@@ -90,10 +90,11 @@ async def no_claim() -> int:
     return 0
 
 
+@dataclass(eq=False, repr=False)
 class Save:
     """One save on its way through the engine.
 
-    Args:
+    Attributes:
         runtime: engine, budget and pools.
         store: where the checkpoint goes.
         layouts: layouts of earlier saves.
@@ -103,31 +104,23 @@ class Save:
         claim: returns the epoch under which process 0 saves.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        store: Store,
-        layouts: LayoutCache,
-        request: SaveRequest,
-        state: SaveState,
-        staged: Callable[[], None],
-        claim: Callable[[], Coroutine[Any, Any, int]] = no_claim,
-    ) -> None:
-        self._runtime = runtime
-        self._store = store
-        self._layouts = layouts
-        self._request = request
-        self._state = state
-        self._staged = staged
-        self._claim = claim
+    runtime: Runtime
+    store: Store
+    layouts: LayoutCache
+    request: SaveRequest
+    state: SaveState
+    staged: Callable[[], None]
+    claim: Callable[[], Coroutine[Any, Any, int]] = no_claim
+
+    def __post_init__(self) -> None:
         self._epoch = 0
         self._clean_up_notes: list[str] = []
         self._process = 0
-        self._recorder = Recorder(request.begun)
+        self._recorder = Recorder(self.request.begun)
         self._attempt: AttemptFiles | None = None
         self._timeout: asyncio.Timeout | None = None
         self._save_id = self._stem = uuid.uuid4().hex
-        self._location = f"{store.url.rstrip('/')}/{request.name}"
+        self._location = f"{self.store.url.rstrip('/')}/{self.request.name}"
 
     async def run(
         self,
@@ -149,15 +142,15 @@ class Save:
             SaveAbortedError: cancelled; nothing is left.
             SaveError, StoreError: names stage, leaf or file; nothing is left.
         """
-        deadline_s, state = self._request.options.deadline_s, self._state
-        left_s = deadline_s and deadline_s - (time.perf_counter() - self._request.begun)
+        deadline_s, state = self.request.options.deadline_s, self.state
+        left_s = deadline_s and deadline_s - (time.perf_counter() - self.request.begun)
         recorder = self._recorder
-        recorder.add("snapshot", recorder.begun, until=self._request.taken)
+        recorder.add("snapshot", recorder.begun, until=self.request.taken)
         try:
             try:
                 self._timeout = asyncio.timeout(left_s)
                 async with self._timeout, turn:
-                    recorder.add("wait", self._request.taken)
+                    recorder.add("wait", self.request.taken)
                     report = await self._run()
                     logger.info("%s", report)
                     # The checkpoint is committed, whatever becomes of older ones.
@@ -192,18 +185,18 @@ class Save:
             raise
 
     async def _run(self) -> SaveReport:
-        request, store, state = self._request, self._store, self._state
+        request, store, state = self.request, self.store, self.state
         positional = store.capabilities.positional_writes
         await self._make_claim()
         if positional and not request.overwrite:
             await self._refuse_existing()
-        sizes = sizes_for(self._runtime, store, request.snapshot.nbytes, request.options)
-        hits = self._layouts.hits
-        budget = self._runtime.budget
+        sizes = sizes_for(self.runtime, store, request.snapshot.nbytes, request.options)
+        hits = self.layouts.hits
+        budget = self.runtime.budget
         try:
             with self._recorder.span("plan"):
                 layout = await self._plan(sizes)
-            plan, cached = layout.plan, self._layouts.hits > hits
+            plan, cached = layout.plan, self.layouts.hits > hits
             state.total_nbytes = sum(plan.file_nbytes)
             if plan.compressed:
                 state.total_nbytes += int(plan.row_payload[list(plan.compressed)].sum())
@@ -230,8 +223,8 @@ class Save:
             blocked_s=state.blocked_s,
             total_s=time.perf_counter() - request.begun,
             plan_cached=cached,
-            plan_cache_hits=self._layouts.hits,
-            plan_cache_misses=self._layouts.misses,
+            plan_cache_hits=self.layouts.hits,
+            plan_cache_misses=self.layouts.misses,
             referenced_nbytes=staging.referenced_nbytes,
             peak_staged_nbytes=budget.peak * SLOT_NBYTES,
             orbax=layout.orbax is not None,
@@ -244,36 +237,36 @@ class Save:
 
     async def _make_claim(self) -> None:
         """Make the claim of the session, if this is its first save and it needs one."""
-        self._epoch = await self._claim()
+        self._epoch = await self.claim()
 
     async def _plan(self, sizes: Sizes) -> Layout:
         """Return the layout of the tree."""
         return await layout_of(
-            self._request.snapshot,
-            self._request.options,
+            self.request.snapshot,
+            self.request.options,
             sizes,
-            runtime=self._runtime,
-            store=self._store,
-            cache=self._layouts,
+            runtime=self.runtime,
+            store=self.store,
+            cache=self.layouts,
         )
 
     async def _begin(self) -> Any:
         """Return the files of the attempt that this save writes to."""
-        return await self._store.begin(
-            self._request.name,
+        return await self.store.begin(
+            self.request.name,
             self._save_id,
             epoch=self._epoch,
-            overwrite=self._request.overwrite,
-            private=self._request.options.private,
+            overwrite=self.request.overwrite,
+            private=self.request.options.private,
         )
 
     def _committing(self, attempt: Any, layout: Layout) -> Commit | Contribution:
         """Return what writes the index, or what it is made of."""
-        compute = self._runtime.engine.compute
+        compute = self.runtime.engine.compute
         return Commit(
             attempt,
             layout,
-            self._request,
+            self.request,
             save_id=self._save_id,
             compute=compute,
             epoch=self._epoch,
@@ -302,9 +295,9 @@ class Save:
             await self._abort(self._attempt)
 
     async def _refuse_existing(self) -> None:
-        if await exists(self._store, self._request.name):
+        if await exists(self.store, self.request.name):
             # It may be of a process that has taken over.
-            await self._store.check_claim(self._epoch)
+            await self.store.check_claim(self._epoch)
             raise CheckpointExistsError(
                 f"{self._location}: a checkpoint already exists here; pass overwrite=True to "
                 "replace it, or save another step",
@@ -315,7 +308,7 @@ class Save:
         self, attempt: AttemptFiles, layout: Layout, sizes: Sizes
     ) -> tuple[Staging, Committable]:
         """Make everything but the record durable."""
-        request, runtime, store = self._request, self._runtime, self._store
+        request, runtime, store = self.request, self.runtime, self.store
         snapshot, compute = request.snapshot, runtime.engine.compute
         # Scalars that Orbax wants as arrays are staged after the arrays of the tree.
         add_mirrors(snapshot, layout.mirrors)
@@ -335,25 +328,23 @@ class Save:
         copied = asyncio.Event()
         kind = LocalPipeline if store.capabilities.positional_writes else ObjectPipeline
         pipeline = kind(
-            Work(
-                plan=layout.plan,
-                staging=staging,
-                commit=commit,
-                checked=self._checked(layout),
-                attempt=attempt,
-                stem=self._stem,
-                sizes=sizes,
-                window_pool=window_pool,
-                compute=compute,
-                stall_first=request.stall_first,
-                reference=request.options.snapshot == "reference",
-                staged=copied.set,
-                written=self._written,
-                recorder=self._recorder,
-                process=self._process,
-            )
+            plan=layout.plan,
+            staging=staging,
+            commit=commit,
+            checked=self._checked(layout),
+            attempt=attempt,
+            stem=self._stem,
+            sizes=sizes,
+            window_pool=window_pool,
+            compute=compute,
+            stall_first=request.stall_first,
+            reference=request.options.snapshot == "reference",
+            staged=copied.set,
+            written=self._written,
+            recorder=self._recorder,
+            process=self._process,
         )
-        self._state.stage = "stage"
+        self.state.stage = "stage"
         async with asyncio.TaskGroup() as group:
             group.create_task(self._let_go(copied))
             group.create_task(commit.put_orbax())
@@ -362,12 +353,12 @@ class Save:
 
     async def _let_go(self, copied: asyncio.Event) -> None:
         """Tell the caller that the state may be mutated, and that nothing is in the way."""
-        if not self._request.overwrite and not self._store.capabilities.positional_writes:
+        if not self.request.overwrite and not self.store.capabilities.positional_writes:
             await self._refuse_existing()
         await copied.wait()
-        self._state.blocked_s = time.perf_counter() - self._request.begun
-        self._state.stage = "upload"
-        self._staged()
+        self.state.blocked_s = time.perf_counter() - self.request.begun
+        self.state.stage = "upload"
+        self.staged()
 
     async def _abort(self, attempt: AttemptFiles) -> None:
         async def abort() -> None:
@@ -386,7 +377,7 @@ class Save:
             self._clean_up_notes.append(f"cleaning up failed too: {failure}")
 
     def _written(self, nbytes: int) -> None:
-        state = self._state
+        state = self.state
         state.done_nbytes = min(state.total_nbytes, state.done_nbytes + nbytes)
-        if self._request.progress is not None:
-            self._request.progress(state.progress)
+        if self.request.progress is not None:
+            self.request.progress(state.progress)

@@ -26,7 +26,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, TypeVar
 
 from asyncckpt.coordinators.messages import encode_error
@@ -44,16 +44,14 @@ from asyncckpt.flow.shield import leading_error, to_completion
 from asyncckpt.format.record import save_id_of
 from asyncckpt.planning.replicas import checked_rows
 from asyncckpt.planning.table import Column
-from asyncckpt.ports import AttemptFiles, DataFile, JoinedAttempt, NotingStore, Sizes, Store
+from asyncckpt.ports import AttemptFiles, DataFile, JoinedAttempt, NotingStore, Sizes
 from asyncckpt.reports import ProcessPart, SaveReport, Timeline
-from asyncckpt.runtime import Runtime
 from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.contribution import Contribution
 from asyncckpt.save.merge import MergingCommit
-from asyncckpt.save.plan_cache import Layout, LayoutCache
-from asyncckpt.save.save import Save, SaveState, record_of
+from asyncckpt.save.plan_cache import Layout
+from asyncckpt.save.save import Save, record_of
 from asyncckpt.save.shared_plan import KNOWN, SharedPlan
-from asyncckpt.save.snapshot import SaveRequest
 
 T = TypeVar("T")
 
@@ -118,29 +116,22 @@ class Joining:
         return None if failed else self._joining.result()
 
 
+@dataclass(eq=False, repr=False)
 class SharedSave(Save):
     """The part of this process in a save of several.
 
-    Args:
+    Attributes:
         round_: what the processes say to each other about this save.
         Others: as `Save`.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        store: Store,
-        layouts: LayoutCache,
-        request: SaveRequest,
-        state: SaveState,
-        staged: Callable[[], None],
-        claim: Callable[[], Coroutine[Any, Any, int]],
-        round_: Round,
-    ) -> None:
-        super().__init__(runtime, store, layouts, request, state, staged, claim)
-        self._round = round_
-        self._group = round_.group
-        identity = f"{self._group.run_id}\n{request.name}\n{round_.number}"
+    _: KW_ONLY
+    round_: Round
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._group = self.round_.group
+        identity = f"{self._group.run_id}\n{self.request.name}\n{self.round_.number}"
         self._save_id = hashlib.sha256(identity.encode()).hexdigest()[:32]
         self._process = self._recorder.process = self._group.process_index
         self._stem = f"{self._save_id}-{self._process}" if self._process else self._save_id
@@ -162,7 +153,7 @@ class SharedSave(Save):
             …: the error of the process that failed first, which it names.
             SaveOutcomeUnknownError: process 0 fell silent after its decision to commit.
         """
-        async with self._round.alive():
+        async with self.round_.alive():
             try:
                 report = await super().run(turn, retain)
             except BaseException as error:
@@ -178,7 +169,7 @@ class SharedSave(Save):
         Errors of other processes are theirs to note. After a success, the last note is removed. A
         one-shot save is a run of its own, which no job continues.
         """
-        if self._request.step is None or not isinstance(self._store, NotingStore):
+        if self.request.step is None or not isinstance(self.store, NotingStore):
             return
         note = None
         if error is not None:
@@ -186,10 +177,10 @@ class SharedSave(Save):
             theirs = getattr(error, "process", None) not in (None, self._process)
             if theirs or isinstance(error, (SaveAbortedError, asyncio.CancelledError)):
                 return
-            host, stage = self._group.host, self._state.stage
+            host, stage = self._group.host, self.state.stage
             note = encode_error(error, process=self._process, host=host, stage=stage)
         with contextlib.suppress(Exception):  # of a store that is not ours
-            await to_completion(briefly(self._store.keep_note(self._process, note), limit_s=NOTE_S))
+            await to_completion(briefly(self.store.keep_note(self._process, note), limit_s=NOTE_S))
 
     async def _run(self) -> SaveReport:
         try:
@@ -199,16 +190,16 @@ class SharedSave(Save):
                 report = await super()._run()
                 self._watching.cancel()
         except BaseException:
-            self._layouts.forget()
+            self.layouts.forget()
             raise
         return report
 
     async def _watch(self) -> None:
         """Return when all have succeeded; raise the error of a process that has failed."""
         try:
-            await self._round.watch()
+            await self.round_.watch()
         except Exception as error:
-            if self._kept and not self._round.failed:
+            if self._kept and not self.round_.failed:
                 # Process 0 has fallen silent, or its messages do not come through.
                 if await self._is_committed():
                     return
@@ -229,8 +220,8 @@ class SharedSave(Save):
 
     async def _is_committed(self) -> bool:
         """Look for the record for as long again as process 0 has been silent."""
-        files = self._store.files(self._request.name)
-        end = time.monotonic() + self._round.silence_s
+        files = self.store.files(self.request.name)
+        end = time.monotonic() + self.round_.silence_s
         try:
             while True:
                 record = await record_of(files)
@@ -245,28 +236,28 @@ class SharedSave(Save):
     # -- stages
 
     async def _make_claim(self) -> None:
-        if self._round.leads:
+        if self.round_.leads:
             await super()._make_claim()
 
     async def _refuse_existing(self) -> None:
-        if self._round.leads:
+        if self.round_.leads:
             await super()._refuse_existing()
 
     async def _plan(self, sizes: Sizes) -> Layout:
-        plan = SharedPlan(self._round, self._request, self._files)
+        plan = SharedPlan(self.round_, self.request, self._files)
         snapshot, layout = await plan.agree(
-            sizes, runtime=self._runtime, store=self._store, cache=self._layouts
+            sizes, runtime=self.runtime, store=self.store, cache=self.layouts
         )
-        self._request = replace(self._request, snapshot=snapshot)
+        self.request = replace(self.request, snapshot=snapshot)
         self._known = not layout.fresh
         return layout
 
     async def _begin(self) -> Any:
-        request = self._request
-        if self._attempt is None and not self._round.leads:
+        request = self.request
+        if self._attempt is None and not self.round_.leads:
             self._attempt = Joining(self._location, self._tasks.create_task(self._joined()))
         elif self._attempt is None:
-            self._attempt = await self._store.begin(
+            self._attempt = await self.store.begin(
                 request.name,
                 self._save_id,
                 epoch=self._epoch,
@@ -274,7 +265,7 @@ class SharedSave(Save):
                 private=request.options.private,
                 shared=True,
             )
-            self._round.begun()
+            self.round_.begun()
         return self._attempt
 
     async def _files(self) -> AttemptFiles:
@@ -297,18 +288,18 @@ class SharedSave(Save):
         begun_at: float | None = None
         while True:
             try:
-                return await self._store.join(
-                    self._request.name,
+                return await self.store.join(
+                    self.request.name,
                     self._save_id,
                     process=self._group.process_index,
                     timeout_s=JOIN_S,
-                    private=self._request.options.private,
+                    private=self.request.options.private,
                 )
             except CheckpointNotFoundError:
-                await self._round.post_name()
+                await self.round_.post_name()
                 if self._known:
-                    await self._round.post(KNOWN, b"+")
-                if begun_at is None and self._round.has_begun():
+                    await self.round_.post(KNOWN, b"+")
+                if begun_at is None and self.round_.has_begun():
                     begun_at = time.monotonic()
             if begun_at is not None and time.monotonic() - begun_at > UNSHARED_S:
                 raise UsageError(
@@ -321,24 +312,24 @@ class SharedSave(Save):
                 )
 
     def _committing(self, attempt: Any, layout: Layout) -> Commit | Contribution:
-        compute = self._runtime.engine.compute
-        if self._round.leads:
+        compute = self.runtime.engine.compute
+        if self.round_.leads:
             self._commit = MergingCommit(
                 attempt,
                 layout,
-                self._request,
+                self.request,
                 save_id=self._save_id,
                 compute=compute,
                 writers=self._group.process_count,
                 epoch=self._epoch,
-                round_=self._round,
+                round_=self.round_,
                 times=self._times,
             )
             return self._commit
         self._commit = self._contribution = Contribution(
             attempt,
             layout,
-            self._request.snapshot,
+            self.request.snapshot,
             save_id=self._save_id,
             process=self._group.process_index,
             host=self._group.host,
@@ -349,7 +340,7 @@ class SharedSave(Save):
 
     def _times(self) -> tuple[float, float]:
         """Return the seconds until all was staged, and until now."""
-        return self._state.blocked_s, time.perf_counter() - self._request.begun
+        return self.state.blocked_s, time.perf_counter() - self.request.begun
 
     def _parts(self) -> tuple[ProcessPart, ...]:
         return self._commit.parts if self._commit is not None else ()
@@ -359,31 +350,31 @@ class SharedSave(Save):
         return super()._timeline().joined(others)
 
     def _checked(self, layout: Layout) -> Column:
-        return checked_rows(layout.plan, self._round.number, whole=layout.fresh)
+        return checked_rows(layout.plan, self.round_.number, whole=layout.fresh)
 
     async def _conclude(self, attempt: Any, made: Committable) -> Committable:
-        if self._round.leads:
-            await self._round.commit()
+        if self.round_.leads:
+            await self.round_.commit()
             await attempt.publish(made.record)
             totals = {"stored_nbytes": made.stored_nbytes, "file_count": made.file_count}
-            await to_completion(briefly(self._round.finish(json.dumps(totals).encode())))
+            await to_completion(briefly(self.round_.finish(json.dumps(totals).encode())))
             return made
         assert self._contribution is not None
         joined = await attempt.attempt()
         await joined.settle()
         self._kept = True
         try:
-            await self._round.post("ready", self._contribution.path.encode())
+            await self.round_.post("ready", self._contribution.path.encode())
         except StoreError as error:
             # The message may have arrived, and process 0 have committed.
             if not await self._is_committed():
                 raise self._unknown(error) from error
         else:
-            if self._request.consent is not None:
-                self._request.consent.asked()
+            if self.request.consent is not None:
+                self.request.consent.asked()
             await self._outcome()
         await joined.leave()
-        totals = json.loads(self._round.result or b"{}")
+        totals = json.loads(self.round_.result or b"{}")
         return Committable(b"", totals.get("stored_nbytes", 0), totals.get("file_count", 0))
 
     async def _outcome(self) -> None:
@@ -420,8 +411,8 @@ class SharedSave(Save):
     async def _withdraw(self, error: BaseException) -> bool:
         """Abort the save on all processes; return whether it is, False where it was decided."""
         self._posted = True
-        aborted = await briefly(self._round.abort(self._reason(error), self._state.stage))
-        if aborted or self._round.failed:
+        aborted = await briefly(self.round_.abort(self._reason(error), self.state.stage))
+        if aborted or self.round_.failed:
             self._kept = False
         return aborted is not False
 
@@ -433,7 +424,7 @@ class SharedSave(Save):
         if self._timeout is not None and self._timeout.expired():
             return DeadlineExceededError(
                 f"{self._location}: the save did not finish within "
-                f"{self._request.options.deadline_s} s",
+                f"{self.request.options.deadline_s} s",
                 location=self._location,
             )
         return SaveAbortedError(

@@ -86,24 +86,19 @@ class Agreement:
         return self.own if self.merged is None else self.merged.digest
 
 
+@dataclass(eq=False, repr=False)
 class SharedPlan:
     """How this process plans its part in a save.
 
-    Args:
+    Attributes:
         round_: what the processes say to each other about this save.
         request: what is saved.
         attempt: returns the files of the attempt, once there are any.
     """
 
-    def __init__(
-        self,
-        round_: Round,
-        request: SaveRequest,
-        attempt: Callable[[], Awaitable[AttemptFiles]],
-    ) -> None:
-        self._round = round_
-        self._request = request
-        self._attempt = attempt
+    round_: Round
+    request: SaveRequest
+    attempt: Callable[[], Awaitable[AttemptFiles]]
 
     async def agree(
         self, sizes: Sizes, *, runtime: Runtime, store: Store, cache: LayoutCache
@@ -114,7 +109,7 @@ class SharedPlan:
             MismatchError: the trees do not go together; names path and processes.
             UsageError: as `make_layout`.
         """
-        request, group = self._request, self._round.group
+        request, group = self.request, self.round_.group
         key = schema_key(request)
         agreed: Agreement | None = cache.agreement(key)
         fresh = agreed is None or agreed.run_id != group.run_id
@@ -157,30 +152,30 @@ class SharedPlan:
         run = runtime.engine.compute.run
         schema = None
         if kept is None:
-            schema = await run(schema_of, self._request)
+            schema = await run(schema_of, self.request)
             digest = await run(schema_digest, schema)
             partial = any(leaf.partial for leaf in schema.leaves)
         else:
             digest, partial = kept.own, kept.partial
         own = [change, digest, partial, "" if kept is None else kept.digest, *limits]
-        answer = await (self._settle(own) if self._round.leads else self._propose(own))
+        answer = await (self._settle(own) if self.round_.leads else self._propose(own))
         lowest = Limits(*answer["limits"])
-        agreed = Agreement(self._round.group.run_id, digest, partial, lowest)
+        agreed = Agreement(self.round_.group.run_id, digest, partial, lowest)
         if not answer["merge"]:
             return agreed
         if kept is not None and answer["kept"]:
             return replace(agreed, merged=kept.merged)
         if schema is None:
-            schema = await run(schema_of, self._request)
+            schema = await run(schema_of, self.request)
         schemas = await self._exchange(schema)
         return replace(agreed, merged=await run(merge_schemas, schemas, self._tree()))
 
     async def _settle(self, own: list[Any]) -> dict[str, Any]:
         """Look whether all save the same, as process 0."""
-        found = await self._round.gathered(
+        found = await self.round_.gathered(
             "plan",
             instead=KNOWN,
-            refuse=lambda process, _: _out_of_step(self._round, 0, process, own[0]),
+            refuse=lambda process, _: _out_of_step(self.round_, 0, process, own[0]),
         )
         proposals = [own, *(json.loads(message) for message in found.values())]
         answer = {
@@ -188,25 +183,25 @@ class SharedPlan:
             "kept": own[3] != "" and all(kept == own[3] for _, _, _, kept, *_ in proposals),
             "limits": [min(limit) for limit in zip(*(p[4:] for p in proposals), strict=True)],
         }
-        await self._round.answer("planned", json.dumps(answer).encode())
+        await self.round_.answer("planned", json.dumps(answer).encode())
         return answer
 
     async def _propose(self, own: list[Any]) -> dict[str, Any]:
         """Tell process 0 what this process saves, and return what it answers."""
-        await self._round.post("plan", json.dumps(own).encode())
-        answer: dict[str, Any] = json.loads(await self._round.answered("planned"))
+        await self.round_.post("plan", json.dumps(own).encode())
+        answer: dict[str, Any] = json.loads(await self.round_.answered("planned"))
         return answer
 
     async def _exchange(self, own: Schema) -> dict[int, Schema]:
         """Return the schemas of all processes, which go through the store."""
-        attempt = await self._attempt()
-        if self._round.leads:
+        attempt = await self.attempt()
+        if self.round_.leads:
             bundle = await self._bundle(attempt, own)
         else:
-            path = f"schema-{self._round.group.process_index}"
+            path = f"schema-{self.round_.group.process_index}"
             await attempt.pass_on(path, encode_schema(own))
-            await self._round.post("schema", path.encode())
-            bundle = await self._taken(attempt, (await self._round.answered("schemas")).decode())
+            await self.round_.post("schema", path.encode())
+            bundle = await self._taken(attempt, (await self.round_.answered("schemas")).decode())
         schemas: dict[int, Schema] = {}
         for processes, data in json.loads(bundle):
             schema = decode_schema(base64.b64decode(data), file=f"schema-{processes[0]}")
@@ -216,23 +211,23 @@ class SharedPlan:
     async def _bundle(self, attempt: AttemptFiles, own: Schema) -> bytes:
         """Gather the distinct schemas and pass them on to all processes, as process 0."""
         distinct: dict[bytes, list[int]] = {encode_schema(own): [0]}
-        for process, message in sorted((await self._round.gathered("schema")).items()):
+        for process, message in sorted((await self.round_.gathered("schema")).items()):
             data = await self._taken(attempt, message.decode())
             distinct.setdefault(data, []).append(process)
         bundle = json.dumps(
             [[processes, base64.b64encode(data).decode()] for data, processes in distinct.items()]
         ).encode()
         await attempt.pass_on("schemas", bundle)
-        await self._round.answer("schemas", b"schemas")
+        await self.round_.answer("schemas", b"schemas")
         return bundle
 
     async def _taken(self, attempt: AttemptFiles, path: str) -> bytes:
-        return await taken(attempt, path, self._round, max_nbytes=2 * MAX_SCHEMA_NBYTES)
+        return await taken(attempt, path, self.round_, max_nbytes=2 * MAX_SCHEMA_NBYTES)
 
     def _tree(self) -> Literal["same", "union"]:
-        tree = self._request.options.tree
+        tree = self.request.options.tree
         if tree == "auto":
-            return "same" if self._round.group.coordinator.name == "jax" else "union"
+            return "same" if self.round_.group.coordinator.name == "jax" else "union"
         return tree
 
 

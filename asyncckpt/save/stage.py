@@ -18,7 +18,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -101,10 +101,11 @@ class StagedChunks:
     units: int
 
 
+@dataclass(eq=False, repr=False)
 class Staging:
     """Copies the leaves of one save into slots.
 
-    Args:
+    Attributes:
         plan: places of all chunks.
         sources: the leaves.
         adapters: the adapter of each leaf.
@@ -114,34 +115,22 @@ class Staging:
         compute: threads that copy.
         grow: allocate up to the whole budget, because the caller waits for the copies.
         recorder: notes when copies are made.
-
-    Attributes:
         referenced_nbytes: bytes of leaves that are held instead of copied.
     """
 
-    def __init__(
-        self,
-        plan: SavePlan,
-        sources: Sources,
-        adapters: Sequence[ArrayAdapter],
-        paths: Sequence[str],
-        pool: SlotPool,
-        window_pool: SlotPool,
-        compute: Workers,
-        *,
-        grow: bool,
-        recorder: Recorder,
-    ) -> None:
-        self._recorder = recorder
-        self._plan = plan
-        self._sources = sources
-        self._adapters = adapters
-        self._paths = paths
-        self._pool = pool
-        self._window_pool = window_pool
-        self._compute = compute
-        self._grow = grow
-        self._leaf_of: list[int] = plan.arrays.leaf.tolist()
+    plan: SavePlan
+    sources: Sources
+    adapters: Sequence[ArrayAdapter]
+    paths: Sequence[str]
+    pool: SlotPool
+    window_pool: SlotPool
+    compute: Workers
+    _: KW_ONLY
+    grow: bool
+    recorder: Recorder
+
+    def __post_init__(self) -> None:
+        self._leaf_of: list[int] = self.plan.arrays.leaf.tolist()
         self._readers: dict[int, ArrayReader] = {}
         self.held: set[Slot] = set()
         self.held_units = 0
@@ -158,7 +147,7 @@ class Staging:
         Raises:
             StagingError: names the leaf.
         """
-        return await self._compute.run(self._copy_inline)
+        return await self.compute.run(self._copy_inline)
 
     async def windows(
         self,
@@ -179,17 +168,17 @@ class Staging:
         Raises:
             StagingError: names the leaf.
         """
-        windows, pool = self._plan.windows, self._window_pool
+        windows, pool = self.plan.windows, self.window_pool
         # One thread, if it gets stuck, must not take the whole budget with it.
         most = max(1, min(GROUP_NBYTES // pool.slot_nbytes, pool.capacity // 4))
         # Every thread makes several calls, so that all of them end at about the same time.
-        most = min(most, -(-len(windows) // (CALLS_PER_THREAD * self._compute.count)))
+        most = min(most, -(-len(windows) // (CALLS_PER_THREAD * self.compute.count)))
         if seal is not None:
             most = 1  # the first write begins after the first call
         # Copies run ahead of `emit`, as far as there are slots, but end in any order.
         running: deque[asyncio.Task[list[StagedWindow]]] = deque()
         async with asyncio.TaskGroup() as group:
-            if self._grow and windows:
+            if self.grow and windows:
                 group.create_task(pool.prepare(len(windows)))
             done = 0
             while done < len(windows):
@@ -201,13 +190,13 @@ class Staging:
                     continue
                 if not slots:
                     flush()
-                    slots = await pool.take(1, grow=self._grow)
+                    slots = await pool.take(1, grow=self.grow)
                 self.held.update(slots)
                 part = windows[done : done + len(slots)]
                 done += len(part)
                 copy = self.use(slots, self._copy_windows, part, slots, seal)
                 running.append(group.create_task(copy))
-                if len(running) > self._compute.count:
+                if len(running) > self.compute.count:
                     await _emit_oldest(running, emit)
             while running:
                 await _emit_oldest(running, emit)
@@ -219,12 +208,12 @@ class Staging:
         makes, taken at once: compression never waits for memory while it holds some.
         Cancellation, errors: as `windows`.
         """
-        budget = self._pool.budget
+        budget = self.pool.budget
         for rows, starts, nbytes in self._groups():
-            count = max(1, -(-(starts[-1] + nbytes[-1]) // self._pool.slot_nbytes))
+            count = max(1, -(-(starts[-1] + nbytes[-1]) // self.pool.slot_nbytes))
             # Fewer where both together exceed the part of the budget that comes back.
             units = max(0, min(count, budget.capacity - budget.kept - count))
-            slots = await self._pool.take(count, grow=self._grow, extra=units)
+            slots = await self.pool.take(count, grow=self.grow, extra=units)
             self.held.update(slots)
             self.held_units += units
             chunks = StagedChunks(rows, starts, nbytes, slots, units)
@@ -233,8 +222,8 @@ class Staging:
 
     def _groups(self) -> Iterator[tuple[list[int], list[int], list[int]]]:
         """Yield rows of chunks that are compressed together, their starts, and their lengths."""
-        plan = self._plan
-        most = min(GROUPED_NBYTES, self._pool.slot_nbytes)
+        plan = self.plan
+        most = min(GROUPED_NBYTES, self.pool.slot_nbytes)
         rows: list[int] = []
         starts: list[int] = []
         sizes: list[int] = []
@@ -258,8 +247,8 @@ class Staging:
         Cancellation, errors: as `windows`.
         """
         # More slots than the budget has would be waited for without end.
-        count = min(self._compute.count, len(rows), max(1, self._pool.capacity // 4))
-        slots = await self._pool.take(count, grow=self._grow) if count else []
+        count = min(self.compute.count, len(rows), max(1, self.pool.capacity // 4))
+        slots = await self.pool.take(count, grow=self.grow) if count else []
         self.held.update(slots)
         shares = [rows[i * len(rows) // count : (i + 1) * len(rows) // count] for i in range(count)]
         calls = [
@@ -275,8 +264,8 @@ class Staging:
 
         Cancellation, errors: as `windows`.
         """
-        parts = self._plan.parts
-        return await self._compute.run(self._copy_parts, parts) if parts else []
+        parts = self.plan.parts
+        return await self.compute.run(self._copy_parts, parts) if parts else []
 
     async def hold_immutable(self) -> bool:
         """Hold immutable leaves and copy all others; return False if those are too many.
@@ -285,45 +274,45 @@ class Staging:
         is held. The copies count in the budget until `forget`. Where they would take more than
         half of it, or leave too little for the largest of what is staged, nothing is done.
         """
-        plan = self._plan
+        plan = self.plan
         inline = set(plan.arrays.inline.tolist())
         held = {*np.unique(plan.row_array).tolist(), *(part.array for part in plan.parts)}
         owned = {self._leaf_of[array] for array in held - inline}
         mutable = []
         held_nbytes = 0
         for leaf in sorted(owned):
-            source = self._sources[leaf]
+            source = self.sources[leaf]
             if source.framework in IMMUTABLE_FRAMEWORKS:
                 held_nbytes += _held_nbytes(source)
             else:
                 mutable.append(leaf)
-        nbytes = sum(_held_nbytes(self._sources[leaf]) for leaf in mutable)
-        units = -(-nbytes // self._pool.slot_nbytes)
-        budget = self._pool.budget
+        nbytes = sum(_held_nbytes(self.sources[leaf]) for leaf in mutable)
+        units = -(-nbytes // self.pool.slot_nbytes)
+        budget = self.pool.budget
         # Slots that compressed chunks are packed into are kept for as long.
-        packing = self._window_pool.units if plan.compressed else 0
+        packing = self.window_pool.units if plan.compressed else 0
         room = budget.capacity - budget.kept - self.most_units - packing
         if units > max(0, min(budget.capacity // 2, room)):
             return False
         if units:
-            await self._pool.acquire(units)
+            await self.pool.acquire(units)
             budget.keep(units)
             self.held_units += units
             self._copy_units = units
-            await self._compute.run(self._copy_mutable, mutable, nbytes)
+            await self.compute.run(self._copy_mutable, mutable, nbytes)
             self._readers.clear()
         self.referenced_nbytes = held_nbytes
-        self._grow = False
+        self.grow = False
         return True
 
     @property
     def most_units(self) -> int:
         """Units of the budget that the largest window or chunk takes at once."""
-        plan = self._plan
-        most = self._window_pool.units if plan.windows else 0
+        plan = self.plan
+        most = self.window_pool.units if plan.windows else 0
         if plan.compressed:
             largest = int(plan.row_payload[list(plan.compressed)].max())
-            most = max(most, -(-largest // self._pool.slot_nbytes))
+            most = max(most, -(-largest // self.pool.slot_nbytes))
         return most
 
     def forget(self) -> None:
@@ -331,7 +320,7 @@ class Staging:
         if self._copy_units:
             self._give_copies()
         self._readers.clear()
-        self._sources.forget()
+        self.sources.forget()
 
     async def use(
         self, slots: Sequence[Slot], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
@@ -341,7 +330,7 @@ class Staging:
         Cancellation: waits for the thread; if it is abandoned, the slots are quarantined.
         """
         try:
-            return await self._compute.run(function, *args, **kwargs)
+            return await self.compute.run(function, *args, **kwargs)
         except ThreadAbandonedError as error:
             self.give(slots, error=error)
             raise
@@ -354,7 +343,7 @@ class Staging:
         if self._copy_units:
             self._give_copies()
         if self.held_units:
-            self._pool.budget.release(self.held_units)
+            self.pool.budget.release(self.held_units)
             self.held_units = 0
         self._readers.clear()
 
@@ -367,7 +356,7 @@ class Staging:
             slot.pool.release([slot], error)
         if units:
             self.held_units -= units
-            self._pool.budget.release(units)
+            self.pool.budget.release(units)
 
     def written(self, slot: Slot, error: BaseException | None, reusable: bool) -> None:
         """Give back a slot that was written; discard it where a client may still be sending it."""
@@ -378,7 +367,7 @@ class Staging:
             slot.pool.discard([slot])
 
     def _give_copies(self) -> None:
-        self._pool.budget.keep(-self._copy_units)
+        self.pool.budget.keep(-self._copy_units)
         self.give((), self._copy_units)
         self._copy_units = 0
 
@@ -388,7 +377,7 @@ class Staging:
         since = time.perf_counter()
         arena = Arena(nbytes)
         for leaf in leaves:
-            source, adapter = self._sources[leaf], self._adapters[leaf]
+            source, adapter = self.sources[leaf], self.adapters[leaf]
             try:
                 if source.shards is None:
                     whole = Box.whole(source.spec.shape)
@@ -402,7 +391,7 @@ class Staging:
                 source.views = tuple([copies[shard.box] for shard in source.shards])
             except Exception as error:
                 raise self._failed(leaf, error) from error
-        self._recorder.add("stage", since, nbytes)
+        self.recorder.add("stage", since, nbytes)
 
     def _copy_windows(
         self, windows: Sequence[Window], slots: Sequence[Slot], seal: Seal | None
@@ -418,13 +407,13 @@ class Staging:
                 out = buffer[piece.position : piece.position + piece.stop - piece.start]
                 self._copy(piece.array, piece.row, piece.start, piece.stop, out)
             staged.append(StagedWindow(window, slot))
-        self._recorder.add("stage", since, sum(window.nbytes for window in windows))
+        self.recorder.add("stage", since, sum(window.nbytes for window in windows))
         return staged
 
     def _copy_part(self, piece: Piece, start: int, out: Bytes) -> int:
         """Copy as much of a piece, from byte `start` on, as is best checksummed at once."""
         # What is not one run of bytes is gathered, or fetched from its device, as a whole.
-        run = self._plan.row_source[piece.row] >= 0
+        run = self.plan.row_source[piece.row] >= 0
         nbytes = min(out.size, CACHED_NBYTES) if run else out.size
         start += piece.start
         self._copy(piece.array, piece.row, start, start + nbytes, out[:nbytes])
@@ -433,18 +422,18 @@ class Staging:
     def _copy_chunks(self, chunks: StagedChunks) -> None:
         since = time.perf_counter()
         for row, at, nbytes in zip(chunks.rows, chunks.starts, chunks.nbytes, strict=True):
-            array = int(self._plan.row_array[row])
+            array = int(self.plan.row_array[row])
             start = 0
             for out in spans(chunks.slots, at, nbytes):
                 self._copy(array, row, start, start + len(out), out)
                 start += len(out)
-        self._recorder.add("stage", since, sum(chunks.nbytes))
+        self.recorder.add("stage", since, sum(chunks.nbytes))
 
     def _checksum(self, slot: Slot, rows: Sequence[int]) -> list[int]:
         crcs: list[int] = []
         size = slot.buffer.size
         for row in rows:
-            array, nbytes = int(self._plan.row_array[row]), int(self._plan.row_payload[row])
+            array, nbytes = int(self.plan.row_array[row]), int(self.plan.row_payload[row])
             crc = 0
             for start in range(0, nbytes, size):
                 out = slot.buffer[: min(size, nbytes - start)]
@@ -454,7 +443,7 @@ class Staging:
         return crcs
 
     def _copy(self, array: int, row: int, start: int, stop: int, out: Bytes) -> None:
-        plan = self._plan
+        plan = self.plan
         try:
             reader = self._reader(array)
             source = int(plan.row_source[row])
@@ -473,7 +462,7 @@ class Staging:
     def _gather(
         self, reader: ArrayReader, array: int, row: int, start: int, stop: int, out: Bytes
     ) -> None:
-        plan = self._plan
+        plan = self.plan
         part = plan.arrays.of(array)
         grid = part.grid
         index = int(plan.row_chunk[row]) - int(plan.arrays.first_chunk[array])
@@ -482,8 +471,8 @@ class Staging:
 
     def _copy_inline(self) -> bytearray:
         """Copy the arrays of `plan.inline`, one after the other, each with a gap behind it."""
-        arrays, inline = self._plan.arrays, self._plan.inline
-        plain, specs, opened = self._sources.plain, self._sources.specs, self._sources.opened
+        arrays, inline = self.plan.arrays, self.plan.inline
+        plain, specs, opened = self.sources.plain, self.sources.specs, self.sources.opened
         # What one small chunk stores unchanged; a leaf without shards may be padded in it, or cast.
         stored = [p.spec if p.grid.chunk_shape == p.spec.shape else None for p in arrays.parts]
         part_of = arrays.part.tolist()
@@ -505,12 +494,12 @@ class Staging:
             except TypeError:  # not all of them are contiguous
                 data += gap.join(map(np.ndarray.tobytes, payloads))
             data += gap
-        self._recorder.add("stage", since, len(data))
+        self.recorder.add("stage", since, len(data))
         return data
 
     def _inline_payload(self, array: int) -> Bytes:
         """Copy the only chunk of an array."""
-        plan = self._plan
+        plan = self.plan
         row = int(plan.first_row[array])
         payload = np.empty(int(plan.row_payload[row]), np.uint8)
         try:
@@ -522,7 +511,7 @@ class Staging:
     def _copy_parts(self, parts: Sequence[HeldBox]) -> list[tuple[HeldBox, bytes]]:
         copies: list[tuple[HeldBox, bytes]] = []
         for part in parts:
-            out = np.empty(part.box.shape, DTYPES[self._plan.arrays.of(part.array).spec.dtype])
+            out = np.empty(part.box.shape, DTYPES[self.plan.arrays.of(part.array).spec.dtype])
             try:
                 self._reader(part.array).read(part.box, out)
             except Exception as error:
@@ -535,10 +524,10 @@ class Staging:
         reader = self._readers.get(leaf)
         if reader is None:
             reader = ArrayReader(
-                self._sources[leaf],
-                self._adapters[leaf],
-                self._plan.arrays.of(array).spec.dtype,
-                path=self._paths[leaf],
+                self.sources[leaf],
+                self.adapters[leaf],
+                self.plan.arrays.of(array).spec.dtype,
+                path=self.paths[leaf],
             )
             self._readers[leaf] = reader
         return reader
@@ -547,10 +536,10 @@ class Staging:
         if isinstance(error, AsyncCheckpointError):
             return error
         return StagingError(
-            f"{self._paths[leaf]}: copying {self._sources[leaf].spec} to host memory failed: "
+            f"{self.paths[leaf]}: copying {self.sources[leaf].spec} to host memory failed: "
             f"{type(error).__name__}: {error}; the save was aborted, earlier checkpoints are "
             "intact",
-            path=self._paths[leaf],
+            path=self.paths[leaf],
             stage="stage",
         )
 

@@ -15,8 +15,8 @@ import asyncio
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import KW_ONLY, dataclass, field
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -64,27 +64,25 @@ class _Open:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
+@dataclass(eq=False, repr=False)
 class DataFiles(ABC):
     """Data files of one attempt, written window by window and sealed after the last window.
 
-    Args:
+    Attributes:
         attempt: where the files go.
         stem: what the names of the files begin with; the attempt's save id is a part of it.
         window_nbytes: size of all windows of a file but the last.
         written: called with the bytes of progress of every window that is written.
-
-    Attributes:
         renames: files that a store has sent again under another name.
         renamed: called after each.
     """
 
-    def __init__(
-        self, attempt: AttemptFiles, stem: str, window_nbytes: int, written: Callable[[int], None]
-    ) -> None:
-        self.attempt = attempt
-        self.window_nbytes = window_nbytes
-        self._stem = stem
-        self._written = written
+    attempt: AttemptFiles
+    stem: str
+    window_nbytes: int
+    written: Callable[[int], None]
+
+    def __post_init__(self) -> None:
         self._files: dict[int, _Open] = {}
         self.renames = 0
         self.renamed: Callable[[], None] | None = None
@@ -93,7 +91,7 @@ class DataFiles(ABC):
         """Return where the file is, which is final once it is sealed."""
         opened = self._files.get(file)
         # No other attempt can make the same.
-        return f"{DATABASE}/d/{self._stem}-{file}" if opened is None else opened.path
+        return f"{DATABASE}/d/{self.stem}-{file}" if opened is None else opened.path
 
     async def open(self, file: int, nbytes: int) -> _Open:
         """Create a file of this length; the first of several callers does, others wait for it."""
@@ -103,7 +101,9 @@ class DataFiles(ABC):
         async with opened.lock:
             if opened.file is None:
                 opened.file = await self.attempt.create(
-                    opened.path, nbytes=nbytes, window_nbytes=self._request_nbytes
+                    opened.path,
+                    nbytes=nbytes,
+                    window_nbytes=self.window_nbytes if self._requests_windows else None,
                 )
         return opened
 
@@ -122,7 +122,7 @@ class DataFiles(ABC):
             window.done(window.slot, error, self._reusable_after_error)
             raise
         window.done(window.slot, None, reusable)
-        self._written(window.counted_nbytes)
+        self.written(window.counted_nbytes)
         opened.left -= 1
         if opened.left == 0:
             await opened.file.seal(window.file_nbytes)
@@ -132,8 +132,8 @@ class DataFiles(ABC):
                 if self.renamed is not None:
                     self.renamed()
 
-    _reusable_after_error: bool
-    _request_nbytes: int | None = None  # windows that are requests of exactly this size
+    _reusable_after_error: ClassVar[bool]
+    _requests_windows: ClassVar[bool]  # each window of a file is one request
 
     @abstractmethod
     async def _put(self, file: DataFile, window: FileWindow) -> bool: ...
@@ -143,6 +143,7 @@ class PositionalFiles(DataFiles):
     """Files of a store that writes at any place: whole pages, which keeps the writes direct."""
 
     _reusable_after_error = True
+    _requests_windows = False
 
     async def _put(self, file: DataFile, window: FileWindow) -> bool:
         # `seal` cuts the file to its length.
@@ -154,12 +155,7 @@ class SealedFiles(DataFiles):
     """Files of an object store: every window is one request, whose body is the slot itself."""
 
     _reusable_after_error = False  # the client may still be sending it
-
-    def __init__(
-        self, attempt: AttemptFiles, stem: str, window_nbytes: int, written: Callable[[int], None]
-    ) -> None:
-        super().__init__(attempt, stem, window_nbytes, written)
-        self._request_nbytes = window_nbytes
+    _requests_windows = True
 
     async def _put(self, file: DataFile, window: FileWindow) -> bool:
         return await file.write(window.offset, window.slot.body(window.nbytes))
@@ -181,33 +177,29 @@ class Placed(NamedTuple):
     raw_nbytes: int
 
 
+@dataclass(eq=False, repr=False)
 class ChunkAppender:
     """Appends compressed chunks to data files in plan order, sealing each at its target size."""
 
-    def __init__(
-        self,
-        files: DataFiles,
-        first_file: int,
-        target_nbytes: int,
-        *,
-        written: Callable[[int], None],
-    ) -> None:
-        self._files = files
-        self._first = first_file
-        self._target = target_nbytes
+    files: DataFiles
+    first_file: int
+    target_nbytes: int
+    _: KW_ONLY
+    written: Callable[[int], None]
+
+    def __post_init__(self) -> None:
         self._file: DataFile | None = None
-        self._written = written
         self.file_nbytes: list[int] = []
         self.file_crcs: list[int] = []
 
     def place(self, nbytes: int) -> tuple[int, int]:
         """Return file number and offset of the next chunk; both are final."""
-        if not self.file_nbytes or self.file_nbytes[-1] >= self._target:
+        if not self.file_nbytes or self.file_nbytes[-1] >= self.target_nbytes:
             self.file_nbytes.append(0)
             self.file_crcs.append(0)
         offset = self.file_nbytes[-1]
         self.file_nbytes[-1] += nbytes
-        return self._first + len(self.file_nbytes) - 1, offset
+        return self.first_file + len(self.file_nbytes) - 1, offset
 
     async def write(self, placed: Sequence[Placed]) -> None:
         """Write chunks that follow each other, one write per file where they are several."""
@@ -216,8 +208,8 @@ class ChunkAppender:
             raw_nbytes = sum(chunk.raw_nbytes for chunk in run)
             if offset == 0:
                 await self.finish(file - 1)
-                self._file = await self._files.attempt.create(
-                    self._files.path(file), nbytes=min(self._target, raw_nbytes)
+                self._file = await self.files.attempt.create(
+                    self.files.path(file), nbytes=min(self.target_nbytes, raw_nbytes)
                 )
             assert self._file is not None
             blocks = _blocks(run)
@@ -226,25 +218,26 @@ class ChunkAppender:
             for block in blocks:
                 await self._file.write(offset, np.frombuffer(block, np.uint8))
                 offset += len(block)
-            index = file - self._first
+            index = file - self.first_file
             self.file_crcs[index] = _with_chunks(self.file_crcs[index], run)
-            self._written(raw_nbytes + len(run) * CRC_NBYTES)
+            self.written(raw_nbytes + len(run) * CRC_NBYTES)
 
     async def finish(self, file: int | None = None) -> None:
         """Seal the open file, if any."""
         if self._file is not None:
-            index = len(self.file_nbytes) - 1 if file is None else file - self._first
+            index = len(self.file_nbytes) - 1 if file is None else file - self.first_file
             open_file, self._file = self._file, None
             await open_file.seal(self.file_nbytes[index])
 
 
+@dataclass(eq=False, repr=False)
 class ChunkPacker:
     """Packs compressed chunks, in plan order, into slots that each become a file of one request.
 
     For stores that take no writes at places of a file. A chunk that is larger than a slot gets a
     file of its own, in several windows.
 
-    Args:
+    Attributes:
         first_file: number of the first file.
         target_nbytes: size at which a file ends.
         pool: where slots come from.
@@ -257,22 +250,16 @@ class ChunkPacker:
     # is written. Taken later, a slot would wait for budget that is held by staged chunks, which
     # wait for that very slot.
 
-    def __init__(
-        self,
-        first_file: int,
-        target_nbytes: int,
-        pool: SlotPool,
-        compute: Workers,
-        *,
-        emit: Callable[[FileWindow], None],
-        written: Callable[[int], None],
-    ) -> None:
-        self._first = first_file
-        self._target = min(target_nbytes, pool.slot_nbytes)
-        self._pool = pool
-        self._compute = compute
-        self._emit = emit
-        self._written = written
+    first_file: int
+    target_nbytes: int
+    pool: SlotPool
+    compute: Workers
+    _: KW_ONLY
+    emit: Callable[[FileWindow], None]
+    written: Callable[[int], None]
+
+    def __post_init__(self) -> None:
+        self._target = min(self.target_nbytes, self.pool.slot_nbytes)
         self._ready: asyncio.Queue[Slot | None] = asyncio.Queue()  # None: to be replaced
         self._reserved: set[Slot] = set()
         self._kept = 0
@@ -287,27 +274,27 @@ class ChunkPacker:
         Leaves `beside` units of the budget free, unless a single slot needs them. Returns the
         units taken.
         """
-        budget = self._pool.budget
+        budget = self.pool.budget
         free = budget.capacity - budget.kept
-        count = max(1, min(count, min(free // 2, free - beside) // self._pool.units))
-        self._reserved.update(await self._pool.take(count))
+        count = max(1, min(count, min(free // 2, free - beside) // self.pool.units))
+        self._reserved.update(await self.pool.take(count))
         self._keep(count)
         for slot in self._reserved:
             self._ready.put_nowait(slot)
-        return count * self._pool.units
+        return count * self.pool.units
 
     def release(self) -> None:
         """Return all slots, and the budget of discarded ones that were not replaced."""
         self._keep(-self._kept)
-        self._pool.release(self._reserved)
+        self.pool.release(self._reserved)
         self._reserved.clear()
         while not self._ready.empty():
             if self._ready.get_nowait() is None:
-                self._pool.cancel_replacement()
+                self.pool.cancel_replacement()
 
     def _keep(self, count: int) -> None:
         self._kept += count
-        self._pool.keep(count)
+        self.pool.keep(count)
 
     def done(self, slot: Slot, error: BaseException | None, reusable: bool) -> None:
         """Take back a slot that was emitted; discard it where it may not be used again."""
@@ -319,7 +306,7 @@ class ChunkPacker:
             self._ready.put_nowait(None)
         else:
             self._keep(-1)  # a discarded slot is counted by the pool
-        self._pool.discard([slot], keep=error is None)
+        self.pool.discard([slot], keep=error is None)
 
     def place(self, nbytes: int) -> tuple[int, int]:
         """Return file number and offset of the next chunk; both are final."""
@@ -329,35 +316,35 @@ class ChunkPacker:
             self.file_crcs.append(0)
         offset = files[-1]
         files[-1] += nbytes
-        return self._first + len(files) - 1, offset
+        return self.first_file + len(files) - 1, offset
 
     async def write(self, placed: Sequence[Placed]) -> None:
         """Copy chunks that follow each other into slots, and emit those that are full."""
         for file, run in _by_file(placed):
-            index = file - self._first
+            index = file - self.first_file
             offset = run[0].offset
             if offset == 0:
                 await self.finish()
                 self._file = file
-            size = self._pool.slot_nbytes
+            size = self.pool.slot_nbytes
             parts = _blocks(run)
             while parts:
                 if self._slot is None:
                     self._slot = await self._next()
                 start = offset % size
-                parts, end = await self._compute.run(_fill, self._slot, start, parts)
+                parts, end = await self.compute.run(_fill, self._slot, start, parts)
                 offset += end - start
                 if end == size and self.file_nbytes[index] > size:
                     # A file of several slots holds a single chunk: its length is final.
                     self._emit_slot(file, offset - end, end, self._slot)
                     self._slot = None
             self.file_crcs[index] = _with_chunks(self.file_crcs[index], run)
-            self._written(sum(chunk.raw_nbytes + CRC_NBYTES for chunk in run))
+            self.written(sum(chunk.raw_nbytes + CRC_NBYTES for chunk in run))
 
     async def _next(self) -> Slot:
         slot = await self._ready.get()
         if slot is None:
-            slot = await self._pool.replacement()
+            slot = await self.pool.replacement()
             self._reserved.add(slot)
         return slot
 
@@ -366,15 +353,15 @@ class ChunkPacker:
         slot, self._slot = self._slot, None
         if slot is None:
             return
-        nbytes = self.file_nbytes[self._file - self._first]
-        size = self._pool.slot_nbytes
+        nbytes = self.file_nbytes[self._file - self.first_file]
+        size = self.pool.slot_nbytes
         start = (nbytes - 1) // size * size
         self._emit_slot(self._file, start, nbytes - start, slot)
 
     def _emit_slot(self, file: int, offset: int, nbytes: int, slot: Slot) -> None:
-        file_nbytes = self.file_nbytes[file - self._first]
+        file_nbytes = self.file_nbytes[file - self.first_file]
         # Its bytes were counted when the chunks were packed.
-        self._emit(FileWindow(file, offset, nbytes, file_nbytes, slot, 0, self.done))
+        self.emit(FileWindow(file, offset, nbytes, file_nbytes, slot, 0, self.done))
 
 
 def _fill(slot: Slot, start: int, blocks: list[bytes]) -> tuple[list[bytes], int]:

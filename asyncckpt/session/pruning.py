@@ -45,6 +45,7 @@ class Seen:
     metrics: Mapping[str, float]
 
 
+@dataclass(eq=False, repr=False)
 class Pruner:
     """Applies the policy of one run.
 
@@ -52,31 +53,23 @@ class Pruner:
     so that a save costs a few reads however many steps are kept. Deletions by other processes are
     seen at once; that another process has replaced a step, when its turn to be deleted comes.
 
-    Args:
+    Attributes:
         policy: which steps to keep.
         runtime: engine and threads.
         root: where the steps are.
         steps: finds them.
         pinned: names that are being read now, which stay, kept up to date by `Reads`.
-
-    Attributes:
         removing: the last removal of bytes in the background, None before the first.
     """
 
-    def __init__(
-        self,
-        policy: Retention,
-        runtime: Runtime,
-        root: Root,
-        steps: Steps,
-        pinned: Mapping[str, int],
-    ) -> None:
-        self._policy = policy
-        self._runtime = runtime
-        self._root = root
-        self._steps = steps
-        self._pinned = pinned
-        self._uses_metrics = uses_metrics(policy)
+    policy: Retention
+    runtime: Runtime
+    root: Root
+    steps: Steps
+    pinned: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        self._uses_metrics = uses_metrics(self.policy)
         self._seen: dict[int, Seen] = {}
         self._own: set[int] = set()  # steps that this run has saved
         self.removing: Job[None] | None = None
@@ -98,7 +91,7 @@ class Pruner:
         try:
             await self.settle()
             notes, self._late_notes = self._late_notes, []
-            steps, reasons = await self._decide(await self._steps.candidates(), saved)
+            steps, reasons = await self._decide(await self.steps.candidates(), saved)
             notes += reasons
             await self._unlist(steps, deleted, notes)
         except Exception as error:
@@ -123,12 +116,12 @@ class Pruner:
             for step in steps:
                 try:
                     # Readers come last: one may begin while the record is looked at.
-                    if not await self._unchanged(step) or self._pinned.get(str(step)):
+                    if not await self._unchanged(step) or self.pinned.get(str(step)):
                         continue
-                    removals.append((step, await self._steps.unlist(str(step))))
+                    removals.append((step, await self.steps.unlist(str(step))))
                     deleted.append(step)
                     del self._seen[step]
-                    logger.info("deleted %s/%s (%s)", self._root.url, step, _name(self._policy))
+                    logger.info("deleted %s/%s (%s)", self.root.url, step, _name(self.policy))
                 except CheckpointNotFoundError:
                     continue
                 except FencedError as error:
@@ -139,7 +132,7 @@ class Pruner:
                     notes.append(f"step {step} could not be deleted: {error}")
         finally:
             if removals:
-                self.removing = self._runtime.engine.submit(lambda: self._remove(removals))
+                self.removing = self.runtime.engine.submit(lambda: self._remove(removals))
 
     async def _remove(self, removals: Sequence[tuple[int, Removal]]) -> None:
         for step, remove in removals:
@@ -169,10 +162,10 @@ class Pruner:
         steps = [*others, *(step for step in seen if step in self._own)]
         metrics = {step: found.metrics for step, found in seen.items()}
         try:
-            kept = _steps(self._policy.keep(tuple(steps), metrics))
-            notes = concerns(self._policy, steps, metrics)
+            kept = _steps(self.policy.keep(tuple(steps), metrics))
+            notes = concerns(self.policy, steps, metrics)
         except Exception as error:
-            name = _name(self._policy)
+            name = _name(self.policy)
             logger.exception("the retention policy %s failed", name)
             return [], [f"no step was deleted, because {name} failed: {error!r}"]
         if others and others[-1] > max(self._own):
@@ -193,14 +186,14 @@ class Pruner:
         return unchanged
 
     async def _read(self, step: int) -> Seen | None:
-        files = self._root.store.files(str(step))
+        files = self.root.store.files(str(step))
         try:
             data = await files.read(RECORD_NAME, max_nbytes=MAX_RECORD_NBYTES)
             if not is_record(data):
                 return None
             metrics: Mapping[str, float] = {}
             if self._uses_metrics:
-                run = self._runtime.engine.compute.run
+                run = self.runtime.engine.compute.run
                 metrics = (await run(decode_record, data, location=files.location)).metrics
             return Seen(data[-RECORD_TAIL_NBYTES:], metrics)
         except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError):

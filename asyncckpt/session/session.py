@@ -12,13 +12,15 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 from asyncckpt.adapters import AdapterSet, adapters_for_loaded_frameworks
 from asyncckpt.arguments import (
+    RestoreIntoArguments,
+    StepSaveArguments,
     check_coordinator,
     check_keep,
     check_preemption,
@@ -41,7 +43,7 @@ from asyncckpt.flow.caller import CallerThread
 from asyncckpt.flow.engine import Job, ended
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.options import RestoreOptions, SaveOptions
-from asyncckpt.reports import Progress, SaveReport
+from asyncckpt.reports import SaveReport
 from asyncckpt.restore.request import Mode, RestoreRequest, restore_request
 from asyncckpt.restore.restore import RestoreOutcome
 from asyncckpt.retention import Retention
@@ -201,13 +203,9 @@ class Session:
         step: int | None,
         tree: Any,
         *,
-        metadata: Mapping[str, Any] | None,
-        metrics: Mapping[str, float] | None,
-        overwrite: bool,
-        options: SaveOptions | None,
-        progress: Callable[[Progress], None] | None,
         stall_first: bool,
         consent: Consent | None = None,
+        **arguments: Unpack[StepSaveArguments],
     ) -> Any:
         """Begin a save of the tree as it is now; return it as a `kind`.
 
@@ -220,7 +218,7 @@ class Session:
         number = None if processes.alone else processes.count("save")
         location = f"{self.root.url}/{name}"
         try:
-            options = self._checked(options)
+            options = self._checked(arguments["options"])
             engine.check()
             self.saves.raise_unseen(options)
             if number is None and stall_first and not self.saves.admits(options, location):
@@ -233,11 +231,11 @@ class Session:
                 name=name,
                 step=step,
                 snapshot=snapshot,
-                metadata=checked_metadata(metadata),
-                metrics=checked_metrics(metrics),
-                overwrite=overwrite,
+                metadata=checked_metadata(arguments["metadata"]),
+                metrics=checked_metrics(arguments["metrics"]),
+                overwrite=arguments["overwrite"],
                 options=options,
-                progress=guarded(progress),
+                progress=guarded(arguments["progress"]),
                 stall_first=stall_first,
                 consent=consent,
                 begun=begun,
@@ -303,29 +301,20 @@ class Session:
         return options
 
     def restore_request(
-        self,
-        mode: Mode,
-        like: Any,
-        *,
-        leaves: str,
-        include: str | Sequence[str] | None,
-        strict: bool,
-        cast: bool,
-        options: RestoreOptions | None,
-        progress: Callable[[Progress], None] | None,
+        self, mode: Mode, like: Any, *, leaves: str, **arguments: Unpack[RestoreIntoArguments]
     ) -> tuple[RestoreRequest, Flat | None, AdapterSet]:
         """Return what a caller wants restored, as taken in its thread."""
-        options = typed("options", options, RestoreOptions, self.restore_options)
+        options = typed("options", arguments["options"], RestoreOptions, self.restore_options)
         self.runtime.engine.check()
         return restore_request(
             mode,
             like,
             leaves=leaves,
-            include=checked_globs(include),
-            strict=strict,
-            cast=cast,
+            include=checked_globs(arguments["include"]),
+            strict=arguments["strict"],
+            cast=arguments["cast"],
             options=options,
-            progress=guarded(progress),
+            progress=guarded(arguments["progress"]),
             process=self.processes.coordinator.process_index,
             process_count=self.processes.coordinator.process_count,
         )
@@ -369,7 +358,7 @@ class Session:
                 if request.options.on_overlap == "error":
                     raise overlap_error(location)
                 return self._noted(skipped_report(location, request.step))
-            save = SharedSave(*given, round_)
+            save = SharedSave(*given, round_=round_)
         retain = None
         if self._pruner is not None and self.processes.leads:
             retain = self._pruner.retain

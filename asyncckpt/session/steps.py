@@ -4,13 +4,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 
 from asyncckpt.checkpoint.metadata import RECORD
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from asyncckpt.flow.shield import leading_error, together
+from asyncckpt.flow.shield import together
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import MAX_RECORD_NBYTES
 from asyncckpt.ports import CheckpointFiles, Removal
@@ -72,12 +71,7 @@ class Steps:
         async def look() -> None:
             found.extend([step for step in waiting if await exists(store, str(step))])
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(store.capabilities.reads):
-                    group.create_task(look())
-        except BaseExceptionGroup as errors:
-            raise leading_error(errors) from None
+        await together(look() for _ in range(store.capabilities.reads))
         return sorted(found)
 
     async def latest(self) -> int | None:

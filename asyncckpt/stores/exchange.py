@@ -48,8 +48,8 @@ def check_process(process: int) -> int:
     return process
 
 
-def check_passed(path: str, location: str) -> str:
-    """Return the path if a file of this name can be passed on.
+def check_passed(path: str, location: str, *, shared: bool) -> None:
+    """Check that an attempt, if it is shared, can pass on a file of this name.
 
     Raises:
         UsageError: it cannot.
@@ -61,7 +61,11 @@ def check_passed(path: str, location: str) -> str:
             location=location,
             found=path,
         )
-    return path
+    if not shared:
+        raise UsageError(
+            f"{location}: this attempt has one process; begin it with shared=True to pass files on",
+            location=location,
+        )
 
 
 def too_large(path: str, location: str, nbytes: int, max_nbytes: int) -> CorruptCheckpointError:

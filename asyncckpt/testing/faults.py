@@ -22,11 +22,13 @@ import numpy as np
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.ports import (
+    ORDINARY,
     Attempt,
     Bytes,
     CheckpointFiles,
     DataFile,
     JoinedAttempt,
+    Reading,
     Removal,
     Store,
 )
@@ -247,19 +249,19 @@ class FaultFiles:
         return data
 
     async def read_into(
-        self, path: str, offset: int, buffers: Sequence[Bytes], **options: Any
+        self, path: str, offset: int, buffers: Sequence[Bytes], *, how: Reading = ORDINARY
     ) -> None:
         """Fill the buffers, and damage the data by script.
 
         Raises:
             CorruptCheckpointError: a scripted short read.
         """
-        options.pop("check", None)  # bytes are damaged before they are checked
+        how = how._replace(check=None)  # bytes are damaged before they are checked
         async with self._store.operation("read_into", path) as faults:
             total = sum(buffer.size for buffer in buffers)
             short = any(fault.data == "short" for fault in faults)
             wanted = _first(buffers, total // 2) if short else buffers
-            await self._inner.read_into(path, offset, wanted, **options)
+            await self._inner.read_into(path, offset, wanted, how=how)
         if short:
             raise CorruptCheckpointError(
                 f"{self.location}/{path}: the file ends at byte {offset + total // 2}, expected "

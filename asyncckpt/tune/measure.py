@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from asyncckpt.errors import StoreError, UsageError
-from asyncckpt.flow.shield import leading_error, to_completion, uninterrupted
+from asyncckpt.flow.shield import to_completion, together, uninterrupted
 from asyncckpt.options import KIB, MIN_BUDGET_NBYTES, default_budget_nbytes
 from asyncckpt.reports import Progress, nbytes_text
 from asyncckpt.runtime import Runtime
@@ -266,12 +266,7 @@ class Measurement:
                 seconds.append(time.perf_counter() - begun_s)
                 self._moved(point.nbytes)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(point.streams):
-                    group.create_task(stream())
-        except BaseExceptionGroup as errors:
-            raise leading_error(errors) from None
+        await together(stream() for _ in range(point.streams))
         # Neither the last one to end nor the mean: one slow request in a hundred would decide, by
         # whether a point of sixteen requests has met it.
         rate = point.streams * point.nbytes / statistics.median(seconds)

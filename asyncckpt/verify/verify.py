@@ -23,7 +23,7 @@ from asyncckpt.format.crc import crc32c
 from asyncckpt.format.record import CommitRecord
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.planning.table import Column
-from asyncckpt.ports import Bytes, CheckpointFiles
+from asyncckpt.ports import DIRECT, Bytes, CheckpointFiles
 from asyncckpt.reports import (
     Damage,
     Progress,
@@ -144,7 +144,7 @@ class _Verify:
             while offset < entry.nbytes:
                 nbytes = min(pool.slot_nbytes, entry.nbytes - offset)
                 data = slots[0].buffer[:nbytes]
-                await self._opened.files.read_into(entry.path, offset, [data], direct=True)
+                await self._opened.files.read_into(entry.path, offset, [data], how=DIRECT)
                 await self._runtime.engine.compute.run(checker.feed, data)
                 if number in self._kept:
                     self._kept[number] += data.tobytes()

@@ -25,7 +25,7 @@ from asyncckpt.planning.restore import (
 )
 from asyncckpt.planning.save import LeafLayout, SavePlan, plan_save
 from asyncckpt.ports import Sizes, StoreCapabilities
-from asyncckpt.save.plan_cache import LayoutCache, layout_key, make_layout
+from asyncckpt.save.plan_cache import LayoutCache, Terms, layout_key, make_layout
 from asyncckpt.save.shared_plan import schema_key
 from asyncckpt.save.snapshot import SaveRequest, take_snapshot
 from asyncckpt.spec import Box, ChunkGrid, Partition, Shard, array_spec
@@ -186,11 +186,11 @@ def sharded_leaf(count: int) -> tuple[int, list[LeafLayout]]:
 def _cached(tree: Tree) -> Planned:
     # Two saves of one loop: what the first one planned, the second one finds.
     def key() -> list[Any]:
-        return layout_key(taken, options.SaveOptions(), BUDGET_NBYTES, SIZES)
+        return layout_key(taken, Terms(options.SaveOptions(), BUDGET_NBYTES, SIZES))
 
     taken = take_snapshot(tree)
     layouts = LayoutCache()
-    layouts.keep(key(), make_layout(taken, options.SaveOptions(), BUDGET_NBYTES, SIZES))
+    layouts.keep(key(), make_layout(taken, Terms(options.SaveOptions(), BUDGET_NBYTES, SIZES)))
     taken = take_snapshot(tree)
 
     def find() -> None:
@@ -210,12 +210,12 @@ def _agreed(tree: Tree) -> Planned:
         return SaveRequest("1", 1, taken, {}, {}, False, given, None, stall_first=True)
 
     def key(request: SaveRequest) -> list[Any]:
-        return layout_key(request.snapshot, given, BUDGET_NBYTES, SIZES, *processes)
+        return layout_key(request.snapshot, Terms(given, BUDGET_NBYTES, SIZES, *processes))
 
     first, second = request(), request()
     layouts = LayoutCache()
     layouts.agree(schema_key(first), given)
-    layout = make_layout(first.snapshot, given, BUDGET_NBYTES, SIZES, *processes)
+    layout = make_layout(first.snapshot, Terms(given, BUDGET_NBYTES, SIZES, *processes))
     layouts.keep(key(first), layout)
 
     def find() -> None:

@@ -224,7 +224,7 @@ def test_process_0_that_falls_silent_between_decision_and_outcome_leaves_it_unkn
         await round_.gathered("ready")
         await round_.commit()
         # As if the process were stopped: its beats end, and so does everything else.
-        pulse = round_._pulse
+        pulse = round_.pulse
         assert pulse._beating is not None
         pulse._beating.cancel()
         await asyncio.sleep(1.5)
@@ -239,7 +239,7 @@ def test_process_0_that_falls_silent_between_decision_and_outcome_leaves_it_unkn
 def test_a_process_that_falls_silent_is_named(engine: Engine) -> None:
     async def stops(round_: Round) -> Any:
         await asyncio.sleep(0.2)  # until it was heard once
-        pulse = round_._pulse
+        pulse = round_.pulse
         assert pulse._beating is not None
         pulse._beating.cancel()
         await asyncio.sleep(1.5)
@@ -360,7 +360,7 @@ def test_nobody_is_missed_after_the_decision_to_commit(engine: Engine) -> None:
 
     async def dies(round_: Round) -> Any:
         await round_.post("ready", b"me")
-        beating = round_._pulse._beating
+        beating = round_.pulse._beating
         assert beating is not None
         beating.cancel()
         return await round_.outcome()

@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -115,39 +115,48 @@ def batch(root: str, visits: list[Any], width: int) -> Any:
         prepare(scenario, top / name)
     gc.collect()
     gc.freeze()
+    return visited(
+        top, visits, width, lambda place, visit: _made(place, top / visit[0], Visit(*visit))
+    )
+
+
+def visited(
+    top: Path, visits: Sequence[Any], width: int, make: Callable[[Path, Any], Any]
+) -> list[Any]:
+    """Make each visit in a forked process with a place of its own, `width` of them at a time.
+
+    Return what `make` returned for each. A place is removed when its visit has ended.
+    """
     results: list[Any] = [None] * len(visits)
     running: dict[int, tuple[int, int]] = {}
     ended = select.poll()
+
+    def reap() -> None:
+        for pidfd, _ in ended.poll():
+            number, pid = running.pop(pidfd)
+            ended.unregister(pidfd)
+            os.close(pidfd)
+            os.waitpid(pid, 0)
+            results[number] = reported(top / f"{number}.json")
+            shutil.rmtree(top / str(number), ignore_errors=True)
+
     for number, visit in enumerate(visits):
         if len(running) == width:
-            _reap(ended, running, top, results)
-        pid = forked(partial(_made, top / str(number), top, Visit(*visit)), top / f"{number}.json")
+            reap()
+        pid = forked(partial(make, top / str(number), visit), top / f"{number}.json")
         pidfd = os.pidfd_open(pid)
         ended.register(pidfd, select.POLLIN)
         running[pidfd] = number, pid
     while running:
-        _reap(ended, running, top, results)
+        reap()
     return results
 
 
-def _reap(
-    ended: select.poll, running: dict[int, tuple[int, int]], top: Path, results: list[Any]
-) -> None:
-    """Wait until at least one visit has ended, and take its report."""
-    for pidfd, _ in ended.poll():
-        number, pid = running.pop(pidfd)
-        ended.unregister(pidfd)
-        os.close(pidfd)
-        os.waitpid(pid, 0)
-        results[number] = reported(top / f"{number}.json")
-        shutil.rmtree(top / str(number))
-
-
-def _made(place: Path, top: Path, visit: Visit) -> Any:
-    """Make a visit: return where it was, and everything that is wrong afterwards."""
+def _made(place: Path, before: Path, visit: Visit) -> Any:
+    """Make a visit to a copy of `before`: return where it was, and what is wrong afterwards."""
     root = place / "root"
     place.mkdir()
-    shutil.copytree(top / visit.name, root)
+    shutil.copytree(before, root)
     logs = [place / f"log-{process}" for process in range(visit.count)]
     pids = []
     began = time.monotonic()

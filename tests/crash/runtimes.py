@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -36,7 +35,7 @@ from asyncckpt.stores.local.attempt import LocalAttempt
 from asyncckpt.stores.local.datafile import LocalDataFile
 from asyncckpt.stores.local.joined import LocalJoinedAttempt
 from tests.crash.invariant import leftovers
-from tests.crash.jobs import forked, reported, waited
+from tests.crash.jobs import forked, reported, visited, waited
 from tests.crash.scenarios import OPTIONS
 from tests.processes.pool import free_port
 
@@ -93,19 +92,7 @@ class Visit(NamedTuple):
 def batch(root: str, visits: list[Any], width: int) -> Any:
     """Make the visits, `width` of them at a time; return what was found at each."""
     faulthandler.cancel_dump_traceback_later()  # its thread would be missing after a fork
-    top = Path(root)
-    results: list[Any] = []
-    for start in range(0, len(visits), width):
-        places = [
-            (top / str(number), Visit(*visits[number]))
-            for number in range(start, min(start + width, len(visits)))
-        ]
-        pids = [forked(partial(_made, *each), each[0].with_suffix(".json")) for each in places]
-        for (place, _), pid in zip(places, pids, strict=True):
-            waited(pid, 3 * LIMIT_S)
-            results.append(reported(place.with_suffix(".json")))
-            shutil.rmtree(place, ignore_errors=True)
-    return results
+    return visited(Path(root), visits, width, lambda place, visit: _made(place, Visit(*visit)))
 
 
 def _made(place: Path, visit: Visit) -> Any:

@@ -20,8 +20,8 @@ from tests.crash.faults import REPOSITORY, ForkServer
 from tests.crash.runtimes import BATCH, COMMITTED, IMPORTS, OWN, Visit
 from tests.processes.pool import free_port
 
-WIDTH = 4
-"""Jobs at a time."""
+WIDTH = 8
+"""Jobs at a time: most of them wait until a process is silent."""
 
 LIMIT_S = 25.0
 """How long survivors may take. They wait for `silence_s`, then as long again for the record of

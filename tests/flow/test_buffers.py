@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -74,6 +76,25 @@ def test_anonymous_memory_is_zeroed_aligned_and_writable() -> None:
     assert buffer.ctypes.data % PAGE_NBYTES == 0
     assert not buffer.any()
     buffer[-1] = 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident pages are read from /proc")
+@pytest.mark.parametrize("prepared", [False, True])
+async def test_only_prepare_touches_memory_that_nothing_was_written_to(
+    workers: Workers, prepared: bool
+) -> None:
+    def resident_nbytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_NBYTES
+
+    pool = SlotPool(ByteBudget(8), workers, AnonymousMemory(), slot_nbytes=8 * MIB)
+    before = resident_nbytes()
+    if prepared:
+        await pool.prepare(8)
+    slots = await pool.take(8)
+    grown = resident_nbytes() - before
+    assert grown > 60 * MIB if prepared else grown < 16 * MIB
+    pool.release(slots)
+    pool.close()
 
 
 async def test_memory_is_allocated_at_first_use_and_kept(

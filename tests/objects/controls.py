@@ -36,7 +36,7 @@ def no_read_back(patch: pytest.MonkeyPatch) -> None:
     """That something stands at the record's key counts as somebody else's victory."""
 
     async def create(self: Publication) -> None:
-        if not await self._requests.create(self._key, self._record):
+        if not await self._requests.create(self._key, self.record):
             raise CheckpointExistsError(
                 f"{self._location}: a checkpoint stands here already", location=self._location
             )

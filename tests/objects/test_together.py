@@ -193,7 +193,9 @@ def test_a_process_that_is_cancelled_leaves_nothing_on_any(job: Job, process: in
     gate = Gate()
     # It does not take effect: a request that does after its sender was cancelled may do so after
     # the clean-up too, and no sender can know.
-    fault = Fault(key=f"{job.prefix}/2/*/d/*", kind="put_object", number=1, gate=gate, hang=True)
+    first_file = "?" * 32 + ("-1-0" if process else "-0")
+    key = f"{job.prefix}/2/*/d/{first_file}"
+    fault = Fault(key=key, kind="put_object", number=1, gate=gate, hang=True)
 
     async def part(ckpt: Checkpointer, this: int) -> Any:
         await ckpt.save(1, state(1))

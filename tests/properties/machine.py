@@ -95,7 +95,7 @@ class CheckpointMachine(RuleBasedStateMachine):
     ) -> None:
         held = self.root.one_of(["create", "publish", "write", "seal", "publish", "put"], index)
         trainer = self.root.idle(who)
-        assume(not self.root.taken(step, overwrite))
+        overwrite |= self.root.taken(step, overwrite)
         trainer.start(step, seed, metrics, overwrite, held)
         visited["start_save"] += 1
 
@@ -220,7 +220,8 @@ class CheckpointMachine(RuleBasedStateMachine):
     ) -> None:
         trainer = self.root.idle(who)
         # With retention, failures behind the commit are notes: tests/session/test_pruning.py.
-        assume(trainer.keep == Keep() and not self.root.taken(step, overwrite))
+        assume(trainer.keep == Keep())
+        overwrite |= self.root.taken(step, overwrite)
         saved = Saved.of(seed, metrics)
         published = len(trainer.store.did("publish"))
         trainer.store.fail(at=at, error=StoreError("the disk is on fire"))
@@ -271,4 +272,6 @@ class CheckpointMachine(RuleBasedStateMachine):
         self.root.check_listing()
 
     def teardown(self) -> None:
+        while self.root.flying():
+            self.flight_ends(index=0)
         self.root.end()

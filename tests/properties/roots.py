@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import tempfile
 from collections import Counter
@@ -14,7 +13,6 @@ from hypothesis import assume
 
 from asyncckpt import SaveReport, blocking
 from asyncckpt.errors import (
-    AsyncCheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     MismatchError,
@@ -178,12 +176,6 @@ class Root:
     def end(self) -> None:
         """Every trainer has ended; the root holds what it should, and nothing else."""
         try:
-            for trainer, flight in self.flying():
-                flight.pending.cancel()
-                trainer.release(flight)
-                with contextlib.suppress(AsyncCheckpointError):
-                    report = flight.pending.result()
-                    self.committed(trainer, flight.step, flight.saved, report)
             for trainer in self.trainers:
                 trainer.end()
             last = Trainer(self.path, Keep())

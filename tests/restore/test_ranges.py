@@ -154,7 +154,7 @@ async def test_a_large_chunk_has_no_more_in_flight_than_the_budget_counts(
 
     async def seen(self: Any, path: str, offset: int, buffers: Any, **how: Any) -> None:
         if sum(buffer.size for buffer in buffers) > 70 * MIB:
-            asked.append(how["ahead_nbytes"])
+            asked.append(how["how"].ahead_nbytes)
         await read_into(self, path, offset, buffers, **how)
 
     monkeypatch.setattr(ObjectFiles, "read_into", seen)

@@ -13,7 +13,7 @@ from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.threads import Workers
 from asyncckpt.options import KIB, LeafOptions, SaveOptions
 from asyncckpt.ports import Sizes
-from asyncckpt.save.plan_cache import Layout, make_layout
+from asyncckpt.save.plan_cache import Layout, Terms, make_layout
 from asyncckpt.save.snapshot import Snapshot, take_snapshot
 from asyncckpt.save.stage import Staging
 from asyncckpt.spec import ArraySpec
@@ -41,7 +41,7 @@ class Staged:
         self.pool = SlotPool(self.budget, workers, AnonymousMemory(), slot_nbytes=SLOT)
         self.snapshot: Snapshot = take_snapshot(tree)
         sizes = Sizes(1 << 20, SLOT, 2)
-        self.layout: Layout = make_layout(self.snapshot, options, slots * SLOT, sizes)
+        self.layout: Layout = make_layout(self.snapshot, Terms(options, slots * SLOT, sizes))
         self.plan = self.layout.plan
         self.staging = Staging(
             self.plan,

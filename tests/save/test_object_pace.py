@@ -13,6 +13,7 @@ import pytest
 import asyncckpt
 from asyncckpt import RestoreOptions, SaveOptions
 from asyncckpt.options import MIB
+from asyncckpt.ports import Reading
 from asyncckpt.restore.decode import Check
 from asyncckpt.stores.objects.files import ObjectFiles
 from asyncckpt.stores.objects.requests.requests import Requests
@@ -241,7 +242,9 @@ async def test_no_more_of_a_run_is_in_flight_than_is_allowed(
             peak = 0
 
             async def read(ahead: int | None = ahead) -> None:
-                await store.files("1").read_into(entry, 0, [buffer], ahead_nbytes=ahead)
+                await store.files("1").read_into(
+                    entry, 0, [buffer], how=Reading(ahead_nbytes=ahead)
+                )
 
             await ckpt._session.call(read).wait()
             assert peak == expected

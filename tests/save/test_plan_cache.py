@@ -18,7 +18,7 @@ from asyncckpt import LeafOptions, SaveOptions, ShardedArray
 from asyncckpt.options import GIB, SLOT_NBYTES
 from asyncckpt.planning.merge import OwnPart
 from asyncckpt.ports import Sizes
-from asyncckpt.save.plan_cache import LayoutCache, layout_key, make_layout
+from asyncckpt.save.plan_cache import LayoutCache, Terms, layout_key, make_layout
 from asyncckpt.save.snapshot import Snapshot, take_snapshot
 from asyncckpt.spec import Shard
 from tests.eight_devices import eight_devices as eight_devices
@@ -207,7 +207,7 @@ def key_with(
         for source in found.sources:
             if source.shards is not None:
                 source.shards = tuple(Shard(shard.box, holders) for shard in source.shards)
-    return layout_key(found, options or SaveOptions(), budget, sizes, process, processes)
+    return layout_key(found, Terms(options or SaveOptions(), budget, sizes, process, processes))
 
 
 def test_every_part_of_the_key_is_changed_by_something() -> None:
@@ -255,10 +255,10 @@ def test_every_part_of_the_key_is_changed_by_something() -> None:
 
 
 def test_equal_keys_give_equal_layouts() -> None:
-    key = layout_key(taken(tree()), SaveOptions(), GIB, SIZES)
-    again = layout_key(taken(tree()), SaveOptions(), GIB, SIZES)
+    key = layout_key(taken(tree()), Terms(SaveOptions(), GIB, SIZES))
+    again = layout_key(taken(tree()), Terms(SaveOptions(), GIB, SIZES))
     assert key == again
-    one, other = (make_layout(taken(tree()), SaveOptions(), GIB, SIZES) for _ in range(2))
+    one, other = (make_layout(taken(tree()), Terms(SaveOptions(), GIB, SIZES)) for _ in range(2))
     assert one.plan.digest == other.plan.digest
     assert (one.specs, one.spec_of, one.pieces) == (other.specs, other.spec_of, other.pieces)
     assert (one.orbax, one.notes) == (other.orbax, other.notes)

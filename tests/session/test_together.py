@@ -336,6 +336,7 @@ def test_a_save_that_succeeds_removes_the_last_error(job: Job) -> None:
 def test_a_job_that_was_taken_over_is_fenced_on_all_processes(job: Job, tmp_path: Path) -> None:
     later = Job(tmp_path / "later", job.count)
     later.root = job.root
+    together = threading.Barrier(job.count)
 
     async def take_over(ckpt: Checkpointer, process: int) -> Any:
         assert await ckpt.latest_step() == 1
@@ -347,6 +348,8 @@ def test_a_job_that_was_taken_over_is_fenced_on_all_processes(job: Job, tmp_path
         if process == 0:  # the others come to their next save, and wait
             assert await asyncio.to_thread(later.play, take_over) == [2] * job.count
         for step in (3, 2, 4):
+            # Process 0 waits for nobody where it fails: it may soon be two calls ahead.
+            await asyncio.to_thread(together.wait, 60.0)
             with pytest.raises(FencedError, match="the run was taken over by claim 2") as caught:
                 await ckpt.save(step, state(step))
             assert (caught.value.epoch, caught.value.visible) == (1, False)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import posixpath
@@ -22,7 +21,7 @@ from asyncckpt.errors import (
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
-from asyncckpt.flow.shield import leading_error
+from asyncckpt.flow.shield import together
 from asyncckpt.format.damage import path_fault
 from asyncckpt.planning.restore import coalesce
 from asyncckpt.ports import CheckpointFiles
@@ -66,12 +65,8 @@ async def side_by_side(
         for number, item in waiting:
             found[number] = await work(item)
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(len(items), max(CONCURRENCY, files.capabilities.reads))):
-                group.create_task(stream())
-    except BaseExceptionGroup as errors:
-        raise leading_error(errors) from None
+    streams = min(len(items), max(CONCURRENCY, files.capabilities.reads))
+    await together(stream() for _ in range(streams))
     return [found[number] for number in range(len(items))]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.flow.threads import Workers
 from asyncckpt.planning.streams import Sharing, Stream, piece_nbytes
 from asyncckpt.planning.table import Column
-from asyncckpt.ports import Bytes, CheckpointFiles, Exchange
+from asyncckpt.ports import DIRECT, Bytes, CheckpointFiles, Exchange
 from asyncckpt.restore.agreement import RestoreAgreement
 from asyncckpt.restore.exchange.streams import Incoming
 
@@ -40,20 +41,17 @@ MARGIN_S = 5.0
 """How much longer than `silence_s` a failed collective waits for the reason to be found."""
 
 
+@dataclass(eq=False, repr=False)
 class Exchanger:
     """What one process does in the exchange of a restore.
 
-    Args:
+    Attributes:
         agreement: that of all processes on this restore.
         exchange: their collectives.
         files: the checkpoint.
         compute: worker threads.
         reads: reads in flight.
         least_nbytes: if several processes want less of the payload, each reads it for itself.
-
-    Attributes:
-        agreement: the same.
-        compute: the same.
         process: number of this process.
         batch_nbytes: bytes of a batch, the same on all processes.
         next_batch: number of the next batch, the same on all processes.
@@ -63,24 +61,18 @@ class Exchanger:
 
     batch_nbytes = BATCH_NBYTES
 
-    def __init__(
-        self,
-        agreement: RestoreAgreement,
-        exchange: Exchange,
-        files: CheckpointFiles,
-        compute: Workers,
-        *,
-        reads: int,
-        least_nbytes: int,
-    ) -> None:
-        self.agreement = agreement
-        self.compute = compute
-        self._least_nbytes = least_nbytes
-        self._exchange = exchange
-        self._files = files
-        self._limit = asyncio.Semaphore(reads)
-        self.process = agreement.round.group.process_index
-        self._process_count = agreement.round.group.process_count
+    agreement: RestoreAgreement
+    exchange: Exchange
+    files: CheckpointFiles
+    compute: Workers
+    _: KW_ONLY
+    reads: int
+    least_nbytes: int
+
+    def __post_init__(self) -> None:
+        self._limit = asyncio.Semaphore(self.reads)
+        self.process = self.agreement.round.group.process_index
+        self._process_count = self.agreement.round.group.process_count
         self._idle: list[Bytes] = []  # memory of pieces that have been exchanged
         self.next_batch = 0
         self.read_nbytes = 0
@@ -94,7 +86,7 @@ class Exchanger:
             nbytes: length of each chunk of the checkpoint.
         """
         return await self.agreement.shared(
-            rows, nbytes, least_nbytes=self._least_nbytes, compute=self.compute
+            rows, nbytes, least_nbytes=self.least_nbytes, compute=self.compute
         )
 
     async def run(
@@ -144,7 +136,7 @@ class Exchanger:
         piece = await reading
         taking_part = self._gather(stream.members, piece, batch)
         # Where the others cannot be woken, a process that has said that it is ready takes part.
-        gathered = await (uninterrupted(taking_part) if self._exchange.binding else taking_part)
+        gathered = await (uninterrupted(taking_part) if self.exchange.binding else taking_part)
         if gathered is None:
             await self.agreement.round.outcome()  # which is the error of another process
             raise AssertionError("the restore has failed")
@@ -170,7 +162,7 @@ class Exchanger:
         if not await self.agreement.ready(batch):
             return None
         try:
-            return await self._exchange.gather(members, piece)
+            return await self.exchange.gather(members, piece)
         except StoreError as error:
             return error
 
@@ -196,7 +188,7 @@ class Exchanger:
 
     async def _read(self, path: str, offset: int, buffers: Sequence[Bytes]) -> None:
         async with self._limit:
-            await self._files.read_into(path, offset, buffers, direct=True)
+            await self.files.read_into(path, offset, buffers, how=DIRECT)
 
     async def read(self, path: str, offset: int, nbytes: int) -> Bytes:
         """Return one range of a file, which all processes want and ask for at the same time."""
@@ -219,4 +211,4 @@ class Exchanger:
 
     async def close(self) -> None:
         """End the collectives."""
-        await self._exchange.close()
+        await self.exchange.close()

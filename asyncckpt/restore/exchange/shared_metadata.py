@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from asyncckpt.checkpoint.metadata import RECORD
 from asyncckpt.checkpoint.open import MAX_ENTRIES
 from asyncckpt.errors import CheckpointNotFoundError
-from asyncckpt.ports import Bytes, CheckpointFiles, Entry
+from asyncckpt.ports import ORDINARY, Bytes, CheckpointFiles, Entry, Reading
 from asyncckpt.restore.exchange.exchanger import Exchanger
 
 SHARED_NBYTES = 1 << 20
@@ -49,24 +49,14 @@ class SharedMetadataFiles:
         return data
 
     async def read_into(
-        self,
-        path: str,
-        offset: int,
-        buffers: Sequence[Bytes],
-        *,
-        direct: bool = False,
-        received: Callable[[], None] | None = None,
-        ahead_nbytes: int | None = None,
-        check: Callable[[int], None] | None = None,
+        self, path: str, offset: int, buffers: Sequence[Bytes], *, how: Reading = ORDINARY
     ) -> None:
         """Fill the buffers from a file; a large chunk index comes from all processes."""
         nbytes = sum(buffer.nbytes for buffer in buffers)
         if self._shares and len(buffers) == 1 and nbytes >= SHARED_NBYTES:
             np.copyto(buffers[0], await self._exchanged(path, offset, nbytes))
             return
-        await self._files.read_into(
-            path, offset, buffers, direct=direct, ahead_nbytes=ahead_nbytes, check=check
-        )
+        await self._files.read_into(path, offset, buffers, how=how)
         self.read_nbytes += nbytes
 
     async def _exchanged(self, path: str, offset: int, nbytes: int) -> Bytes:

@@ -7,12 +7,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from asyncckpt.flow.threads import Workers
-from asyncckpt.ports import Bytes, StoreCapabilities
+from asyncckpt.ports import ORDINARY, Bytes, Reading, StoreCapabilities
 
 READS = 4
 """Reads in flight. They only copy: each of them a few megabytes, or what is left of a batch."""
@@ -89,15 +89,7 @@ class StreamFiles:
         return READS
 
     async def read_into(
-        self,
-        path: str,
-        offset: int,
-        buffers: Sequence[Bytes],
-        *,
-        direct: bool = False,
-        received: Callable[[], None] | None = None,
-        ahead_nbytes: int | None = None,
-        check: Callable[[int], None] | None = None,
+        self, path: str, offset: int, buffers: Sequence[Bytes], *, how: Reading = ORDINARY
     ) -> None:
         """Fill the buffers from a stream, as `CheckpointFiles.read_into`."""
         await self._streams[path].read_into(offset, buffers, self._workers)

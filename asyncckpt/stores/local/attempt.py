@@ -21,7 +21,8 @@ import asyncio
 import contextlib
 import os
 
-from asyncckpt.errors import AsyncCheckpointError, StoreError, UsageError
+from asyncckpt.errors import StoreError, UsageError
+from asyncckpt.flow.shield import cleaned_up
 from asyncckpt.flow.threads import ThreadAbandonedError
 from asyncckpt.stores.exchange import MARK, mark_of
 from asyncckpt.stores.local.epochs import fenced, writing
@@ -194,10 +195,7 @@ class LocalAttempt(AttemptTree):
             with self._guard.step():
                 await self._publish(publication, record)
         except BaseException as error:
-            try:
-                await self.abort()
-            except AsyncCheckpointError as failure:
-                error.add_note(f"cleaning up failed too: {failure}")
+            await cleaned_up(self.abort(), error)
             raise
 
     async def _publish(self, publication: Publication, record: bytes | None) -> None:

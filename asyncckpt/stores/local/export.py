@@ -29,7 +29,7 @@ class FilesPublication(Publication):
             mode = os.lstat(self._target).st_mode
         except FileNotFoundError:
             return "nothing"
-        if self._file:
+        if self.file:
             return "checkpoint" if stat.S_ISREG(mode) else "other"
         if leads_to(self._target, self._directory):
             return "ours"
@@ -41,10 +41,10 @@ class FilesPublication(Publication):
             return "nothing"
         ours = any(name.endswith(REPLACEABLE_SUFFIXES) for name in names)
         record = None if ours else record_at(self._target)
-        return "checkpoint" if ours or (record and self._context.is_valid(record)) else "other"
+        return "checkpoint" if ours or (record and self.context.is_valid(record)) else "other"
 
     def _replace_in_two_steps(self) -> str:
-        if not self._file:
+        if not self.file:
             return super()._replace_in_two_steps()
         landed(os.rename, self._source, self._target)  # replaces a file in one step
         try:
@@ -62,12 +62,12 @@ class FilesPublication(Publication):
         return self._source
 
     def _is_visible(self) -> bool:
-        return bool(self._file) or super()._is_visible()
+        return bool(self.file) or super()._is_visible()
 
     def _exists_error(self, found: Found) -> CheckpointExistsError:
         if found != "other":
             text = "something already exists here; pass overwrite=True to replace it"
-        elif self._file:
+        elif self.file:
             text = "a directory exists here; move it away or choose another name"
         else:
             text = (

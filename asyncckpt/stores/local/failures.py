@@ -73,7 +73,7 @@ class Guard:
         location: where the checkpoint would be.
         workers: threads for every blocking call.
         error: the first failure; every further call raises it.
-        stuck: the call of an abandoned thread, which may go on.
+        stuck: the calls of abandoned threads, which may go on.
         ended: the attempt was published or aborted.
     """
 
@@ -81,7 +81,7 @@ class Guard:
         self.location = location
         self.workers = workers
         self.error: AsyncCheckpointError | None = None
-        self.stuck: Future[Any] | None = None
+        self.stuck: list[Future[Any]] = []
         self.ended = False
         self._lock = threading.Lock()
 
@@ -105,7 +105,7 @@ class Guard:
             with self._lock:
                 self.error = self.error or error
                 if isinstance(error, ThreadAbandonedError):
-                    self.stuck = error.future
+                    self.stuck.append(error.future)
             raise
 
     async def run(self, call: Callable[..., None], *args: Any) -> None:

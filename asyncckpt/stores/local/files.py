@@ -25,7 +25,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.flow.threads import Workers
 from asyncckpt.options import CACHED_NBYTES
-from asyncckpt.ports import Bytes, Entry, StoreCapabilities
+from asyncckpt.ports import ORDINARY, Bytes, Entry, Reading, StoreCapabilities
 from asyncckpt.stores.local.failures import reported, store_error
 from asyncckpt.stores.local.posix import (
     PAGE_NBYTES,
@@ -104,24 +104,16 @@ class LocalFiles:
         return data
 
     async def read_into(
-        self,
-        path: str,
-        offset: int,
-        buffers: Sequence[Bytes],
-        *,
-        direct: bool = False,
-        received: Callable[[], None] | None = None,
-        ahead_nbytes: int | None = None,
-        check: Callable[[int], None] | None = None,
+        self, path: str, offset: int, buffers: Sequence[Bytes], *, how: Reading = ORDINARY
     ) -> None:
         """Fill the buffers from a run of the file. As `CheckpointFiles.read_into`.
 
-        With `direct`, runs of at least 1 MiB whose address, offset and length are multiples of
+        With `how.direct`, runs of at least 1 MiB whose address, offset and length are multiples of
         `PAGE_NBYTES`, and that the page cache does not hold, are read past it. `received` is never
         called, and `ahead_nbytes` has no effect, as nothing is copied. What comes from the page
         cache is checked in steps of `CACHED_NBYTES`.
         """
-        await self._workers.run(self._read_into, path, offset, buffers, direct, check)
+        await self._workers.run(self._read_into, path, offset, buffers, how.direct, how.check)
 
     def _read_into(
         self,

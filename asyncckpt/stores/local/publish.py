@@ -27,6 +27,7 @@ import errno
 import logging
 import os
 import stat
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from asyncckpt.errors import CheckpointExistsError, SaveError, StoreError
@@ -130,10 +131,11 @@ def record_at(directory: str) -> bytes | None:
     return data if len(data) <= MAX_RECORD_NBYTES else None
 
 
+@dataclass(eq=False, repr=False)
 class Publication:
     """One publication, run once in a worker thread, and its outcome.
 
-    Args:
+    Attributes:
         context: of the store.
         attempt: path of the attempt's directory.
         file: the file in it that is published alone, for exports; else all of it is.
@@ -142,36 +144,25 @@ class Publication:
         epoch: the claim under which it writes.
         overwrite: replace a checkpoint.
         mode: of files that are made.
-
-    Attributes:
         started: the rename may have been issued; from here on the outcome must be awaited.
         error: why it failed, or None.
         keep_source: a checkpoint that may be needed again is at `source` now.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        attempt: str,
-        file: str,
-        name: str,
-        save_id: str,
-        *,
-        epoch: int,
-        overwrite: bool,
-        mode: int,
-    ) -> None:
-        self._epoch = epoch
-        self._context = context
-        self._layout = context.layout
-        self._attempt = attempt
-        self._file = file
-        self._source = os.path.join(attempt, file) if file else attempt
-        self._target = context.layout.target(name)
-        self._name = name
-        self._save_id = save_id
-        self._overwrite = overwrite
-        self._mode = mode
+    context: Context
+    attempt: str
+    file: str
+    name: str
+    save_id: str
+    _: KW_ONLY
+    epoch: int
+    overwrite: bool
+    mode: int
+
+    def __post_init__(self) -> None:
+        self._layout = self.context.layout
+        self._source = os.path.join(self.attempt, self.file) if self.file else self.attempt
+        self._target = self.context.layout.target(self.name)
         self._directory = -1
         self.started = False
         self.error: BaseException | None = None
@@ -198,10 +189,10 @@ class Publication:
         try:
             with (
                 reported("publishing the checkpoint", self._target),
-                writing(self._layout, self._epoch, self._target),
+                writing(self._layout, self.epoch, self._target),
             ):
                 # After a takeover this path leads nowhere.
-                if not leads_to(self._attempt, directory):
+                if not leads_to(self.attempt, directory):
                     raise SaveError(
                         f"{self._source}: the directory of this attempt disappeared before it was "
                         "published: another process has taken over or removed it; nothing of this "
@@ -214,26 +205,26 @@ class Publication:
                     old = self._publish_locked()
                 else:
                     self._flush_root(None, locked=False)
-            if self._epoch and not os.path.isdir(self._layout.epoch(self._epoch)):
-                raise fenced(self._layout, self._epoch, self._target, visible=True)
+            if self.epoch and not os.path.isdir(self._layout.epoch(self.epoch)):
+                raise fenced(self._layout, self.epoch, self._target, visible=True)
         except BaseException as error:
             self.error = error
             raise
         if old is not None:
             self._remove(old)
-        if self._file:
-            self._remove(self._attempt)  # the directory that the file has left
+        if self.file:
+            self._remove(self.attempt)  # the directory that the file has left
 
     def _publish_locked(self) -> str | None:
         with root_lock(self._layout):
             while True:
                 found = self._find()
-                if found == "other" or (found == "checkpoint" and not self._overwrite):
+                if found == "other" or (found == "checkpoint" and not self.overwrite):
                     raise self._exists_error(found)
                 if found == "checkpoint":
                     return self._replace()
                 if found == "directory":
-                    if not self._overwrite:
+                    if not self.overwrite:
                         refuse_unrelated(self._target)
                     self._clear_target()
                 try:
@@ -255,7 +246,7 @@ class Publication:
         record = record_at(self._target)
         if record is None:
             return "directory" if stat.S_ISDIR(mode) else "other"
-        return "checkpoint" if self._context.is_valid(record) else "directory"
+        return "checkpoint" if self.context.is_valid(record) else "directory"
 
     def _rename_free(self) -> None:
         try:
@@ -277,9 +268,9 @@ class Publication:
 
     def _replace_in_two_steps(self) -> str:
         # A crash between the two renames: `sweep` finds the owner file and puts the old one back.
-        old = self._layout.leftover("old", self._name, self._save_id, self._epoch)
+        old = self._layout.leftover("old", self.name, self.save_id, self.epoch)
         try:
-            write_owner(old, self._context.machine(), self._name, self._save_id, self._mode)
+            write_owner(old, self.context.machine(), self.name, self.save_id, self.mode)
             flush_directory(os.path.dirname(old))
             landed(os.rename, self._target, old)
         except OSError:
@@ -299,7 +290,7 @@ class Publication:
         with contextlib.suppress(OSError):
             os.rmdir(self._target)  # fails unless it is empty
             return
-        aside = self._layout.leftover("aside", self._name, self._save_id)
+        aside = self._layout.leftover("aside", self.name, self.save_id)
         if os.path.lexists(aside):
             raise FileExistsError(errno.EEXIST, "File exists", aside)
         landed(os.rename, self._target, aside)

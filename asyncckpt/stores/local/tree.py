@@ -193,13 +193,7 @@ class AttemptTree:
 
     def _check_exchange(self, path: str) -> None:
         self._guard.check()
-        check_passed(path, self.location)
-        if self._owner_file is None:
-            raise UsageError(
-                f"{self.location}: this attempt has one process; begin it with shared=True to "
-                "pass files on",
-                location=self.location,
-            )
+        check_passed(path, self.location, shared=self._owner_file is not None)
 
     # ------------------------------------------------------------------------------------ flush
 
@@ -233,8 +227,8 @@ class AttemptTree:
         """Remove everything of the attempt; do nothing if it has ended.
 
         Of a shared one, remove what this process has written, and the rest if no other process of
-        it is alive. After a thread was abandoned, this happens when that thread returns, or a sweep
-        does it.
+        it is alive. After threads were abandoned, this happens when they return, or a sweep does
+        it.
 
         Cancellation: finishes, then raises.
 
@@ -245,10 +239,11 @@ class AttemptTree:
         if self._guard.ended:
             return
         self._guard.ended = True
-        if self._guard.stuck is not None:
-            self._guard.stuck.add_done_callback(self._remove_later)
-        else:
+        if not self._guard.stuck:
             await self._context.workers.clean_up(self._remove)
+        # Each may yet make a file: what the last one leaves is removed when it returns.
+        for call in self._guard.stuck:
+            call.add_done_callback(self._remove_later)
 
     def _remove_later(self, _: Future[Any]) -> None:
         try:

@@ -17,8 +17,8 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from asyncckpt.errors import AsyncCheckpointError, SaveError, SaveOutcomeUnknownError, StoreError
-from asyncckpt.flow.shield import to_completion
+from asyncckpt.errors import SaveError, SaveOutcomeUnknownError, StoreError
+from asyncckpt.flow.shield import cleaned_up, to_completion
 from asyncckpt.stores.exchange import MARK, mark_of
 from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.context import Context, Record, owned
@@ -108,7 +108,7 @@ class ObjectAttempt(ObjectShare):
             await self._context.background.named()
             publication = await self._publication_of(record)
         except BaseException as error:
-            await to_completion(self._give_up(error))
+            await to_completion(cleaned_up(self.abort(), error))
             raise
         await to_completion(self._conclude(publication))
 
@@ -136,7 +136,7 @@ class ObjectAttempt(ObjectShare):
             if publication.keep:
                 self._sending.ended = True  # and everything stays where it is
             else:
-                await self._give_up(error)
+                await cleaned_up(self.abort(), error)
             raise
 
     async def _publish(self, publication: Publication) -> None:
@@ -203,12 +203,6 @@ class ObjectAttempt(ObjectShare):
                 self.location,
                 f"not within {AFTER_S:g} s" if isinstance(error, TimeoutError) else error,
             )
-
-    async def _give_up(self, error: BaseException) -> None:
-        try:
-            await self.abort()
-        except AsyncCheckpointError as failure:
-            error.add_note(f"cleaning up failed too: {failure}")
 
     def _check_age(self) -> None:
         monotonic, wall = self._begun

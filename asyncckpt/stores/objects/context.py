@@ -13,7 +13,7 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record import FixedName, Outline
 from asyncckpt.options import KIB, MAX_RECORD_NBYTES
 from asyncckpt.stores.objects.claims.counting import Claims
-from asyncckpt.stores.objects.clients.client import Body, RequestError
+from asyncckpt.stores.objects.clients.client import Body, RequestError, unless_missing
 from asyncckpt.stores.objects.layout import RECORD, join, owner
 from asyncckpt.stores.objects.requests.requests import Requests
 
@@ -202,13 +202,10 @@ async def load_fixed(
 
     async def load(fixed: FixedName) -> tuple[str, bytes]:
         data = outline.contents.get(fixed.path)
-        try:
-            if data is None and fixed.object is not None:
+        if data is None and fixed.object is not None:
+            with unless_missing():
                 key = join(name, fixed.object)
                 data = await context.requests.read(key, max_nbytes=fixed.nbytes)
-        except RequestError as error:
-            if error.kind != "missing":
-                raise
         if data is None or not await run_sized(context, len(data), fixed.matches, data):
             raise CorruptCheckpointError(
                 f"{location}/{fixed.object or RECORD}: the copy of {fixed.path} is missing or "

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import asyncio
 
-from asyncckpt.errors import AsyncCheckpointError, CheckpointExistsError, UsageError
-from asyncckpt.flow.shield import to_completion, together
+from asyncckpt.errors import CheckpointExistsError, UsageError
+from asyncckpt.flow.shield import cleaned_up, to_completion, together
 from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.stores.local.export import REPLACEABLE_SUFFIXES
-from asyncckpt.stores.objects.clients.client import RequestError
+from asyncckpt.stores.objects.clients.client import unless_missing
 from asyncckpt.stores.objects.context import Context, owned
 from asyncckpt.stores.objects.datafile import ABORT_S, Sending
 from asyncckpt.stores.objects.failures import reported
@@ -111,10 +111,7 @@ class ObjectExport:
                     await self._requests.replace(join(self._name, path), data)
                 await self._requests.delete(stale)
         except BaseException as error:
-            try:
-                await self.abort()
-            except AsyncCheckpointError as failure:
-                error.add_note(f"cleaning up failed too: {failure}")
+            await cleaned_up(self.abort(), error)
             raise
         self._sending.ended = True
 
@@ -122,13 +119,10 @@ class ObjectExport:
         """Return the keys of a set that is removed because this one takes its place."""
         with reported("looking at what exists there", self.location, stage="commit"):
             below = await self._requests.list(self._name, recursive=False, limit=ENTRIES_MAX)
-            try:
+            is_object = False
+            with unless_missing():
                 await self._requests.size(self._name)
                 is_object = True
-            except RequestError as error:
-                if error.kind != "missing":
-                    raise
-                is_object = False
         if single:
             if below:
                 raise self._exists("a directory exists here")

@@ -18,7 +18,7 @@ import numpy as np
 from asyncckpt.errors import CheckpointNotFoundError, ClosedError, CorruptCheckpointError
 from asyncckpt.flow.shield import together
 from asyncckpt.options import CACHED_NBYTES, MIB, PAGE_NBYTES
-from asyncckpt.ports import Bytes, Entry, StoreCapabilities
+from asyncckpt.ports import ORDINARY, Bytes, Entry, Reading, StoreCapabilities
 from asyncckpt.stores.objects.clients.client import Body, RequestError
 from asyncckpt.stores.objects.context import (
     HEAD_NBYTES,
@@ -110,15 +110,7 @@ class ObjectFiles:
             )
 
     async def read_into(
-        self,
-        path: str,
-        offset: int,
-        buffers: Sequence[Bytes],
-        *,
-        direct: bool = False,
-        received: Callable[[], None] | None = None,
-        ahead_nbytes: int | None = None,
-        check: Callable[[int], None] | None = None,
+        self, path: str, offset: int, buffers: Sequence[Bytes], *, how: Reading = ORDINARY
     ) -> None:
         """Fill the buffers from a run of the object. As `CheckpointFiles.read_into`.
 
@@ -130,14 +122,14 @@ class ObjectFiles:
         if nbytes == 0:
             return
         spans = ranges(offset, offset + nbytes)
-        destination = _Destination(buffers, offset, len(spans), received)
+        destination = _Destination(buffers, offset, len(spans), how.received)
         if len(spans) == 1:
-            await self._range(path, key, destination, *spans[0], check)
+            await self._range(path, key, destination, *spans[0], how.check)
             return
         waiting = iter(spans)
         streams = min(RANGES_AT_ONCE, len(spans))
-        if ahead_nbytes is not None:
-            streams = max(1, min(streams, ahead_nbytes // RANGE_NBYTES))
+        if how.ahead_nbytes is not None:
+            streams = max(1, min(streams, how.ahead_nbytes // RANGE_NBYTES))
 
         async def stream() -> None:
             for start, stop in waiting:

@@ -64,6 +64,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, SaveError
@@ -95,40 +96,30 @@ AFTER_S = 120.0
 what is left is repaired or removed by gc."""
 
 
+@dataclass(eq=False, repr=False)
 class Publication:
     """One publication of one attempt, run once.
 
-    Args:
+    Attributes:
         fixed: contents of the fixed names.
         witness: key of an object of the attempt, which a deletion of the checkpoint removes.
         epoch: the claim under which it writes, 0 for none.
-
-    Attributes:
         keep: the record may arrive yet: nothing that it refers to may be removed.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        name: str,
-        save_id: str,
-        record: bytes,
-        fixed: Mapping[str, bytes],
-        conditions: Conditions,
-        witness: str | None,
-        epoch: int,
-    ) -> None:
-        self._context = context
-        self._requests = context.requests
-        self._name = name
-        self._save_id = save_id
-        self._record = record
-        self._fixed = fixed
-        self._conditions = conditions
-        self._witness = witness
-        self._epoch = epoch
-        self._key = join(name, RECORD)
-        self._location = context.requests.location(name)
+    context: Context
+    name: str
+    save_id: str
+    record: bytes
+    fixed: Mapping[str, bytes]
+    conditions: Conditions
+    witness: str | None
+    epoch: int
+
+    def __post_init__(self) -> None:
+        self._requests = self.context.requests
+        self._key = join(self.name, RECORD)
+        self._location = self.context.requests.location(self.name)
         self._retried = False
         self._deleted = False
         self.keep = False
@@ -144,7 +135,7 @@ class Publication:
         Raises:
             SaveError: the outcome is unknown, or the checkpoint was deleted meanwhile.
         """
-        if self._conditions.create:
+        if self.conditions.create:
             return await self._create()
         found, _ = await self._read_before()
         if found is None:
@@ -152,7 +143,7 @@ class Publication:
             found = await self._read_back(None)
             if found is None:
                 raise self._unresolved(None, "there is none so far")
-            if found.data == self._record:
+            if found.data == self.record:
                 return None
         return found
 
@@ -167,20 +158,20 @@ class Publication:
             StoreError: what is there could not be read; nothing was replaced.
             SaveError: the outcome is unknown, or another save was faster.
         """
-        self._conditions = fenced_only or self._conditions
+        self.conditions = fenced_only or self.conditions
         for _ in range(TURNS_MAX):
             old, version = await self._read_before()
-            if old is not None and old.data == self._record:
+            if old is not None and old.data == self.record:
                 return None  # an earlier try of ours, whose response was lost
-            if fenced_only and old is not None and await old.counts(self._context):
+            if fenced_only and old is not None and await old.counts(self.context):
                 raise self.exists(old)
             if old is not None and old.save_id is not None:
-                claims, location = self._context.claims, self._location
-                await claims.begin_replacing(old.save_id, self._save_id, self._epoch, location)
-            if old is None and self._conditions.create:
+                claims, location = self.context.claims, self._location
+                await claims.begin_replacing(old.save_id, self.save_id, self.epoch, location)
+            if old is None and self.conditions.create:
                 if await self._create() is None:
                     return None
-            elif version is None or not self._conditions.replace:
+            elif version is None or not self.conditions.replace:
                 if await self._replace_guarded(old):
                     return old
             elif await self._replace_version(version, old):
@@ -197,7 +188,7 @@ class Publication:
         error: RequestError | None = None
         try:
             created = await self._requests.create(
-                self._key, self._record, again=partial(self._is_unchanged, None)
+                self._key, self.record, again=partial(self._is_unchanged, None)
             )
         except RequestError as caught:
             created, error = False, caught
@@ -207,7 +198,7 @@ class Publication:
                 if self._deleted:
                     raise await self._undo_deleted()
                 raise self._unresolved(error, "there is none so far") from error
-            if found.data != self._record:
+            if found.data != self.record:
                 self.keep = False  # a try that is still on its way finds it, too
                 return found
         if self._retried and not await self._has_witness():
@@ -224,7 +215,7 @@ class Publication:
             return True
 
         try:
-            await self._requests.replace(self._key, self._record, version=version, again=again)
+            await self._requests.replace(self._key, self.record, version=version, again=again)
             return True
         except RequestError as caught:
             error = caught
@@ -232,7 +223,7 @@ class Publication:
             self.keep = False
             return False
         found = await self._read_back(error)
-        if found is not None and found.data == self._record:
+        if found is not None and found.data == self.record:
             return True
         if found is not None and old is not None and found.data == old.data:
             raise self._unresolved(error, "the old one is there so far") from error
@@ -248,7 +239,7 @@ class Publication:
         self._retried = False
         again = partial(self._is_unchanged, old)
         try:
-            await self._requests.replace(self._key, self._record, again=again)
+            await self._requests.replace(self._key, self.record, again=again)
         except RequestError as error:
             if error.kind == "conflict":
                 return False
@@ -257,7 +248,7 @@ class Publication:
             found = await self._read_back(error)
             if found is None:
                 raise self._unresolved(error, "there is none so far") from error
-            if found.data != self._record:
+            if found.data != self.record:
                 raise self._unresolved(error, "another one is there so far") from error
         if old is None and self._retried and not await self._has_witness():
             raise await self._undo_deleted()
@@ -272,17 +263,17 @@ class Publication:
         been removed: another try would bring back a record without data.
         """
         self._retried = True
-        found = await read_record(self._context, self._name)
+        found = await read_record(self.context, self.name)
         if (found and found.data) != (old and old.data):
             return False
         self._deleted = found is None and not await self._has_witness()
         return not self._deleted
 
     async def _has_witness(self) -> bool:
-        if self._witness is None:
+        if self.witness is None:
             return True
         try:
-            await self._requests.size(self._witness)
+            await self._requests.size(self.witness)
         except RequestError as error:
             return error.kind != "missing"
         return True
@@ -290,10 +281,10 @@ class Publication:
     async def _undo_deleted(self) -> SaveError:
         """Remove the record that came back after a deletion; return the error to raise."""
         try:
-            found, version = await read_version(self._context, self._name, self._conditions)
-            if found is not None and found.data == self._record:
-                deletes = self._conditions.delete
-                await delete_record(self._context, self._name, version if deletes else None)
+            found, version = await read_version(self.context, self.name, self.conditions)
+            if found is not None and found.data == self.record:
+                deletes = self.conditions.delete
+                await delete_record(self.context, self.name, version if deletes else None)
             self.keep = False
         except RequestError as error:  # readers of the record report it as corrupt
             log.warning("%s: a record without data could not be removed: %s", self._location, error)
@@ -306,14 +297,14 @@ class Publication:
 
     async def _read_before(self) -> tuple[Record | None, str | None]:
         try:
-            return await read_version(self._context, self._name, self._conditions)
+            return await read_version(self.context, self.name, self.conditions)
         except RequestError as error:
             url = self._requests.location(self._key)
             raise store_error("reading the record", url, error, stage="commit") from error
 
     async def _read_back(self, error: RequestError | None) -> Record | None:
         try:
-            return await read_record(self._context, self._name)
+            return await read_record(self.context, self.name)
         except RequestError as second:
             raise self._unresolved(error, f"that failed too ({second})") from second
 
@@ -375,11 +366,11 @@ class Publication:
             async with asyncio.timeout(AFTER_S):
                 await together(
                     (
-                        write_fixed(self._context, self._name, self._fixed),
+                        write_fixed(self.context, self.name, self.fixed),
                         self._requests.delete(sorted(orphans)),
                     )
                 )
-                await write_marks(self._context, self._name, self._fixed)
+                await write_marks(self.context, self.name, self.fixed)
         except (RequestError, TimeoutError) as error:
             log.warning(
                 "%s: the checkpoint is committed, but files for other programs could not be "
@@ -397,14 +388,14 @@ class Publication:
         """
         try:
             async with asyncio.timeout(AFTER_S):
-                written = set(self._fixed)
-                if replaced is not None and replaced.save_id not in (None, self._save_id):
+                written = set(self.fixed)
+                if replaced is not None and replaced.save_id not in (None, self.save_id):
                     written |= await self._remove(replaced)
-                    claims, old = self._context.claims, replaced.save_id
-                    await claims.end_replacing(old, self._save_id, self._epoch)
-                head = await read_head(self._context, self._name)
-                if head != self._record[:HEAD_NBYTES]:
-                    await follow_record(self._context, self._name, self._save_id, written)
+                    claims, old = self.context.claims, replaced.save_id
+                    await claims.end_replacing(old, self.save_id, self.epoch)
+                head = await read_head(self.context, self.name)
+                if head != self.record[:HEAD_NBYTES]:
+                    await follow_record(self.context, self.name, self.save_id, written)
         except (RequestError, CorruptCheckpointError, TimeoutError) as error:
             log.warning(
                 "%s: the checkpoint is committed; tidying up after it failed: %s",
@@ -414,10 +405,10 @@ class Publication:
 
     async def _remove(self, replaced: Record) -> set[str]:
         """Remove the objects of a replaced save; return its fixed names that ours does not have."""
-        context, name = self._context, self._name
-        stale = shared_paths(await replaced.outline(context)) - set(self._fixed)
+        context, name = self.context, self.name
+        stale = shared_paths(await replaced.outline(context)) - set(self.fixed)
         dead = await paths_of(context, name, replaced.save_id)
-        if not self._conditions.replace:
+        if not self.conditions.replace:
             present = await read_record(context, name)
             if present is None or present.save_id in (None, replaced.save_id):
                 return set()

@@ -12,7 +12,7 @@ import logging
 
 from asyncckpt.errors import UsageError
 from asyncckpt.stores.exchange import MARK, MARK_NBYTES, check_passed, is_mark_of, too_large
-from asyncckpt.stores.objects.clients.client import Body, RequestError
+from asyncckpt.stores.objects.clients.client import Body, RequestError, unless_missing
 from asyncckpt.stores.objects.context import Context, owned, read_record
 from asyncckpt.stores.objects.datafile import ABORT_S, ObjectDataFile, Sending, open_file
 from asyncckpt.stores.objects.failures import reported, store_error
@@ -99,13 +99,7 @@ class ObjectShare:
 
     def _check_exchange(self, path: str) -> None:
         self._sending.check()
-        check_passed(path, self.location)
-        if not self._shared:
-            raise UsageError(
-                f"{self.location}: this attempt has one process; begin it with shared=True to "
-                "pass files on",
-                location=self.location,
-            )
+        check_passed(path, self.location, shared=self._shared)
 
     # ------------------------------------------------------------------------------------- abort
 
@@ -144,12 +138,9 @@ class ObjectJoinedAttempt(ObjectShare):
         key = self._exchange_key(MARK)
         requests = self._context.requests
         with reported("looking for the attempt to join", requests.location(key)):
-            try:
+            mark = None
+            with unless_missing():
                 mark = await requests.read(key, max_nbytes=MARK_NBYTES)
-            except RequestError as error:
-                if error.kind != "missing":
-                    raise
-                return False
         return is_mark_of(self._save_id, mark)
 
     async def put(self, path: str, data: bytes | memoryview, *, in_record: bool = False) -> None:

@@ -21,6 +21,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.flow.buffers import map_pages
 from asyncckpt.flow.threads import Workers
+from asyncckpt.ports import DIRECT, Reading
 from asyncckpt.stores.local import files as module
 from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.testing.checkpoints import PAGE, pattern
@@ -268,11 +269,11 @@ async def test_direct_reads_fill_whole_pages_and_the_rest_is_buffered(
     reads = Reads(monkeypatch, page_cache=False)
     aligned, tail = pattern(BIG, 1), np.empty(100, np.uint8)
     files = store.files("1")
-    await files.read_into("data", 0, [aligned, tail], direct=True)
+    await files.read_into("data", 0, [aligned, tail], how=DIRECT)
     assert np.array_equal(np.concatenate([aligned, tail]), data)
     assert (reads.direct, reads.buffered) == (1, 1)
     halves = [pattern(BIG // 2, 1), np.empty(10, np.uint8), pattern(BIG // 2, 2)]
-    await files.read_into("data", 0, halves, direct=True)
+    await files.read_into("data", 0, halves, how=DIRECT)
     assert np.array_equal(np.concatenate(halves), data[: BIG + 10])
     assert (reads.direct, reads.buffered) == (2, 2)
 
@@ -287,7 +288,7 @@ async def test_reads_that_cannot_be_direct_are_buffered(
     offset = 8 if reason == "offset" else 0
     start = 8 if reason == "address" else 0
     view = buffer[start : start + BIG - (8 if reason == "length" else 0)]
-    await store.files("1").read_into("data", offset, [view], direct=reason != "not asked for")
+    await store.files("1").read_into("data", offset, [view], how=Reading(reason != "not asked for"))
     assert np.array_equal(view, data[offset : offset + view.size])
     assert (reads.direct, reads.buffered) == (0, 1)
 
@@ -299,7 +300,7 @@ async def test_a_file_that_ends_early_is_found_by_direct_reads_too(
     reads = Reads(monkeypatch, page_cache=False)
     buffer = pattern(BIG, 1)
     with pytest.raises(CorruptCheckpointError) as caught:
-        await store.files("1").read_into("data", 0, [buffer], direct=True)
+        await store.files("1").read_into("data", 0, [buffer], how=DIRECT)
     assert caught.value.offset == BIG - 100
     assert reads.direct
     assert np.array_equal(buffer[: BIG - 100], data)
@@ -342,7 +343,7 @@ async def test_what_is_read_is_checked_as_it_arrives(
         seen.append(there)
 
     files = store.files("1")
-    await files.read_into("x", 0, buffers, direct=direct, check=check)
+    await files.read_into("x", 0, buffers, how=Reading(direct, check=check))
     assert seen == sorted(set(seen)) and seen[-1] == BIG + 4000
     if not direct:  # a direct read may come all at once
         assert seen[0] <= module.CACHED_NBYTES and len(seen) >= BIG // module.CACHED_NBYTES
@@ -362,10 +363,10 @@ async def test_what_a_check_raises_is_raised_and_ends_the_read(
 
     files = store.files("1")
     with pytest.raises(CorruptCheckpointError, match="damaged"):
-        await files.read_into("x", 0, [buffer], check=check)
+        await files.read_into("x", 0, [buffer], how=Reading(check=check))
     assert calls == 1 and buffer[-1] == 1
     with pytest.raises(CorruptCheckpointError, match="the file ends at byte"):
-        await files.read_into("x", BIG - 9, [buffer[:10]], check=lambda there: None)
+        await files.read_into("x", BIG - 9, [buffer[:10]], how=Reading(check=lambda there: None))
 
 
 async def test_a_cancelled_read_waits_for_its_check(store: LocalStore, tmp_path: Path) -> None:
@@ -378,7 +379,9 @@ async def test_a_cancelled_read_waits_for_its_check(store: LocalStore, tmp_path:
         assert go.wait(30)
 
     files = store.files("1")
-    task = asyncio.create_task(files.read_into("x", 0, [np.zeros(9, np.uint8)], check=check))
+    task = asyncio.create_task(
+        files.read_into("x", 0, [np.zeros(9, np.uint8)], how=Reading(check=check))
+    )
     await asyncio.to_thread(begun.wait, 30)
     task.cancel()
     await asyncio.sleep(0.01)

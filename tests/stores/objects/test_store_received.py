@@ -9,6 +9,7 @@ import pytest
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.options import MIB
+from asyncckpt.ports import Reading
 from tests.simulator import Simulator
 from tests.stores.objects.stores import ROOT, opened
 
@@ -25,7 +26,7 @@ async def test_it_is_told_once_that_all_ranges_have_come(sim: Simulator, nbytes:
         def received() -> None:
             told.append(sum(r.answered_nbytes for r in sim.requests))
 
-        await files.read_into("data", 0, [buffer], received=received)
+        await files.read_into("data", 0, [buffer], how=Reading(received=received))
         assert told == [nbytes]
         assert not buffer.any()
         await files.close()
@@ -38,7 +39,10 @@ async def test_nothing_is_told_of_what_does_not_come(sim: Simulator) -> None:
         files = store.files("1")
         with pytest.raises(CorruptCheckpointError):
             await files.read_into(
-                "data", 0, [np.zeros(200, np.uint8)], received=lambda: told.append(None)
+                "data",
+                0,
+                [np.zeros(200, np.uint8)],
+                how=Reading(received=lambda: told.append(None)),
             )
         await files.close()
     assert not told
@@ -64,7 +68,7 @@ async def test_a_run_of_one_range_is_checked_where_it_is_copied_step_by_step(
             assert np.array_equal(np.concatenate(buffers)[:there], content[:there])
             seen.append(there)
 
-        await files.read_into("data", 6, buffers, check=check)
+        await files.read_into("data", 6, buffers, how=Reading(check=check))
         assert np.array_equal(np.concatenate(buffers), content)
         assert len(seen) == steps and seen == sorted(seen)
         assert seen[-1:] == ([nbytes] if steps else [])
@@ -74,5 +78,5 @@ async def test_a_run_of_one_range_is_checked_where_it_is_copied_step_by_step(
 
         if steps:
             with pytest.raises(CorruptCheckpointError, match="wrong"):
-                await files.read_into("data", 6, buffers, check=refuse)
+                await files.read_into("data", 6, buffers, how=Reading(check=refuse))
         await files.close()

@@ -61,7 +61,7 @@ from asyncckpt.stores.claims import (
     fenced_error,
     inherited_name,
 )
-from asyncckpt.stores.objects.clients.client import RequestError
+from asyncckpt.stores.objects.clients.client import unless_missing
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.layout import CONTROL, join
 from asyncckpt.stores.objects.requests.requests import Requests
@@ -195,13 +195,9 @@ class Claims:
     async def _read(self, name: str, most_nbytes: int) -> bytes | None:
         """Return the content of an object; None if there is none, nothing if it is too large."""
         with reported("reading the claims", self._location(name)):
-            try:
-                data = await self._requests.read(join(CONTROL, name), max_nbytes=most_nbytes)
-            except RequestError as error:
-                if error.kind != "missing":
-                    raise
-                return None
-        return data or b""
+            with unless_missing():
+                return await self._requests.read(join(CONTROL, name), max_nbytes=most_nbytes) or b""
+        return None
 
     def _location(self, name: str) -> str:
         return self._requests.location(join(CONTROL, name))

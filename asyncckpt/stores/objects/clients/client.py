@@ -16,7 +16,8 @@ all clients alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -131,6 +132,16 @@ class ClientTraits:
     conditional_replace: bool = False
     conditional_delete: bool = False
     repeats: bool = False
+
+
+@contextlib.contextmanager
+def unless_missing() -> Iterator[None]:
+    """End the block where a request finds that the object is missing; raise its other errors."""
+    try:
+        yield
+    except RequestError as error:
+        if error.kind != "missing":
+            raise
 
 
 class Listed(NamedTuple):

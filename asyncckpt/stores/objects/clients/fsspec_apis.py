@@ -20,7 +20,13 @@ from urllib.parse import quote, urljoin, urlsplit
 
 from asyncckpt.options import KIB
 from asyncckpt.stores.objects.clients.classification import request_error, status_error
-from asyncckpt.stores.objects.clients.client import Body, ClientTraits, PendingParts, RequestError
+from asyncckpt.stores.objects.clients.client import (
+    Body,
+    ClientTraits,
+    PendingParts,
+    RequestError,
+    unless_missing,
+)
 from asyncckpt.stores.objects.clients.fsspec_client import FsspecClient, seconds
 from asyncckpt.stores.objects.clients.fsspec_session import FilesystemSession
 from asyncckpt.stores.objects.clients.urls import split_bucket
@@ -189,11 +195,8 @@ class S3Client(FsspecClient):
 
     async def delete_version(self, key: str, *, version: str) -> None:
         """See `ObjectClient`; by `If-Match`."""
-        try:
+        with unless_missing():
             await self._s3("delete_object", key, IfMatch=version, conditional=True)
-        except RequestError as error:
-            if error.kind != "missing":
-                raise
 
     async def begin_parts(self, key: str, *, create: bool = False) -> str:
         return str((await self._s3("create_multipart_upload", key))["UploadId"])
@@ -223,11 +226,8 @@ class S3Client(FsspecClient):
         )
 
     async def abort_parts(self, key: str, upload: str) -> None:
-        try:
+        with unless_missing():
             await self._s3("abort_multipart_upload", key, UploadId=upload)
-        except RequestError as error:
-            if error.kind != "missing":
-                raise
 
     async def pending_parts(self, prefix: str) -> Sequence[PendingParts]:
         found: list[PendingParts] = []
@@ -355,24 +355,14 @@ class GcsClient(FsspecClient):
 
     async def delete_version(self, key: str, *, version: str) -> None:
         """See `ObjectClient`; by generation."""
-        where = (self._bucket, self._prefix + key)
-        try:
+        request = ("_call", "DELETE", "b/{}/o/{}", self._bucket, self._prefix + key)
+        with unless_missing():
             try:
-                await self._call(
-                    "_call",
-                    "DELETE",
-                    "b/{}/o/{}",
-                    *where,
-                    ifGenerationMatch=version,
-                    conditional=True,
-                )
+                await self._call(*request, ifGenerationMatch=version, conditional=True)
             except RequestError as error:
                 if error.kind == "exists":
                     # GCS says of a missing object that it has another generation.
                     await self.size(key)
-                raise
-        except RequestError as error:
-            if error.kind != "missing":
                 raise
 
     async def begin_parts(self, key: str, *, create: bool = False) -> str:
@@ -408,11 +398,8 @@ class GcsClient(FsspecClient):
 
     async def abort_parts(self, key: str, upload: str) -> None:
         self._tails.pop(upload, None)
-        try:
+        with unless_missing():
             await self._call("_call", "DELETE", upload)
-        except RequestError as error:
-            if error.kind != "missing":
-                raise
 
     async def _upload(self, key: str, kind: str, **more: Any) -> Any:
         filesystem = await self._request(self._session.filesystem())

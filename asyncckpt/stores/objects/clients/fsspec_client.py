@@ -20,6 +20,7 @@ from asyncckpt.stores.objects.clients.client import (
     Listed,
     ObjectClient,
     RequestError,
+    unless_missing,
 )
 from asyncckpt.stores.objects.clients.fsspec_session import FilesystemSession
 
@@ -198,11 +199,8 @@ class FsspecClient(ObjectClient):
         return await self._call(name, *args, **kwargs)
 
     async def _delete(self, key: str) -> None:
-        try:
+        with unless_missing():
             await self._call("_rm_file", self._path(key))
-        except RequestError as error:
-            if error.kind != "missing":
-                raise
 
 
 class MemoryClient(FsspecClient):

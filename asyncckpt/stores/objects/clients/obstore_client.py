@@ -28,6 +28,7 @@ from asyncckpt.stores.objects.clients.client import (
     Listed,
     ObjectClient,
     RequestError,
+    unless_missing,
 )
 from asyncckpt.stores.objects.clients.fsspec_client import LOCATED, UNCONDITIONAL, each
 from asyncckpt.stores.objects.clients.obstore_options import StoreOptions
@@ -360,11 +361,8 @@ class ObstoreClient(ObjectClient):
 
     async def _delete(self, key: str) -> None:
         path = self._path(key)
-        try:
+        with unless_missing():
             await self._ask(lambda store: self._api.delete_async(store, path))
-        except RequestError as error:
-            if error.kind != "missing":
-                raise
 
     async def _all(self, below: str, limit: int) -> Entries:
         found: Entries = []
