@@ -418,15 +418,17 @@ class Engine:
 
         Saves still running then are aborted; threads stuck in a system call end with the process.
         """
-        if self.forked or self._closed or self.abandoned or self._thread is None:
+        if self.forked or self._thread is None:
             return
-        pending = [f for f in (self.on_exit() if self.on_exit else []) if not f.done()]
+        given_up = self._closed or self.abandoned
+        saves = self.on_exit() if self.on_exit and not given_up else []
+        pending = [save for save in saves if not save.done()]
         if pending:
             _warn(
                 f"{self._name}: the process ends without close(); waiting up to "
                 f"{self.drain_deadline_s:g} s for {len(pending)} save(s) in flight"
             )
-        end = time.monotonic() + self.drain_deadline_s
+        end = time.monotonic() + (0.0 if given_up else self.drain_deadline_s)
         for future in pending:
             try:
                 future.exception(timeout=max(0.0, end - time.monotonic()))
@@ -435,6 +437,8 @@ class Engine:
                     f"{self._name}: a save was abandoned: it did not finish within "
                     f"{self.drain_deadline_s:g} s of the process's end"
                 )
+        # Also for an abandoned engine: the interpreter ends a thread that comes back from compiled
+        # code by unwinding it, and C++, such as NumPy's, aborts the whole process then.
         left_s = max(EXIT_CLEANUP_S, end - time.monotonic())
         with contextlib.suppress(TimeoutError):
             self.begin_close().result(left_s)

@@ -17,6 +17,7 @@ import pytest
 from asyncckpt.errors import ClosedError, EngineDiedError, ResourceError, UsageError
 from asyncckpt.flow import engine as module
 from asyncckpt.flow.engine import Engine, Job, wait_quietly
+from tests import children
 
 
 @pytest.fixture
@@ -323,6 +324,35 @@ def test_a_drained_engine_ends_within_its_deadline(caplog: pytest.LogCaptureFixt
     with pytest.raises((ClosedError, FutureCancelledError)):
         job.future.result(30)
     engine.close()
+
+
+def test_the_process_ends_after_the_threads_of_an_abandoned_engine() -> None:
+    # NumPy's C++ would be unwound by the interpreter's end, and abort the process.
+    out = children.output(
+        """
+        import threading, time
+        import numpy as np
+        from asyncckpt.flow.engine import Engine
+
+        engine, begun, values = Engine(), threading.Event(), np.arange(50)
+        held = [[number] for number in range(500_000)]  # the collector needs a while at the end
+        async def answer(): pass
+        engine.submit(answer).result()
+
+        def work():
+            begun.set()
+            end = time.monotonic() + 0.5
+            while time.monotonic() < end:
+                np.unique(values)
+
+        engine.compute.submit(work)
+        begun.wait()
+        time.sleep(0.05)
+        engine.abandoned = True  # as a second Ctrl-C leaves it
+        print("exits", flush=True)
+        """
+    )
+    assert out == "exits\n"
 
 
 @pytest.mark.parametrize("fails", ["the thread", "the loop", "the exit hook"])
