@@ -191,9 +191,10 @@ def test_a_process_that_fails_leaves_nothing_on_any(job: Job, process: int) -> N
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_process_that_is_cancelled_leaves_nothing_on_any(job: Job, process: int) -> None:
     gate = Gate()
-    # It does not take effect: a request that does after its sender was cancelled may do so after
-    # the clean-up too, and no sender can know.
+    # It does not take effect, and all others have by then: a request that does after its sender was
+    # cancelled may do so after the clean-up too, and no sender can know.
     first_file = "?" * 32 + ("-1-0" if process else "-0")
+    others = 4 if process else 5  # mark, fixed name, entries, the other's file; process 0's index
     key = f"{job.prefix}/2/*/d/{first_file}"
     fault = Fault(key=key, kind="put_object", number=1, gate=gate, hang=True)
 
@@ -205,6 +206,8 @@ def test_a_process_that_is_cancelled_leaves_nothing_on_any(job: Job, process: in
             pending = await ckpt.start_save(2, state(2))
             if this == process:
                 await gate.reached.wait()
+                while len([name for name in job.names() if name.startswith("2/")]) < others:
+                    await asyncio.sleep(0.01)
                 pending.cancel()
                 gate.release()
             await pending
