@@ -46,7 +46,7 @@ class Runtime:
         self.engine = Engine(name)
         self._divides = host_memory_nbytes is None
         nbytes = default_budget_nbytes() if host_memory_nbytes is None else host_memory_nbytes
-        self.budget = ByteBudget(max(1, nbytes // SLOT_NBYTES))
+        self.budget = ByteBudget(max(SLOT_NBYTES, nbytes))
         self._pools: list[SlotPool] = []
         self.pool = SlotPool(self.budget, self.engine.compute, _host_memory(), siblings=self._pools)
         self._window_pool: SlotPool | None = None
@@ -54,11 +54,6 @@ class Runtime:
 
     def __repr__(self) -> str:
         return f"Runtime({self.engine!r}, {self.pool!r})"
-
-    @property
-    def budget_nbytes(self) -> int:
-        """Staging memory in bytes."""
-        return self.budget.capacity * SLOT_NBYTES
 
     def share_host(self, processes: int) -> None:
         """Divide default budget and threads between so many processes of this host.
@@ -68,8 +63,7 @@ class Runtime:
         for workers in (self.engine.compute, self.engine.io):
             workers.count = max(1, workers.count // processes)
         if self._divides:
-            least = MIN_BUDGET_NBYTES // SLOT_NBYTES
-            self.budget.capacity = max(least, self.budget.capacity // processes)
+            self.budget.capacity = max(MIN_BUDGET_NBYTES, self.budget.capacity // processes)
 
     def concurrency(self, wanted: Any) -> int:
         """Return the operations in flight for an option that is a number or ``"auto"``."""
@@ -80,10 +74,9 @@ class Runtime:
         if capabilities.positional_writes:
             return self.pool
         # The client's copies are part of the budget, like the windows themselves.
-        held = sizes.window_nbytes * (1 + capabilities.client_copies)
-        units = min(-(-held // SLOT_NBYTES), self.budget.capacity)
+        held_nbytes = sizes.window_nbytes * (1 + capabilities.client_copies)
         pool = self._window_pool
-        if pool is None or (pool.slot_nbytes, pool.units) != (sizes.window_nbytes, units):
+        if pool is None or pool.slot_nbytes != sizes.window_nbytes:
             if pool is not None:
                 pool.close()
             pool = self._window_pool = SlotPool(
@@ -91,7 +84,7 @@ class Runtime:
                 self.engine.compute,
                 _host_memory(),
                 slot_nbytes=sizes.window_nbytes,
-                units=units,
+                held_nbytes=held_nbytes,
                 pipeline_slots=sizes.concurrency + SPARE_WINDOWS,
                 siblings=self._pools,
             )

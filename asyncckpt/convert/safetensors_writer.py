@@ -69,7 +69,7 @@ async def write_files(target: Target, origin: Origin, taken: Snapshot) -> Facts:
     wanted = target.options.concurrency
     concurrency = store.sizes(
         total,
-        budget_nbytes=runtime.budget_nbytes,
+        budget_nbytes=runtime.budget.capacity,
         concurrency=None if wanted == "auto" else wanted,
     ).concurrency
     # Windows are one slot long, so that each can also be a part of an upload.

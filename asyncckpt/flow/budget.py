@@ -1,16 +1,16 @@
-"""The one place of backpressure: a first-in, first-out budget counted in slots."""
+"""The one place of backpressure: a first-in, first-out budget of bytes."""
 
 # Rule 1: acquire may wait; release never does and is synchronous, so that it works in a `finally`
 #   that a second cancellation cannot interrupt.
 #   (test_whatever_is_cancelled_nothing_leaks_and_the_bound_holds)
-# Rule 2: no task waits for slots while it holds slots that cannot drain by themselves. A task that
-#   needs several takes them in one acquire: two tasks that each hold half and wait for the other
-#   half would wait forever.
-# Rule 3: slots are counted when they are granted, in `release`, and not when the waiter's task runs
+# Rule 2: no task waits for bytes while it holds some that cannot drain by themselves. A task that
+#   needs several slots takes them in one acquire: two tasks that each hold half and wait for the
+#   other half would wait forever.
+# Rule 3: bytes are counted when they are granted, in `release`, and not when the waiter's task runs
 #   next. Otherwise a caller between the two would find them free and exceed the capacity.
 #   (test_a_wait_cancelled_just_after_its_grant_leaks_no_slot)
 # Rule 4: the line is first-in, first-out, so that a large request is not starved by small ones. One
-#   that cannot be served before kept slots are released is passed over, because the slots may be
+#   that cannot be served before kept bytes are released is passed over, because the bytes may be
 #   kept by a task that waits behind it; it keeps its place.
 #   (test_who_cannot_be_served_while_others_keep_theirs_holds_up_nobody)
 
@@ -26,7 +26,7 @@ class Account:
     """The part of a budget that one pool uses, counted from the moment that it is granted.
 
     Attributes:
-        in_use: slots of the budget.
+        in_use: bytes of the budget.
         kept: those of them that are kept.
     """
 
@@ -36,7 +36,7 @@ class Account:
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    count: int
+    nbytes: int
     limit: int | None
     account: Account | None
     extra: int
@@ -44,9 +44,9 @@ class _Waiter:
 
 
 class ByteBudget:
-    """A number of slots, of which at most `capacity` are in use at any time.
+    """A number of bytes, of which at most `capacity` are in use at any time.
 
-    It belongs to one event loop. Attributes: `capacity`, `in_use` and `peak`, in slots, and
+    It belongs to one event loop. Attributes: `capacity`, `in_use` and `peak`, in bytes, and
     `kept`, the part of `in_use` that is not released as long as others wait.
     """
 
@@ -54,7 +54,7 @@ class ByteBudget:
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
-            raise ValueError(f"capacity={capacity}: a budget holds at least one slot")
+            raise ValueError(f"capacity={capacity}: a budget holds at least one byte")
         self.capacity = capacity
         self.in_use = 0
         self.peak = 0
@@ -63,7 +63,7 @@ class ByteBudget:
 
     def __repr__(self) -> str:
         return (
-            f"ByteBudget({self.in_use} of {self.capacity} slots in use, "
+            f"ByteBudget({self.in_use} of {self.capacity} bytes in use, "
             f"{len(self._waiters)} waiting)"
         )
 
@@ -74,47 +74,47 @@ class ByteBudget:
 
     def try_acquire(
         self,
-        count: int = 1,
+        nbytes: int,
         *,
         limit: int | None = None,
         account: Account | None = None,
         extra: int = 0,
     ) -> bool:
-        """Take `count` slots if that passes over no waiter that could be served; return whether."""
-        if not self._fits(count, limit, account):
+        """Take `nbytes` if that passes over no waiter that could be served; return whether."""
+        if not self._fits(nbytes, limit, account):
             return False
         if self._waiters and any(
-            not self._must_wait(w.count) for w in self._waiters if not w.granted.done()
+            not self._must_wait(w.nbytes) for w in self._waiters if not w.granted.done()
         ):
             return False
-        self._take(count, account, extra)
+        self._take(nbytes, account, extra)
         return True
 
     async def acquire(
         self,
-        count: int = 1,
+        nbytes: int,
         *,
         limit: int | None = None,
         account: Account | None = None,
         extra: int = 0,
     ) -> None:
-        """Take `count` slots, waiting in line for them.
+        """Take `nbytes`, waiting in line for them.
 
         Args:
-            count: slots; more than `capacity` takes all of it, so that a request as large as
+            nbytes: bytes; more than `capacity` takes all of it, so that a request as large as
                 the budget, or larger, is served alone instead of refused.
-            limit: wait until this many slots, or fewer, would be in use besides kept ones; of the
+            limit: wait until this many bytes, or fewer, would be in use besides kept ones; of the
                 account, if there is one.
-            account: in which the slots are counted, too.
-            extra: the part of `count` that the account does not count.
+            account: in which they are counted, too.
+            extra: the part of `nbytes` that the account does not count.
 
-        Cancellation: leaves the line; slots that were granted in the meantime go to the next.
+        Cancellation: leaves the line; what was granted in the meantime goes to the next.
         """
-        count = min(count, self.capacity)
-        if self.try_acquire(count, limit=limit, account=account, extra=extra):
+        nbytes = min(nbytes, self.capacity)
+        if self.try_acquire(nbytes, limit=limit, account=account, extra=extra):
             return
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(count, limit, account, extra, granted)
+        waiter = _Waiter(nbytes, limit, account, extra, granted)
         self._waiters.append(waiter)
         try:
             await granted
@@ -125,46 +125,46 @@ class ByteBudget:
                 self._grant()
             else:
                 if account is not None:
-                    account.in_use -= count - extra
-                self.release(count)
+                    account.in_use -= nbytes - extra
+                self.release(nbytes)
             raise
 
-    def release(self, count: int = 1, *, account: Account | None = None) -> None:
-        """Free `count` slots (of this account), for the next in line."""
-        count = min(count, self.capacity)
-        if count > self.in_use:
-            raise RuntimeError(f"released {count} slots, only {self.in_use} are in use")
-        self.in_use -= count
+    def release(self, nbytes: int, *, account: Account | None = None) -> None:
+        """Free `nbytes` (of this account), for the next in line."""
+        nbytes = min(nbytes, self.capacity)
+        if nbytes > self.in_use:
+            raise RuntimeError(f"released {nbytes} bytes, only {self.in_use} are in use")
+        self.in_use -= nbytes
         if account is not None:
-            account.in_use -= count
+            account.in_use -= nbytes
         self._grant()
 
-    def keep(self, count: int, *, account: Account | None = None) -> None:
-        """Declare that `count` more slots in use are not released as long as others wait.
+    def keep(self, nbytes: int, *, account: Account | None = None) -> None:
+        """Declare that so many more bytes in use are not released as long as others wait.
 
         Negative: that many fewer. Without this, a waiter with a limit could wait forever for
-        slots that are kept.
+        bytes that are kept.
         """
-        self.kept += count
+        self.kept += nbytes
         if account is not None:
-            account.kept += count
+            account.kept += nbytes
         self._grant()
 
-    def _must_wait(self, count: int) -> bool:
-        """Return whether so many slots cannot be free before kept ones are released."""
-        return count > self.capacity - self.kept
+    def _must_wait(self, nbytes: int) -> bool:
+        """Return whether so many bytes cannot be free before kept ones are released."""
+        return nbytes > self.capacity - self.kept
 
-    def _fits(self, count: int, limit: int | None, account: Account | None) -> bool:
-        if self.in_use + count > self.capacity:
+    def _fits(self, nbytes: int, limit: int | None, account: Account | None) -> bool:
+        if self.in_use + nbytes > self.capacity:
             return False
         user = self if account is None else account
-        return limit is None or user.in_use - user.kept + count <= max(limit, count)
+        return limit is None or user.in_use - user.kept + nbytes <= max(limit, nbytes)
 
-    def _take(self, count: int, account: Account | None, extra: int) -> None:
-        self.in_use += count
+    def _take(self, nbytes: int, account: Account | None, extra: int) -> None:
+        self.in_use += nbytes
         self.peak = max(self.peak, self.in_use)
         if account is not None:
-            account.in_use += count - extra
+            account.in_use += nbytes - extra
 
     def _grant(self) -> None:
         passed: list[_Waiter] = []
@@ -172,11 +172,11 @@ class ByteBudget:
             waiter = self._waiters.popleft()
             if waiter.granted.done():
                 continue  # cancelled; its task has not run since
-            if self._fits(waiter.count, waiter.limit, waiter.account):
-                self._take(waiter.count, waiter.account, waiter.extra)
+            if self._fits(waiter.nbytes, waiter.limit, waiter.account):
+                self._take(waiter.nbytes, waiter.account, waiter.extra)
                 waiter.granted.set_result(None)
                 continue
             passed.append(waiter)
-            if not self._must_wait(waiter.count):
+            if not self._must_wait(waiter.nbytes):
                 break
         self._waiters.extendleft(reversed(passed))

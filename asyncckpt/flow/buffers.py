@@ -11,7 +11,7 @@
 #   is counted in the account before its task has popped it, or two tasks would be promised one.
 #   (test_pools_of_one_budget_hold_no_more_memory_than_it,
 #   test_those_who_are_granted_slots_at_once_find_them_idle)
-# Rule 4: units of the budget are acquired in one step with all that a request needs, before any of
+# Rule 4: bytes of the budget are acquired in one step with all that a request needs, before any of
 #   its memory is allocated or waited for.
 
 from __future__ import annotations
@@ -150,13 +150,10 @@ class SlotPool:
         workers: threads that allocate.
         memory: the source of the slots.
         slot_nbytes: size of a slot.
-        units: units of the budget that a slot in use takes; more than its size where clients copy
-            bodies.
+        held_nbytes: bytes of the budget that a slot in use takes; more than its size where clients
+            copy bodies.
         pipeline_slots: see `PIPELINE_SLOTS`.
         siblings: pools of the same budget, this one included: one list, shared by all of them.
-
-    Attributes:
-        capacity: number of slots in the whole budget.
     """
 
     def __init__(
@@ -166,14 +163,13 @@ class SlotPool:
         memory: HostMemory,
         *,
         slot_nbytes: int = SLOT_NBYTES,
-        units: int = 1,
+        held_nbytes: int | None = None,
         pipeline_slots: int = PIPELINE_SLOTS,
         siblings: list[SlotPool] | None = None,
     ) -> None:
         self.budget = budget
         self.slot_nbytes = slot_nbytes
-        self.units = min(units, budget.capacity)
-        self.capacity = budget.capacity // self.units
+        self.held_nbytes = min(held_nbytes or slot_nbytes, budget.capacity)
         self._pipeline_slots = pipeline_slots
         self._workers = workers
         self._memory = memory
@@ -192,6 +188,11 @@ class SlotPool:
         return f"SlotPool({self._allocated} allocated, {len(self._free)} free, {self.budget!r})"
 
     @property
+    def capacity(self) -> int:
+        """Number of slots in the whole budget."""
+        return self.budget.capacity // self.held_nbytes
+
+    @property
     def allocated_nbytes(self) -> int:
         """Bytes of host memory that the pool holds."""
         return self._allocated * self.slot_nbytes
@@ -208,17 +209,16 @@ class SlotPool:
             count: slots with a buffer.
             grow: allocate up to the whole budget; without it, no new memory beyond
                 `pipeline_slots` is allocated while used slots are still to be returned.
-            extra: further units of the budget, for memory that is allocated elsewhere; they are
+            extra: further bytes of the budget, for memory that is allocated elsewhere; they are
                 returned by `budget.release`.
 
         Cancellation: nothing is held.
         """
         count = min(count, self.capacity)
-        extra = min(extra, self.budget.capacity - count * self.units)
-        limit = None if grow else max(self._allocated, self._pipeline_slots) * self.units
-        await self.budget.acquire(
-            count * self.units + extra, limit=limit, account=self._account, extra=extra
-        )
+        held = count * self.held_nbytes
+        extra = min(extra, self.budget.capacity - held)
+        limit = None if grow else max(self._allocated, self._pipeline_slots) * self.held_nbytes
+        await self.budget.acquire(held + extra, limit=limit, account=self._account, extra=extra)
         slots: list[Slot] = []
         self.make_way()
         try:
@@ -233,22 +233,22 @@ class SlotPool:
                     await arrival
         except BaseException:
             self._free.extend(slots)
-            self.budget.release(count * self.units, account=self._account)
+            self.budget.release(held, account=self._account)
             self.budget.release(extra)
             raise
         return slots
 
-    async def acquire(self, units: int) -> None:
-        """Take units of the budget, for memory that is allocated elsewhere.
+    async def acquire(self, nbytes: int) -> None:
+        """Take bytes of the budget, for memory that is allocated elsewhere.
 
-        Idle slots are freed as far as both together exceed the budget. The units are returned by
+        Idle slots are freed as far as both together exceed the budget. The bytes are returned by
         `budget.release`. Cancellation: nothing is held.
         """
-        await self.budget.acquire(units)
+        await self.budget.acquire(nbytes)
         self.make_way()
 
     def make_way(self) -> None:
-        """Free idle slots of all pools as far as they and all units in use exceed the budget."""
+        """Free idle slots of all pools as far as they and all bytes in use exceed the budget."""
         if self._over() <= 0:
             return
         for pool in [*(p for p in self._siblings if p is not self), self]:
@@ -258,18 +258,16 @@ class SlotPool:
 
     def _idle(self) -> int:
         """Return the number of slots, also those being allocated, that no request was granted."""
-        return max(0, self._allocated - self._account.in_use // self.units)
+        return max(0, self._allocated - self._account.in_use // self.held_nbytes)
 
     def _over(self) -> int:
-        """Return the bytes by which all units in use and all idle slots exceed the budget."""
-        over = (self.budget.in_use - self.budget.capacity) * SLOT_NBYTES
-        for pool in self._siblings:
-            over += pool._idle() * pool.slot_nbytes
-        return over
+        """Return the bytes by which those in use and all idle slots exceed the budget."""
+        idle = sum(pool._idle() * pool.slot_nbytes for pool in self._siblings)
+        return self.budget.in_use + idle - self.budget.capacity
 
     def keep(self, count: int) -> None:
         """Declare `count` more slots in use as kept (`ByteBudget.keep`); fewer, if negative."""
-        self.budget.keep(count * self.units, account=self._account)
+        self.budget.keep(count * self.held_nbytes, account=self._account)
 
     def take_ready(self, most: int) -> list[Slot]:
         """Take up to `most` slots that are free; none if others wait in line."""
@@ -277,7 +275,7 @@ class SlotPool:
         while (
             len(slots) < most
             and self._free
-            and self.budget.try_acquire(self.units, account=self._account)
+            and self.budget.try_acquire(self.held_nbytes, account=self._account)
         ):
             slots.append(self._free.pop())
         self.make_way()  # the client's copies are in use now, too
@@ -308,8 +306,8 @@ class SlotPool:
         def gone() -> None:
             self._discarded -= 1
             if not keep:
-                self.budget.keep(-self.units)
-                self.budget.release(self.units)
+                self.budget.keep(-self.held_nbytes)
+                self.budget.release(self.held_nbytes)
 
         def collected() -> None:
             # Called wherever the last reference is dropped, in any thread.
@@ -320,8 +318,8 @@ class SlotPool:
             self._discarded += 1
             self._allocated -= 1
             if not keep:
-                self._account.in_use -= self.units
-                self.budget.keep(self.units)
+                self._account.in_use -= self.held_nbytes
+                self.budget.keep(self.held_nbytes)
             owner = slot.forget()
             weakref.finalize(owner, collected).atexit = False
             del owner
@@ -362,7 +360,7 @@ class SlotPool:
 
     def cancel_replacement(self) -> None:
         """Release the budget of a slot discarded with `keep`, instead of replacing it."""
-        self.budget.release(self.units, account=self._account)
+        self.budget.release(self.held_nbytes, account=self._account)
 
     async def prepare(self, count: int) -> None:
         """Allocate slots, every page touched, until there are `count` or the whole budget."""
@@ -385,7 +383,7 @@ class SlotPool:
 
     def _return(self, slot: Slot) -> None:
         self._free.append(slot)
-        self.budget.release(self.units, account=self._account)
+        self.budget.release(self.held_nbytes, account=self._account)
         if self._closed:
             self.shrink(1)
 
@@ -393,14 +391,14 @@ class SlotPool:
         while self._allocated < count:
             self._make_room()
             if self._over() + self.slot_nbytes > 0:
-                return  # units in use leave no room for idle slots
+                return  # bytes in use leave no room for idle slots
             await self._add(touched=True)
-            self.make_way()  # for units that others were granted meanwhile
+            self.make_way()  # for bytes that others were granted meanwhile
 
     def _make_room(self) -> None:
         """Free idle slots of other pools if the whole memory of the budget is allocated."""
         for pool in self._siblings:
-            over = self.slot_nbytes - self.budget.capacity * SLOT_NBYTES
+            over = self.slot_nbytes - self.budget.capacity
             for other in self._siblings:
                 over += (other._allocated + other._discarded) * other.slot_nbytes
             if over > 0 and pool is not self:
@@ -430,7 +428,7 @@ class SlotPool:
             return buffer
 
     def _quarantine(self, slot: Slot, user: Future[Any]) -> None:
-        # Its units of the budget stay taken: memory that a thread may still write to is in use.
+        # Its bytes of the budget stay taken: memory that a thread may still write to is in use.
         loop = asyncio.get_running_loop()
         self._quarantined.add(slot)
         self.keep(1)

@@ -81,7 +81,6 @@ class Fetch:
         self.left = self.left or list(self.plan.counts)
         self.reads: list[Read] = []
         self.read_nbytes = 0
-        self._copied = self._copied_units = 0  # bytes of copies in flight, and units held for them
 
     async def run(self) -> None:
         """Fill every destination with checked values.
@@ -109,14 +108,13 @@ class Fetch:
                 self._limiter.ceiling = self.concurrency()
                 stream = await self._limiter.acquire()
                 try:
-                    slots, units, copied = await self._lease(read)
+                    slots, beside = await self._lease(read)
                 except BaseException:
                     stream.release()
                     raise
-                ahead = copied or units * self.pool.slot_nbytes
-                task = group.create_task(self._read(read, slots, ahead, stream))
+                task = group.create_task(self._read(read, slots, beside, stream))
                 # A task that is cancelled before its first step never runs its `finally`.
-                task.add_done_callback(partial(self._free, stream, slots, units, copied))
+                task.add_done_callback(partial(self._free, stream, slots, beside))
 
     def _begins(self, batch: ReadBatch) -> bool:
         """Return whether a run of batches may begin with this one."""
@@ -127,60 +125,36 @@ class Fetch:
         return not self._decode.encoded_parts(batch)
 
     def _free(
-        self, stream: Permit, slots: list[Slot], units: int, copied: int, task: asyncio.Task[None]
+        self, stream: Permit, slots: list[Slot], beside: int, task: asyncio.Task[None]
     ) -> None:
         stream.release()
         self.pool.release(slots, None if task.cancelled() else task.exception())
-        if units:
-            self.pool.budget.release(units)
-        self._copied -= copied
-        self._release_spare()
+        if beside:
+            self.pool.budget.release(beside)
 
-    async def _acquire(self, nbytes: int) -> None:
-        """Acquire memory for copies. All reads in flight together are rounded up to a unit.
-
-        Rounded up one by one, reads of a little more than a unit would take twice what they need.
-        """
-        slot_nbytes = self.pool.slot_nbytes
-        units = -(-(self._copied + nbytes) // slot_nbytes) - self._copied_units
-        if units > 0:
-            await self.pool.acquire(units)
-            self._copied_units += units
-        self._copied += nbytes
-        self._release_spare()  # of reads that have ended meanwhile
-
-    def _release_spare(self) -> None:
-        spare = self._copied_units + -self._copied // self.pool.slot_nbytes
-        if spare > 0:
-            self._copied_units -= spare
-            self.pool.budget.release(spare)
-
-    async def _lease(self, read: Read) -> tuple[list[Slot], int, int]:
-        """Acquire the slots of a read, and units of the budget for copies that its client makes.
+    async def _lease(self, read: Read) -> tuple[list[Slot], int]:
+        """Acquire the slots of a read, and bytes of the budget for copies that its client makes.
 
         Compressed chunks also count the memory of their decoded elements. Whatever is asked for is
         cut to the capacity: a read that needs more than the budget goes alone.
 
         Returns:
-            The slots, the units, and the bytes of copies that are counted with those of all reads.
+            The slots, and the bytes beside them.
         """
         slot_nbytes, capacity = self.pool.slot_nbytes, self.pool.budget.capacity
-        nbytes = span(read.batches)
-        copied = min(nbytes, READ_AHEAD_NBYTES) * self._capabilities.read_copies
+        copies = min(span(read.batches), READ_AHEAD_NBYTES) * self._capabilities.read_copies
         if read.together:
-            if copied:
-                copied += sum(b.nbytes for b in read.batches if not is_direct(b))
-                copied = min(copied, capacity * slot_nbytes)
-                await self._acquire(copied)
-            return [], 0, copied
-        copies = min(-(-copied // slot_nbytes), capacity)
+            if copies:
+                copies += sum(b.nbytes for b in read.batches if not is_direct(b))
+                copies = min(copies, capacity)
+                await self.pool.acquire(copies)
+            return [], copies
         (batch,) = read.batches
         encoded = self._decode.encoded_parts(batch)
         largest = max((self._decode.payload_nbytes(p) for p in encoded), default=0)
         count = 1 if not encoded else max(1, -(-batch.nbytes // slot_nbytes))
-        units = -(-largest // slot_nbytes) + copies
-        units = min(units, capacity - min(count, capacity))
-        return await self.pool.take(count, grow=False, extra=units), units, 0
+        beside = min(largest + copies, max(0, capacity - count * slot_nbytes))
+        return await self.pool.take(count, grow=False, extra=beside), beside
 
     async def _read(self, read: Read, slots: list[Slot], held: int, stream: Permit) -> None:
         """Read one run, check it, and copy what is not in its destination yet."""

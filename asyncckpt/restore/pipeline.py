@@ -269,7 +269,7 @@ class RestorePipeline:
         """Bound what a foreign checkpoint implies, and note what it lacks."""
         opened, runtime = self._opened, self._runtime
         self.notes.extend(opened.notes)
-        budget = runtime.budget.capacity * runtime.pool.slot_nbytes
+        budget = runtime.budget.capacity
         own = [a for leaf in arrays if leaf.target is None for a in leaf.arrays()]
         refuse_implied(opened, extents, own)
         large = 0

@@ -321,8 +321,8 @@ class Pipeline(ABC):
         stage = "upload" if isinstance(sink, ChunkAppender) else "serialize"
         with self.recorder.span(stage, sum(stored.nbytes for stored in made)):
             await sink.write(placed)
-        # Only now is the compressor's output gone, for which these units stand.
-        self.staging.give((), chunks.units)
+        # Only now is the compressor's output gone, for which these bytes stand.
+        self.staging.give((), chunks.extra_nbytes)
 
     # -- upload
 
@@ -403,7 +403,7 @@ class ObjectPipeline(Pipeline):
         # After mutable leaves were copied: their copies are kept, and what is kept counts.
         if self._packer is not None:
             streams = min(self.sizes.concurrency, self._packing)
-            await self._packer.reserve(streams + 1, beside=self.staging.most_units)
+            await self._packer.reserve(streams + 1, beside=self.staging.most_nbytes)
 
     async def _put_index(self, uploads: Sequence[asyncio.Task[None]]) -> Committable:
         """Write the index; again whenever a file had to be sent under another name since.

@@ -171,7 +171,7 @@ async def layout_of(
     Raises:
         UsageError: as `make_layout`.
     """
-    budget = runtime.budget_nbytes if budget_nbytes is None else budget_nbytes
+    budget = runtime.budget.capacity if budget_nbytes is None else budget_nbytes
     if not store.capabilities.positional_writes:
         budget //= 2  # the other half holds the files that compressed chunks are packed into
     terms = Terms(options, budget, sizes, process, process_count)
@@ -192,7 +192,7 @@ def sizes_for(runtime: Runtime, store: Store, nbytes: int, options: SaveOptions)
     size, streams = options.target_data_file_nbytes, options.concurrency
     return store.sizes(
         nbytes,
-        budget_nbytes=runtime.budget_nbytes,
+        budget_nbytes=runtime.budget.capacity,
         chunk_nbytes=options.chunk_nbytes,
         data_file_nbytes=None if size == "auto" else size,
         concurrency=None if streams == "auto" else streams,

@@ -31,7 +31,7 @@ from asyncckpt.errors import (
 from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import forget_frames, leading_error, to_completion
 from asyncckpt.format.record import is_record
-from asyncckpt.options import MAX_RECORD_NBYTES, SLOT_NBYTES
+from asyncckpt.options import MAX_RECORD_NBYTES
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import AttemptFiles, CheckpointFiles, Sizes, Store
 from asyncckpt.reports import ProcessPart, Progress, SaveReport, Timeline
@@ -226,7 +226,7 @@ class Save:
             plan_cache_hits=self.layouts.hits,
             plan_cache_misses=self.layouts.misses,
             referenced_nbytes=staging.referenced_nbytes,
-            peak_staged_nbytes=budget.peak * SLOT_NBYTES,
+            peak_staged_nbytes=budget.peak,
             orbax=layout.orbax is not None,
             notes=(*layout.notes, *sizes.notes, *progress_notes(request.progress)),
             processes=self._parts(),

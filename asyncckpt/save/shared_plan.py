@@ -145,7 +145,7 @@ class SharedPlan:
     ) -> Agreement:
         """Agree with the others; `kept` is what an earlier group did for an equal schema."""
         limits = Limits(
-            runtime.budget_nbytes,
+            runtime.budget.capacity,
             sizes.chunk_nbytes or NO_LIMIT,
             sizes.chunk_limit_nbytes or NO_LIMIT,
         )

@@ -91,14 +91,14 @@ class StagedChunks:
         starts: where each begins, in bytes from the start of the first slot.
         nbytes: length of each.
         slots: where they are.
-        units: of the budget, held along with the slots for what the compressor makes.
+        extra_nbytes: of the budget, held along with the slots for what the compressor makes.
     """
 
     rows: Sequence[int]
     starts: Sequence[int]
     nbytes: Sequence[int]
     slots: list[Slot]
-    units: int
+    extra_nbytes: int
 
 
 @dataclass(eq=False, repr=False)
@@ -133,9 +133,9 @@ class Staging:
         self._leaf_of: list[int] = self.plan.arrays.leaf.tolist()
         self._readers: dict[int, ArrayReader] = {}
         self.held: set[Slot] = set()
-        self.held_units = 0
+        self.extra_nbytes = 0  # of the budget, held beside slots
         self.referenced_nbytes = 0
-        self._copy_units = 0
+        self._copies_nbytes = 0
 
     async def inline(self) -> bytearray:
         """Copy every array that goes into the B+tree, in the order of `plan.inline`.
@@ -204,7 +204,7 @@ class Staging:
     async def chunks(self, emit: Callable[[StagedChunks], None]) -> None:
         """Stage every chunk that will be compressed, and hand them to `emit` in plan order.
 
-        Each group holds slots for its payloads and as many units again for what the compressor
+        Each group holds slots for its payloads and as many bytes again for what the compressor
         makes, taken at once: compression never waits for memory while it holds some.
         Cancellation, errors: as `windows`.
         """
@@ -212,11 +212,12 @@ class Staging:
         for rows, starts, nbytes in self._groups():
             count = max(1, -(-(starts[-1] + nbytes[-1]) // self.pool.slot_nbytes))
             # Fewer where both together exceed the part of the budget that comes back.
-            units = max(0, min(count, budget.capacity - budget.kept - count))
-            slots = await self.pool.take(count, grow=self.grow, extra=units)
+            held = count * self.pool.slot_nbytes
+            extra = max(0, min(held, budget.capacity - budget.kept - held))
+            slots = await self.pool.take(count, grow=self.grow, extra=extra)
             self.held.update(slots)
-            self.held_units += units
-            chunks = StagedChunks(rows, starts, nbytes, slots, units)
+            self.extra_nbytes += extra
+            chunks = StagedChunks(rows, starts, nbytes, slots, extra)
             await self.use(slots, self._copy_chunks, chunks)
             emit(chunks)
 
@@ -287,18 +288,17 @@ class Staging:
             else:
                 mutable.append(leaf)
         nbytes = sum(_held_nbytes(self.sources[leaf]) for leaf in mutable)
-        units = -(-nbytes // self.pool.slot_nbytes)
         budget = self.pool.budget
         # Slots that compressed chunks are packed into are kept for as long.
-        packing = self.window_pool.units if plan.compressed else 0
-        room = budget.capacity - budget.kept - self.most_units - packing
-        if units > max(0, min(budget.capacity // 2, room)):
+        packing = self.window_pool.held_nbytes if plan.compressed else 0
+        room = budget.capacity - budget.kept - self.most_nbytes - packing
+        if nbytes > max(0, min(budget.capacity // 2, room)):
             return False
-        if units:
-            await self.pool.acquire(units)
-            budget.keep(units)
-            self.held_units += units
-            self._copy_units = units
+        if nbytes:
+            await self.pool.acquire(nbytes)
+            budget.keep(nbytes)
+            self.extra_nbytes += nbytes
+            self._copies_nbytes = nbytes
             await self.compute.run(self._copy_mutable, mutable, nbytes)
             self._readers.clear()
         self.referenced_nbytes = held_nbytes
@@ -306,18 +306,18 @@ class Staging:
         return True
 
     @property
-    def most_units(self) -> int:
-        """Units of the budget that the largest window or chunk takes at once."""
-        plan = self.plan
-        most = self.window_pool.units if plan.windows else 0
+    def most_nbytes(self) -> int:
+        """Bytes of the budget that the largest window or chunk takes at once."""
+        plan, slot_nbytes = self.plan, self.pool.slot_nbytes
+        most = self.window_pool.held_nbytes if plan.windows else 0
         if plan.compressed:
             largest = int(plan.row_payload[list(plan.compressed)].max())
-            most = max(most, -(-largest // self.pool.slot_nbytes))
+            most = max(most, -(-largest // slot_nbytes) * slot_nbytes)
         return most
 
     def forget(self) -> None:
         """Drop all references to leaves: what the caller drops is freed at once."""
-        if self._copy_units:
+        if self._copies_nbytes:
             self._give_copies()
         self._readers.clear()
         self.sources.forget()
@@ -336,27 +336,27 @@ class Staging:
             raise
 
     def release(self) -> None:
-        """Give back all slots and units that are still held; for the end of a failed save."""
+        """Give back all that is still held; for the end of a failed save."""
         for slot in self.held:
             slot.pool.release([slot])
         self.held.clear()
-        if self._copy_units:
+        if self._copies_nbytes:
             self._give_copies()
-        if self.held_units:
-            self.pool.budget.release(self.held_units)
-            self.held_units = 0
+        if self.extra_nbytes:
+            self.pool.budget.release(self.extra_nbytes)
+            self.extra_nbytes = 0
         self._readers.clear()
 
     def give(
-        self, slots: Sequence[Slot], units: int = 0, *, error: BaseException | None = None
+        self, slots: Sequence[Slot], extra_nbytes: int = 0, *, error: BaseException | None = None
     ) -> None:
-        """Give back slots and units; `error` is how their last use ended."""
+        """Give back slots and bytes beside them; `error` is how their last use ended."""
         self.held.difference_update(slots)
         for slot in slots:
             slot.pool.release([slot], error)
-        if units:
-            self.held_units -= units
-            self.pool.budget.release(units)
+        if extra_nbytes:
+            self.extra_nbytes -= extra_nbytes
+            self.pool.budget.release(extra_nbytes)
 
     def written(self, slot: Slot, error: BaseException | None, reusable: bool) -> None:
         """Give back a slot that was written; discard it where a client may still be sending it."""
@@ -367,9 +367,9 @@ class Staging:
             slot.pool.discard([slot])
 
     def _give_copies(self) -> None:
-        self.pool.budget.keep(-self._copy_units)
-        self.give((), self._copy_units)
-        self._copy_units = 0
+        self.pool.budget.keep(-self._copies_nbytes)
+        self.give((), self._copies_nbytes)
+        self._copies_nbytes = 0
 
     # -- in worker threads
 

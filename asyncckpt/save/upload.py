@@ -271,17 +271,17 @@ class ChunkPacker:
     async def reserve(self, count: int, *, beside: int = 0) -> int:
         """Take `count` slots, or as many as half of the budget that is not kept makes.
 
-        Leaves `beside` units of the budget free, unless a single slot needs them. Returns the
-        units taken.
+        Leaves `beside` bytes of the budget free, unless a single slot needs them. Returns the
+        bytes taken.
         """
         budget = self.pool.budget
         free = budget.capacity - budget.kept
-        count = max(1, min(count, min(free // 2, free - beside) // self.pool.units))
+        count = max(1, min(count, min(free // 2, free - beside) // self.pool.held_nbytes))
         self._reserved.update(await self.pool.take(count))
         self._keep(count)
         for slot in self._reserved:
             self._ready.put_nowait(slot)
-        return count * self.pool.units
+        return count * self.pool.held_nbytes
 
     def release(self) -> None:
         """Return all slots, and the budget of discarded ones that were not replaced."""

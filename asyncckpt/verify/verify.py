@@ -138,7 +138,8 @@ class _Verify:
         pool = self._runtime.pool
         checker = _FileChecker(rows, index)
         offset = 0
-        copies = min(self._opened.files.capabilities.read_copies, pool.budget.capacity - 1)
+        copies = pool.slot_nbytes * self._opened.files.capabilities.read_copies
+        copies = min(copies, pool.budget.capacity - pool.held_nbytes)
         slots = await pool.take(1, grow=False, extra=copies)
         try:
             while offset < entry.nbytes:

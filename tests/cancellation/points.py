@@ -119,6 +119,7 @@ def small_slots(ckpt: asyncckpt.Checkpointer, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(local, "SLOT_NBYTES", SLOT_NBYTES)
     core = ckpt._session
     runtime = core.runtime
+    runtime.budget.capacity = 8 * SLOT_NBYTES
     runtime.pool = SlotPool(
         runtime.budget, runtime.engine.compute, AnonymousMemory(), slot_nbytes=SLOT_NBYTES
     )

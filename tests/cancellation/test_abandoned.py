@@ -18,7 +18,7 @@ from asyncckpt.save.serialize import Compressor, WindowChecksums
 from asyncckpt.save.stage import Staging
 from asyncckpt.stores.local.datafile import LocalDataFile
 from asyncckpt.stores.local.files import LocalFiles
-from tests.cancellation.points import assert_equal, options, small_slots, state
+from tests.cancellation.points import SLOT_NBYTES, assert_equal, options, small_slots, state
 
 ABANDON_S = 0.3
 
@@ -105,7 +105,7 @@ async def test_a_restore_with_a_stuck_thread_ends_and_spares_its_memory(
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert core.runtime.budget.in_use == 1
+        assert core.runtime.budget.in_use == SLOT_NBYTES
         assert (await ckpt.restore(0))["small"]["3"][0] == 3
         stuck.go.set()
         while core.runtime.budget.in_use:

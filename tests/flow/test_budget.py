@@ -25,8 +25,8 @@ def test_a_budget_holds_at_least_one_slot() -> None:
 async def test_slots_are_granted_until_none_is_left() -> None:
     budget = ByteBudget(3)
     await budget.acquire(2)
-    assert budget.try_acquire()
-    assert not budget.try_acquire()
+    assert budget.try_acquire(1)
+    assert not budget.try_acquire(1)
     assert (budget.in_use, budget.peak) == (3, 3)
     budget.release(3)
     assert (budget.in_use, budget.peak) == (0, 3)
@@ -50,7 +50,7 @@ async def test_those_who_wait_are_served_in_their_order() -> None:
         await settle()
         # One slot is free, but the large one came first.
         assert served == []
-        assert not budget.try_acquire()
+        assert not budget.try_acquire(1)
         budget.release(1)
         await settle()
         assert served == ["large"]
@@ -227,8 +227,8 @@ async def test_a_share_has_no_part_in_what_is_taken_beside_it() -> None:
 
 async def test_releasing_more_than_is_in_use_is_an_error() -> None:
     budget = ByteBudget(2)
-    await budget.acquire()
-    with pytest.raises(RuntimeError, match="released 2 slots, only 1 are in use"):
+    await budget.acquire(1)
+    with pytest.raises(RuntimeError, match="released 2 bytes, only 1 are in use"):
         budget.release(2)
 
 
@@ -248,11 +248,11 @@ async def test_a_cancelled_wait_leaves_the_line_and_lets_the_next_one_through() 
 
 async def test_a_wait_cancelled_just_before_a_release_leaks_no_slot() -> None:
     budget = ByteBudget(1)
-    await budget.acquire()
-    waiter = asyncio.create_task(budget.acquire())
+    await budget.acquire(1)
+    waiter = asyncio.create_task(budget.acquire(1))
     await settle()
     waiter.cancel()
-    budget.release()  # before the cancelled task has run
+    budget.release(1)  # before the cancelled task has run
     with pytest.raises(asyncio.CancelledError):
         await waiter
     assert (budget.in_use, budget.waiting) == (0, 0)
@@ -260,12 +260,12 @@ async def test_a_wait_cancelled_just_before_a_release_leaks_no_slot() -> None:
 
 async def test_a_wait_cancelled_just_after_its_grant_leaks_no_slot() -> None:
     budget = ByteBudget(1)
-    await budget.acquire()
-    first = asyncio.create_task(budget.acquire())
+    await budget.acquire(1)
+    first = asyncio.create_task(budget.acquire(1))
     await settle()
-    second = asyncio.create_task(budget.acquire())
+    second = asyncio.create_task(budget.acquire(1))
     await settle()
-    budget.release()
+    budget.release(1)
     first.cancel()  # it was granted the slot and has not run since
     with pytest.raises(asyncio.CancelledError):
         await first

@@ -67,7 +67,7 @@ def memory() -> CountingMemory:
 
 
 def pool_of(capacity: int, workers: Workers, memory: CountingMemory) -> SlotPool:
-    return SlotPool(ByteBudget(capacity), workers, memory, slot_nbytes=SLOT)
+    return SlotPool(ByteBudget(capacity * SLOT), workers, memory, slot_nbytes=SLOT)
 
 
 def test_anonymous_memory_is_zeroed_aligned_and_writable() -> None:
@@ -86,7 +86,7 @@ async def test_only_prepare_touches_memory_that_nothing_was_written_to(
     def resident_nbytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_NBYTES
 
-    pool = SlotPool(ByteBudget(8), workers, AnonymousMemory(), slot_nbytes=8 * MIB)
+    pool = SlotPool(ByteBudget(64 * MIB), workers, AnonymousMemory(), slot_nbytes=8 * MIB)
     before = resident_nbytes()
     if prepared:
         await pool.prepare(8)
@@ -115,20 +115,20 @@ async def test_a_request_beyond_the_budget_gets_all_of_it(
     workers: Workers, memory: CountingMemory
 ) -> None:
     pool = pool_of(3, workers, memory)
-    slots = await pool.take(10, extra=4)
-    assert (len(slots), pool.budget.in_use) == (3, 3)
+    slots = await pool.take(10, extra=4 * SLOT)
+    assert (len(slots), pool.budget.in_use) == (3, 3 * SLOT)
     pool.release(slots)
     assert pool.budget.in_use == 0
 
 
-async def test_extra_units_have_no_buffer_and_go_back_through_the_budget(
+async def test_extra_bytes_have_no_buffer_and_go_back_through_the_budget(
     workers: Workers, memory: CountingMemory
 ) -> None:
     pool = pool_of(4, workers, memory)
-    slots = await pool.take(1, extra=2)
-    assert (len(slots), memory.allocated, pool.budget.in_use) == (1, 1, 3)
+    slots = await pool.take(1, extra=2 * SLOT)
+    assert (len(slots), memory.allocated, pool.budget.in_use) == (1, 1, 3 * SLOT)
     pool.release(slots)
-    pool.budget.release(2)
+    pool.budget.release(2 * SLOT)
     assert pool.budget.in_use == 0
 
 
@@ -162,9 +162,9 @@ async def test_one_slot_that_comes_back_lets_one_of_those_who_wait_through(
 ) -> None:
     """Whatever stands elsewhere: it makes no room for new memory of the pool."""
     memory = CountingMemory()
-    pool = SlotPool(ByteBudget(10), workers, memory, slot_nbytes=SLOT, pipeline_slots=2)
-    await pool.acquire(beside)
-    pool.budget.keep(beside)
+    pool = SlotPool(ByteBudget(10 * SLOT), workers, memory, slot_nbytes=SLOT, pipeline_slots=2)
+    await pool.acquire(beside * SLOT)
+    pool.budget.keep(beside * SLOT)
     held = await pool.take(2, grow=False)
     waiting = [asyncio.create_task(pool.take(1, grow=False)) for _ in range(4)]
     for number in range(4):
@@ -250,10 +250,10 @@ async def test_a_slot_that_an_abandoned_thread_uses_is_quarantined_until_it_ends
     with pytest.raises(ThreadAbandonedError) as caught:
         await task
     pool.release(slots, caught.value)
-    assert pool.budget.in_use == 1
+    assert pool.budget.in_use == SLOT
     others = await pool.take(1)
     assert others[0] is not slots[0]
-    assert not pool.budget.try_acquire()
+    assert not pool.budget.try_acquire(SLOT)
     go.set()
     # Its end makes it usable again.
     back = await pool.take(1)
@@ -265,7 +265,8 @@ async def test_a_slot_that_an_abandoned_thread_uses_is_quarantined_until_it_ends
 
 async def test_slots_that_do_not_come_back_are_nothing_to_wait_for(workers: Workers) -> None:
     """Memory beyond a few slots is not touched while used ones come back, but these do not."""
-    pool = SlotPool(ByteBudget(8), workers, AnonymousMemory(), slot_nbytes=SLOT, pipeline_slots=2)
+    budget = ByteBudget(8 * SLOT)
+    pool = SlotPool(budget, workers, AnonymousMemory(), slot_nbytes=SLOT, pipeline_slots=2)
     lent = await pool.take(2, grow=False)
     waiting = asyncio.create_task(pool.take(2, grow=False))
     await asyncio.sleep(0)
@@ -275,10 +276,10 @@ async def test_slots_that_do_not_come_back_are_nothing_to_wait_for(workers: Work
         pool.discard(lent)  # a client is still sending them
         lent.clear()
         fresh = await waiting
-    assert pool.budget.in_use == 4
+    assert pool.budget.in_use == 4 * SLOT
     held.clear()
     await until(lambda: pool.discarded == 0)
-    assert (pool.budget.in_use, pool.budget.kept) == (2, 0)
+    assert (pool.budget.in_use, pool.budget.kept) == (2 * SLOT, 0)
     pool.release(fresh)
     assert pool.budget.in_use == 0
 
@@ -286,9 +287,10 @@ async def test_slots_that_do_not_come_back_are_nothing_to_wait_for(workers: Work
 # ------------------------------------------------------------- slots that clients are given to send
 
 
-def client_pool(capacity: int, workers: Workers, *, units: int = 1) -> SlotPool:
-    budget = ByteBudget(capacity)
-    return SlotPool(budget, workers, AnonymousMemory(), slot_nbytes=SLOT, units=units)
+def client_pool(capacity: int, workers: Workers, *, held: int = 1) -> SlotPool:
+    budget = ByteBudget(capacity * SLOT)
+    memory = AnonymousMemory()
+    return SlotPool(budget, workers, memory, slot_nbytes=SLOT, held_nbytes=held * SLOT)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -305,7 +307,7 @@ async def test_a_slot_that_a_client_still_holds_is_discarded_until_it_lets_go(
     held = memoryview(slot.body(SLOT))
     pool.discard([slot])
     del slot
-    assert (pool.discarded, pool.budget.in_use) == (1, 1)
+    assert (pool.discarded, pool.budget.in_use) == (1, SLOT)
     waiting = asyncio.create_task(pool.take())
     await asyncio.sleep(0)
     assert not waiting.done()
@@ -364,11 +366,11 @@ async def test_memory_discarded_late_is_looked_for_as_soon_as_the_first(
     del held
 
 
-async def test_a_slot_takes_the_units_of_what_its_client_copies(workers: Workers) -> None:
-    pool = client_pool(6, workers, units=3)
+async def test_a_slot_takes_the_bytes_of_what_its_client_copies(workers: Workers) -> None:
+    pool = client_pool(6, workers, held=3)
     assert pool.capacity == 2
     slots = await pool.take(2)
-    assert pool.budget.in_use == 6
+    assert pool.budget.in_use == 6 * SLOT
     pool.release(slots)
     assert pool.budget.in_use == 0
 
@@ -379,19 +381,19 @@ async def test_a_replacement_takes_the_part_of_what_was_discarded(workers: Worke
     held = slot.body(SLOT)
     pool.discard([slot], keep=True)
     fresh = await pool.replacement()
-    assert (pool.discarded, pool.budget.in_use) == (1, 1)
+    assert (pool.discarded, pool.budget.in_use) == (1, SLOT)
     del held, slot
     await until(lambda: pool.discarded == 0)
-    assert pool.budget.in_use == 1
+    assert pool.budget.in_use == SLOT
     pool.release([fresh])
     assert pool.budget.in_use == 0
 
 
 async def test_pools_of_one_budget_hold_no_more_memory_than_it(workers: Workers) -> None:
-    budget, siblings = ByteBudget(4), list[SlotPool]()
+    budget, siblings = ByteBudget(4 * SLOT_NBYTES), list[SlotPool]()
     small = SlotPool(budget, workers, CountingMemory(), slot_nbytes=SLOT_NBYTES, siblings=siblings)
     large = SlotPool(
-        budget, workers, CountingMemory(), slot_nbytes=2 * SLOT_NBYTES, units=2, siblings=siblings
+        budget, workers, CountingMemory(), slot_nbytes=2 * SLOT_NBYTES, siblings=siblings
     )
     for pool, count in ((small, 4), (large, 2), (small, 3), (large, 1)):
         pool.release(await pool.take(count))
@@ -404,10 +406,10 @@ class Pools:
     """Two pools of one budget, and what is in use elsewhere; together they stay within it."""
 
     def __init__(
-        self, capacity: int, workers: Workers, *, units: int = 2, pipeline_slots: int = 2
+        self, capacity: int, workers: Workers, *, held: int = 2, pipeline_slots: int = 2
     ) -> None:
         siblings: list[SlotPool] = []
-        self.budget = ByteBudget(capacity)
+        self.budget = ByteBudget(capacity * SLOT_NBYTES)
         self.elsewhere = 0
         self.memory = CountingMemory()
         self.small, self.large = (
@@ -416,24 +418,24 @@ class Pools:
                 workers,
                 self.memory,
                 slot_nbytes=slots * SLOT_NBYTES,
-                units=units,
+                held_nbytes=held * SLOT_NBYTES,
                 pipeline_slots=pipeline_slots,
                 siblings=siblings,
             )
-            for slots, units in ((1, 1), (2, units))
+            for slots, held in ((1, 1), (2, held))
         )
 
-    async def acquire(self, units: int) -> None:
-        await self.small.acquire(units)
-        self.elsewhere += units
+    async def acquire(self, slots: int) -> None:
+        await self.small.acquire(slots * SLOT_NBYTES)
+        self.elsewhere += slots
         self.check()
 
-    def release(self, units: int) -> None:
-        self.elsewhere -= units
-        self.budget.release(units)
+    def release(self, slots: int) -> None:
+        self.elsewhere -= slots
+        self.budget.release(slots * SLOT_NBYTES)
 
     async def use(self, pool: SlotPool, count: int, *, extra: int = 0, grow: bool = True) -> None:
-        slots = await pool.take(count, extra=extra, grow=grow)
+        slots = await pool.take(count, extra=extra * SLOT_NBYTES, grow=grow)
         self.elsewhere += extra
         self.check()
         pool.release(slots)
@@ -442,7 +444,7 @@ class Pools:
 
     def check(self) -> None:
         held = self.small.allocated_nbytes + self.large.allocated_nbytes
-        assert held + self.elsewhere * SLOT_NBYTES <= self.budget.capacity * SLOT_NBYTES
+        assert held + self.elsewhere * SLOT_NBYTES <= self.budget.capacity
 
 
 async def test_the_limit_of_a_pool_does_not_count_what_others_use(workers: Workers) -> None:
@@ -480,8 +482,8 @@ async def test_idle_slots_and_memory_elsewhere_stay_within_the_budget(workers: W
 
 
 async def test_what_a_client_copies_makes_idle_slots_go(workers: Workers) -> None:
-    """Its units count also for a slot that is ready and not waited for."""
-    pools = Pools(8, workers, units=4)
+    """It counts also for a slot that is ready and not waited for."""
+    pools = Pools(8, workers, held=4)
     await pools.use(pools.large, 1)
     await pools.use(pools.small, 6)
     assert pools.small.allocated_nbytes == 6 * SLOT_NBYTES
@@ -510,7 +512,7 @@ async def test_memory_taken_while_slots_are_prepared_stays_within_the_budget(
     pools.memory.gate = threading.Event()
     preparing = asyncio.create_task(pools.small.prepare(4))
     await asyncio.to_thread(pools.memory.entered.wait, 30)
-    await pools.small.budget.acquire(3)
+    await pools.small.budget.acquire(3 * SLOT_NBYTES)
     pools.small.make_way()
     pools.elsewhere = 3
     pools.memory.gate.set()
@@ -535,7 +537,7 @@ async def test_those_who_are_granted_slots_at_once_find_them_idle(workers: Worke
 async def test_a_request_beyond_a_budget_that_slots_do_not_fill_gives_all_of_it_back(
     workers: Workers,
 ) -> None:
-    pool = SlotPool(ByteBudget(10), workers, CountingMemory(), slot_nbytes=SLOT, units=3)
+    pool = SlotPool(ByteBudget(10), workers, CountingMemory(), slot_nbytes=1, held_nbytes=3)
     pool.release(await pool.take(10))
     assert pool.budget.in_use == 0
 

@@ -101,7 +101,7 @@ class Fetched:
             gap_nbytes=GAP,
             aligned_chunk_nbytes=SLOT,
         )
-        self.pool = SlotPool(ByteBudget(slots), workers, AnonymousMemory(), slot_nbytes=SLOT)
+        self.pool = SlotPool(ByteBudget(slots * SLOT), workers, AnonymousMemory(), slot_nbytes=SLOT)
         self.arrived: list[int] = []
         self.moved: list[int] = []
         self.fetch = Fetch(
@@ -151,7 +151,7 @@ async def test_chunks_larger_than_the_budget_pass_through_it_piece_by_piece(
     fetched = Fetched(workers, values, slots=1, strided=True)
     await fetched.fetch.run()
     fetched.check_complete(values)
-    assert fetched.pool.budget.peak == 1
+    assert fetched.pool.budget.peak == SLOT
 
 
 async def test_what_is_in_flight_follows_the_store_as_it_learns(workers: Workers) -> None:
@@ -175,7 +175,7 @@ async def test_a_small_budget_limits_what_is_in_flight(workers: Workers) -> None
     fetched = Fetched(workers, concurrency=lambda: 8, slots=3)
     await fetched.fetch.run()
     fetched.check_complete()
-    assert fetched.pool.budget.peak == 3
+    assert fetched.pool.budget.peak == 3 * SLOT
 
 
 @pytest.mark.parametrize(

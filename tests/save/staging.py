@@ -37,7 +37,7 @@ class Staged:
         leaf_options: Callable[[str, ArraySpec], LeafOptions | None] | None = None,
     ) -> None:
         options = SaveOptions(chunk_nbytes=48 * KIB, leaf_options=leaf_options)
-        self.budget = ByteBudget(slots)
+        self.budget = ByteBudget(slots * SLOT)
         self.pool = SlotPool(self.budget, workers, AnonymousMemory(), slot_nbytes=SLOT)
         self.snapshot: Snapshot = take_snapshot(tree)
         sizes = Sizes(1 << 20, SLOT, 2)

@@ -343,10 +343,8 @@ async def test_a_step_that_another_process_has_saved_or_deleted_is_noticed(sim: 
             await ckpt.restore()
 
 
-async def test_reads_in_flight_are_rounded_up_to_units_of_the_budget_together(
-    sim: Simulator,
-) -> None:
-    """Each by itself, a read of 4.3 MiB and its copy would take two units of 8 MiB."""
+async def test_reads_in_flight_take_just_their_bytes_of_the_budget(sim: Simulator) -> None:
+    """Each rounded up to slots of 8 MiB, fourteen reads of 4.3 MiB and their copies did not fit."""
     tree = state(24, 43 * MIB // 10)
     save = SaveOptions(
         target_data_file_nbytes=8 * MIB, concurrency=24, host_memory_nbytes=128 * MIB

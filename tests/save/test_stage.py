@@ -69,7 +69,9 @@ async def test_flush_comes_before_a_wait_that_only_the_consumer_can_end(workers:
     assert staged.budget.in_use == 0
 
 
-async def test_chunks_take_their_slots_and_units_at_once(workers: Workers) -> None:
+async def test_chunks_take_their_slots_and_room_for_the_compressor_at_once(
+    workers: Workers,
+) -> None:
     staged = Staged(
         {"a": noise(4 * SLOT), "b": noise(300, 1)},
         workers,
@@ -80,8 +82,9 @@ async def test_chunks_take_their_slots_and_units_at_once(workers: Workers) -> No
 
     def emit(chunks: StagedChunks) -> None:
         groups.append(chunks)
-        assert staged.budget.in_use == 2 * len(chunks.slots) == len(chunks.slots) + chunks.units
-        staged.staging.give(chunks.slots, chunks.units)
+        held = len(chunks.slots) * SLOT
+        assert staged.budget.in_use == 2 * held == held + chunks.extra_nbytes
+        staged.staging.give(chunks.slots, chunks.extra_nbytes)
 
     await staged.staging.chunks(emit)
     assert [row for chunks in groups for row in chunks.rows] == sorted(

@@ -21,7 +21,7 @@ class Packed:
     """A packer, and what it has sent on its way."""
 
     def __init__(self, workers: Workers) -> None:
-        self.pool = SlotPool(ByteBudget(16), workers, AnonymousMemory(), slot_nbytes=SLOT)
+        self.pool = SlotPool(ByteBudget(16 * SLOT), workers, AnonymousMemory(), slot_nbytes=SLOT)
         self.sent: list[FileWindow] = []
         self.packer = ChunkPacker(
             3, SLOT, self.pool, workers, emit=self.sent.append, written=lambda _: None
@@ -50,7 +50,7 @@ class Packed:
 
 async def test_chunks_share_a_file_and_a_large_one_has_its_own(workers: Workers) -> None:
     packed = Packed(workers)
-    assert await packed.packer.reserve(9) == 8  # half of the budget
+    assert await packed.packer.reserve(9) == 8 * SLOT  # half of the budget
     for nbytes in (SLOT // 2, SLOT // 2, SLOT // 4, 2 * SLOT + 10, 100):
         await packed.add(nbytes)
     await packed.packer.finish()
@@ -104,12 +104,12 @@ async def test_what_is_reserved_leaves_room_for_what_is_kept_and_for_the_next_ch
 ) -> None:
     packed = Packed(workers)
     budget = packed.pool.budget
-    await packed.pool.acquire(kept)
-    budget.keep(kept)
-    assert await packed.packer.reserve(9, beside=beside) == count
-    assert (budget.in_use, budget.kept) == (kept + count, kept + count)
+    await packed.pool.acquire(kept * SLOT)
+    budget.keep(kept * SLOT)
+    assert await packed.packer.reserve(9, beside=beside * SLOT) == count * SLOT
+    assert budget.in_use == budget.kept == (kept + count) * SLOT
     packed.packer.release()
-    assert (budget.in_use, budget.kept) == (kept, kept)
+    assert budget.in_use == budget.kept == kept * SLOT
 
 
 async def test_slots_of_a_failed_write_stand_once_until_their_memory_is_gone(
@@ -123,9 +123,9 @@ async def test_slots_of_a_failed_write_stand_once_until_their_memory_is_gone(
     slot = packed.sent.pop().slot
     body = slot.body(SLOT)  # which a client goes on sending
     packed.packer.done(slot, OSError("lost"), False)
-    assert (budget.in_use, budget.kept) == (2, 2)
+    assert budget.in_use == budget.kept == 2 * SLOT
     packed.packer.release()
-    assert (budget.in_use, budget.kept) == (1, 1)
+    assert budget.in_use == budget.kept == SLOT
     del body, slot
     assert await packed.at_rest()
     assert budget.kept == 0
@@ -141,7 +141,7 @@ async def test_a_packer_whose_slots_were_discarded_leaves_the_pool_as_it_was(
     packed.packer.release()
     assert await packed.at_rest()
     slots = await packed.pool.take(16)
-    assert not packed.pool.budget.try_acquire()
+    assert not packed.pool.budget.try_acquire(1)
     packed.pool.release(slots)
     assert packed.pool.allocated_nbytes == 16 * SLOT
     account = packed.pool._account
@@ -186,7 +186,7 @@ class Windows:
     """Windows of files of two and a half slots, and what became of their slots."""
 
     def __init__(self, workers: Workers) -> None:
-        self.pool = SlotPool(ByteBudget(16), workers, AnonymousMemory(), slot_nbytes=SLOT)
+        self.pool = SlotPool(ByteBudget(16 * SLOT), workers, AnonymousMemory(), slot_nbytes=SLOT)
         self.attempt: Any = ScriptedAttempt()
         self.done: list[tuple[BaseException | None, bool]] = []
         self.progress: list[int] = []

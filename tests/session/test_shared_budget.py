@@ -15,7 +15,7 @@ import asyncckpt
 from asyncckpt import RestoreOptions, SaveOptions, ShardedArray
 from asyncckpt.flow.budget import ByteBudget
 from asyncckpt.flow.buffers import SlotPool
-from asyncckpt.options import MIB, SLOT_NBYTES
+from asyncckpt.options import MIB
 from asyncckpt.restore.fetch import Fetch
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.stage import Staging
@@ -103,11 +103,11 @@ class Watch:
             return
         pools = self.runtime._pools
         idle = sum(len(pool._free) * pool.slot_nbytes for pool in pools)
-        lent = sum((pool._allocated - len(pool._free)) * pool.units for pool in pools)
+        lent = sum((pool._allocated - len(pool._free)) * pool.held_nbytes for pool in pools)
         in_use = self.runtime.budget.in_use
         self.looks += 1
-        self.elsewhere_nbytes = max(self.elsewhere_nbytes, (in_use - lent) * SLOT_NBYTES)
-        self.most_nbytes = max(self.most_nbytes, in_use * SLOT_NBYTES + idle)
+        self.elsewhere_nbytes = max(self.elsewhere_nbytes, in_use - lent)
+        self.most_nbytes = max(self.most_nbytes, in_use + idle)
 
 
 @pytest.mark.parametrize(("compression", "nbytes"), [(None, 48 * MIB), ("zstd", 24 * MIB)])

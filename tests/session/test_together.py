@@ -846,11 +846,11 @@ def test_processes_of_one_host_divide_memory_and_threads(job: Job) -> None:
     async def part(ckpt: Checkpointer, this: int) -> Any:
         await ckpt.save(0, state())
         runtime = ckpt._session.runtime
-        return runtime.budget_nbytes, runtime.engine.compute.count
+        return runtime.budget.capacity, runtime.engine.compute.count
 
     threads = max(1, alone.engine.compute.count // job.count)
     for nbytes, count in job.play(part):
-        assert nbytes <= alone.budget_nbytes // job.count
+        assert nbytes <= alone.budget.capacity // job.count
         assert count == threads
 
 

@@ -20,7 +20,7 @@ from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.flow.threads import Workers
 from asyncckpt.format.claim import Claim
 from asyncckpt.format.record import STEP_NAME, Outline
-from asyncckpt.options import DEFAULT_CHUNK_NBYTES, KIB, PAGE_NBYTES, SLOT_NBYTES
+from asyncckpt.options import DEFAULT_CHUNK_NBYTES, KIB, PAGE_NBYTES
 from asyncckpt.ports import Removal, Sizes, StoreCapabilities
 from asyncckpt.reports import nbytes_text
 from asyncckpt.stores.claims import check_epoch
@@ -150,7 +150,6 @@ class ObjectStore:
             requests.controllers["put"].traffic,
             budget_nbytes=budget_nbytes,
             copies=traits.put_copies,
-            slot_nbytes=SLOT_NBYTES,
             chunk_nbytes=chunk_nbytes,
             data_file_nbytes=data_file_nbytes,
             put_max_nbytes=put_max_nbytes,

@@ -6,7 +6,7 @@ smallest one that comes within `NEAR` of the fastest is chosen: larger ones only
 """
 
 # Rule 1: the budget wins over every other rule: (streams + 1) data files with the client's copies
-#   fit, counted in slots, as the pool of their windows counts them.
+#   fit.
 # Rule 2: a data file is one window and one request, which has no other to wait for.
 # Rule 3: sizes come from a short list, and the last choice is kept while nothing is much faster, so
 #   that neither the plan of a state nor the pool of its windows is rebuilt at every save.
@@ -114,7 +114,6 @@ def choose(
     *,
     budget_nbytes: int,
     copies: int,
-    slot_nbytes: int,
     chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
     data_file_nbytes: int | None = None,
     put_max_nbytes: int = PUT_THRESHOLD_NBYTES,
@@ -127,7 +126,6 @@ def choose(
         traffic: measurements of the link.
         budget_nbytes: staging memory, copies by the client included.
         copies: copies of a body that the client makes.
-        slot_nbytes: unit of the budget.
         chunk_nbytes: target size of a chunk; windows that hold whole chunks are preferred.
         data_file_nbytes: data-file size that the caller asks for; files are shorter, or longer by
             up to `STRETCH`, where all streams then send equally many. Larger than one request may
@@ -138,8 +136,7 @@ def choose(
 
     def room(window_nbytes: int) -> int:
         """Return how many windows can be in flight while one more is being filled."""
-        held = -(-window_nbytes * (1 + copies) // slot_nbytes) * slot_nbytes
-        return budget_nbytes // held - 1
+        return budget_nbytes // (window_nbytes * (1 + copies)) - 1
 
     tight = room(LEAST_NBYTES) < traffic.streams // 2
     put_max_nbytes = min(put_max_nbytes, PUT_THRESHOLD_NBYTES) // PAGE_NBYTES * PAGE_NBYTES

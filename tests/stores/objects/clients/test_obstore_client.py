@@ -159,9 +159,7 @@ async def test_memory_of_a_cancelled_body_is_discarded_and_its_budget_returns(
     workers = Workers(2, "test-clients")
     try:
         budget = ByteBudget(BODY_NBYTES)
-        pool = SlotPool(
-            budget, workers, AnonymousMemory(), slot_nbytes=BODY_NBYTES, units=budget.capacity
-        )
+        pool = SlotPool(budget, workers, AnonymousMemory(), slot_nbytes=BODY_NBYTES)
         (slot,) = await pool.take()
         assert not budget.try_acquire(1)
         sending = asyncio.ensure_future(client.put("a", slot.body(BODY_NBYTES)))

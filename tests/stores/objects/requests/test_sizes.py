@@ -32,13 +32,12 @@ TRAFFIC = st.builds(
 
 
 def held(choice: Choice, copies: int) -> int:
-    """Memory of the windows in flight and the one that is being filled, in slots."""
-    window = -(-choice.window_nbytes * (1 + copies) // SLOT) * SLOT
-    return (choice.concurrency + 1) * window
+    """Memory of the windows in flight and the one that is being filled."""
+    return (choice.concurrency + 1) * choice.window_nbytes * (1 + copies)
 
 
 def s3(nbytes: int, budget_nbytes: int, **more: object) -> Choice:
-    arguments = {"copies": 1, "slot_nbytes": SLOT, **more}
+    arguments = {"copies": 1, **more}
     return choose(nbytes, S3, budget_nbytes=budget_nbytes, **arguments)  # type: ignore[arg-type]
 
 
@@ -66,7 +65,6 @@ def test_the_budget_and_the_rules_of_the_store_hold_always(
         traffic,
         budget_nbytes=budget_nbytes,
         copies=copies,
-        slot_nbytes=SLOT,
         chunk_nbytes=chunk_nbytes,
         data_file_nbytes=asked,
         put_max_nbytes=put_max_nbytes,
@@ -85,7 +83,6 @@ def test_the_budget_and_the_rules_of_the_store_hold_always(
         traffic,
         budget_nbytes=budget_nbytes,
         copies=copies,
-        slot_nbytes=SLOT,
         chunk_nbytes=chunk_nbytes,
         data_file_nbytes=asked,
         put_max_nbytes=put_max_nbytes,
@@ -144,7 +141,6 @@ def test_all_streams_send_equally_many_files_of_about_the_size_that_was_asked_fo
         replace(S3, streams=streams),
         budget_nbytes=16 * GIB,
         copies=0,
-        slot_nbytes=SLOT,
         data_file_nbytes=asked and asked * MIB,
     )
     assert choice.concurrency == streams
@@ -154,9 +150,7 @@ def test_all_streams_send_equally_many_files_of_about_the_size_that_was_asked_fo
 
 
 def test_a_link_that_is_full_anyway_gets_small_requests() -> None:
-    full = choose(
-        8 * GIB, Traffic(0.002, 60e6, 0.7e9, 16), budget_nbytes=8 * GIB, copies=1, slot_nbytes=SLOT
-    )
+    full = choose(8 * GIB, Traffic(0.002, 60e6, 0.7e9, 16), budget_nbytes=8 * GIB, copies=1)
     assert full.window_nbytes < s3(8 * GIB, 8 * GIB).window_nbytes
 
 
@@ -183,7 +177,6 @@ def test_the_budget_wins_over_what_is_asked_for() -> None:
         S3,
         budget_nbytes=256 * MIB,
         copies=2,
-        slot_nbytes=SLOT,
         data_file_nbytes=512 * MIB,
     )
     assert cut.data_file_nbytes == cut.window_nbytes < PUT_THRESHOLD_NBYTES
@@ -204,7 +197,6 @@ def test_the_last_choice_stands_until_something_is_a_tenth_faster() -> None:
             replace(S3, latency_s=S3.latency_s * factor, stream_nbytes_per_s=85e6 / factor),
             budget_nbytes=8 * GIB,
             copies=1,
-            slot_nbytes=SLOT,
             last=first,
         )
         assert again.sizes == first.sizes
@@ -213,7 +205,6 @@ def test_the_last_choice_stands_until_something_is_a_tenth_faster() -> None:
         Traffic(0.8, 400e6, None, 16),
         budget_nbytes=8 * GIB,
         copies=1,
-        slot_nbytes=SLOT,
         last=first,
     )
     assert far.window_nbytes > first.window_nbytes
@@ -234,14 +225,12 @@ def test_measured_contention_does_not_make_sizes_run_away(
 ) -> None:
     """Streams that share a full pipe are each slower: fed back, sizes stay as they are."""
     traffic = Traffic(0.04, 85e6, None, streams)
-    choice = choose(nbytes, traffic, budget_nbytes=4 * GIB, copies=1, slot_nbytes=SLOT)
+    choice = choose(nbytes, traffic, budget_nbytes=4 * GIB, copies=1)
     seen = []
     for _ in range(8):
         shared = min(85e6, pipe / choice.concurrency)
         traffic = Traffic(0.04, shared, pipe, streams)
-        choice = choose(
-            nbytes, traffic, budget_nbytes=4 * GIB, copies=1, slot_nbytes=SLOT, last=choice
-        )
+        choice = choose(nbytes, traffic, budget_nbytes=4 * GIB, copies=1, last=choice)
         seen.append(choice.sizes)
     assert len(set(seen[1:])) == 1
 
@@ -262,7 +251,6 @@ def test_files_stay_as_they_are_while_other_streams_would_gain_less_than_a_tenth
             replace(S3, streams=streams),
             budget_nbytes=4 * GIB,
             copies=1,
-            slot_nbytes=SLOT,
             data_file_nbytes=32 * MIB,
             last=first,
         )
