@@ -19,7 +19,7 @@ from tests.crash.jobs import BATCH, IMPORTS, OPERATIONS, Visit
 PROCESSES = 48
 """Processes at a time: most of them wait until another is silent."""
 
-EVERY = {2: 5, 4: 60}
+EVERY = {2: 5, 4: 12}
 """Calls between two at which a process is killed, by the number of processes, where not every call
 is visited. Of four processes, three do the same, and each begins at another call."""
 

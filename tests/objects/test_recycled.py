@@ -14,7 +14,7 @@ import pytest
 import asyncckpt
 from asyncckpt import SaveOptions
 from asyncckpt.errors import AsyncCheckpointError, StoreError
-from asyncckpt.options import MIB
+from asyncckpt.options import MIB, SLOT_NBYTES
 from asyncckpt.ports import Sizes
 from asyncckpt.session.session import Session
 from asyncckpt.stores.objects.clients.client import Body
@@ -206,13 +206,13 @@ async def test_saves_that_failed_leave_memory_for_the_next_one_while_their_error
     async with place(kind) as at:
         store = at.store(policy=policy)
         async with asyncckpt.Checkpointer(store, save_options=SAVE_OPTIONS) as ckpt:
-            pool = ckpt._session.runtime.budget
+            slots = ckpt._session.runtime.budget.capacity // SLOT_NBYTES
             errors: list[AsyncCheckpointError] = []
             at.sim.faults.append(
                 # Every name, that of a slow upload's second request too.
                 Fault(kind=("put_object", "put_part"), key="*/d/*", number=0, **fault)
             )
-            for version in range(pool.capacity + 2):
+            for version in range(slots + 2):
                 with pytest.raises(StoreError) as caught:
                     async with asyncio.timeout(10):
                         await ckpt.save(version, state(version))
@@ -221,4 +221,4 @@ async def test_saves_that_failed_leave_memory_for_the_next_one_while_their_error
             store._requests.policy = RequestPolicy()  # a busy machine may take its time
             async with asyncio.timeout(10):
                 await ckpt.save(99, state(99))
-            assert len(errors) == pool.capacity + 2
+            assert len(errors) == slots + 2
