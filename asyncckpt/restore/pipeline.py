@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, extents_of, refuse_implied
 from asyncckpt.errors import AsyncCheckpointError
+from asyncckpt.flow.arena import SMALL_NBYTES
 from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.shield import leading_error
 from asyncckpt.options import ALIGNED_CHUNK_NBYTES
@@ -252,6 +253,8 @@ class RestorePipeline:
 
         `counts` is then how many chunks each destination has in all.
         """
+        # What a store copies anyway is copied to where it goes, also below what direct reads need.
+        copies = self._opened.files.capabilities.read_copies
         plan = plan_restore(
             self._opened.stored(),
             buffers.requests,
@@ -260,7 +263,7 @@ class RestorePipeline:
             row_nbytes=extents.nbytes,
             slot_nbytes=self._runtime.pool.slot_nbytes,
             gap_nbytes=gap_nbytes,
-            aligned_chunk_nbytes=ALIGNED_CHUNK_NBYTES,
+            aligned_chunk_nbytes=SMALL_NBYTES if copies else ALIGNED_CHUNK_NBYTES,
             only=only,
         )
         return plan if counts is None else dataclasses.replace(plan, counts=counts)

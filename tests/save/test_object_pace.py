@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import pytest
 import asyncckpt
 from asyncckpt import RestoreOptions, SaveOptions
 from asyncckpt.options import MIB
-from asyncckpt.ports import Reading
+from asyncckpt.ports import Bytes, Reading
 from asyncckpt.restore.decode import Check
 from asyncckpt.stores.objects.files import ObjectFiles
 from asyncckpt.stores.objects.requests.requests import Requests
@@ -347,6 +347,30 @@ async def test_a_step_that_another_process_has_saved_or_deleted_is_noticed(sim: 
         assert await ckpt.latest_step() is None
         with pytest.raises(asyncckpt.CheckpointNotFoundError):
             await ckpt.restore()
+
+
+async def test_what_is_read_is_copied_once_to_where_it_goes(
+    sim: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also arrays of less than a mebibyte, which direct reads of local files cannot serve."""
+    tree = {f"w{n}": np.full(200_000, n, np.uint8) for n in range(3)}
+    read = ObjectFiles.read_into
+    given: list[Bytes] = []
+
+    async def noted(
+        self: ObjectFiles, path: str, offset: int, buffers: Sequence[Bytes], **more: Any
+    ) -> None:
+        given.extend(buffers)
+        await read(self, path, offset, buffers, **more)
+
+    async with asyncio.timeout(60), checkpointer(sim) as ckpt:
+        await ckpt.save(1, tree)
+        target = {name: np.zeros_like(array) for name, array in tree.items()}
+        monkeypatch.setattr(ObjectFiles, "read_into", noted)
+        await ckpt.restore_into(target)
+    assert equal(target, tree)
+    for array in target.values():
+        assert any(np.shares_memory(array, buffer) for buffer in given)
 
 
 async def test_reads_in_flight_take_just_their_bytes_of_the_budget(sim: Simulator) -> None:

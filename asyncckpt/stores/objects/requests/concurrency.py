@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from asyncckpt.flow.limiter import Limiter
-from asyncckpt.stores.objects.requests.estimate import StreamEstimate
+from asyncckpt.stores.objects.requests.estimate import LARGE_NBYTES, StreamEstimate
 from asyncckpt.stores.objects.requests.policy import RequestPolicy
 from asyncckpt.stores.objects.requests.sizes import Traffic
 from asyncckpt.stores.objects.requests.tuner import ConcurrencyTuner
@@ -60,13 +60,18 @@ class ConcurrencyController:
         if self.fixed is None:
             self.gate.ceiling = self.tuner.streams
 
-    def slow_s(self, nbytes: int) -> float:
-        """Return the seconds after which a transfer of `nbytes` is slow."""
+    def delays_s(self, nbytes: int) -> tuple[float, ...]:
+        """Return the seconds until a transfer of `nbytes` is slow.
+
+        A large one is slow earlier where hardly any other is in flight: the last one of a save is
+        what all wait for, and a second one takes nothing from others. Then these are two delays.
+        """
         policy = self._policy
         usual_s = self.estimate.quantile_s(nbytes, policy.hedge_quantile)
         if usual_s is None:
-            return policy.hedge_cold_s + nbytes / policy.hedge_cold_nbytes_per_s
-        return max(policy.hedge_min_s, policy.hedge_factor * usual_s)
+            return (policy.hedge_cold_s + nbytes / policy.hedge_cold_nbytes_per_s,)
+        slow_s = max(policy.hedge_min_s, policy.hedge_factor * usual_s)
+        return (usual_s, slow_s - usual_s) if nbytes >= LARGE_NBYTES else (slow_s,)
 
     def earn_hedge(self) -> None:
         """Note that one more request was made."""

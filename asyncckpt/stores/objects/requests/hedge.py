@@ -13,19 +13,20 @@ T = TypeVar("T")
 
 async def race(
     start: Callable[[], Coroutine[Any, Any, T]],
-    delay_s: float,
-    second: Callable[[], Coroutine[Any, Any, T] | None],
+    delays_s: Sequence[float],
+    second: Callable[[bool], Coroutine[Any, Any, T] | None],
 ) -> T:
     """Return the result of the request that succeeds first.
 
-    `start()` runs at once. If it has not ended after `delay_s` seconds, `second()` is called for
-    another request of the same, which runs in parallel unless it is None. Whichever succeeds first
-    cancels the other; if one fails, the other is awaited.
+    `start()` runs at once. If it has not ended after a delay, `second()` is called for another
+    request of the same, which runs in parallel; if that is None, it is called again after the next
+    delay. Whichever succeeds first cancels the other; if one fails, the other is awaited.
 
     Args:
         start: makes the coroutine of the first request.
-        delay_s: seconds before the second one.
-        second: makes the coroutine of the second request, or declines; called at most once.
+        delays_s: seconds before each call of `second`.
+        second: makes the coroutine of the second request, or declines; it is told whether this is
+            the last call.
 
     Cancellation: both requests are cancelled and have ended, through repeated cancellations.
 
@@ -34,9 +35,13 @@ async def race(
     """
     tasks = [asyncio.create_task(start())]
     try:
-        await asyncio.wait(tasks, timeout=delay_s)
-        if not tasks[0].done() and (coroutine := second()) is not None:
-            tasks.append(asyncio.create_task(coroutine))
+        for number, delay_s in enumerate(delays_s, 1):
+            await asyncio.wait(tasks, timeout=delay_s)
+            if tasks[0].done():
+                break
+            if (coroutine := second(number == len(delays_s))) is not None:
+                tasks.append(asyncio.create_task(coroutine))
+                break
         while not any(map(_succeeded, tasks)):
             if not (pending := [task for task in tasks if not task.done()]):
                 break

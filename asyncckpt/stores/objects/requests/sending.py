@@ -197,8 +197,10 @@ class Sender:
             answered.add(permit)
             return answer
 
-        def second() -> Coroutine[Any, Any, T] | None:
+        def second(last: bool) -> Coroutine[Any, Any, T] | None:
             nonlocal extra
+            if not (last or controller.tuner.active <= self.policy.hedges_at_once):
+                return None
             found = self.limiter.try_acquire()
             if found is None or not controller.take_hedge():
                 if found is not None:
@@ -209,7 +211,7 @@ class Sender:
 
         controller.earn_hedge()
         try:
-            answer = await race(lambda: run(permit), controller.slow_s(nbytes), second)
+            answer = await race(lambda: run(permit), controller.delays_s(nbytes), second)
         finally:
             if extra is not None:
                 extra.release()

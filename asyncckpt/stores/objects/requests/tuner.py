@@ -41,6 +41,7 @@ class ConcurrencyTuner:
         ceiling: upper bound.
 
     Attributes:
+        active: transfers in flight now.
         nbytes_per_s: what all streams carried together in the last interval at this level; None
             before the first one.
     """
@@ -53,8 +54,8 @@ class ConcurrencyTuner:
         self._stepped_up = False
         self._doubts = 0
         self.nbytes_per_s: float | None = None
-        # The interval that is being measured: transfers now, at most, and ended; stream-seconds.
-        self._active = self._peak = self._ended = self._nbytes = 0
+        # The interval that is being measured: transfers at most, and ended; stream-seconds.
+        self.active = self._peak = self._ended = self._nbytes = 0
         self._begun_s = self._seen_s = self._area = 0.0
 
     @property
@@ -79,16 +80,16 @@ class ConcurrencyTuner:
 
     def began(self, now_s: float) -> None:
         """Note that a transfer began."""
-        if not self._active and now_s - self._seen_s > MIN_INTERVAL_S:
+        if not self.active and now_s - self._seen_s > MIN_INTERVAL_S:
             self._restart(now_s)  # a pause is no part of any interval
         self._advance(now_s)
-        self._active += 1
-        self._peak = max(self._peak, self._active)
+        self.active += 1
+        self._peak = max(self._peak, self.active)
 
     def ended(self, now_s: float, nbytes: int) -> None:
         """Note that a transfer ended after it moved `nbytes`; it may complete an interval."""
         self._advance(now_s)
-        self._active -= 1
+        self.active -= 1
         self._nbytes += nbytes
         self._ended += 1
         seconds = now_s - self._begun_s
@@ -125,14 +126,14 @@ class ConcurrencyTuner:
             self._stepped_up = False
 
     def _advance(self, now_s: float) -> None:
-        self._area += self._active * (now_s - self._seen_s)
+        self._area += self.active * (now_s - self._seen_s)
         self._seen_s = now_s
 
     def _restart(self, now_s: float) -> None:
         self._begun_s = self._seen_s = now_s
         self._area = 0.0
         self._nbytes = self._ended = 0
-        self._peak = self._active
+        self._peak = self.active
 
 
 def _level(streams: int) -> int:

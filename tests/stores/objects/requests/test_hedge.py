@@ -14,10 +14,11 @@ from asyncckpt.stores.objects.requests.hedge import race as raced
 class Race:
     """Two requests that end when the test says so."""
 
-    def __init__(self, *, hedged: bool = True) -> None:
+    def __init__(self, *, hedged: bool = True, late: bool = False) -> None:
         self.answers: list[asyncio.Future[str]] = []
         self.running = 0
         self.hedged = hedged
+        self.late = late
         self.asked = 0
         self.cancelled: list[int] = []
         self.hold_s = 0
@@ -25,9 +26,9 @@ class Race:
     def start(self) -> Coroutine[Any, Any, str]:
         return self._run(0)
 
-    def second(self) -> Coroutine[Any, Any, str] | None:
+    def second(self, last: bool) -> Coroutine[Any, Any, str] | None:
         self.asked += 1
-        return self._run(1) if self.hedged else None
+        return self._run(1) if self.hedged and (last or not self.late) else None
 
     async def _run(self, number: int) -> str:
         self.answers.append(asyncio.get_running_loop().create_future())
@@ -49,7 +50,7 @@ class Race:
 
 async def test_a_quick_request_is_not_raced() -> None:
     race = Race()
-    task = asyncio.create_task(raced(race.start, 60.0, race.second))
+    task = asyncio.create_task(raced(race.start, (60.0,), race.second))
     await race.begun(1)
     race.answers[0].set_result("first")
     assert await task == "first"
@@ -58,7 +59,7 @@ async def test_a_quick_request_is_not_raced() -> None:
 
 async def test_without_a_delay_there_is_no_second_request() -> None:
     race = Race()
-    task = asyncio.create_task(raced(race.start, None, race.second))
+    task = asyncio.create_task(raced(race.start, (), race.second))
     await race.begun(1)
     race.answers[0].set_result("first")
     assert await task == "first"
@@ -69,7 +70,7 @@ async def test_without_a_delay_there_is_no_second_request() -> None:
 async def test_whichever_succeeds_first_ends_the_other(winner: int) -> None:
     race = Race()
     race.hold_s = 5
-    task = asyncio.create_task(raced(race.start, 0.0, race.second))
+    task = asyncio.create_task(raced(race.start, (0.0,), race.second))
     await race.begun(2)
     race.answers[winner].set_result(f"request {winner}")
     assert await task == f"request {winner}"
@@ -79,7 +80,7 @@ async def test_whichever_succeeds_first_ends_the_other(winner: int) -> None:
 
 async def test_a_second_request_that_is_declined_leaves_the_first_alone() -> None:
     race = Race(hedged=False)
-    task = asyncio.create_task(raced(race.start, 0.0, race.second))
+    task = asyncio.create_task(raced(race.start, (0.0,), race.second))
     while not race.asked:
         await asyncio.sleep(0)
     race.answers[0].set_result("first")
@@ -87,10 +88,22 @@ async def test_a_second_request_that_is_declined_leaves_the_first_alone() -> Non
     assert race.asked == 1
 
 
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_second_request_that_is_declined_is_asked_for_again_after_the_next_delay(
+    late: bool,
+) -> None:
+    race = Race(late=late)
+    task = asyncio.create_task(raced(race.start, (0.0, 0.001, 0.002), race.second))
+    await race.begun(2)
+    race.answers[1].set_result("second")
+    assert await task == "second"
+    assert race.asked == (3 if late else 1)
+
+
 @pytest.mark.parametrize("loser", [0, 1])
 async def test_if_one_fails_the_other_is_waited_for(loser: int) -> None:
     race = Race()
-    task = asyncio.create_task(raced(race.start, 0.0, race.second))
+    task = asyncio.create_task(raced(race.start, (0.0,), race.second))
     await race.begun(2)
     race.answers[loser].set_exception(OSError("no"))
     for _ in range(5):
@@ -103,7 +116,7 @@ async def test_if_one_fails_the_other_is_waited_for(loser: int) -> None:
 
 async def test_a_request_that_fails_before_its_time_is_not_raced() -> None:
     race = Race()
-    task = asyncio.create_task(raced(race.start, 60.0, race.second))
+    task = asyncio.create_task(raced(race.start, (60.0,), race.second))
     await race.begun(1)
     race.answers[0].set_exception(OSError("at once"))
     with pytest.raises(OSError, match="at once"):
@@ -113,7 +126,7 @@ async def test_a_request_that_fails_before_its_time_is_not_raced() -> None:
 
 async def test_if_both_fail_the_first_ones_error_is_raised() -> None:
     race = Race()
-    task = asyncio.create_task(raced(race.start, 0.0, race.second))
+    task = asyncio.create_task(raced(race.start, (0.0,), race.second))
     await race.begun(2)
     race.answers[1].set_exception(OSError("second"))
     race.answers[0].set_exception(OSError("first"))
@@ -127,7 +140,7 @@ async def test_if_both_fail_the_first_ones_error_is_raised() -> None:
 async def test_a_cancelled_race_has_ended_both_requests(requests: int, times: int) -> None:
     race = Race()
     race.hold_s = 6
-    task = asyncio.create_task(raced(race.start, 0.0 if requests == 2 else 60.0, race.second))
+    task = asyncio.create_task(raced(race.start, (0.0 if requests == 2 else 60.0,), race.second))
     await race.begun(requests)
     for _ in range(times):
         task.cancel()
@@ -142,7 +155,7 @@ async def test_a_cancelled_race_has_ended_both_requests(requests: int, times: in
 async def test_a_cancellation_while_the_loser_ends_is_not_lost() -> None:
     race = Race()
     race.hold_s = 10
-    task = asyncio.create_task(raced(race.start, 0.0, race.second))
+    task = asyncio.create_task(raced(race.start, (0.0,), race.second))
     await race.begun(2)
     race.answers[1].set_result("won")
     for _ in range(4):

@@ -9,6 +9,7 @@ import pytest
 
 from asyncckpt.options import MIB
 from asyncckpt.stores.objects.clients.client import RequestError
+from asyncckpt.stores.objects.requests.estimate import LARGE_NBYTES
 from asyncckpt.stores.objects.requests.policy import RequestPolicy, RetryPolicy
 from asyncckpt.stores.objects.requests.requests import Requests
 from asyncckpt.stores.objects.requests.sending import SILENT_S
@@ -235,6 +236,29 @@ async def test_a_slow_data_object_is_raced_by_one_of_another_name(
     assert await task == (name(1), False, (name(0),))
     assert client.requests == [f"put {name(0)}", f"put {name(1)}"]
     assert store.controllers["put"].hedges_spent == 1
+    assert_at_rest(store, client)
+
+
+@pytest.mark.parametrize("others", [0, 5])
+async def test_the_last_large_objects_are_raced_earlier_than_those_among_many(
+    monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
+    clock = Clock(monkeypatch)
+    body = bytes(LARGE_NBYTES)
+    events = [asyncio.Event() for _ in range(others)]
+    store, client = requests(*events, Hang(), policy=replace(SOON, streams=8))
+    for _ in range(64):
+        store.controllers["put"].estimate.observe(LARGE_NBYTES, 1.0)
+    rest = [asyncio.create_task(store.replace(f"{number}", b"body")) for number in range(others)]
+    await asyncio.sleep(0)
+    task = asyncio.create_task(store.put(lambda this: f"large.{this}", body))
+    await clock.advance(1.1)
+    assert ("put large.1" in client.requests) == (not others)
+    await clock.advance(0.5)
+    assert (await task).key == "large.1"
+    for event in events:
+        event.set()
+    await asyncio.gather(*rest)
     assert_at_rest(store, client)
 
 
