@@ -74,9 +74,9 @@ class Runtime:
         if capabilities.positional_writes:
             return self.pool
         # The client's copies are part of the budget, like the windows themselves.
-        held_nbytes = sizes.window_nbytes * (1 + capabilities.client_copies)
+        held = min(sizes.window_nbytes * (1 + capabilities.client_copies), self.budget.capacity)
         pool = self._window_pool
-        if pool is None or pool.slot_nbytes != sizes.window_nbytes:
+        if pool is None or (pool.slot_nbytes, pool.held_nbytes) != (sizes.window_nbytes, held):
             if pool is not None:
                 pool.close()
             pool = self._window_pool = SlotPool(
@@ -84,7 +84,7 @@ class Runtime:
                 self.engine.compute,
                 _host_memory(),
                 slot_nbytes=sizes.window_nbytes,
-                held_nbytes=held_nbytes,
+                held_nbytes=held,
                 pipeline_slots=sizes.concurrency + SPARE_WINDOWS,
                 siblings=self._pools,
             )
