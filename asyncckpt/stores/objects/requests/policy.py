@@ -72,7 +72,8 @@ class RequestPolicy:
         max_streams: transfers in flight in each direction, at most.
         ceiling: requests in flight in all: what the connection pools of the clients hold.
         hedge_quantile: a transfer is slow when it takes longer than this share of all …
-        hedge_factor: … times this, so that no transfer is hedged where all are alike.
+        hedge_factor: … times this, so that no transfer is hedged where all are alike; a large one
+            without it, where hardly any other is in flight.
         hedge_min_s: no transfer is hedged earlier: a second one would cost more than it can win.
         hedge_cold_s: without measurements a transfer is hedged after this many seconds …
         hedge_cold_nbytes_per_s: … and the time of its bytes at this rate.
