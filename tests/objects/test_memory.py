@@ -15,6 +15,8 @@ from tests.test_memory import MEASURE
 CHILD = (
     MEASURE
     + """
+import warnings
+warnings.filterwarnings("ignore", "Sending a large body directly", ResourceWarning)  # as ours do
 GIB = 1 << 30
 url, storage_options = sys.argv[1], json.loads(sys.argv[3])
 nbytes = int(sys.argv[4])
