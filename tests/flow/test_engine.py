@@ -340,6 +340,8 @@ def test_the_process_ends_after_the_threads_of_an_abandoned_engine() -> None:
         engine.submit(answer).result()
 
         def work():
+            for _ in range(5_000):
+                np.unique(values)
             begun.set()
             end = time.monotonic() + 0.5
             while time.monotonic() < end:
@@ -347,7 +349,6 @@ def test_the_process_ends_after_the_threads_of_an_abandoned_engine() -> None:
 
         engine.compute.submit(work)
         begun.wait()
-        time.sleep(0.05)
         engine.abandoned = True  # as a second Ctrl-C leaves it
         print("exits", flush=True)
         """
