@@ -486,11 +486,19 @@ class Store(Protocol):
         """
         ...
 
-    async def unlist(self, name: str, *, epoch: int = 0) -> Removal:
+    async def unlist(self, name: str, *, epoch: int = 0, seal: bytes = b"") -> Removal:
         """Make the checkpoint invisible, durably; the result removes its bytes.
 
         `delete` does both. Bytes that are never removed, because the process ends, are a leftover.
-        Arguments, errors: as `delete`.
+
+        Args:
+            name: as `delete`.
+            epoch: as `delete`.
+            seal: the last bytes of the record that the caller decided on.
+
+        Raises:
+            CheckpointNotFoundError: there is none whose record ends with `seal`.
+            FencedError: as `delete`.
         """
         ...
 

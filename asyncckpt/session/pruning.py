@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -25,6 +25,7 @@ from asyncckpt.errors import (
     UnsupportedFormatError,
 )
 from asyncckpt.flow.engine import Job, ended
+from asyncckpt.flow.shield import together
 from asyncckpt.format.record import RECORD_NAME, RECORD_TAIL_NBYTES, decode_record, is_record
 from asyncckpt.options import MAX_RECORD_NBYTES
 from asyncckpt.ports import Removal
@@ -49,9 +50,9 @@ class Seen:
 class Pruner:
     """Applies the policy of one run.
 
-    A record is read when its step is new, was saved anew by this run, or is about to be deleted,
-    so that a save costs a few reads however many steps are kept. Deletions by other processes are
-    seen at once; that another process has replaced a step, when its turn to be deleted comes.
+    A record is read when its step is new or was just saved by this run, so that a save costs one
+    or two reads however many steps are kept. A deletion by another process is noticed at the next
+    save; a replacement when the step is about to be deleted.
 
     Attributes:
         policy: which steps to keep.
@@ -91,7 +92,7 @@ class Pruner:
         try:
             await self.settle()
             notes, self._late_notes = self._late_notes, []
-            steps, reasons = await self._decide(await self.steps.candidates(), saved)
+            steps, reasons = await self._decide(saved)
             notes += reasons
             await self._unlist(steps, deleted, notes)
         except Exception as error:
@@ -114,13 +115,13 @@ class Pruner:
         removals: list[tuple[int, Removal]] = []
         try:
             for step in steps:
+                if self.pinned.get(str(step)):
+                    continue
                 try:
-                    # Readers come last: one may begin while the record is looked at.
-                    if not await self._unchanged(step) or self.pinned.get(str(step)):
-                        continue
-                    removals.append((step, await self.steps.unlist(str(step))))
+                    # Forgotten, so that a step that has changed is read again after the next save.
+                    seal = self._seen.pop(step).seal
+                    removals.append((step, await self.steps.unlist(str(step), seal)))
                     deleted.append(step)
-                    del self._seen[step]
                     logger.info("deleted %s/%s (%s)", self.root.url, step, _name(self.policy))
                 except CheckpointNotFoundError:
                     continue
@@ -147,20 +148,27 @@ class Pruner:
                 self._logged.add(note)
                 logger.warning("%s", note)
 
-    async def _decide(self, candidates: list[int], saved: int) -> tuple[list[int], list[str]]:
+    async def _decide(self, saved: int) -> tuple[list[int], list[str]]:
         """Return the steps to delete, and what a person should know about the decision."""
-        self._seen.pop(saved, None)
-        seen: dict[int, Seen] = {}
-        for step in candidates:
-            found = self._seen.get(step) or await self._read(step)
-            if found is not None:
-                seen[step] = found
+        known: dict[int, Seen | None] = dict(self._seen)
+
+        async def read(steps: Iterator[int]) -> None:
+            for step in steps:
+                known[step] = await self._read(step)
+
+        found, _ = await together((self.steps.candidates(), read(iter((saved,)))))
+        candidates = found or []
+        unread = [step for step in candidates if step not in known]
+        waiting = iter(unread)
+        reads = min(len(unread), self.root.store.capabilities.reads)
+        await together(read(waiting) for _ in range(reads))
+        seen = {step: one for step in candidates if (one := known[step]) is not None}
         self._seen = seen
         # Where a run has gone back to an earlier step, those that it saves are newer than the
         # higher ones of the branch that it left, which would else push each of them out at once.
         others = [step for step in seen if step not in self._own]
         steps = [*others, *(step for step in seen if step in self._own)]
-        metrics = {step: found.metrics for step, found in seen.items()}
+        metrics = {step: one.metrics for step, one in seen.items()}
         try:
             kept = _steps(self.policy.keep(tuple(steps), metrics))
             notes = concerns(self.policy, steps, metrics)
@@ -175,15 +183,6 @@ class Pruner:
                 "earlier step deletes such a branch"
             )
         return [step for step in sorted(steps) if step not in kept and step != saved], notes
-
-    async def _unchanged(self, step: int) -> bool:
-        found = await self._read(step)
-        if found is None:
-            del self._seen[step]
-            return False
-        unchanged = found.seal == self._seen[step].seal
-        self._seen[step] = found
-        return unchanged
 
     async def _read(self, step: int) -> Seen | None:
         files = self.root.store.files(str(step))

@@ -150,9 +150,9 @@ class Steps:
         await store.delete(name, epoch=await self._claims.epoch())
         logger.info("deleted %s", location)
 
-    async def unlist(self, name: str) -> Removal:
+    async def unlist(self, name: str, seal: bytes) -> Removal:
         """Make the checkpoint invisible, as `Store.unlist`."""
-        return await self._root.store.unlist(name, epoch=await self._claims.epoch())
+        return await self._root.store.unlist(name, epoch=await self._claims.epoch(), seal=seal)
 
     async def delete_after(self, step: int) -> list[int]:
         """Delete all steps above `step`, the highest first; return them, ascending."""

@@ -84,10 +84,10 @@ class CrashStore(FaultStore):
             self._attempts.append(attempt := CrashAttempt(self, inner))
         return attempt
 
-    async def unlist(self, name: str, *, epoch: int = 0) -> Removal:
+    async def unlist(self, name: str, *, epoch: int = 0, seal: bytes = b"") -> Removal:
         """As the inner store; a dead process removes no bytes."""
         async with self.operation("unlist", name):
-            removal = await self.inner.unlist(name, epoch=epoch)
+            removal = await self.inner.unlist(name, epoch=epoch, seal=seal)
             self._removals.append(removal)
 
         async def remove() -> None:

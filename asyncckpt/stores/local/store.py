@@ -42,6 +42,7 @@ from asyncckpt.stores.local.locks import (
 )
 from asyncckpt.stores.local.notes import keep_note, take_notes
 from asyncckpt.stores.local.posix import flush_directory, landed, remove_tree
+from asyncckpt.stores.local.publish import record_at
 from asyncckpt.stores.local.sweep import collect, sweep, tidy
 from asyncckpt.stores.local.tree import Context
 from asyncckpt.stores.paths import CONTROL, RECORD_FILE, Layout, check_name, check_save_id
@@ -234,26 +235,26 @@ class LocalStore:
         self._wrote = True
         await self._workers.run(lambda: self._empty_trash(*self._move_to_trash(name, epoch)))
 
-    async def unlist(self, name: str, *, epoch: int = 0) -> Removal:
+    async def unlist(self, name: str, *, epoch: int = 0, seal: bytes = b"") -> Removal:
         """Delete the name, durably; once cancelled, the bytes are left to `sweep`."""
         check_name(name)
         check_epoch(epoch)
         self._wrote = True
         moved: list[tuple[str, int]] = []
         try:
-            await self._workers.run(lambda: moved.append(self._move_to_trash(name, epoch)))
+            await self._workers.run(lambda: moved.append(self._move_to_trash(name, epoch, seal)))
         except BaseException:
             if moved:
                 await self._workers.clean_up(partial(self._leave_trash, *moved[0]))
             raise
         return partial(self._workers.run, self._empty_trash, *moved[0])
 
-    def _move_to_trash(self, name: str, epoch: int) -> tuple[str, int]:
+    def _move_to_trash(self, name: str, epoch: int, seal: bytes = b"") -> tuple[str, int]:
         """Unlist a checkpoint durably; return where it is, and a descriptor that has locked it."""
         with writing(self._layout, epoch, self._layout.target(name)):
-            return self._moved_to_trash(name, epoch)
+            return self._moved_to_trash(name, epoch, seal)
 
-    def _moved_to_trash(self, name: str, epoch: int) -> tuple[str, int]:
+    def _moved_to_trash(self, name: str, epoch: int, seal: bytes) -> tuple[str, int]:
         target = self._layout.target(name)
         absent = CheckpointNotFoundError(
             f"{target}: there is no checkpoint to delete", location=target
@@ -264,6 +265,8 @@ class LocalStore:
         fd = -1
         try:
             with reported("deleting", target), root_lock(self._layout):
+                if seal and not (record_at(target) or b"").endswith(seal):
+                    raise absent
                 write_owner(trash, self._context.machine(), name, "", 0o600)
                 try:
                     # The lock tells sweepers that the deletion is alive. If its publisher still

@@ -281,10 +281,10 @@ class Publication:
     async def _undo_deleted(self) -> SaveError:
         """Remove the record that came back after a deletion; return the error to raise."""
         try:
-            found, version = await read_version(self.context, self.name, self.conditions)
+            deletes = self.conditions.delete
+            found, version = await read_version(self.context, self.name, wanted=deletes)
             if found is not None and found.data == self.record:
-                deletes = self.conditions.delete
-                await delete_record(self.context, self.name, version if deletes else None)
+                await delete_record(self.context, self.name, version)
             self.keep = False
         except RequestError as error:  # readers of the record report it as corrupt
             log.warning("%s: a record without data could not be removed: %s", self._location, error)
@@ -297,7 +297,7 @@ class Publication:
 
     async def _read_before(self) -> tuple[Record | None, str | None]:
         try:
-            return await read_version(self.context, self.name, self.conditions)
+            return await read_version(self.context, self.name, wanted=self.conditions.replace)
         except RequestError as error:
             url = self._requests.location(self._key)
             raise store_error("reading the record", url, error, stage="commit") from error

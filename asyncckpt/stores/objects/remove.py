@@ -44,9 +44,9 @@ ROUNDS_MAX = 3
 
 
 async def read_version(
-    context: Context, name: str, conditions: Conditions
+    context: Context, name: str, *, wanted: bool
 ) -> tuple[Record | None, str | None]:
-    """Return the record, and its version where requests can name it in a condition.
+    """Return the record, and its version where one is `wanted` for a condition.
 
     The version is read first: if the record changes in between, the condition fails.
 
@@ -54,7 +54,7 @@ async def read_version(
         RequestError: it could not be read.
     """
     version = None
-    if conditions.replace or conditions.delete:
+    if wanted:
         try:
             version = await context.requests.version(join(name, RECORD))
         except RequestError as error:
@@ -82,20 +82,22 @@ async def delete_record(context: Context, name: str, version: str | None) -> Non
             raise
 
 
-async def unlist(context: Context, name: str, conditions: Conditions, epoch: int) -> Removal:
+async def unlist(
+    context: Context, name: str, conditions: Conditions, epoch: int, seal: bytes
+) -> Removal:
     """Delete the record, after what other programs look for; the result removes the bytes.
 
     What belonged to a damaged record is unknown: gc removes that by its age.
 
     Raises:
-        CheckpointNotFoundError: there was none.
+        CheckpointNotFoundError: there was none, or one whose record does not end with `seal`.
         FencedError: the claim of this process was taken over; the checkpoint is still there.
         StoreError: the error says whether the checkpoint is still there.
     """
     location = context.requests.location(name)
     with reported("deleting", location):
-        record, version = await read_version(context, name, conditions)
-        if record is None:
+        record, version = await read_version(context, name, wanted=conditions.delete)
+        if record is None or not record.data.endswith(seal):
             raise CheckpointNotFoundError(
                 f"{location}: there is no checkpoint to delete", location=location
             )
@@ -106,7 +108,7 @@ async def unlist(context: Context, name: str, conditions: Conditions, epoch: int
         await delete_paths(context, name, sorted(names))
         await context.claims.check(epoch, location)
         # If another version is there now, ours was replaced, and its bytes are of no use either.
-        await delete_record(context, name, version if conditions.delete else None)
+        await delete_record(context, name, version)
     return partial(_remove_bytes, context, name, record.save_id, names)
 
 

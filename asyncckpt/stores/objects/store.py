@@ -326,15 +326,15 @@ class ObjectStore:
 
         await uninterrupted(delete())
 
-    async def unlist(self, name: str, *, epoch: int = 0) -> Removal:
+    async def unlist(self, name: str, *, epoch: int = 0, seal: bytes = b"") -> Removal:
         """Delete a checkpoint as `delete` does, but leave its bytes to the result."""
         check_name(name)
         check_epoch(epoch)
-        return await uninterrupted(self._unlist(name, epoch))
+        return await uninterrupted(self._unlist(name, epoch, seal))
 
-    async def _unlist(self, name: str, epoch: int) -> Removal:
+    async def _unlist(self, name: str, epoch: int, seal: bytes = b"") -> Removal:
         await self._context.background.named(name)
-        return await unlist(self._context, name, await self._unlisting(), epoch)
+        return await unlist(self._context, name, await self._unlisting(), epoch, seal)
 
     async def _unlisting(self) -> Conditions:
         return await self._probes.conditions(create=False, versions=True)

@@ -99,6 +99,21 @@ class Naming(StoreLaws):
             await expect(store, "2", 2)
             assert list(await store.sweep()) == []
 
+    async def test_unlist_leaves_a_checkpoint_that_has_replaced_the_one_decided_on(
+        self, tmp_path: Path
+    ) -> None:
+        """`seal` names the one to delete by the end of its record."""
+        async with self.opened(tmp_path) as store:
+            await save(store, "1", "a", 1)
+            seal = await content(store, "1", RECORD, 1000)
+            await save(store, "1", "b", 2, overwrite=True)
+            with pytest.raises(CheckpointNotFoundError):
+                await store.unlist("1", seal=seal)
+            await expect(store, "1", 2)
+            seal = await content(store, "1", RECORD, 1000)
+            await (await store.unlist("1", seal=seal[-5:]))()
+            await self.expect_nothing(store, "1")
+
     async def test_names_that_are_no_single_path_part_are_refused(self, tmp_path: Path) -> None:
         """They are refused before anything is created."""
         async with self.opened(tmp_path) as store:

@@ -51,6 +51,19 @@ async def test_a_commit_is_one_round_trip_and_one_more_for_the_fixed_names(
         assert all(request.began_s >= done_s for request in log[3:5])
 
 
+async def test_a_step_is_unlisted_by_three_requests(sim: Simulator) -> None:
+    async with opened("obstore", sim) as store:
+        await save(store, "0", "first")
+        await save(store, "1", "second")
+        await store.delete("0")  # the store is known from here on
+        sim.reset()
+        remove = await store.unlist("1")
+        # Its record; the names that other programs look for; the record again, to delete it.
+        kinds = [request.kind for request in sim.requests]
+        assert kinds == ["get_object", "delete_objects", "delete_objects"]
+        await remove()
+
+
 async def test_nothing_before_the_record_has_a_name_that_others_could_write(sim: Simulator) -> None:
     async with opened("obstore", sim) as store:
         attempt = await store.begin("1", identity("a"))
