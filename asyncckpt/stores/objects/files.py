@@ -230,10 +230,10 @@ class ObjectFiles:
     def reads(self, wanted: int | None) -> int:
         """Return the reads to keep in flight: `wanted`, which then holds for the store, or enough.
 
-        Enough is one step more than the store lets through, so that the tuner can try that step.
+        Enough is what the store lets through now.
         """
         self._requests.fix_streams("get", wanted)
-        return self._requests.controllers["get"].tuner.room if wanted is None else wanted
+        return self._requests.controllers["get"].gate.ceiling
 
     async def changed(self) -> Literal["deleted", "replaced"] | None:
         """Return whether the record that was read here has changed; None if not, or if none was."""

@@ -47,7 +47,7 @@ class ConcurrencyController:
             self.estimate.latency_s,
             self.estimate.nbytes_per_s,
             self.tuner.full_nbytes_per_s,
-            self.tuner.room if self.fixed is None else self.fixed,
+            self.gate.ceiling,
         )
 
     def began(self, now_s: float) -> None:

@@ -64,16 +64,6 @@ class ConcurrencyTuner:
         return LEVELS[self._level]
 
     @property
-    def room(self) -> int:
-        """Streams that the next step would use, where one is due."""
-        return LEVELS[self._level if self.settled else self._level + 1]
-
-    @property
-    def settled(self) -> bool:
-        """Whether no step up is due."""
-        return self._level == self._top or self._rest > 0
-
-    @property
     def full_nbytes_per_s(self) -> float | None:
         """Capacity of the link, where more streams were seen to carry no more; else None."""
         return self.nbytes_per_s if self._rest > 0 else None

@@ -32,7 +32,7 @@ def test_streams_grow_while_their_sum_does_and_stop_at_the_ceiling() -> None:
     tuner = ConcurrencyTuner(16, 64)
     assert run(tuner, 8, stream=80e6, pipe=1e12) == [24, 32, 48, 64, 64, 64, 64, 64]
     assert tuner.nbytes_per_s == pytest.approx(64 * 80e6)
-    assert tuner.settled
+    assert tuner.full_nbytes_per_s is None
 
 
 def test_a_full_pipe_ends_the_climb_at_the_number_that_filled_it() -> None:
@@ -40,7 +40,7 @@ def test_a_full_pipe_ends_the_climb_at_the_number_that_filled_it() -> None:
     seen = run(tuner, 10, stream=80e6, pipe=1.0e9)
     assert seen[:3] == [24, 24, 16]
     assert set(seen[3:]) == {16}
-    assert tuner.settled
+    assert tuner.full_nbytes_per_s == pytest.approx(1.0e9)
 
 
 def test_one_slow_interval_does_not_end_the_climb() -> None:
