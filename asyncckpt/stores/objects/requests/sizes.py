@@ -2,7 +2,8 @@
 
 The model: `streams` requests are in flight, each takes the latency and its bytes at the bandwidth
 of one stream, and together they carry no more than the link. Of all sizes that fit the budget, the
-smallest one that comes within `NEAR` of the fastest is chosen: larger ones only cost memory.
+smallest one that comes within `NEAR` of the fastest is chosen: larger ones only cost memory. Among
+these, sizes at which each stream sends one file come first.
 """
 
 # Rule 1: the budget wins over every other rule: (streams + 1) data files with the client's copies
@@ -42,6 +43,11 @@ FEW_FILES = 8192
 NEAR = 1.07
 """A size counts as fast if it takes this much longer than the fastest one: half of the memory for
 the last 7 % of what latency costs, and a margin below the tenth that may be lost."""
+
+AT_ONCE_NBYTES = 34 * MIB
+"""Files of up to two chunks are sent by one request of each stream, where that is enough for the
+state and about as fast: every further request may be a slow one. Larger files, when slow, would
+hold up a save for longer than others gain."""
 
 GAIN = 1.10
 """How much longer the last choice may take than the best before it is dropped."""
@@ -165,7 +171,13 @@ def choose(
             return again
     near = NEAR if data_file_nbytes is None else 1.0
     close = [option for option in timed if option.expected_s <= near * fastest]
-    return min(close, key=lambda option: option.window_nbytes)
+    at_once = [
+        option
+        for option in close
+        if nbytes <= option.data_file_nbytes * option.concurrency
+        and option.data_file_nbytes <= AT_ONCE_NBYTES
+    ]
+    return min(at_once or close, key=lambda option: option.window_nbytes)
 
 
 def fits_chunk_nbytes(chunk_nbytes: int, window_nbytes: int) -> int:

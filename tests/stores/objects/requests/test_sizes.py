@@ -149,6 +149,20 @@ def test_all_streams_send_equally_many_files_of_about_the_size_that_was_asked_fo
     assert choice.window_nbytes >= choice.data_file_nbytes >= nbytes // files
 
 
+@pytest.mark.parametrize(
+    ("latency_s", "stream_nbytes_per_s"),
+    [(0.04, 85e6), (0.04, 40e6), (0.04, 25e6), (0.02, 40e6), (0.02, 25e6)],
+)
+def test_a_state_that_all_streams_send_at_once_is_not_cut_smaller(
+    latency_s: float, stream_nbytes_per_s: float
+) -> None:
+    """However slow the streams: when the machine is what is slow, more requests do not help."""
+    for nbytes, files in ((512 * MIB, 32), (1000 * MIB, 32)):
+        traffic = Traffic(latency_s, stream_nbytes_per_s, None, 32)
+        choice = choose(nbytes, traffic, budget_nbytes=8 * GIB, copies=0)
+        assert even_count(nbytes, choice.data_file_nbytes, choice.concurrency) == files
+
+
 def test_a_link_that_is_full_anyway_gets_small_requests() -> None:
     full = choose(8 * GIB, Traffic(0.002, 60e6, 0.7e9, 16), budget_nbytes=8 * GIB, copies=1)
     assert full.window_nbytes < s3(8 * GIB, 8 * GIB).window_nbytes
