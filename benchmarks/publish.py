@@ -1,7 +1,7 @@
-"""`python -m benchmarks.publish`: figures in README and docs are those in `benchmarks/results/`.
+"""`python -m benchmarks.publish`: write the figures of `benchmarks/results/` into README and docs.
 
-README gets a few ratios, `docs/benchmarks.md` all tables, `docs/images/training.png` the picture of
-training with saves. `--check` changes nothing, and fails where a page says something else.
+The README gets a few ratios, `docs/benchmarks.md` gets all tables, and `docs/images/training.png`
+is the plot of training with saves. `--check` changes nothing, and fails if a page differs.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ FORMS = {
     "read_once": ("read_once.md", "Restores that read once"),
 }
 """Sections of the page: the file of the results, and the title."""
+
+NOTES = "## How to read this\n"
+"""Heading of the last part of the results, which explains their columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +129,22 @@ def _training_row(data: dict[str, Any]) -> list[str]:
 
 
 def sections(results: Path) -> str:
-    """Return the tables of every run whose results there are, one section each."""
-    made = []
+    """Return the tables of every run that has results, one section each.
+
+    Notes that are the same as those of an earlier section are left out.
+    """
+    made: list[str] = []
+    explained: set[str] = set()
     for name, title in FORMS.values():
         path = results / name
         if not path.exists():
             continue
         text = re.sub(r"\A# .*\n", "", path.read_text())
         text = re.sub(r"^!\[.*\n\n?", "", text, flags=re.M)
+        text, _, notes = text.partition(NOTES)
+        if notes and notes not in explained:
+            explained.add(notes)
+            text += NOTES + notes
         text = re.sub(r"^## ", "### ", text, flags=re.M)
         made.append(f"## {title}\n\n{text.strip()}\n")
     return "\n".join(made)

@@ -65,33 +65,49 @@ def markdown(results: Results, pictures: Sequence[str] = ()) -> str:
 
 NOTES = """## How to read this
 
-Rates are GB/s (10⁹ bytes). *Of the floor* is the median of floor seconds / own seconds, where the
-floor is what plain system calls or copies took for as many bytes, probed right before and after
-each sample. Samples whose two probes differ by more than 10 % are taken again, at most five times;
-*unsteady samples* counts those that still differed. As much free memory as a sample may need is
-touched and freed right before it, because virtual machines lose free pages to their host and get
-them back slowly. *Extra memory* is the peak of resident memory above what was resident before, the
-pool that asyncckpt keeps for saves included. CPU seconds are those of the process; the kernel's
-write-back of buffered files is not in them. *Read from disk* is the share of the bytes that came
-from the device: about 100 % is cold, 0 % is warm. Every restore was compared with its source,
-outside the timed part; of conversions, the first of each kind. *Until wait() returns* counts from
-the call of `save()` and includes the work that goes on in the background. With `KeepLast(1)` one
-older step exists, which is deleted by the save or after it.
+Rates and times:
 
-*One-shot* is a call of `blocking.save(path, tree)`, or `restore(path)`, without a `Checkpointer`.
-*First save of a tree* is that of a `Checkpointer` that prepared nothing.
+- Rates are GB/s (10⁹ bytes).
+- *Of the floor* is the median of floor seconds / own seconds. The floor is the time that plain
+  system calls or copies take for the same number of bytes, probed right before and after each
+  sample.
+- Samples whose two probes differ by more than 10 % are taken again, at most five times. *Unsteady
+  samples* counts those that still differed.
+- *Read from disk* is the share of the bytes that came from the device: about 100 % is cold, 0 % is
+  warm.
+- *Until wait() returns* is measured from the call of `save()` and includes background work.
+- With `KeepLast(1)`, one older step exists, which is deleted by the save or after it.
+- *One-shot* is a call of `blocking.save(path, tree)` or `restore(path)`, without a `Checkpointer`.
+  *First save of a tree* is that of a `Checkpointer` that has prepared nothing.
 
-*Per small leaf* is the slope from the smallest to the largest W4; *power* is the exponent with
-which the time grows, fitted over all of them (1 is proportional). Planning is timed by itself: no
-array is read and no file touched. Resharding runs in a process with eight devices that are emulated
-on the CPU; half of an array is what one process of two would read. *Read* is what the report of the
-restore says, *by system calls* what the process read meanwhile, metadata included, both relative to
-the bytes that are wanted. *Through memory* is the plain way to convert: restore with one library,
-save with the other.
+Memory, CPU and checks:
 
-*Training with saves*: a step is a matrix product on one core and an update of a part of the state,
-in a thread; everyone saves before the same steps. *In calls to save* is how long the training stood
-still. The target compares how much longer all steps took with the CPU seconds of the saves beside
-them: what is left is time lost to locks, memory bandwidth and wake-ups. *Loop lag* is by how much a
-task that sleeps for a millisecond on the caller's loop woke too late.
+- Right before each sample, as much free memory as it may need is touched and freed, because virtual
+  machines return free pages to their host and get them back slowly.
+- *Extra memory* is the peak of resident memory above the amount that was resident before, including
+  the pool that asyncckpt keeps for saves.
+- CPU seconds are those of the process. They do not include the kernel's write-back of buffered
+  files.
+- Every restore is compared with its source, outside the timed part. Of conversions, the first one
+  of each kind is compared.
+
+Leaves, resharding and conversion:
+
+- *Per small leaf* is the slope from the smallest to the largest W4; *power* is the exponent of the
+  growth of the time, fitted over all W4 (1 is proportional).
+- Planning is timed by itself: no array is read and no file is touched.
+- Resharding runs in a process with eight emulated CPU devices; half of an array is what one process
+  of two would read.
+- *Read* is the number of bytes in the report of the restore, and *by system calls* the number that
+  the process read in the meantime, metadata included. Both are relative to the bytes wanted.
+- *Through memory* is the plain way to convert: restore with one library, save with the other.
+
+Training with saves:
+
+- A step is a matrix product on one core and an update of a part of the state, in a thread. All
+  libraries save before the same steps.
+- *In calls to save* is the time for which the training stood still.
+- The target compares how much longer all steps took with the CPU seconds of the concurrent saves.
+  The difference is time lost to locks, memory bandwidth and wake-ups.
+- *Loop lag* is how much too late a task woke up that sleeps for a millisecond on the caller's loop.
 """

@@ -198,25 +198,40 @@ def _mib(nbytes: float) -> str:
 
 _NOTES = """## How to read this
 
-The service is a simulator in a process of its own on the same machine, whose cores it shares with
-whoever is measured: on *loopback*, which it does not shape, its CPU seconds are a part of every
-figure, the floor's included. *s3* and *gcs* have latencies, bandwidths of a connection, rate limits
-and tails (one request in a hundred is ten times slower, also in bandwidth) like those services; a
-tail that hits a large object may take as long as all others together, so single samples differ
-widely and so do floors. Nothing here was measured on the real services.
+The service:
 
-Everybody who is measured has a process of his own. *The floor* is the bare client that was fastest
-over a grid of sizes and streams, at its best point: bodies prepared beforehand, nothing hashed,
-checked or planned; it is probed between any two samples. *Of the floor* is the median of the bare
-client that was fastest in these rounds / the own median. *Of its client alone* is the same for the
-same client library without this one, at its own best point. *As the floor*: data files, streams and
-reads in flight are those of the client's best point; *auto*: nothing is said. MB are 10⁶ bytes. CPU
-seconds are those of the process, and of the service meanwhile; for W4 per run. *Commit* counts the
-requests that waited for one another after the last byte of data was acknowledged: until the record
-stood + until the names that others read stood, with the seconds of both together. *Most in flight*
-is what the service saw. Every restore was compared with its source, outside the timed part. Peers
-restore into memory of their own.
+- The service is a simulator, in its own process on the same machine, and shares the cores with the
+  program under test.
+- *loopback* is not shaped, so the CPU seconds of the service are a part of every figure, including
+  that of the floor.
+- *s3* and *gcs* have latencies, bandwidths per connection, rate limits and tails like those
+  services: one request in a hundred is ten times slower, in bandwidth as well. If this happens to a
+  large object, it may take as long as all others together. Single samples therefore differ widely,
+  and so do floors.
+- Nothing here was measured on the real services.
 
-*The longest stall* is by how much a task that sleeps for a millisecond on the caller's loop woke
-too late while a save went on; peers, which have no such interface, ran in a thread.
+Ratios:
+
+- *The floor* is the fastest bare client over a grid of sizes and streams, at its best point, with
+  bodies prepared beforehand and without hashing, checks or planning. It is probed between any two
+  samples.
+- *Of the floor* is the median time of the bare client that was fastest in these rounds / the own
+  median time.
+- *Of its client alone* is the same ratio for the bare client of the same library, at its own best
+  point.
+- *As the floor* means data files, streams and reads in flight of the client's best point; *auto*
+  means the defaults.
+
+Other columns:
+
+- MB are 10⁶ bytes. Every program under test runs in its own process.
+- CPU seconds are those of the process, and those of the service in the meantime; for W4 per run.
+- *Commit* counts the sequential requests after the last byte of data was acknowledged: until the
+  record was written + until the names for other programs were written, with the seconds of both
+  together.
+- *Most in flight* is the number that the service saw.
+- Every restore is compared with its source, outside the timed part. Peers restore into their own
+  memory.
+- *The longest stall* is how much too late a task woke up that sleeps for a millisecond on the
+  caller's loop, during a save. Peers have no async interface, so they ran in a thread.
 """
