@@ -1,11 +1,12 @@
-"""Demo: a training run, killed in the middle of a save, resumes and equals an uninterrupted one.
+"""Demo: a training run is killed in the middle of a save, resumes and equals an uninterrupted one.
 
     make demo        or        python examples/demo.py [--root DIR] [--quick]
 
-Three processes run train_jax.py. The first is not disturbed. The second is stopped (SIGSTOP) while
-it saves a checkpoint, and killed (SIGKILL) if that checkpoint is not published yet. The third
-resumes from the newest checkpoint of the second. Every loss, the parameters and the optimizer state
-must equal those of the first run bit by bit. Exit status: 0 if they do, 1 if anything differs.
+Three processes run train_jax.py. The first one is not interrupted. The second one is stopped
+(SIGSTOP) while it saves a checkpoint, and killed (SIGKILL) if that checkpoint is not published yet.
+The third one resumes from the newest checkpoint of the second. Every loss, the parameters and the
+optimizer state must equal those of the first run bit by bit. Exit status: 0 if they do, 1 if
+anything differs.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class DemoError(Exception):
 
 
 class Run:
-    """One process of train_jax.py; leaving the block kills it if it still runs."""
+    """One process of train_jax.py; leaving the block kills it if it is still running."""
 
     def __init__(self, name: str, folder: Path, root: Path, log: Path, scale: Scale) -> None:
         self.name = name
@@ -93,7 +94,7 @@ class Run:
             raise self.failure()
 
     def failure(self) -> DemoError:
-        """Return the error of a run that ended unexpectedly."""
+        """Return the error for a run that ended unexpectedly."""
         return DemoError(
             f"the {self.name} run ended with status {self.process.returncode}; its output:\n"
             + self.output.read_text()
@@ -116,13 +117,13 @@ def attempt_of(root: Path, step: int) -> Path | None:
 
 
 def stop_in_a_save(run: Run, root: Path, steps: Sequence[int]) -> tuple[int, Path, int]:
-    """Stop the process when the save of one of these steps has begun and is not published.
+    """Stop the process when the save of one of these steps has begun but is not published.
 
     Returns:
-        The step, the directory of its attempt, and the number of saves that were too quick before.
+        The step, the directory of its attempt, and the number of earlier saves that were too quick.
 
     Raises:
-        DemoError: all of them were too quick.
+        DemoError: all of these saves were too quick.
     """
     deadline = time.monotonic() + TIMEOUT_S
     for missed, step in enumerate(steps):
@@ -135,10 +136,10 @@ def stop_in_a_save(run: Run, root: Path, steps: Sequence[int]) -> tuple[int, Pat
             time.sleep(POLL_S)
             attempt = attempt_of(root, step)
         if attempt is None:
-            continue  # published between two looks
+            continue  # published between two checks
         if not run.stop():
             raise run.failure()
-        # Nothing changes any more: the files seen now are those that the kill leaves.
+        # The process is stopped: the files that exist now are those that the kill leaves.
         if not (root / str(step)).exists() and attempt.exists():
             return step, attempt, missed
         run.process.send_signal(signal.SIGCONT)
@@ -159,7 +160,7 @@ def read_log(path: Path) -> list[Line]:
 def compare_logs(reference: Sequence[Line], other: Sequence[Line]) -> list[str]:
     """Return the differences between the runs of `other` and the uninterrupted one.
 
-    A step that was computed twice, by the killed process and by the resumed one, counts twice.
+    A step that both the killed and the resumed process have computed counts twice.
     """
     differences = []
     expected = {line["step"]: line["loss"] for line in reference if "step" in line}
@@ -230,12 +231,12 @@ def command_line(*arguments: str) -> tuple[int, str]:
 
 
 def indent(text: str) -> str:
-    """Return the text, indented."""
+    """Return the text with every line indented."""
     return "\n".join(f"     {line}".rstrip() for line in text.splitlines())
 
 
 def say(text: str = "") -> None:
-    """Print the text at once."""
+    """Print the text without buffering."""
     print(text, flush=True)
 
 
@@ -263,7 +264,7 @@ def stall(log: Sequence[Line]) -> str:
         f"{len(blocked)} saves blocked training for {statistics.median(blocked):.1f} ms each "
         f"(median; {max(blocked):.1f} ms at most),\n"
         f"{share:.1%} of its {end['busy_s']:.1f} s. A step took {end['step_s'] * 1e3:.1f} ms, and "
-        f"{end['step_while_saving_s'] * 1e3:.1f} ms while a save was under way."
+        f"{end['step_while_saving_s'] * 1e3:.1f} ms while a save was in flight."
     )
 
 

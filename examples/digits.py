@@ -1,6 +1,6 @@
-"""Data, batches and log of both training scripts.
+"""Data, batches and log of the training scripts.
 
-A batch depends only on seed and step, so a resumed run sees the same batches.
+A batch depends only on seed and step, so a resumed run gets the same batches.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from sklearn.datasets import load_digits
 
 BATCH = 64
 HELD_OUT = 297
-"""Digits of the 1797 that are not trained on, but used to measure the accuracy."""
+"""Number of the 1797 digits that are held out to measure the accuracy."""
 
 
 class Digits(NamedTuple):
-    """Images of 8 × 8 pixels from 0 to 1 as float32 (n, 64), and their digits."""
+    """Images of 8 × 8 pixels from 0 to 1 as float32 (n, 64), and the digits that they show."""
 
     images: npt.NDArray[np.float32]
     labels: npt.NDArray[np.int32]
@@ -34,7 +34,7 @@ class Digits(NamedTuple):
 
 
 def load() -> tuple[Digits, Digits]:
-    """Return the digits to train on and those held out; they come with scikit-learn, shuffled."""
+    """Return the digits to train on and those held out; scikit-learn's data are shuffled."""
     bunch = load_digits()
     images = (bunch.data / 16).astype(np.float32)
     labels = bunch.target.astype(np.int32)
@@ -65,7 +65,7 @@ def bits(loss: Any) -> str:
 
 
 def sha256(tree: Any) -> str:
-    """Return SHA-256 of keys, dtypes, shapes and bytes of nested dicts and sequences of arrays."""
+    """Return the SHA-256 of a tree of arrays: keys, dtypes, shapes and bytes."""
     digest = hashlib.sha256()
 
     def add(path: str, node: Any) -> None:

@@ -1,11 +1,10 @@
-"""Background saves, and exact resumption, for the Trainer of transformers.
+"""Background saves and exact resumption for the Trainer of transformers.
 
     python examples/hf_trainer_callback.py --root /tmp/hf --steps 40
 
 Interrupt it and run it again: it resumes from the newest checkpoint. Copy `SavesInBackground` and
-`BackgroundTrainer` into your own program; the options of `TrainingArguments` about when to save
-(`save_strategy`, `save_steps`) keep their meaning. Needs `pip install transformers
-accelerate`.
+`BackgroundTrainer` into your own program. The options of `TrainingArguments` that say when to save
+(`save_strategy`, `save_steps`) work as usual. Needs `pip install transformers accelerate`.
 """
 
 from __future__ import annotations
@@ -27,16 +26,17 @@ from asyncckpt import blocking
 
 
 class SavesInBackground(TrainerCallback):
-    """Copies the whole run when the Trainer would save, and writes it while training continues."""
+    """Copies the state of the run when the Trainer would save, and writes it in the background."""
 
     def __init__(self, ckpt: blocking.Checkpointer) -> None:
         self._ckpt = ckpt
         self._random: dict[str, Any] | None = None
 
     def folder(self, output_dir: Path) -> str | None:
-        """Return the argument of `Trainer.train(resume_from_checkpoint=...)`; None at first.
+        """Return the argument of `Trainer.train(resume_from_checkpoint=...)`; None in a new run.
 
-        The Trainer reads its own state from this folder: the step, and so its position in the data.
+        The Trainer reads its own state from this folder: the step, which gives its position in the
+        data.
         """
         step = self._ckpt.latest_step()
         if step is None:
@@ -55,7 +55,7 @@ class SavesInBackground(TrainerCallback):
             self._random = self._ckpt.restore(state.global_step, include="random")["random"]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        if self._random is not None:  # not earlier: skipping batches draws random numbers, too
+        if self._random is not None:  # not earlier: skipping batches also draws numbers
             torch.set_rng_state(torch.from_numpy(self._random["torch"]))
             np.random.set_state(self._random["numpy"])
             random.setstate(self._random["python"])
@@ -83,7 +83,7 @@ class BackgroundTrainer(Trainer):
 
 
 def train(root: Path, steps: int, callbacks: Sequence[TrainerCallback] = ()) -> Trainer:
-    """Train to the last step; on return all checkpoints are durable."""
+    """Train to the last step; on return, all checkpoints are durable."""
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0

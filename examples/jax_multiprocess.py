@@ -1,10 +1,10 @@
-"""Training by four processes in JAX, killed in the middle of a save and continued by two.
+"""Training in JAX by four processes, one of which is killed during a save, and then by two.
 
     python examples/jax_multiprocess.py [--root DIR] [--quick]
 
-Each process has two CPU devices. Weights and moments are sharded over a mesh of all devices, so
-that no process has the whole state. All processes make the same calls of a `Checkpointer`; what
-coordinates them is jax.distributed, which they have initialised anyway. `job.py` starts them.
+Each process has two CPU devices. Weights and moments are sharded over a mesh of all devices, so no
+process has the whole state. All processes make the same calls of a `Checkpointer`, which
+coordinates them through jax.distributed. `job.py` starts the processes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def initial(hidden: int) -> State:
 
 
 def shardings(state: Any, mesh: Mesh) -> Any:
-    """Return how each leaf is spread: matrices in both dimensions, vectors in one, scalars not."""
+    """Return a sharding for each leaf: matrices are sharded in both dimensions, vectors in one."""
     axes = ("data", "model")
     return jax.tree.map(
         lambda leaf: NamedSharding(mesh, PartitionSpec(*axes[2 - leaf.ndim :])), state
@@ -51,7 +51,7 @@ def shardings(state: Any, mesh: Mesh) -> Any:
 
 
 def forward(layers: Any, images: jax.Array, dropout: jax.Array | None) -> jax.Array:
-    """Return logits; with a key, a tenth of the hidden units is dropped."""
+    """Return logits; if a key is given, drop a tenth of the hidden units."""
     x = images
     for number, layer in enumerate(layers):
         x = x @ layer["w"] + layer["b"]
@@ -78,7 +78,7 @@ def train_step(state: State, images: jax.Array, labels: jax.Array) -> tuple[Stat
 
 
 class Trainer:
-    """The compiled functions of a training run on one mesh of all devices of all processes."""
+    """The compiled functions of a training run, on a mesh of the devices of all processes."""
 
     def __init__(self, hidden: int) -> None:
         devices = np.array(jax.devices()).reshape(-1, DEVICES)
@@ -94,7 +94,7 @@ class Trainer:
         self._step = jax.jit(train_step, donate_argnums=0, out_shardings=(spread, whole))
 
     def step(self, state: State, batch: digits.Digits) -> tuple[State, float]:
-        """Return the state after one step, and the loss before it; each process has some rows."""
+        """Return the state after one step, and the loss before it; rows are divided by process."""
         parts = [
             jax.make_array_from_callback(rows.shape, self._rows, rows.__getitem__) for rows in batch
         ]
@@ -102,7 +102,7 @@ class Trainer:
         return state, float(loss)
 
     def sha256(self, state: State, losses: Any) -> str:
-        """Return the digest of all that is saved; every process gathers the state for that."""
+        """Return the digest of all saved values; every process gathers the whole state for it."""
         whole = self._gather({**state, "dropout": jax.random.key_data(state["dropout"])})
         return digits.sha256([jax.tree.map(np.asarray, whole), losses])
 
@@ -113,7 +113,7 @@ class Trainer:
 
 
 async def train(part: job.Part) -> None:
-    """Train to the last step; on return all checkpoints are durable."""
+    """Train to the last step; on return, all checkpoints are durable."""
     data, held_out = digits.load()
     trainer = Trainer(part.hidden)
     state = trainer.initial()

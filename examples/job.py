@@ -1,9 +1,9 @@
-"""Launcher of the examples of several processes: four save, one is killed, and two go on.
+"""Launcher of the examples of several processes: four save, one is killed, and two continue.
 
-A job is a number of processes that run the same script, each with a `Part`. One of the first job
-is killed (SIGKILL) while all are saving; the others are ended then, as a scheduler would do. A job
-of half as many processes restores the newest checkpoint and trains to the end. What the two jobs
-have logged must fit together, or the exit status is 1.
+A job is a number of processes that run the same script, each with a `Part`. One process of the
+first job is killed (SIGKILL) while all of them save; then the others are ended, as a scheduler
+would do. A second job with half as many processes restores the newest checkpoint and trains to the
+end. If the logs of the two jobs do not fit together, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ TIMEOUT_S = 150.0
 """Limit for one job: beyond it, the machine is too slow or something hangs."""
 POLL_S = 0.0005
 TOLERANCE = 0.01
-"""Steps that both jobs computed: another mesh adds the same numbers in another order."""
+"""Tolerance for losses of steps that both jobs computed: another mesh adds in another order."""
 
 Line = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one process of a job is to do.
+    """The task of one process of a job.
 
     Attributes:
         process: its index.
@@ -91,14 +91,14 @@ QUICK = Scale(hidden=512, steps=24, save_every=3)
 
 
 class JobError(Exception):
-    """The example could not be carried out, or what it proves is not so."""
+    """The example could not be carried out, or its checks failed."""
 
 
 # ----------------------------------------------------------------------------------------- jobs
 
 
 class Job:
-    """Processes of one script; leaving the block kills those that still run."""
+    """Processes of one script; leaving the block kills those that are still running."""
 
     def __init__(self, script: Path, folder: Path, name: str, count: int, scale: Scale) -> None:
         self.name = name
@@ -160,7 +160,7 @@ class Job:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens to."""
+    """Return a free port of this machine."""
     with socket.socket() as listening:
         listening.bind(("localhost", 0))
         port: int = listening.getsockname()[1]
@@ -168,7 +168,7 @@ def free_port() -> int:
 
 
 def stop_in_a_save(job: Job, root: Path, steps: Sequence[int], victim: int) -> int:
-    """Stop all processes while the victim has written a part of a save that is not published.
+    """Stop all processes when the victim has written part of a save that is not published yet.
 
     Returns:
         The step.
@@ -185,7 +185,7 @@ def stop_in_a_save(job: Job, root: Path, steps: Sequence[int], victim: int) -> i
                 raise JobError(f"step {step} was not saved within {TIMEOUT_S:.0f} s")
             time.sleep(POLL_S)
         job.signal(signal.SIGSTOP)
-        # Nothing changes any more: what is seen now is what the kill leaves.
+        # All processes are stopped: the files that exist now are those that the kill leaves.
         if not (root / str(step)).exists():
             return step
         job.signal(signal.SIGCONT)
@@ -206,7 +206,7 @@ def read_log(path: Path) -> list[Line]:
 def differences(
     first: Sequence[Line], second: Sequence[Sequence[Line]], newest: int, steps: int
 ) -> list[str]:
-    """Return what does not fit between the log of the first job and those of the second.
+    """Return the contradictions between the log of the first job and those of the second.
 
     Args:
         first: log of process 0 of the first job.
@@ -251,7 +251,7 @@ def leftovers(root: Path) -> list[Path]:
 
 
 def say(text: str = "", indent: str = "     ") -> None:
-    """Print the text at once."""
+    """Print the text without buffering."""
     print("\n".join(f"{indent}{line}".rstrip() for line in text.splitlines()), flush=True)
 
 

@@ -1,10 +1,10 @@
-"""Background saves, and exact resumption, for Lightning.
+"""Background saves and exact resumption for Lightning.
 
     python examples/lightning_callback.py --root /tmp/lightning --steps 40
 
 Interrupt it and run it again: it resumes from the newest checkpoint. Copy `BackgroundCheckpointIO`,
-`StepCheckpoint` and `RandomStates` into your own program; Lightning decides what is in a checkpoint
-and when to save. Needs `pip install lightning torchdata`.
+`StepCheckpoint` and `RandomStates` into your own program. Lightning decides what a checkpoint
+contains and when to save. Needs `pip install lightning torchdata`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from asyncckpt import blocking
 
 
 class BackgroundCheckpointIO(CheckpointIO):
-    """Copies checkpoints when Lightning saves, and writes them while training continues."""
+    """Copies checkpoints when Lightning saves, and writes them in the background."""
 
     def __init__(self, ckpt: blocking.Checkpointer) -> None:
         self._ckpt = ckpt
@@ -41,7 +41,7 @@ class BackgroundCheckpointIO(CheckpointIO):
         return self._ckpt.restore(int(Path(path).name), leaves="torch")
 
     def remove_checkpoint(self, path: Any) -> None:
-        self._ckpt.wait()  # its successor must be durable first
+        self._ckpt.wait()  # the checkpoint that replaces it must be durable first
         self._ckpt.delete(int(Path(path).name))
 
 
@@ -68,7 +68,7 @@ class RandomStates(Callback):
         self._restored = state_dict
 
     def on_train_batch_start(self, *_: Any) -> None:
-        if self._restored is not None:  # not earlier: making a data iterator draws numbers, too
+        if self._restored is not None:  # not earlier: creating a data iterator also draws
             numpy = self._restored["numpy"]
             numpy["state"]["key"] = np.asarray(numpy["state"]["key"])
             torch.set_rng_state(self._restored["torch"])
@@ -99,11 +99,11 @@ class Classifier(pl.LightningModule):
 
 
 def train(root: Path, steps: int, callbacks: Sequence[Callback] = ()) -> Classifier:
-    """Train to the last step; on return all checkpoints are durable."""
+    """Train to the last step; on return, all checkpoints are durable."""
     torch.manual_seed(0)
     model, x = Classifier(), torch.randn(24, 4)
     data = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
-    # Their states are in the checkpoint: a run stopped within an epoch resumes within it.
+    # The checkpoint includes their states: a run that stopped within an epoch resumes within it.
     order = RandomSampler(data, generator=torch.Generator().manual_seed(0))
     loader = StatefulDataLoader(data, 4, sampler=order)
     with blocking.Checkpointer(root, keep=asyncckpt.KeepLast(2)) as ckpt:

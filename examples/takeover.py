@@ -1,10 +1,10 @@
-"""A job is stopped in the middle of a commit, another one takes over, and the first one wakes up.
+"""A job is stopped in the middle of a commit, another one takes over, and the first one resumes.
 
-The first job saves every step. It is stopped (SIGSTOP) while it commits one, as by a machine that
-hangs, and a scheduler that gets no answer starts a second job. That one continues from the
-newest checkpoint and takes the run over with its first save. Then the first job goes on: its commit
-fails with a `FencedError`, and it ends. What both have logged must fit what is listed, or the exit
-status is 1.
+The first job saves every step. It is stopped (SIGSTOP) while it commits a step, as if its machine
+hung. A second job is started, as a scheduler would do. It continues from the newest checkpoint and
+takes the run over with its first save. Then the first job resumes: its commit fails with a
+`FencedError`, and it ends. If the logs of both jobs do not match the listed steps, the exit status
+is 1.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from asyncckpt import FencedError, blocking
 
 DEFAULT = Path(__file__).resolve().parent / "runs" / "takeover"
 FENCED_STATUS = 3
-"""With which a job ends that was taken over."""
+"""Exit status of a job whose run another job has taken over."""
 EARLIEST = 3
-"""Step from which on the first job may be stopped."""
+"""First step at which the first job may be stopped."""
 AFTER = 4
-"""Steps that the second job saves."""
+"""Number of steps that the second job saves."""
 TIMEOUT_S = 60.0
 POLL_S = 0.0002
 NBYTES = 32 << 20
@@ -40,21 +40,21 @@ Line = dict[str, Any]
 
 
 class ExampleError(Exception):
-    """The example could not be carried out, or what it proves is not so."""
+    """The example could not be carried out, or its checks failed."""
 
 
 # -------------------------------------------------------------------------------------- one job
 
 
 def train(root: Path, log: Path, who: str, steps: int) -> int:
-    """Save so many steps, from the newest one on; return the exit status."""
+    """Save this number of steps after the newest one; return the exit status."""
 
     def write(**values: Any) -> None:
         with log.open("a") as lines:
             lines.write(json.dumps(values) + "\n")
 
     state: dict[str, Any] = {"w": np.zeros(NBYTES // 8), "who": who, "step": -1}
-    # takeover=True: jobs of several processes always take over, and need not say so.
+    # Jobs of several processes take over without takeover=True; a single process needs it.
     try:
         with blocking.Checkpointer(root, takeover=True) as ckpt:
             latest = ckpt.latest_step()
@@ -83,7 +83,7 @@ def start(root: Path, log: Path, who: str, steps: int) -> subprocess.Popen[bytes
 
 
 def stop_in_a_commit(job: subprocess.Popen[bytes], root: Path) -> int:
-    """Stop the job while it commits a step: all is written, and nothing is published yet.
+    """Stop the job while it commits a step: everything is written, but nothing is published yet.
 
     Returns:
         The step.
@@ -99,7 +99,7 @@ def stop_in_a_commit(job: subprocess.Popen[bytes], root: Path) -> int:
         if not published:
             os.kill(job.pid, signal.SIGSTOP)
             os.waitpid(job.pid, os.WUNTRACED)
-            # Nothing changes any more.
+            # The job is stopped, so nothing changes any more.
             if not (root / str(step)).exists():
                 return step
             os.kill(job.pid, signal.SIGCONT)
@@ -108,12 +108,12 @@ def stop_in_a_commit(job: subprocess.Popen[bytes], root: Path) -> int:
 
 
 def read_log(path: Path) -> list[Line]:
-    """Return the lines that a job has written."""
+    """Return the lines of a job's log."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def differences(root: Path, first: list[Line], second: list[Line], stopped: int) -> list[str]:
-    """Return what does not fit between what both jobs have logged and what is listed."""
+    """Return the contradictions between the logs of both jobs and the listed steps."""
     by_first = [line["saved"] for line in first if "saved" in line]
     by_second = [line["saved"] for line in second if "saved" in line]
     found = []
@@ -135,7 +135,7 @@ def differences(root: Path, first: list[Line], second: list[Line], stopped: int)
 
 
 def demonstrate(folder: Path) -> None:
-    """Run both jobs and compare what they say with what is there.
+    """Run both jobs and compare their logs with the listed steps.
 
     Raises:
         ExampleError: names what differs.
@@ -151,7 +151,7 @@ def demonstrate(folder: Path) -> None:
             if other.wait(TIMEOUT_S) != 0:
                 raise ExampleError(f"the second job ended with status {other.returncode}")
         print(f"   It has saved {AFTER} steps, from {stopped} on.")
-        print("3  The first job goes on.")
+        print("3  The first job resumes.")
         os.kill(job.pid, signal.SIGCONT)
         if job.wait(TIMEOUT_S) != FENCED_STATUS:
             raise ExampleError(f"the first job ended with status {job.returncode}")

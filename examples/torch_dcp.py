@@ -1,10 +1,10 @@
-"""A training with torch.distributed.checkpoint that moves to asyncckpt by changing one line.
+"""A program with torch.distributed.checkpoint that moves to asyncckpt by changing one line.
 
     python examples/torch_dcp.py [--root DIR] [--quick]
 
-Two ranks train a model sharded with `fully_shard`, and save it with DCP's own classes. The same
-program then goes on with `asyncckpt.torch.StorageWriter` in the place of `FileSystemWriter`, and
-one more time on three ranks. At the end one process reads what the ranks have saved, without DCP.
+Two ranks train a model that is sharded with `fully_shard`, and save it with DCP's own classes. The
+same program then continues with `asyncckpt.torch.StorageWriter` instead of `FileSystemWriter`, and
+after that on three ranks. At the end, one process reads the checkpoints without DCP.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STORAGE = {
 
 
 def network(hidden: int) -> nn.Sequential:
-    """Return a fresh network, each layer of which is sharded over all ranks."""
+    """Return a fresh network whose layers are sharded over all ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10))
     for layer in model:
@@ -64,7 +64,7 @@ def digest(state: Any) -> str:
 def train(
     rank: int, ranks: int, port: int, root: Path, hidden: int, first: int, storage: str, source: str
 ) -> None:
-    """Train three steps from `first` on and save the last; resume from what `source` has saved."""
+    """Train three steps from `first` on and save the last; resume from what `source` saved."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"tcp://localhost:{port}", world_size=ranks, rank=rank
@@ -100,13 +100,13 @@ def train(
 
 
 def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state dicts of both, as DCP wants them."""
+    """Return the state dicts of both, in the form that DCP expects."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optim": optimizer_state}
 
 
 def job(ranks: int, *arguments: Any) -> None:
-    """Run `train` on so many ranks."""
+    """Run `train` on this number of ranks."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         port = listener.getsockname()[1]
@@ -114,7 +114,7 @@ def job(ranks: int, *arguments: Any) -> None:
 
 
 def demonstrate(root: Path, hidden: int) -> None:
-    """Train with DCP's own classes, then with ours, then on other ranks; then look at it."""
+    """Train with DCP's own classes, with asyncckpt's, and on three ranks; then read the results."""
     job(2, root, hidden, 0, "DCP", "DCP")
     job(2, root, hidden, 3, "asyncckpt", "DCP")
     job(3, root, hidden, 6, "asyncckpt", "asyncckpt")
@@ -131,7 +131,7 @@ def demonstrate(root: Path, hidden: int) -> None:
 def main() -> int:
     """Run the example in a directory of its own."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--root", type=Path, help="where the checkpoints go; stays")
+    parser.add_argument("--root", type=Path, help="where the checkpoints go; is not removed")
     parser.add_argument("--quick", action="store_true", help="a smaller model")
     given = parser.parse_args()
     root = given.root or Path(tempfile.mkdtemp(prefix="asyncckpt-dcp-"))

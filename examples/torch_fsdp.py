@@ -1,10 +1,10 @@
-"""Training with FSDP2 by four processes, killed in the middle of a save and continued by two.
+"""Training with FSDP2 by four processes, one of which is killed during a save, and then by two.
 
     python examples/torch_fsdp.py [--root DIR] [--quick]
 
-`fully_shard` spreads parameters and moments over all processes as DTensors, on CPU with gloo. All
-processes make the same calls of a `Checkpointer`; what coordinates them is torch.distributed, which
-they have initialised anyway. `job.py` starts them.
+`fully_shard` shards parameters and moments over all processes as DTensors, on CPU with gloo. All
+processes make the same calls of a `Checkpointer`, which coordinates them through torch.distributed.
+`job.py` starts the processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncckpt import blocking
 
 
 def network(hidden: int) -> nn.Sequential:
-    """Return a fresh network, each layer of which is sharded over all processes."""
+    """Return a fresh network whose layers are sharded over all processes."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(64, hidden),
@@ -44,7 +44,7 @@ def network(hidden: int) -> nn.Sequential:
 
 
 def whole(node: Any) -> Any:
-    """Return a state dict with whole arrays, which all processes gather."""
+    """Return a state dict with whole arrays; all processes take part in gathering them."""
     if isinstance(node, dict):
         return {key: whole(child) for key, child in node.items()}
     if isinstance(node, list):
@@ -66,7 +66,7 @@ def own_rows(part: job.Part, batch: digits.Digits) -> tuple[torch.Tensor, torch.
 
 
 def train(part: job.Part) -> None:
-    """Train to the last step; on return all checkpoints are durable."""
+    """Train to the last step; on return, all checkpoints are durable."""
     torch.set_num_threads(1)
     data, held_out = digits.load()
     model = network(part.hidden)
@@ -90,7 +90,7 @@ def train(part: job.Part) -> None:
             dist.all_reduce(loss.detach_(), dist.ReduceOp.AVG)
             part.write(step=step, loss=loss.item())
             if part.saves(step):
-                # The next steps overwrite these tensors, which is safe: they were copied.
+                # The next steps may overwrite these tensors, because they have been copied.
                 ckpt.start_save(step, state)
                 part.write(saved=step, sha256=sha256(state))
     with torch.no_grad():

@@ -1,9 +1,9 @@
-"""Training of a small network in JAX that saves in the background and resumes.
+"""Training of a small network in JAX, with background saves and resumption.
 
     python examples/train_jax.py --root /tmp/digits
 
-Run it again with more --steps and it resumes, even after it was killed: losses,
-parameters and optimizer state equal those of an uninterrupted run, bit by bit.
+Run it again with more --steps, and it resumes, even after it was killed. Losses, parameters and
+optimizer state equal those of an uninterrupted run, bit by bit.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def initial(seed: int, hidden: int) -> State:
 
 
 def forward(layers: Layers, images: jax.Array, dropout: jax.Array | None) -> jax.Array:
-    """Return logits; with a key, a tenth of the hidden units is dropped."""
+    """Return logits; if a key is given, drop a tenth of the hidden units."""
     x = images
     for number, layer in enumerate(layers):
         x = x @ layer["w"] + layer["b"]
@@ -62,7 +62,7 @@ def forward(layers: Layers, images: jax.Array, dropout: jax.Array | None) -> jax
 
 
 # The buffers of the old state are donated: XLA reuses them for the new one. That is safe once
-# `start_save` has returned, because everything was copied by then.
+# `start_save` has returned, because everything has been copied by then.
 @partial(jax.jit, donate_argnums=0, compiler_options=REPEATABLE)
 def train_step(state: State, images: jax.Array, labels: jax.Array) -> tuple[State, jax.Array]:
     """Return the state after one step, and the loss before it."""
@@ -84,7 +84,7 @@ def accuracy(layers: Layers, images: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 async def train(options: argparse.Namespace, log: digits.RunLog) -> None:
-    """Train to the last step; on return all checkpoints are durable."""
+    """Train to the last step; on return, all checkpoints are durable."""
     data, held_out = digits.load()
     state = initial(options.seed, options.hidden)
     async with asyncckpt.Checkpointer(options.root, keep=asyncckpt.KeepLast(3)) as ckpt:

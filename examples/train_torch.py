@@ -1,9 +1,9 @@
-"""Training of a small network in PyTorch that saves in the background and resumes.
+"""Training of a small network in PyTorch, with background saves and resumption.
 
     python examples/train_torch.py --root /tmp/digits
 
-Run it again with more --steps and it resumes, even after it was killed: losses,
-parameters, optimizer and scheduler equal those of an uninterrupted run, bit by bit.
+Run it again with more --steps, and it resumes, even after it was killed. Losses, parameters,
+optimizer and scheduler equal those of an uninterrupted run, bit by bit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def accuracy(model: nn.Module, held_out: digits.Digits) -> float:
 
 
 def train(options: argparse.Namespace, log: digits.RunLog) -> None:
-    """Train to the last step; on return all checkpoints are durable."""
+    """Train to the last step; on return, all checkpoints are durable."""
     # One thread computes every sum in one order, so that a run can be repeated bit by bit.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -61,7 +61,7 @@ def train(options: argparse.Namespace, log: digits.RunLog) -> None:
             ckpt.restore_into(state)
         start = 0 if latest is None else latest + 1
         log.start(start, options.root)
-        # Weights and two moments of each, which a fresh optimizer does not have yet.
+        # Weights, and two moments for each, which a fresh optimizer does not have yet.
         ckpt.prepare({str(copy): dict(model.named_parameters()) for copy in range(3)})
         pending: blocking.PendingSave | None = None
         for step in range(start, options.steps):
@@ -78,7 +78,7 @@ def train(options: argparse.Namespace, log: digits.RunLog) -> None:
             log.step(step, loss.item(), ended - began, saving=saving)
             if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
                 began = time.perf_counter()
-                # The next steps overwrite these tensors, which is safe: they were copied.
+                # The next steps may overwrite these tensors, because they have been copied.
                 pending = ckpt.start_save(step, state, metadata={"loss": loss.item()})
                 log.save(step, loss.item(), time.perf_counter() - began)
     last = max(start, options.steps) - 1
