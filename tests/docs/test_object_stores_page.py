@@ -121,6 +121,8 @@ def test_the_table_of_costs_is_that_of_the_request_log(sim: Simulator, kind: str
             expected["writes"] += 2  # commit_success.txt of the step and of its item
         if deletes and kind != "obstore":  # the other libraries delete objects one by one
             expected["deletions"] = found["deletions"]
+        if call == "`delete(step)`" and kind == "obstore":
+            expected["reads"] -= 1  # it cannot delete on condition, and needs no version for one
         if deletes and google:  # gcsfs lists, too, when it looks for the version of an object
             found = found | Counter({"lists": 0, "reads": 0})
             expected["lists"], expected["reads"] = found["lists"], found["reads"]
