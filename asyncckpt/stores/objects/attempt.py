@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -20,11 +19,10 @@ from collections.abc import Awaitable, Callable
 from asyncckpt.errors import SaveError, SaveOutcomeUnknownError, StoreError
 from asyncckpt.flow.shield import cleaned_up, to_completion
 from asyncckpt.stores.exchange import MARK, mark_of
-from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.context import Context, Record, owned
 from asyncckpt.stores.objects.layout import fixed_path, join
 from asyncckpt.stores.objects.probe import Conditions
-from asyncckpt.stores.objects.publish import AFTER_S, Publication
+from asyncckpt.stores.objects.publish import Publication, bounded
 from asyncckpt.stores.objects.repair import repair_quietly
 from asyncckpt.stores.objects.share import ObjectShare
 from asyncckpt.stores.paths import check_file
@@ -193,16 +191,12 @@ class ObjectAttempt(ObjectShare):
 
     async def _end_exchange(self) -> None:
         """Remove the mark, and what was passed on and read. Raises nothing of the store's."""
-        try:
-            async with asyncio.timeout(AFTER_S):
-                await self._context.requests.delete(sorted(self._exchanged))
-        except (RequestError, TimeoutError) as error:
-            log.warning(
-                "%s: the checkpoint is committed; what its processes have passed on could not be "
-                "removed: %s; 'asyncckpt gc' does so later",
-                self.location,
-                f"not within {AFTER_S:g} s" if isinstance(error, TimeoutError) else error,
-            )
+        trouble = (
+            "; what its processes have passed on could not be removed: %s; 'asyncckpt gc' does so "
+            "later"
+        )
+        async with bounded(self.location, trouble):
+            await self._context.requests.delete(sorted(self._exchanged))
 
     def _check_age(self) -> None:
         monotonic, wall = self._begun

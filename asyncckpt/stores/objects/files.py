@@ -27,8 +27,8 @@ from asyncckpt.stores.objects.context import (
     Record,
     as_view,
     load_fixed,
-    read_at_once,
     read_head,
+    read_present,
     read_record,
 )
 from asyncckpt.stores.objects.failures import reported, store_error
@@ -70,11 +70,12 @@ class ObjectFiles:
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
         """Return the whole content of a small file. As `CheckpointFiles.read`."""
         key = self._key(path)
-        save_id: str | None = None
+        record: Record | None = None
         data: bytes | None
         try:
             if path == RECORD:
-                data, save_id = await read_at_once(self._context, self._name, max_nbytes=max_nbytes)
+                record = await read_present(self._context, self._name, max_nbytes=max_nbytes)
+                data = record.data
             else:
                 data = await self._requests.read(key, max_nbytes=max_nbytes)
         except RequestError as error:
@@ -88,19 +89,15 @@ class ObjectFiles:
                 location=self.location,
                 expected=max_nbytes,
             )
-        if save_id is not None:
-            await self._check_counts(Record(data, save_id, self._context.epoch_of(data) or 0))
-        # A damaged one may have been damaged on its way only, which says nothing later.
-        if save_id is not None and self._head is None:
-            self._head = data[:HEAD_NBYTES]
+        # A record that is damaged now may only have been damaged in transit: `changed` ignores it.
+        if record is not None and record.save_id is not None:
+            await self._check_counts(record)
+            if self._head is None:
+                self._head = data[:HEAD_NBYTES]
         return data
 
     async def _check_counts(self, record: Record) -> None:
-        """Check that the record is one of the run: stores/objects/claims/counting.py.
-
-        Raises:
-            CheckpointNotFoundError: it is not.
-        """
+        """Raise `CheckpointNotFoundError` for a record whose writer had been taken over before."""
         if not await record.counts(self._context):
             raise CheckpointNotFoundError(
                 f"{self.location}: the record here does not count: its writer (epoch "

@@ -62,8 +62,9 @@ there, our own restore needs none of them, and the next save, `Checkpointer` or 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -94,6 +95,18 @@ TURNS_MAX = 10
 AFTER_S = 120.0
 """Longest time for each of the two steps that follow the record: the save is durable already, and
 what is left is repaired or removed by gc."""
+
+
+@contextlib.asynccontextmanager
+async def bounded(location: str, trouble: str) -> AsyncIterator[None]:
+    """Bound the block, which follows a committed record, and log that it failed as `trouble`."""
+    try:
+        async with asyncio.timeout(AFTER_S):
+            yield
+    except (RequestError, CorruptCheckpointError, TimeoutError) as error:
+        late = isinstance(error, TimeoutError)
+        why = f"not within {AFTER_S:g} s" if late else str(error)
+        log.warning("%s: the checkpoint is committed%s", location, trouble % why)
 
 
 @dataclass(eq=False, repr=False)
@@ -322,13 +335,14 @@ class Publication:
                 found=found.save_id,
             )
         url = self._requests.location(self._key)
-        size = f"{len(found.data)} bytes" if found.data else "an object"
+        data = found.data or b""
+        size = f"{len(data)} bytes" if data else "an object"
         return CheckpointExistsError(
             f"{url}: {size} that are not a valid commit record, damaged or not ours, are here; "
             "left untouched. Look at them, then remove them or pass overwrite=True",
             location=self._location,
             expected="nothing, or a commit record",
-            found=found.data[:64],
+            found=data[:64],
         )
 
     def _unresolved(self, error: RequestError | None, why: str) -> SaveError:
@@ -362,46 +376,36 @@ class Publication:
 
         Raises nothing of the store's: the checkpoint is committed.
         """
-        try:
-            async with asyncio.timeout(AFTER_S):
-                await together(
-                    (
-                        write_fixed(self.context, self.name, self.fixed),
-                        self._requests.delete(sorted(orphans)),
-                    )
+        finished = False
+        async with bounded(
+            self._location,
+            ", but files for other programs could not be written: %s; the next save, or "
+            "Checkpointer on this root, will try again",
+        ):
+            await together(
+                (
+                    write_fixed(self.context, self.name, self.fixed),
+                    self._requests.delete(sorted(orphans)),
                 )
-                await write_marks(self.context, self.name, self.fixed)
-        except (RequestError, TimeoutError) as error:
-            log.warning(
-                "%s: the checkpoint is committed, but files for other programs could not be "
-                "written: %s; the next save, or Checkpointer on this root, will try again",
-                self._location,
-                error if isinstance(error, RequestError) else f"not within {AFTER_S:g} s",
             )
-            return False
-        return True
+            await write_marks(self.context, self.name, self.fixed)
+            finished = True
+        return finished
 
     async def settle(self, replaced: Record | None) -> None:
         """Remove what the checkpoint has replaced, and let the fixed names follow the record.
 
         Raises nothing of the store's: what is left is repaired, or removed by gc.
         """
-        try:
-            async with asyncio.timeout(AFTER_S):
-                written = set(self.fixed)
-                if replaced is not None and replaced.save_id not in (None, self.save_id):
-                    written |= await self._remove(replaced)
-                    claims, old = self.context.claims, replaced.save_id
-                    await claims.end_replacing(old, self.save_id, self.epoch)
-                head = await read_head(self.context, self.name)
-                if head != self.record[:HEAD_NBYTES]:
-                    await follow_record(self.context, self.name, self.save_id, written)
-        except (RequestError, CorruptCheckpointError, TimeoutError) as error:
-            log.warning(
-                "%s: the checkpoint is committed; tidying up after it failed: %s",
-                self._location,
-                f"not within {AFTER_S:g} s" if isinstance(error, TimeoutError) else error,
-            )
+        async with bounded(self._location, "; tidying up after it failed: %s"):
+            written = set(self.fixed)
+            if replaced is not None and replaced.save_id not in (None, self.save_id):
+                written |= await self._remove(replaced)
+                claims, old = self.context.claims, replaced.save_id
+                await claims.end_replacing(old, self.save_id, self.epoch)
+            head = await read_head(self.context, self.name)
+            if head != self.record[:HEAD_NBYTES]:
+                await follow_record(self.context, self.name, self.save_id, written)
 
     async def _remove(self, replaced: Record) -> set[str]:
         """Remove the objects of a replaced save; return its fixed names that ours does not have."""
