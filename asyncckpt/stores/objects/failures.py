@@ -1,6 +1,6 @@
 """Public errors for failed requests: the action, the location, and what to do next."""
 
-# Rule: of the request only `RequestError.detail` is passed on, which its client has cleaned.
+# Rule: of a request only `RequestError.detail` is shown, which its client has cleaned.
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def store_error(
     """Return the public error for a request that failed: where, what, why, what next.
 
     Args:
-        action: what was being done, as in ``"writing"``.
+        action: what was being done, like ``"writing"``.
         location: URL of the object or prefix.
-        error: why not.
+        error: of the request.
         stage: stage of the pipeline.
 
     Returns:

@@ -13,14 +13,14 @@
     <root>/.asyncckpt/error-<p>                          the last error of process p, for the job
                                                          that continues the run
 
-The contents of fixed names are objects and no directory beside `default`, because Orbax takes every
+The contents of fixed names are not in a directory beside `default`, because Orbax takes every
 directory of a step for an item to restore.
 """
 
 # Rule 1: only one attempt writes a name with its save id, and never two contents to one name.
-#   Deleting by save id therefore hits no other attempt's bytes.
-# Rule 2: a name without a save id belongs to no attempt. It is deleted only where the record of the
-#   save that is being deleted lists it.
+#   Deletion by save id therefore removes no other attempt's bytes.
+# Rule 2: a name without a save id belongs to no attempt. It is deleted only if the record of the
+#   deleted save lists it.
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from asyncckpt.errors import UsageError
 from asyncckpt.ports import RECORD_NAME
 
 CONTROL = ".asyncckpt"
-"""Below the root, for everything that belongs to no checkpoint; never listed as one."""
+"""Prefix below the root for everything outside of checkpoints; never listed as one."""
 
 RECORD = RECORD_NAME
 
 SUCCESS = "commit_success.txt"
-"""Mark that Orbax looks for on Google's store, where it does not trust renames."""
+"""Mark that Orbax requires on Google's store, where it does not trust renames."""
 
 KEY_MAX_NBYTES = 1024
 """Longest key of an object on S3 and Google Cloud Storage, in bytes of UTF-8."""
@@ -58,8 +58,8 @@ def join(name: str, path: str) -> str:
     return f"{name}/{path}" if path else name
 
 
-def check_save_id(save_id: str) -> str:
-    """Return the save id if its objects can be told from all others.
+def check_save_id(save_id: str) -> None:
+    """Check that objects with this save id can be told from all others.
 
     Raises:
         UsageError: it is not 32 lower-case hex digits.
@@ -70,7 +70,6 @@ def check_save_id(save_id: str) -> str:
             "(uuid.uuid4().hex), which mark the objects of the save",
             found=save_id,
         )
-    return save_id
 
 
 def check_key(url: str, path: str = "") -> None:
@@ -106,12 +105,12 @@ def is_fixed(path: str) -> bool:
 
 
 def exchange_path(save_id: str, path: str) -> str:
-    """Return the path of the object with what a process of an attempt passes on as `path`."""
+    """Return the path of the object that a process of an attempt passes on as `path`."""
     return f"{CONTROL}-{save_id}-x-{path}"
 
 
 def is_exchange(path: str) -> bool:
-    """Return whether a path of a checkpoint is what processes of an attempt left for each other."""
+    """Return whether a path of a checkpoint was exchanged by processes of an attempt."""
     return _EXCHANGE.fullmatch(path) is not None
 
 
