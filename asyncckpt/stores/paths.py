@@ -36,9 +36,6 @@ from asyncckpt.ports import RECORD_NAME
 CONTROL = ".asyncckpt"
 """Directory below the root for everything outside of checkpoints."""
 
-RECORD_FILE = RECORD_NAME
-"""Name of the commit record in a checkpoint's directory."""
-
 OWNER_SUFFIX = ".owner"
 
 FENCED = "fenced-"
@@ -125,10 +122,10 @@ def check_file(path: str, location: str) -> None:
     Raises:
         UsageError: it leads out of it, or is the record's.
     """
-    if path_parts(path) is None or path == RECORD_FILE:
+    if path_parts(path) is None or path == RECORD_NAME:
         raise UsageError(
             f"{path!r} cannot be a file of a checkpoint: pass a relative path without '..' "
-            f"that is not {RECORD_FILE!r}",
+            f"that is not {RECORD_NAME!r}",
             location=location,
             found=path,
         )
