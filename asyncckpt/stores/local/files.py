@@ -53,12 +53,7 @@ class LocalFiles:
         closed: whether `close` was called.
     """
 
-    def __init__(
-        self,
-        location: str,
-        workers: Workers,
-        capabilities: StoreCapabilities = StoreCapabilities("any"),  # noqa: B008 - immutable
-    ) -> None:
+    def __init__(self, location: str, workers: Workers, capabilities: StoreCapabilities) -> None:
         self.location = location
         self.capabilities = capabilities
         self._workers = workers

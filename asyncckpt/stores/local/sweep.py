@@ -72,7 +72,7 @@ def sweep(layout: Layout, this_machine: Callable[[], Machine]) -> list[str]:
         StoreError: removing failed.
     """
     removed: list[str] = []
-    claims: list[tuple[str, int]] = []
+    dead: list[tuple[str, int]] = []
     with reported("sweeping", layout.control):
         if not _leftovers(layout):
             return []
@@ -80,13 +80,13 @@ def sweep(layout: Layout, this_machine: Callable[[], Machine]) -> list[str]:
             with root_lock(layout, wait_s=0.0) as alone:
                 machine = this_machine()
                 for path in _leftovers(layout):
-                    fd = _claim(layout, machine, path, removed, alone)
+                    fd = _lock_dead(layout, machine, path, removed, alone)
                     if fd is not None:
-                        claims.append((path, fd))
-                if claims:
+                        dead.append((path, fd))
+                if dead:
                     flush_directory(layout.root)
                     flush_directory(layout.control)
-            for path, _ in claims:
+            for path, _ in dead:
                 remove_attempt(path)
                 removed.append(os.path.relpath(path, layout.control))
         except StoreError:
@@ -95,13 +95,13 @@ def sweep(layout: Layout, this_machine: Callable[[], Machine]) -> list[str]:
             if error.errno not in _READ_ONLY:
                 raise
         finally:
-            for _, fd in claims:
+            for _, fd in dead:
                 unlock(fd)
                 os.close(fd)
     return removed
 
 
-def _claim(
+def _lock_dead(
     layout: Layout, machine: Machine, path: str, removed: list[str], alone: bool
 ) -> int | None:
     """Return a locked descriptor of a leftover if it is proven dead, else None."""
@@ -117,7 +117,7 @@ def _claim(
         return None
     except OSError:
         return None  # not a directory: not made by this library
-    claimed = False
+    removable = False
     try:
         locked = try_lock(fd)
         if locked is False or not leads_to(path, fd):
@@ -129,12 +129,13 @@ def _claim(
                     remove_owner(path)
                     removed.append(os.path.relpath(path, layout.control))
             return None
-        dead = owner.is_dead(machine, locked, layout.root)
-        dead = dead and is_abandoned(path, fd, machine, layout.root)
-        claimed = dead and not (_was_replaced(path) and _put_back(layout, path, owner.name))
-        return fd if claimed else None
+        dead = owner.is_dead(machine, locked, layout.root) and is_abandoned(
+            path, fd, machine, layout.root
+        )
+        removable = dead and not (_was_replaced(path) and _put_back(layout, path, owner.name))
+        return fd if removable else None
     finally:
-        if not claimed:
+        if not removable:
             unlock(fd)
             os.close(fd)
 

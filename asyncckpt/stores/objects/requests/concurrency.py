@@ -21,7 +21,6 @@ class ConcurrencyController:
         estimate: latency and bandwidth of one stream.
         tuner: how many streams the link rewards.
         hedges_in_flight: second requests in flight.
-        hedges_spent: second requests made so far.
     """
 
     def __init__(self, policy: RequestPolicy) -> None:
@@ -32,7 +31,6 @@ class ConcurrencyController:
         self.estimate = StreamEstimate()
         self.gate = Limiter(self.tuner.streams)
         self.hedges_in_flight = 0
-        self.hedges_spent = 0
 
     def fix(self, streams: int | None) -> None:
         """Set the caller's number of streams; with None the tuner decides again."""
@@ -82,7 +80,6 @@ class ConcurrencyController:
             return False
         self._tokens -= 1.0
         self.hedges_in_flight += 1
-        self.hedges_spent += 1
         return True
 
     def end_hedge(self) -> None:
