@@ -10,9 +10,9 @@ Make a subclass in a test module, with pytest and pytest-asyncio installed::
             for coordinator in coordinators:
                 await coordinator.close()
 
-`place` is a new directory for each test. The coordinators are those of all processes, in the order
-of their indices; those of other processes may be proxies, if the service needs real processes. Two
-processes are enough. Keys of other tests may still be there.
+`place` is a new directory for each test. The coordinators are those of all processes, in order of
+their indices; if the service needs real processes, those of others may be proxies. Two processes
+are enough. Keys of other tests may still exist.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from asyncckpt.errors import AsyncCheckpointError, UsageError
 from asyncckpt.ports import MAX_MESSAGE_NBYTES, Coordinator
 
 PROMPT_S = 1.0
-"""What happens at once takes less, on a busy machine too."""
+"""Upper bound for what happens at once, on a busy machine."""
 
 LONG_S = 30.0
-"""Time limit of a wait that is expected to end before."""
+"""Time limit of a wait that is expected to end earlier."""
 
 
 def prefix() -> str:

@@ -36,7 +36,7 @@ from asyncckpt.ports import (
 
 @dataclass(slots=True, eq=False)
 class Gate:
-    """Holds an operation: it sets `reached` and goes on once `release` is set."""
+    """A gate that holds an operation: it sets `reached` and goes on once `release` is set."""
 
     reached: asyncio.Event = field(default_factory=asyncio.Event)
     release: asyncio.Event = field(default_factory=asyncio.Event)
@@ -53,13 +53,13 @@ class Fault:
 
     Attributes:
         kind: kind of the operation, or ``any``.
-        number: its place among the operations of its kind, from 1; 0 for every one.
-        error: raised instead of the operation, or after it with `applied`.
-        applied: the operation takes effect before `error` is raised: a lost response.
+        number: of the operation among those of its kind, from 1; 0 for all of them.
+        error: raised instead of the operation, or with `applied` after it.
+        applied: the operation takes effect before `error` is raised, like a lost response.
         cancel: the calling task is cancelled just before the operation.
         gate: the operation waits here first.
-        data: damage of a read: ``short`` leaves out the second half (and raises, as a store does
-            where a file ends too early), ``flip`` changes one bit.
+        data: damage to a read: ``short`` leaves out the second half (and raises, as a store does
+            for a truncated file), ``flip`` changes one bit.
     """
 
     kind: str
@@ -73,7 +73,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One call: its kind, and the name or path it was about."""
+    """One call: its kind, and the name or path that it concerns."""
 
     kind: str
     subject: str
@@ -82,12 +82,12 @@ class Operation:
 class FaultStore:
     """Wrapper of a store. Without a script it only counts operations.
 
-    Everything that is not defined here goes to the inner store; its coroutines are operations.
+    Other attributes are those of the inner store; its coroutines are operations.
 
     Attributes:
         inner: the store.
-        counts: operations so far by kind, with their total as `any`.
-        log: all operations, in the order in which they began.
+        counts: operations so far by kind, and their total as `any`.
+        log: all operations in the order of their beginnings.
         script: the faults; may be extended while it runs.
     """
 
@@ -105,7 +105,7 @@ class FaultStore:
 
     @asynccontextmanager
     async def operation(self, kind: str, subject: str) -> AsyncIterator[list[Fault]]:
-        """Raise, pause or cancel by script around the block, which carries out the operation."""
+        """Raise, pause or cancel by script around the block that does the operation."""
         self.counts[kind] += 1
         self.counts["any"] += 1
         self.log.append(Operation(kind, subject))
@@ -166,9 +166,9 @@ class FaultStore:
 
 
 def _counted(store: FaultStore, inner: object, name: str, subject: str, kind: str = "") -> Any:
-    """Return an attribute of the inner object; a coroutine function as an operation.
+    """Return an attribute of the inner object, with coroutine functions as operations.
 
-    Its subject is its first argument, where that is a name or path.
+    Their subject is the first argument, if that is a name or path.
     """
     found = getattr(inner, name)
     if not inspect.iscoroutinefunction(found):
