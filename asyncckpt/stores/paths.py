@@ -44,6 +44,9 @@ FENCED = "fenced-"
 NOTE_NBYTES = 64 << 10
 """Longest note of a process that is read."""
 
+NOTE = re.compile(r"error-[0-9]{1,9}")
+"""Name of the note of a process, in the control directory."""
+
 # A file name has at most 255 bytes; the prefix, the save id and the suffix need the rest.
 _NAME_NBYTES = 120
 _SAVE_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
@@ -84,6 +87,11 @@ class Layout:
         """
         directory = self.epoch(epoch) if epoch else self.control
         return os.path.join(directory, f"{kind}-{clipped(name)}-{token}")
+
+
+def note_name(process: int) -> str:
+    """Return the name of the note of a process."""
+    return f"error-{process}"
 
 
 def clipped(name: str) -> str:

@@ -39,10 +39,10 @@ from asyncckpt.format.claim import CLAIM_NBYTES, Claim, decode_claim, encode_cla
 from asyncckpt.stores.claims import CLAIM, claim_name, fenced_error, lost_error, new_claim
 from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.posix import (
-    checked_regular,
     flush_directory,
     landed,
     make_directories,
+    open_regular,
     write_all,
 )
 from asyncckpt.stores.local.sweep import put_back
@@ -195,8 +195,7 @@ def _next(layout: Layout) -> int:
 def _read(layout: Layout, epoch: int) -> Claim | None:
     """Return a claim; None if it is damaged or unreadable, though its number is taken."""
     try:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        fd = checked_regular(os.open(_path(layout, epoch), flags))
+        fd = open_regular(_path(layout, epoch))
     except OSError:
         return None
     with open(fd, "rb", buffering=0) as file:

@@ -6,17 +6,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 
-from asyncckpt.stores.paths import NOTE_NBYTES, Layout
-
-_NOTE = re.compile(r"error-[0-9]{1,9}")
+from asyncckpt.stores.paths import NOTE, NOTE_NBYTES, Layout, note_name
 
 
 def keep_note(layout: Layout, process: int, note: bytes | None) -> None:
     """Replace the note of a process, or remove it (None). Blocking."""
-    path = os.path.join(layout.control, f"error-{process}")
+    path = os.path.join(layout.control, note_name(process))
     with contextlib.suppress(OSError):
         if note is None:
             os.unlink(path)
@@ -53,7 +50,7 @@ def collect_notes(layout: Layout, older_than_s: float, *, dry_run: bool) -> list
 
 def _paths(layout: Layout) -> list[str]:
     try:
-        names = [name for name in os.listdir(layout.control) if _NOTE.fullmatch(name)]
+        names = [name for name in os.listdir(layout.control) if NOTE.fullmatch(name)]
     except OSError:
         return []
     return [os.path.join(layout.control, name) for name in sorted(names)]

@@ -36,7 +36,7 @@ from asyncckpt.stores.local.locks import (
     try_lock,
     unlock,
 )
-from asyncckpt.stores.local.posix import checked_regular, remove_tree, write_all
+from asyncckpt.stores.local.posix import open_regular, remove_tree, write_all
 from asyncckpt.stores.paths import CONTROL, OWNER_SUFFIX
 
 EXCHANGE = f"{CONTROL}-exchange"
@@ -131,12 +131,6 @@ def is_abandoned(attempt: str, directory: int, machine: Machine, root: str) -> b
     return all(_is_dead(path, machine, root) for path in owner_files(attempt))
 
 
-def remove_abandoned(attempt: str, directory: int, machine: Machine, root: str) -> None:
-    """Remove a shared attempt if it still exists and none of its processes is alive."""
-    if leads_to(attempt, directory) and is_abandoned(attempt, directory, machine, root):
-        remove_attempt(attempt)
-
-
 def remove_attempt(attempt: str) -> None:
     """Remove an attempt and its owner files. Other processes may be removing it too."""
     remove_tree(attempt, first=RECORD_NAME)
@@ -203,9 +197,8 @@ def write_exchange(directory: int, name: str, data: memoryview, mode: int) -> No
 
 def read_exchange(directory: int, name: str, max_nbytes: int) -> bytes | int | None:
     """Return a passed-on file, its size if that exceeds `max_nbytes`, or None if it is absent."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        fd = checked_regular(os.open(f"{EXCHANGE}/{name}", flags, dir_fd=directory))
+        fd = open_regular(f"{EXCHANGE}/{name}", dir_fd=directory)
     except FileNotFoundError:
         return None
     with open(fd, "rb", buffering=0) as file:

@@ -252,6 +252,13 @@ def open_below(directory: int, parts: tuple[str, ...], flags: int = 0) -> int:
     return fd if flags & os.O_DIRECTORY else checked_regular(fd)
 
 
+def open_regular(path: str, *, dir_fd: int | None = None) -> int:
+    """Open a regular file for reading, without following a link; else as `checked_regular`."""
+    # O_NONBLOCK: opening a FIFO would wait for a writer.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    return checked_regular(os.open(path, flags, dir_fd=dir_fd))
+
+
 def checked_regular(fd: int) -> int:
     """Return the descriptor of a regular file; close any other and raise EINVAL."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -39,9 +39,9 @@ from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.locks import leads_to, remove_owner, root_lock, write_owner
 from asyncckpt.stores.local.posix import (
     UnsupportedCallError,
-    checked_regular,
     flush_directory,
     landed,
+    open_regular,
     remove_tree,
     rename_exchange,
     rename_noreplace,
@@ -119,9 +119,8 @@ def refuse_unrelated(target: str) -> None:
 
 def record_at(directory: str) -> bytes | None:
     """Return the record file in a directory; None if there is none, or it is no regular file."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        fd = checked_regular(os.open(os.path.join(directory, RECORD_NAME), flags))
+        fd = open_regular(os.path.join(directory, RECORD_NAME))
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENOTDIR):
             return None

@@ -33,8 +33,9 @@ from asyncckpt.stores.local.locks import Machine, leads_to, unlock
 from asyncckpt.stores.local.owners import (
     EXCHANGE,
     OwnerFile,
+    is_abandoned,
     read_exchange,
-    remove_abandoned,
+    remove_attempt,
     write_exchange,
 )
 from asyncckpt.stores.local.posix import Descriptor, flush_directory, flush_file
@@ -276,8 +277,11 @@ class AttemptTree:
             finally:
                 self._owner_file.drop()
                 unlock(directory)  # of process 0
-            context = self._context
-            remove_abandoned(self._path, directory, context.machine(), context.layout.root)
+            machine, root = self._context.machine(), self._context.layout.root
+            if leads_to(self._path, directory) and is_abandoned(
+                self._path, directory, machine, root
+            ):
+                remove_attempt(self._path)
 
     def _release(self) -> None:
         if self._owner_file is not None:

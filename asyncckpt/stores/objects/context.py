@@ -14,7 +14,7 @@ from asyncckpt.format.record import FixedName, Outline
 from asyncckpt.options import KIB, MAX_RECORD_NBYTES
 from asyncckpt.stores.objects.claims.counting import Claims
 from asyncckpt.stores.objects.clients.client import Body, unless_missing
-from asyncckpt.stores.objects.layout import RECORD, join, owner
+from asyncckpt.stores.objects.layout import LISTED_MAX, RECORD, join, owner
 from asyncckpt.stores.objects.requests.requests import Requests
 
 T = TypeVar("T")
@@ -25,9 +25,6 @@ READS_MAX = 3
 
 HEAD_NBYTES = 4 * KIB
 """Beginning of a record, with its save id and usually all of its fixed names."""
-
-OBJECTS_MAX = 1 << 20
-"""Objects listed at most, of one checkpoint or below the control prefix."""
 
 INLINE_NBYTES = 64 * KIB
 """Up to this size bytes are copied and checked on the event loop (about 5 µs)."""
@@ -171,7 +168,7 @@ async def read_head(context: Context, name: str) -> bytes | None:
 
 async def paths_of(context: Context, name: str, save_id: str | None) -> list[str]:
     """Return the paths below a checkpoint that carry this save id. Raises `RequestError`."""
-    listed = await context.requests.list(name, recursive=True, limit=OBJECTS_MAX)
+    listed = await context.requests.list(name, recursive=True, limit=LISTED_MAX)
     paths = [entry.key.removeprefix(f"{name}/") for entry in listed]
     return [path for path in paths if owner(path) == save_id]
 

@@ -31,9 +31,9 @@ import logging
 from asyncckpt.format.record import Outline
 from asyncckpt.stores.objects.claims.counting import superseded
 from asyncckpt.stores.objects.clients.client import Listed, RequestError, unless_missing
-from asyncckpt.stores.objects.context import OBJECTS_MAX, Context, read_record
+from asyncckpt.stores.objects.context import Context, read_record
 from asyncckpt.stores.objects.layout import (
-    CONTROL,
+    LISTED_MAX,
     RECORD,
     is_exchange,
     is_fixed,
@@ -43,11 +43,9 @@ from asyncckpt.stores.objects.layout import (
     owner,
     probe_key,
 )
+from asyncckpt.stores.paths import CONTROL
 
 log = logging.getLogger("asyncckpt.stores")
-
-NAMES_MAX = 1 << 20
-"""Names listed below a root at most; a prefix with more holds other things."""
 
 KEYS_PER_DELETION = 1000
 """Keys per deletion request of S3; the record is read again before each."""
@@ -71,7 +69,7 @@ async def remove_garbage(
     requests = context.requests
     before_s = await _store_now_s(context) - older_than_s
     removed = await _uploads(context, before_s, dry_run=dry_run)
-    listed = await requests.list(CONTROL, recursive=True, limit=OBJECTS_MAX)
+    listed = await requests.list(CONTROL, recursive=True, limit=LISTED_MAX)
     lists = superseded([entry.key.removeprefix(f"{CONTROL}/") for entry in listed])
     unused = {join(CONTROL, name) for name in lists}
     control = [
@@ -83,7 +81,7 @@ async def remove_garbage(
     if not dry_run:
         await requests.delete(control)
     removed += control
-    for entry in await requests.list("", recursive=False, limit=NAMES_MAX):
+    for entry in await requests.list("", recursive=False, limit=LISTED_MAX):
         if entry.is_prefix and entry.key != CONTROL:
             fenced: list[str] = []
             if deletes:
@@ -105,7 +103,7 @@ async def _fenced(context: Context, name: str, before_s: float, *, dry_run: bool
         record = await read_record(context, name)
     if version is None or record is None or await record.counts(context):
         return []
-    listed = await requests.list(name, recursive=False, limit=OBJECTS_MAX)
+    listed = await requests.list(name, recursive=False, limit=LISTED_MAX)
     if not any(entry.key == key and _is_older(entry, before_s) for entry in listed):
         return []
     if not dry_run:
@@ -118,13 +116,13 @@ async def _checkpoint(
 ) -> list[str]:
     """Remove objects without a record; with `fenced`, one that does not count is none."""
     requests = context.requests
-    listed = await requests.list(name, recursive=True, limit=OBJECTS_MAX)
+    listed = await requests.list(name, recursive=True, limit=LISTED_MAX)
     removed: list[str] = []
-    if len(listed) > OBJECTS_MAX:
+    if len(listed) > LISTED_MAX:
         log.warning(
             "%s: more than %d objects, which no checkpoint has; skipped",
             requests.location(name),
-            OBJECTS_MAX,
+            LISTED_MAX,
         )
         return removed
     old = [entry.key for entry in listed if _is_older(entry, before_s)]
@@ -176,7 +174,7 @@ async def _store_now_s(context: Context) -> float:
     key = probe_key()
     await requests.replace(key, b"")
     try:
-        listed = await requests.list(CONTROL, recursive=True, limit=OBJECTS_MAX)
+        listed = await requests.list(CONTROL, recursive=True, limit=LISTED_MAX)
         now_s = next((entry.modified_s for entry in listed if entry.key == key), 0.0)
     finally:
         await requests.delete([key])

@@ -29,11 +29,12 @@ import uuid
 
 from asyncckpt.errors import UsageError
 from asyncckpt.ports import RECORD_NAME
-
-CONTROL = ".asyncckpt"
-"""Prefix below the root for everything outside of checkpoints; never listed as one."""
+from asyncckpt.stores.paths import CONTROL, NOTE, note_name
 
 RECORD = RECORD_NAME
+
+LISTED_MAX = 1 << 20
+"""Objects listed at most: of a checkpoint, below the control prefix, or names below a root."""
 
 SUCCESS = "commit_success.txt"
 """Mark that Orbax requires on Google's store, where it does not trust renames."""
@@ -46,7 +47,6 @@ KEY_TAIL_NBYTES = 128
 
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 _PROBE = re.compile(r"probe-[0-9a-f]{32}")
-_NOTE = re.compile(r"error-[0-9]{1,9}")
 _FIXED = re.compile(r"\.asyncckpt-([0-9a-f]{32})-fixed-[0-9]{1,9}")
 _EXCHANGE = re.compile(r"\.asyncckpt-([0-9a-f]{32})-x-[A-Za-z0-9._-]{1,64}")
 # One directory for the database: data that lie deeper belong to a checkpoint of another root.
@@ -144,10 +144,10 @@ def is_probe(key: str) -> bool:
 
 def note_key(process: int) -> str:
     """Return the key of the last error of a process."""
-    return f"{CONTROL}/error-{process}"
+    return f"{CONTROL}/{note_name(process)}"
 
 
 def is_note(key: str) -> bool:
     """Return whether an object is the last error of a process."""
     control, _, name = key.partition("/")
-    return control == CONTROL and _NOTE.fullmatch(name) is not None
+    return control == CONTROL and NOTE.fullmatch(name) is not None

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from asyncckpt.flow.beside import Beside
 from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.failures import reported
-from asyncckpt.stores.objects.layout import CONTROL, probe_key
+from asyncckpt.stores.objects.layout import probe_key
 from asyncckpt.stores.objects.requests.requests import Requests
+from asyncckpt.stores.paths import CONTROL
 
 log = logging.getLogger("asyncckpt.stores")
 

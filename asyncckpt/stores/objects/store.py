@@ -28,12 +28,12 @@ from asyncckpt.stores.exchange import check_process, find_mark
 from asyncckpt.stores.objects.attempt import ObjectAttempt
 from asyncckpt.stores.objects.claims.counting import Claims
 from asyncckpt.stores.objects.claims.takeover import take_over
-from asyncckpt.stores.objects.context import OBJECTS_MAX, Context
+from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.export import ObjectExport
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.files import ObjectFiles
-from asyncckpt.stores.objects.gc import NAMES_MAX, remove_garbage
-from asyncckpt.stores.objects.layout import CONTROL, check_key, check_save_id, is_note, note_key
+from asyncckpt.stores.objects.gc import remove_garbage
+from asyncckpt.stores.objects.layout import LISTED_MAX, check_key, check_save_id, is_note, note_key
 from asyncckpt.stores.objects.probe import Conditions, Probes
 from asyncckpt.stores.objects.remove import unlist
 from asyncckpt.stores.objects.repair import repair_quietly
@@ -45,10 +45,11 @@ from asyncckpt.stores.objects.requests.sizes import (
     fits_chunk_nbytes,
 )
 from asyncckpt.stores.objects.share import ObjectJoinedAttempt
-from asyncckpt.stores.paths import NOTE_NBYTES, check_name
+from asyncckpt.stores.paths import CONTROL, NOTE_NBYTES, check_name
 
 COLLECT_MIN_S = 7 * 24 * 3600.0
-"""Longer than any save: with less, gc could remove parts of one in progress."""
+"""Least age that `collect` accepts: longer than any save, and twice the age at which an attempt
+refuses to publish."""
 
 REPAIRED_STEPS = 3
 """Newest steps that `sweep` repairs: a crash leaves these unfinished, and people look at them."""
@@ -79,11 +80,9 @@ class ObjectStore:
         save_id_of: as `asyncckpt.format.record.save_id_of`.
         outline_of: as `asyncckpt.format.record.outline_of`. Both are called in worker threads for
             records of more than 64 KiB.
-        epoch_of: as `asyncckpt.format.record.epoch_of`; without it, all records count.
+        epoch_of: as `asyncckpt.format.record.epoch_of`.
         workers: threads for copies and checks.
         google: write `commit_success.txt` last, which Orbax expects on Google's store.
-        collect_min_s: least age that `collect` accepts, and twice the age at which an attempt
-            refuses to publish. Tests pass less than the default.
     """
 
     def __init__(
@@ -93,9 +92,8 @@ class ObjectStore:
         save_id_of: Callable[[bytes], str | None],
         outline_of: Callable[..., Outline | None],
         workers: Workers,
-        epoch_of: Callable[[bytes], int | None] = lambda record: 0,
+        epoch_of: Callable[[bytes], int | None],
         google: bool = False,
-        collect_min_s: float = COLLECT_MIN_S,
     ) -> None:
         traits = requests.traits
         self.url = requests.url
@@ -114,7 +112,6 @@ class ObjectStore:
         self._context = Context(
             requests, workers, save_id_of, outline_of, epoch_of, Claims(requests), google
         )
-        self._collect_min_s = collect_min_s
         self._probes = Probes(requests, google=google)
         self._used: OrderedDict[str, None] = OrderedDict()
         self._choices: OrderedDict[int, Choice] = OrderedDict()
@@ -198,7 +195,7 @@ class ObjectStore:
             save_id,
             epoch=epoch,
             overwrite=overwrite,
-            max_age_s=self._collect_min_s / 2,
+            max_age_s=COLLECT_MIN_S / 2,
             conditions=self._conditions,
             shared=shared,
         )
@@ -280,12 +277,12 @@ class ObjectStore:
     async def names(self) -> list[str]:
         """Return the prefixes below the root, in no order, including those of open attempts."""
         with reported("listing", self.url):
-            listed = await self._requests.list("", recursive=False, limit=NAMES_MAX)
-        if len(listed) > NAMES_MAX:
+            listed = await self._requests.list("", recursive=False, limit=LISTED_MAX)
+        if len(listed) > LISTED_MAX:
             raise StoreError(
-                f"{self.url}: more than {NAMES_MAX} names; checkpoints need a prefix of their own",
+                f"{self.url}: more than {LISTED_MAX} names; checkpoints need a prefix of their own",
                 location=self.url,
-                expected=NAMES_MAX,
+                expected=LISTED_MAX,
             )
         return [e.key for e in listed if e.is_prefix and e.key not in ("", CONTROL)]
 
@@ -356,12 +353,12 @@ class ObjectStore:
 
         Then write missing fixed names of all checkpoints.
         """
-        if older_than_s < self._collect_min_s:
+        if older_than_s < COLLECT_MIN_S:
             raise UsageError(
-                f"older_than_s={older_than_s}: pass at least {self._collect_min_s:.0f} "
-                f"({self._collect_min_s / 86400:.0f} days); younger objects may belong to a save "
+                f"older_than_s={older_than_s}: pass at least {COLLECT_MIN_S:.0f} "
+                f"({COLLECT_MIN_S / 86400:.0f} days); younger objects may belong to a save "
                 "in progress",
-                expected=self._collect_min_s,
+                expected=COLLECT_MIN_S,
                 found=older_than_s,
             )
         with reported("removing leftovers", self.url):
@@ -388,7 +385,7 @@ class ObjectStore:
         """Remove and return all notes, as `NotingStore.take_notes`."""
         requests = self._requests
         with reported("looking for errors of earlier jobs", self.url):
-            listed = await requests.list(CONTROL, recursive=True, limit=OBJECTS_MAX)
+            listed = await requests.list(CONTROL, recursive=True, limit=LISTED_MAX)
             keys = [entry.key for entry in listed if is_note(entry.key)]
             notes = [await requests.read(key, max_nbytes=NOTE_NBYTES) for key in keys]
             await requests.delete(keys)

@@ -394,12 +394,13 @@ async def test_any_sequence_of_saves_and_takeovers_is_one_history(seeds: range) 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_gc_removes_what_does_not_count_and_lists_that_decide_nothing(
-    sim: Simulator, kind: str
+    sim: Simulator, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Claims, the highest list and everything that counts stay."""
+    monkeypatch.setattr("asyncckpt.stores.objects.store.COLLECT_MIN_S", HOUR_S)
     async with (
         opened(kind, sim, policy=UNRACED) as store,
-        opened(kind, sim, collect_min_s=HOUR_S) as other,
+        opened(kind, sim) as other,
     ):
         first = await claimed(store)
         await save(store, "1", "a", 1, epoch=first)

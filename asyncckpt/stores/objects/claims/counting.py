@@ -62,13 +62,11 @@ from asyncckpt.stores.claims import (
 )
 from asyncckpt.stores.objects.clients.client import unless_missing
 from asyncckpt.stores.objects.failures import reported
-from asyncckpt.stores.objects.layout import CONTROL, join
+from asyncckpt.stores.objects.layout import LISTED_MAX, join
 from asyncckpt.stores.objects.requests.requests import Requests
+from asyncckpt.stores.paths import CONTROL
 
 log = logging.getLogger("asyncckpt.stores")
-
-OBJECTS_MAX = 1 << 20
-"""Objects listed below the control prefix: two for each claim, and a few probes."""
 
 _REPLACES = re.compile(r"replaces-([0-9a-f]{32})-([0-9a-f]{32})")
 
@@ -164,7 +162,7 @@ class Claims:
 
     async def _listed(self) -> Seen:
         with reported("listing the claims", self._requests.location(CONTROL)):
-            listed = await self._requests.list(CONTROL, recursive=True, limit=OBJECTS_MAX)
+            listed = await self._requests.list(CONTROL, recursive=True, limit=LISTED_MAX)
         names = [entry.key.removeprefix(f"{CONTROL}/") for entry in listed]
         claims = sorted(int(found[1]) for name in names if (found := CLAIM.fullmatch(name)))
         lists = sorted(int(found[1]) for name in names if (found := INHERITED.fullmatch(name)))

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from asyncckpt.flow.threads import Workers
+from asyncckpt.flow.threads import Workers, seen
 from asyncckpt.stores.objects.clients.client import RequestError
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ class FilesystemSession:
                 made = asyncio.wrap_future(self._made)
                 # Otherwise asyncio (in later releases also its `shield`) would log an error that no
                 # caller awaits any more, unabridged.
-                made.add_done_callback(_mark_retrieved)
+                made.add_done_callback(seen)
                 try:
                     await asyncio.wait((made,))
                     self._filesystem = made.result()
@@ -121,11 +121,6 @@ class FilesystemSession:
                 return
             if asyncio.iscoroutinefunction(close := getattr(session, "close", None)):
                 await close()
-
-
-def _mark_retrieved(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled():
-        future.exception()
 
 
 def is_async(filesystem: Any) -> bool:
