@@ -21,10 +21,9 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -195,7 +194,7 @@ class CoordinatorConformance:
                         expected[name] = value
                         put = c.put if number % 2 else c.put_once
                         for _ in range(2):
-                            group.create_task(_checked(put(f"{start}/{name}", value)))
+                            group.create_task(put(f"{start}/{name}", value))
             for coordinator in coordinators:
                 assert await coordinator.list(start) == expected
 
@@ -262,7 +261,3 @@ class CoordinatorConformance:
                 assert await coordinators[0].look(key) == b"left"
                 with pytest.raises(AsyncCheckpointError):
                     await coordinators[-1].look(key)
-
-
-async def _checked(call: Coroutine[Any, Any, object]) -> None:
-    await call

@@ -62,7 +62,10 @@ class DirectWrites:
 
 
 class LocalDataFile:
-    """An open data file. Made by `LocalAttempt.create`."""
+    """An open data file. Made by `LocalAttempt.create`.
+
+    Cancelling a call waits for its thread, then raises.
+    """
 
     def __init__(self, path: str, location: str, guard: Guard, direct: DirectWrites) -> None:
         self.path = path
@@ -111,10 +114,7 @@ class LocalDataFile:
         await self._guard.run(self._write_runs, offsets, runs)
 
     async def seal(self, nbytes: int) -> None:
-        """Flush the file at its length, once, and close it. As `DataFile.seal`.
-
-        Cancellation: waits for the thread, then raises.
-        """
+        """Flush the file at its length, once, and close it. As `DataFile.seal`."""
         self._check_open()
         await self._guard.run(self._seal, nbytes)
 

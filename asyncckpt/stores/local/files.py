@@ -48,6 +48,8 @@ _LINK_ERRORS = {errno.ELOOP, errno.ENOTDIR, errno.EINVAL, errno.ENXIO, errno.EML
 class LocalFiles:
     """The files of one checkpoint. Made by `LocalStore.files`; opened at the first use.
 
+    Cancelling a call waits for its thread, then raises.
+
     Attributes:
         capabilities: those of the store.
         closed: whether `close` was called.
@@ -65,10 +67,7 @@ class LocalFiles:
         return f"LocalFiles({self.location!r})"
 
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
-        """Return the whole content of a small file. As `CheckpointFiles.read`.
-
-        Cancellation: waits until the file is closed, then raises.
-        """
+        """Return the whole content of a small file. As `CheckpointFiles.read`."""
         return await self._workers.complete(self._read(path, max_nbytes), f"reading {path}")
 
     async def _read(self, path: str, max_nbytes: int) -> bytes:
@@ -194,10 +193,7 @@ class LocalFiles:
         return done
 
     async def entries(self, path: str = "", *, max_entries: int) -> list[Entry]:
-        """List a directory, or the one file at `path`. As `CheckpointFiles.entries`.
-
-        Cancellation: waits for the thread, then raises.
-        """
+        """List a directory, or the one file at `path`. As `CheckpointFiles.entries`."""
         return await self._workers.run(self._entries, path, max_entries)
 
     def _entries(self, path: str, max_entries: int) -> list[Entry]:

@@ -66,10 +66,7 @@ class LocalJoinedAttempt(AttemptTree):
         return False
 
     async def settle(self) -> None:
-        """Flush the directories with own files. As `JoinedAttempt.settle`.
-
-        Cancellation: waits for the threads, then raises.
-        """
+        """Flush the directories with own files. As `JoinedAttempt.settle`."""
         self._check_sealed()
         await self._flush(*self._directories, ".")
 

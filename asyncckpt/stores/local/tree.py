@@ -64,7 +64,8 @@ class Context:
 class AttemptTree:
     """What every process of an attempt does in its directory.
 
-    Subclasses open the directory, and say how an attempt ends.
+    Subclasses open the directory and end the attempt. Cancelling a call waits for its threads, then
+    raises.
     """
 
     def __init__(self, context: Context, name: str, save_id: str, *, private: bool) -> None:
@@ -112,7 +113,7 @@ class AttemptTree:
                 file.close()
 
     async def put(self, path: str, data: bytes | memoryview, *, in_record: bool = False) -> None:
-        """Write a small file, durably. Cancellation: waits until it is closed, then raises."""
+        """Write a small file, durably."""
         self._guard.check()
         check_file(path, self.location)
         writing = self._write_file(path, memoryview(data).cast("B"), flush=True)
@@ -163,10 +164,7 @@ class AttemptTree:
     # --------------------------------------------------------------------------------- exchange
 
     async def pass_on(self, path: str, data: bytes | memoryview) -> None:
-        """Write a file for the other processes, not durably. As `AttemptFiles.pass_on`.
-
-        Cancellation: waits for the thread, then raises.
-        """
+        """Write a file for the other processes, not durably. As `AttemptFiles.pass_on`."""
         self._check_exchange(path)
         await self._guard.run(self._pass_on, path, memoryview(data).cast("B"))
 
@@ -177,10 +175,7 @@ class AttemptTree:
             self._own.append(where)
 
     async def taken(self, path: str, *, max_nbytes: int) -> bytes | None:
-        """Return what a process has passed on, or None. As `AttemptFiles.taken`.
-
-        Cancellation: waits for the thread, then raises.
-        """
+        """Return what a process has passed on, or None. As `AttemptFiles.taken`."""
         self._check_exchange(path)
         found = await self._context.workers.run(self._taken, path, max_nbytes)
         if isinstance(found, int):

@@ -126,23 +126,16 @@ def shared_paths(outline: Outline) -> frozenset[str]:
 
 
 async def read_record(context: Context, name: str) -> Record | None:
-    """Return what is at the record's key now; None if nothing is.
-
-    Raises:
-        RequestError: it could not be read, and may be anything.
-    """
+    """Return what is at the record's key now; None if nothing is. Raises `RequestError`."""
     with unless_missing():
         return await read_present(context, name, max_nbytes=MAX_RECORD_NBYTES)
     return None
 
 
 async def read_present(context: Context, name: str, *, max_nbytes: int) -> Record:
-    """Return what is at the record's key.
+    """Return what is at the record's key. Raises `RequestError`, also if it is missing.
 
     A record that takes several requests may be replaced between them; it is then read again.
-
-    Raises:
-        RequestError: it could not be read, or is missing.
     """
     for _ in range(READS_MAX):
         data = await context.requests.read(join(name, RECORD), max_nbytes=max_nbytes)
@@ -158,8 +151,7 @@ async def read_present(context: Context, name: str, *, max_nbytes: int) -> Recor
 async def read_head(context: Context, name: str) -> bytes | None:
     """Return the first `HEAD_NBYTES` of the record, which differ between saves; None if missing.
 
-    Raises:
-        RequestError: it could not be read.
+    Raises `RequestError`.
     """
     with unless_missing():
         return bytes(await context.requests.get(join(name, RECORD), 0, HEAD_NBYTES))

@@ -54,11 +54,7 @@ class Sending:
         return self.context.requests.location(self.prefix)
 
     def check(self) -> None:
-        """Check that the attempt can be continued.
-
-        Raises:
-            AsyncCheckpointError: the first failure, or `UsageError` where it has ended.
-        """
+        """Raise the first failure, or `UsageError` if the attempt has ended."""
         if self.error is not None:
             raise self.error
         if self.ended:
@@ -136,6 +132,8 @@ class Sending:
 class ObjectDataFile:
     """An open data file. Made by `ObjectAttempt.create`.
 
+    Cancelling a call ends its request, then raises.
+
     Attributes:
         path: its path; final once it is sealed.
         sealed: whether it is whole and durable.
@@ -152,18 +150,12 @@ class ObjectDataFile:
         return f"{type(self).__name__}({self._context.requests.location(self._key)!r})"
 
     async def write(self, offset: int, data: Bytes | bytearray) -> bool:
-        """Write all of `data` at `offset`. As `DataFile.write`.
-
-        Cancellation: ends the request and raises.
-        """
+        """Write all of `data` at `offset`. As `DataFile.write`."""
         self._check()
         return not len(data) or await self._write(offset, data)
 
     async def seal(self, nbytes: int) -> None:
-        """Make the file durable under its final `path`. As `DataFile.seal`.
-
-        Cancellation: ends the request and raises.
-        """
+        """Make the file durable under its final `path`. As `DataFile.seal`."""
         self._check()
         await self._seal(nbytes)
         self.sealed = True

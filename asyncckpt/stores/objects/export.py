@@ -151,12 +151,9 @@ class ObjectExport:
         return CheckpointExistsError(f"{self.location}: {what}{advice}", location=self.location)
 
     async def abort(self) -> None:
-        """Abort every open upload of the export; do nothing if it has ended.
+        """Abort every open upload of the export; do nothing if it has ended. Raises `StoreError`.
 
         Cancellation: finishes, then raises.
-
-        Raises:
-            StoreError: an upload could not be aborted.
         """
         await self._sending.end(
             self._abort, "aborting uploads", "the bucket's lifecycle rule removes them"

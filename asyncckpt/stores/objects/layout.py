@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Iterable
 
 from asyncckpt.errors import UsageError
 from asyncckpt.ports import RECORD_NAME
@@ -59,11 +60,7 @@ def join(name: str, path: str) -> str:
 
 
 def check_save_id(save_id: str) -> None:
-    """Check that objects with this save id can be told from all others.
-
-    Raises:
-        UsageError: it is not 32 lower-case hex digits.
-    """
+    """Raise `UsageError` unless the save id is 32 lower-case hex digits, unlike other names."""
     if not _SAVE_ID.fullmatch(save_id):
         raise UsageError(
             f"save id {save_id!r}: on object stores pass 32 lower-case hex digits "
@@ -125,7 +122,7 @@ def retried(key: str, attempt: int) -> str:
     return f"{key}.r{attempt}" if attempt else key
 
 
-def marks(paths: frozenset[str]) -> list[str]:
+def marks(paths: Iterable[str]) -> list[str]:
     """Return Orbax's marks of a checkpoint with these files: one per item, then the step's."""
     items = sorted({path.partition("/")[0] for path in paths if "/" in path})
     return [*(join(item, SUCCESS) for item in items), SUCCESS]

@@ -50,7 +50,7 @@ async def write_marks(context: Context, name: str, paths: Iterable[str]) -> None
     """Write Orbax's marks on Google's store, after everything else. Raises `RequestError`."""
     if context.google:
         text = SUCCESS_TEXT % context.requests.location(name).encode()
-        await write_fixed(context, name, dict.fromkeys(marks(frozenset(paths)), text))
+        await write_fixed(context, name, dict.fromkeys(marks(paths), text))
 
 
 async def follow_record(
@@ -79,7 +79,7 @@ async def follow_record(
         files = await load_fixed(context, name, outline, outline.fixed)
         stale = [path for path in paths if path not in outline.paths]
         if present is None and context.google:
-            stale += marks(frozenset(paths))
+            stale += marks(paths)
         await delete_paths(context, name, stale)
         await write_fixed(context, name, files)
         if present is not None:

@@ -186,8 +186,7 @@ class ExportFile(ObjectDataFile):
 async def abort_pending(requests: Requests, keys: Collection[str]) -> None:
     """Abort every upload to these keys, including those whose ids were lost with a response.
 
-    Raises:
-        RequestError: they could not be listed or aborted.
+    Raises `RequestError`.
     """
     for prefix in sorted({posixpath.dirname(key) for key in keys}):
         for pending in await requests.pending_parts(prefix):

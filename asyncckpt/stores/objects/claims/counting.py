@@ -127,22 +127,14 @@ class Claims:
         return True
 
     async def check(self, epoch: int, location: str = "", *, visible: bool | None = False) -> None:
-        """Check that there is no higher claim; epoch 0 is below none.
-
-        Raises:
-            FencedError: there is one; `location` and `visible` as in `fenced_error`.
-        """
+        """Raise `FencedError` (see `fenced_error`) for a higher claim; epoch 0 is below none."""
         if epoch and (data := await self._read(claim_name(epoch + 1), CLAIM_NBYTES)) is not None:
             successor = decode_claim(data)
             url = self._requests.url
             raise fenced_error(url, epoch, successor, location=location, visible=visible)
 
     async def begin_replacing(self, old: str, new: str, epoch: int, location: str) -> None:
-        """Note that the record with the save id `old` is about to be replaced, if there is a claim.
-
-        Raises:
-            FencedError: as `check`.
-        """
+        """Check the claim, if any, and note that the record with the save id `old` is replaced."""
         if epoch:
             await self.check(epoch, location)
             key = join(CONTROL, _replaces(new, old))
