@@ -248,7 +248,7 @@ class LocalStore:
         return partial(self._workers.run, self._empty_trash, *moved[0])
 
     def _move_to_trash(self, name: str, epoch: int) -> tuple[str, int]:
-        """Unlist a checkpoint durably; return where it is, and a descriptor that has locked it."""
+        """Unlist a checkpoint durably; return its new path, and a descriptor that locks it."""
         with writing(self._layout, epoch, self._layout.target(name)):
             return self._moved_to_trash(name, epoch)
 
