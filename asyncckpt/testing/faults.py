@@ -26,7 +26,6 @@ from asyncckpt.ports import (
     Attempt,
     Bytes,
     CheckpointFiles,
-    DataFile,
     JoinedAttempt,
     Reading,
     Removal,
@@ -101,7 +100,7 @@ class FaultStore:
         return f"FaultStore({self.inner!r}, {len(self.script)} faults)"
 
     def __getattr__(self, name: str) -> Any:
-        return _counted(self, self.inner, name, "")
+        return _counted(self, self.inner, name)
 
     @asynccontextmanager
     async def operation(self, kind: str, subject: str) -> AsyncIterator[list[Fault]]:
@@ -165,32 +164,39 @@ class FaultStore:
         return remove
 
 
-def _counted(store: FaultStore, inner: object, name: str, subject: str, kind: str = "") -> Any:
+def _counted(store: FaultStore, inner: object, name: str) -> Any:
     """Return an attribute of the inner object, with coroutine functions as operations.
 
-    Their subject is the first argument, if that is a name or path.
+    Their subject is the first argument, if that is a name or path, else that of the object.
     """
     found = getattr(inner, name)
     if not inspect.iscoroutinefunction(found):
         return found
 
     async def call(*args: Any, **kwargs: Any) -> Any:
+        subject = getattr(inner, "path", getattr(inner, "location", ""))
         about = args[0] if args and isinstance(args[0], str) else subject
-        async with store.operation(kind or name, about):
+        async with store.operation(name, about):
             return await found(*args, **kwargs)
 
     return call
 
 
-class FaultJoinedAttempt:
-    """A share in an attempt of a `FaultStore`."""
+class _Part:
+    """An attempt or file of a `FaultStore`; see there for other attributes."""
 
-    def __init__(self, store: FaultStore, inner: Attempt | JoinedAttempt) -> None:
+    def __init__(self, store: FaultStore, inner: Any) -> None:
         self._store = store
         self._inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        return _counted(self._store, self._inner, name, self._inner.location)
+        return _counted(self._store, self._inner, name)
+
+
+class FaultJoinedAttempt(_Part):
+    """A share in an attempt of a `FaultStore`."""
+
+    _inner: Attempt | JoinedAttempt
 
     async def create(self, path: str, **options: Any) -> FaultDataFile:
         """Create a data file, whose writes and seal are operations too."""
@@ -214,27 +220,19 @@ class FaultAttempt(FaultJoinedAttempt):
             raise
 
 
-class FaultDataFile:
+class FaultDataFile(_Part):
     """A data file of a `FaultStore`."""
 
-    def __init__(self, store: FaultStore, inner: DataFile) -> None:
-        self._store = store
-        self._inner = inner
 
-    def __getattr__(self, name: str) -> Any:
-        return _counted(self._store, self._inner, name, self._inner.path)
-
-
-class FaultFiles:
+class FaultFiles(_Part):
     """Read access of a `FaultStore`."""
 
-    def __init__(self, store: FaultStore, inner: CheckpointFiles) -> None:
-        self._store = store
-        self._inner = inner
+    _inner: CheckpointFiles
 
-    def __getattr__(self, name: str) -> Any:
-        kind = "close_files" if name == "close" else name
-        return _counted(self._store, self._inner, name, self._inner.location, kind)
+    async def close(self) -> None:
+        """Close the files, as the operation `close_files`."""
+        async with self._store.operation("close_files", self.location):
+            await self._inner.close()
 
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
         """Read a file, and damage the data by script."""

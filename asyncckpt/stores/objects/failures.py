@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError, StoreError
 from asyncckpt.stores.objects.clients.client import Kind, RequestError
+from asyncckpt.stores.objects.clients.urls import ALIASES
 
 _MEANINGS: dict[Kind, str] = {
     "exists": "something is there already",
@@ -54,8 +55,6 @@ _RIGHTS = {
     "s3:AbortMultipartUpload on its objects",
     "gs": "give the account the role Storage Object User (roles/storage.objectUser) on the bucket",
 }
-
-_SCHEMES = {"s3a": "s3", "gcs": "gs"}
 
 
 def store_error(
@@ -103,7 +102,7 @@ def reported(action: str, location: str, *, stage: str | None = None) -> Iterato
 
 def _next_step(kind: Kind, location: str) -> str:
     scheme = location.partition("://")[0]
-    scheme = _SCHEMES.get(scheme, scheme)
+    scheme = ALIASES.get(scheme, scheme)
     if kind == "credentials":
         return _CREDENTIALS.get(scheme, "give them in storage_options=; renew them if they expired")
     if kind == "forbidden":

@@ -72,7 +72,7 @@ class RequestPolicy:
         hedge_quantile: a transfer is slow when it takes longer than this share of all …
         hedge_factor: … times this, so that uniform transfers are not hedged. Large ones do without
             it when hardly any other is in flight.
-        hedge_min_s: earliest hedge: before, a second request would cost more than it can win.
+        hedge_min_s: no hedge is earlier, because it would cost more than it can win.
         hedge_cold_s: without measurements a transfer is hedged after this many seconds …
         hedge_cold_nbytes_per_s: … and the time of its bytes at this rate.
         hedge_share: most hedges per transfer.
