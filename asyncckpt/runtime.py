@@ -21,9 +21,9 @@ from asyncckpt.options import (
     default_budget_nbytes,
 )
 from asyncckpt.ports import CheckpointFiles, HostMemory, Sizes, Store, StoreCapabilities
-from asyncckpt.stores.local.store import LocalStore, open_local
+from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.stores.objects.clients.urls import is_url, split_url, without_scheme
-from asyncckpt.stores.paths import check_name
+from asyncckpt.stores.paths import check_name, open_local
 
 _LOST_SLASH = re.compile(
     r"(s3|s3a|s3n|gs|gcs|az|abfs|abfss|adl|https?|memory):/(?!/)", re.IGNORECASE

@@ -1,4 +1,4 @@
-"""Names of claims, and errors of lost claims: the same for all stores."""
+"""Names of claims and errors of lost claims, for all stores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLAIM = re.compile(r"claim-([1-9][0-9]{0,18})")
 """Name of a claim in the control directory."""
 
 INHERITED = re.compile(r"inherited-([1-9][0-9]{0,18})")
-"""Name of the list that belongs to a claim."""
+"""Name of the list of a claim."""
 
 
 def claim_name(epoch: int) -> str:
@@ -25,16 +25,12 @@ def claim_name(epoch: int) -> str:
 
 
 def inherited_name(epoch: int) -> str:
-    """Return the name of the list that belongs to a claim."""
+    """Return the name of the list of a claim."""
     return f"inherited-{epoch}"
 
 
 def check_epoch(epoch: int) -> None:
-    """Check that a number can be that of a claim, or of none.
-
-    Raises:
-        UsageError: it is negative.
-    """
+    """Raise `UsageError` for a negative number."""
     if epoch < 0:
         raise UsageError(f"epoch={epoch}: pass a non-negative integer", found=epoch)
 
@@ -47,7 +43,7 @@ def new_claim(epoch: int) -> Claim:
 
 
 def claim_text(claim: Claim) -> str:
-    """Return who made a claim and when, for people."""
+    """Return who made a claim and when, as text."""
     made = datetime.datetime.fromtimestamp(claim.created_ns / 1e9, datetime.UTC)
     return f"process {claim.pid} on {claim.host} at {made:%Y-%m-%d %H:%M:%S} UTC by its clock"
 
@@ -65,9 +61,9 @@ def fenced_error(
     Args:
         root: path or URL of the run.
         epoch: the claim that was taken over.
-        successor: the one that did so; None if it cannot be read.
+        successor: the claim that took it over; None if it cannot be read.
         location: the checkpoint that was being saved or deleted, if any.
-        visible: whether the checkpoint that was being saved is part of the run; None if unknown.
+        visible: whether the checkpoint is part of the run; None if unknown.
     """
     if successor is None:
         who = "another process, whose claim cannot be read"
@@ -91,7 +87,7 @@ def fenced_error(
 
 
 def lost_error(root: str, epoch: int, winner: Claim | None) -> FencedError:
-    """Return the error of a process that was not the first to make a claim."""
+    """Return the error of a process that made a claim too late."""
     who = "another process" if winner is None else claim_text(winner)
     return FencedError(
         f"{root}: claim {epoch} was made by {who} while this process was about to make it: "

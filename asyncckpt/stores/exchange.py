@@ -1,7 +1,7 @@
 """The mark of an attempt that several processes share, and the names of files that they pass on.
 
-Process 0 writes the mark when the attempt can be joined. The other processes read it through the
-store before their first write, so that a root that is not shared is found out.
+Process 0 writes the mark once the attempt can be joined. The other processes read it through the
+store before their first write, which detects a root that is not shared.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections.abc import Awaitable, Callable
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 
 MARK = ".begun"
-"""Name of the mark, which `check_passed` refuses."""
+"""Name of the mark, which no passed-on file may have."""
 
 MARK_NBYTES = 4096
 """Longest mark that is read."""
 
-# Hidden names are the mark's and those of files that are being written.
+# Hidden names are the mark and files being written.
 _PASSED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 
 
 def mark_of(save_id: str, host: str) -> bytes:
-    """Return the content of the mark of an attempt; people look at the host."""
+    """Return the content of an attempt's mark; the host is for people."""
     return f"{save_id} {host}\n".encode()
 
 
@@ -34,26 +34,17 @@ def is_mark_of(save_id: str, data: bytes | None) -> bool:
     return data is not None and data.startswith(f"{save_id} ".encode())
 
 
-def check_process(process: int) -> int:
-    """Return the number of a process that joins.
-
-    Raises:
-        UsageError: it is not above zero.
-    """
+def check_process(process: int) -> None:
+    """Raise `UsageError` for the number of a process that cannot join."""
     if process < 1:
         raise UsageError(
             f"process={process}: pass a number above zero; process 0 begins the attempt",
             found=process,
         )
-    return process
 
 
 def check_passed(path: str, location: str, *, shared: bool) -> None:
-    """Check that an attempt, if it is shared, can pass on a file of this name.
-
-    Raises:
-        UsageError: it cannot.
-    """
+    """Raise `UsageError` if an attempt is not shared or cannot pass on a file of this name."""
     if not _PASSED.fullmatch(path):
         raise UsageError(
             f"{path!r} cannot be passed on: pass 1 to 64 of the characters A-Z a-z 0-9 . _ -, "
@@ -69,7 +60,7 @@ def check_passed(path: str, location: str, *, shared: bool) -> None:
 
 
 def too_large(path: str, location: str, nbytes: int, max_nbytes: int) -> CorruptCheckpointError:
-    """Return the error for a file that another process has passed on and that is too large."""
+    """Return the error for a file that is too large, passed on by another process."""
     return CorruptCheckpointError(
         f"{location}: {nbytes} bytes were passed on as {path!r}, expected at most {max_nbytes}; "
         "the processes disagree about what they save: run one version of the library everywhere",
@@ -95,10 +86,10 @@ async def find_mark(
         location: of the checkpoint.
         save_id: of the attempt.
         timeout_s: how long to look.
-        pauses_s: between two looks at first, and at most.
+        pauses_s: first and longest pause between two looks.
 
     Raises:
-        CheckpointNotFoundError: it was not found for so long.
+        CheckpointNotFoundError: it was not found in time.
     """
     end = time.monotonic() + timeout_s
     pause_s, longest_s = pauses_s

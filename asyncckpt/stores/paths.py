@@ -4,15 +4,15 @@
 
     <root>/<name>/                                  a published checkpoint
     <root>/.asyncckpt/lock                          held while something published is replaced
-    <root>/.asyncckpt/claim-<e>                     the right to write in the epoch e; epoch 0
-                                                    needs none
+    <root>/.asyncckpt/claim-<e>                     the right to write in epoch e; epoch 0 needs
+                                                    none
     <root>/.asyncckpt/epoch-<e>/<name>-<save id>/   an attempt, and next to it
     <root>/.asyncckpt/epoch-<e>/<name>-<save id>.owner
     <root>/.asyncckpt/epoch-<e>/<name>-<save id>.owner-<p>
-                                                    one for each process that writes in it, where
-                                                    several do
+                                                    one for each of several processes that write
+                                                    in it
     <root>/.asyncckpt/epoch-<e>/<name>-<save id>/.asyncckpt-exchange/
-                                                    what these leave for each other; never published
+                                                    what these pass on; never published
     <root>/.asyncckpt/fenced-<e>-<token>/           what was in epoch-<e> when it was taken over
     <root>/.asyncckpt/trash-<name>-<token>/         deleted, being removed; with .owner
     <root>/.asyncckpt/old-<name>-<save id>/         being replaced, where two directories cannot
@@ -20,8 +20,8 @@
                                                     are in epoch-<e> where their writer has a claim
     <root>/.asyncckpt/error-<p>                     the last error of process p, for the job that
                                                     continues the run
-    <root>/.asyncckpt/aside-<name>-<save id>/       was in the way of a save without being a
-                                                    checkpoint; kept until a person removes it
+    <root>/.asyncckpt/aside-<name>-<save id>/       no checkpoint, moved out of the way of a save;
+                                                    kept until a person removes it
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from asyncckpt.errors import CorruptCheckpointError, UsageError
 from asyncckpt.ports import RECORD_NAME
 
 CONTROL = ".asyncckpt"
-"""Directory below the root for everything that is not a checkpoint."""
-
-RECORD_FILE = RECORD_NAME
-"""Name of the commit record in a checkpoint's directory."""
+"""Directory below the root for everything outside of checkpoints."""
 
 OWNER_SUFFIX = ".owner"
 
 FENCED = "fenced-"
-"""Beginning of the names of directories with what was taken from a writer."""
+"""Prefix of directories with what was taken from a writer."""
 
 NOTE_NBYTES = 64 << 10
 """Longest note of a process that is read."""
+
+NOTE = re.compile(r"error-[0-9]{1,9}")
+"""Name of the note of a process, in the control directory."""
 
 # A file name has at most 255 bytes; the prefix, the save id and the suffix need the rest.
 _NAME_NBYTES = 120
@@ -83,23 +83,24 @@ class Layout:
     def leftover(self, kind: str, name: str, token: str, epoch: int = 0) -> str:
         """Return a path for something that is no longer a checkpoint.
 
-        With a claim, it is in the directory of its epoch: see stores/local/epochs.py, rule 1.
+        With a claim it is in the directory of the epoch: stores/local/epochs.py, rule 1.
         """
         directory = self.epoch(epoch) if epoch else self.control
         return os.path.join(directory, f"{kind}-{clipped(name)}-{token}")
 
 
+def note_name(process: int) -> str:
+    """Return the name of the note of a process."""
+    return f"error-{process}"
+
+
 def clipped(name: str) -> str:
-    """Return the name, cut if it is long, so that a suffix still fits into a file name."""
+    """Return the name, cut so that a suffix still fits into a file name."""
     return os.fsencode(name)[:_NAME_NBYTES].decode("utf-8", "ignore")
 
 
 def check_name(name: str) -> str:
-    """Return the name if it is one part of a path and not reserved.
-
-    Raises:
-        UsageError: it is not.
-    """
+    """Return the name, or raise `UsageError` unless it is one path part and not reserved."""
     if not name or "/" in name or "\0" in name or name in (".", "..", CONTROL):
         raise UsageError(
             f"{name!r} cannot name a checkpoint: pass one path part, not empty, "
@@ -109,17 +110,12 @@ def check_name(name: str) -> str:
     return name
 
 
-def check_save_id(save_id: str) -> str:
-    """Return the save id if it is safe in a file name.
-
-    Raises:
-        UsageError: it is not.
-    """
+def check_save_id(save_id: str) -> None:
+    """Raise `UsageError` for a save id that is not safe in a file name."""
     if not _SAVE_ID.fullmatch(save_id):
         raise UsageError(
             f"save id {save_id!r}: pass 1 to 100 of the characters A-Z a-z 0-9 _ -", found=save_id
         )
-    return save_id
 
 
 def path_parts(path: str) -> tuple[str, ...] | None:
@@ -134,20 +130,20 @@ def check_file(path: str, location: str) -> None:
     Raises:
         UsageError: it leads out of it, or is the record's.
     """
-    if path_parts(path) is None or path == RECORD_FILE:
+    if path_parts(path) is None or path == RECORD_NAME:
         raise UsageError(
             f"{path!r} cannot be a file of a checkpoint: pass a relative path without '..' "
-            f"that is not {RECORD_FILE!r}",
+            f"that is not {RECORD_NAME!r}",
             location=location,
             found=path,
         )
 
 
 def read_parts(path: str, location: str) -> tuple[str, ...]:
-    """Return the parts of a path that a checkpoint at `location` refers to.
+    """Return the parts of a path in the checkpoint at `location`.
 
     Raises:
-        CorruptCheckpointError: it leads out of it.
+        CorruptCheckpointError: it leads out of the checkpoint.
     """
     parts = path_parts(path)
     if parts is None:

@@ -1,5 +1,5 @@
 """Conformance suites for stores and coordinators, and a store that fails by script.
 
-For the tests of third-party stores too, so that only public names and ports are used here. Tests of
-the library itself, its simulator of object stores included, are in `tests/`.
+Also for tests of third-party stores, so it uses only public names and ports. Tests of the library
+itself, including its simulator of object stores, are in `tests/`.
 """

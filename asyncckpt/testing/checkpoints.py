@@ -57,7 +57,7 @@ def record_of(
 
 
 def named(attempt: Attempt, files: Mapping[str, bytes]) -> list[FixedName]:
-    """Return those of these small files that get their names after the record."""
+    """Return the small files that get their names after the record."""
     return [
         FixedName.of(path, data, source)
         for path, data in files.items()
@@ -118,7 +118,7 @@ async def put(
     data: str = "",
     epoch: int = 0,
 ) -> bytes:
-    """Write small files, at the same time, and return the record to publish."""
+    """Write small files concurrently, and return the record to publish."""
     await together(attempt.put(path, content) for path, content in files.items())
     return record_of(save_id, seed, data, named(attempt, files), epoch)
 
@@ -126,7 +126,7 @@ async def put(
 async def save(
     store: Store, name: str, text: str, seed: int = 0, *, epoch: int = 0, **options: bool
 ) -> None:
-    """Publish a checkpoint of one data file, one small file and a record, whole for everyone."""
+    """Publish a checkpoint of one data file and one small file, and wait until it is whole."""
     save_id = identity(text)
     attempt = await store.begin(name, save_id, epoch=epoch, **options)
     await attempt.publish(await fill(attempt, save_id, seed, epoch))
@@ -157,7 +157,7 @@ async def content(store: Store, name: str, path: str, nbytes: int) -> bytes:
 
 
 async def save_file(store: Store, data: Bytes) -> str:
-    """Publish step 1 with this data file alone; return its path."""
+    """Publish step 1 with only this data file; return its path."""
     attempt = await store.begin("1", identity("a"))
     path = await write_file(attempt, data_path(identity("a")), data)
     await attempt.publish(record_of(identity("a")))

@@ -10,9 +10,9 @@ Make a subclass in a test module, with pytest and pytest-asyncio installed::
             for coordinator in coordinators:
                 await coordinator.close()
 
-`place` is a new directory for each test. The coordinators are those of all processes, in the order
-of their indices; those of other processes may be proxies, if the service needs real processes. Two
-processes are enough. Keys of other tests may still be there.
+`place` is a new directory for each test. The coordinators are those of all processes, in order of
+their indices; if the service needs real processes, those of others may be proxies. Two processes
+are enough. Keys of other tests may still exist.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,10 +31,10 @@ from asyncckpt.errors import AsyncCheckpointError, UsageError
 from asyncckpt.ports import MAX_MESSAGE_NBYTES, Coordinator
 
 PROMPT_S = 1.0
-"""What happens at once takes less, on a busy machine too."""
+"""Upper bound for what happens at once, on a busy machine."""
 
 LONG_S = 30.0
-"""Time limit of a wait that is expected to end before."""
+"""Time limit of a wait that is expected to end earlier."""
 
 
 def prefix() -> str:
@@ -195,7 +194,7 @@ class CoordinatorConformance:
                         expected[name] = value
                         put = c.put if number % 2 else c.put_once
                         for _ in range(2):
-                            group.create_task(_checked(put(f"{start}/{name}", value)))
+                            group.create_task(put(f"{start}/{name}", value))
             for coordinator in coordinators:
                 assert await coordinator.list(start) == expected
 
@@ -262,7 +261,3 @@ class CoordinatorConformance:
                 assert await coordinators[0].look(key) == b"left"
                 with pytest.raises(AsyncCheckpointError):
                     await coordinators[-1].look(key)
-
-
-async def _checked(call: Coroutine[Any, Any, object]) -> None:
-    await call

@@ -26,7 +26,6 @@ from asyncckpt.ports import (
     Attempt,
     Bytes,
     CheckpointFiles,
-    DataFile,
     JoinedAttempt,
     Reading,
     Removal,
@@ -36,7 +35,7 @@ from asyncckpt.ports import (
 
 @dataclass(slots=True, eq=False)
 class Gate:
-    """Holds an operation: it sets `reached` and goes on once `release` is set."""
+    """A gate that holds an operation: it sets `reached` and goes on once `release` is set."""
 
     reached: asyncio.Event = field(default_factory=asyncio.Event)
     release: asyncio.Event = field(default_factory=asyncio.Event)
@@ -53,13 +52,13 @@ class Fault:
 
     Attributes:
         kind: kind of the operation, or ``any``.
-        number: its place among the operations of its kind, from 1; 0 for every one.
-        error: raised instead of the operation, or after it with `applied`.
-        applied: the operation takes effect before `error` is raised: a lost response.
+        number: of the operation among those of its kind, from 1; 0 for all of them.
+        error: raised instead of the operation, or with `applied` after it.
+        applied: the operation takes effect before `error` is raised, like a lost response.
         cancel: the calling task is cancelled just before the operation.
         gate: the operation waits here first.
-        data: damage of a read: ``short`` leaves out the second half (and raises, as a store does
-            where a file ends too early), ``flip`` changes one bit.
+        data: damage to a read: ``short`` leaves out the second half (and raises, as a store does
+            for a truncated file), ``flip`` changes one bit.
     """
 
     kind: str
@@ -73,7 +72,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One call: its kind, and the name or path it was about."""
+    """One call: its kind, and the name or path that it concerns."""
 
     kind: str
     subject: str
@@ -82,12 +81,12 @@ class Operation:
 class FaultStore:
     """Wrapper of a store. Without a script it only counts operations.
 
-    Everything that is not defined here goes to the inner store; its coroutines are operations.
+    Other attributes are those of the inner store; its coroutines are operations.
 
     Attributes:
         inner: the store.
-        counts: operations so far by kind, with their total as `any`.
-        log: all operations, in the order in which they began.
+        counts: operations so far by kind, and their total as `any`.
+        log: all operations in the order of their beginnings.
         script: the faults; may be extended while it runs.
     """
 
@@ -101,11 +100,11 @@ class FaultStore:
         return f"FaultStore({self.inner!r}, {len(self.script)} faults)"
 
     def __getattr__(self, name: str) -> Any:
-        return _counted(self, self.inner, name, "")
+        return _counted(self, self.inner, name)
 
     @asynccontextmanager
     async def operation(self, kind: str, subject: str) -> AsyncIterator[list[Fault]]:
-        """Raise, pause or cancel by script around the block, which carries out the operation."""
+        """Raise, pause or cancel by script around the block that does the operation."""
         self.counts[kind] += 1
         self.counts["any"] += 1
         self.log.append(Operation(kind, subject))
@@ -165,32 +164,39 @@ class FaultStore:
         return remove
 
 
-def _counted(store: FaultStore, inner: object, name: str, subject: str, kind: str = "") -> Any:
-    """Return an attribute of the inner object; a coroutine function as an operation.
+def _counted(store: FaultStore, inner: object, name: str) -> Any:
+    """Return an attribute of the inner object, with coroutine functions as operations.
 
-    Its subject is its first argument, where that is a name or path.
+    Their subject is the first argument, if that is a name or path, else that of the object.
     """
     found = getattr(inner, name)
     if not inspect.iscoroutinefunction(found):
         return found
 
     async def call(*args: Any, **kwargs: Any) -> Any:
+        subject = getattr(inner, "path", getattr(inner, "location", ""))
         about = args[0] if args and isinstance(args[0], str) else subject
-        async with store.operation(kind or name, about):
+        async with store.operation(name, about):
             return await found(*args, **kwargs)
 
     return call
 
 
-class FaultJoinedAttempt:
-    """A share in an attempt of a `FaultStore`."""
+class _Part:
+    """An attempt or file of a `FaultStore`; see there for other attributes."""
 
-    def __init__(self, store: FaultStore, inner: Attempt | JoinedAttempt) -> None:
+    def __init__(self, store: FaultStore, inner: Any) -> None:
         self._store = store
         self._inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        return _counted(self._store, self._inner, name, self._inner.location)
+        return _counted(self._store, self._inner, name)
+
+
+class FaultJoinedAttempt(_Part):
+    """A share in an attempt of a `FaultStore`."""
+
+    _inner: Attempt | JoinedAttempt
 
     async def create(self, path: str, **options: Any) -> FaultDataFile:
         """Create a data file, whose writes and seal are operations too."""
@@ -214,27 +220,19 @@ class FaultAttempt(FaultJoinedAttempt):
             raise
 
 
-class FaultDataFile:
+class FaultDataFile(_Part):
     """A data file of a `FaultStore`."""
 
-    def __init__(self, store: FaultStore, inner: DataFile) -> None:
-        self._store = store
-        self._inner = inner
 
-    def __getattr__(self, name: str) -> Any:
-        return _counted(self._store, self._inner, name, self._inner.path)
-
-
-class FaultFiles:
+class FaultFiles(_Part):
     """Read access of a `FaultStore`."""
 
-    def __init__(self, store: FaultStore, inner: CheckpointFiles) -> None:
-        self._store = store
-        self._inner = inner
+    _inner: CheckpointFiles
 
-    def __getattr__(self, name: str) -> Any:
-        kind = "close_files" if name == "close" else name
-        return _counted(self._store, self._inner, name, self._inner.location, kind)
+    async def close(self) -> None:
+        """Close the files, as the operation `close_files`."""
+        async with self._store.operation("close_files", self.location):
+            await self._inner.close()
 
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
         """Read a file, and damage the data by script."""

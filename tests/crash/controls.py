@@ -11,11 +11,11 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
+from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.local import datafile, posix, publish, tree
 from asyncckpt.stores.local.attempt import LocalAttempt
 from asyncckpt.stores.local.datafile import LocalDataFile
 from asyncckpt.stores.local.store import LocalStore
-from asyncckpt.stores.paths import RECORD_FILE
 
 
 def data_after_publication() -> None:
@@ -42,7 +42,7 @@ def record_first() -> None:
 
     def move(source: str, target: str) -> None:
         os.mkdir(target)
-        for name in sorted(os.listdir(source), key=lambda name: name != RECORD_FILE):
+        for name in sorted(os.listdir(source), key=lambda name: name != RECORD_NAME):
             os.rename(os.path.join(source, name), os.path.join(target, name))
         os.rmdir(source)
 

@@ -3,17 +3,17 @@
 # Rule 1: the order is begin (directory, lock, owner file), data files and puts, directories,
 #   record, attempt directory, rename, root. Each is durable before the next one depends on it.
 #   (test_the_record_is_flushed_after_everything_and_before_the_rename; tests/crash/test_power.py)
-# Rule 2: flushes that do not depend on each other run at the same time.
+# Rule 2: independent flushes run concurrently.
 # Rule 3: after a failed write or flush every further call raises that failure: the kernel may have
 #   dropped the pages, and a second flush would say that all is well.
 #   (test_a_failed_flush_of_a_data_file_is_not_repeated_and_ends_the_attempt)
 # Rule 4: a directory is locked and has an owner file before `begin` returns. The order is mkdir,
 #   lock, owner file. A sweeper that finds the directory before it is locked takes the lock and
-#   removes it, empty and without owner; that is noticed here, and another path is tried, so that a
+#   removes it, empty and without owner. This is noticed here, and another path is tried, so that a
 #   slow sweeper never removes the directory of a later round.
 #   (test_sweeping_never_takes_an_attempt_that_is_being_made)
-# Rule 5: the mark of a shared attempt comes after all of that, and what was exchanged is removed
-#   before the record is written.
+# Rule 5: the mark of a shared attempt comes last, and exchanged files are removed before the record
+#   is written.
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ import os
 from asyncckpt.errors import StoreError, UsageError
 from asyncckpt.flow.shield import cleaned_up
 from asyncckpt.flow.threads import ThreadAbandonedError
+from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.exchange import MARK, mark_of
 from asyncckpt.stores.local.epochs import fenced, writing
 from asyncckpt.stores.local.export import FilesPublication
@@ -33,11 +34,9 @@ from asyncckpt.stores.local.owners import EXCHANGE, make_owner_file, write_excha
 from asyncckpt.stores.local.posix import Descriptor, make_directories, remove_tree
 from asyncckpt.stores.local.publish import Publication, check_place
 from asyncckpt.stores.local.tree import AttemptTree, Context
-from asyncckpt.stores.paths import RECORD_FILE
 
 BIRTH_ROUNDS = 100
-"""Directories that sweepers may remove before they are locked; each has to hit a gap of
-microseconds."""
+"""Directories that sweepers may remove before they are locked, in a window of microseconds."""
 
 
 class LocalAttempt(AttemptTree):
@@ -64,12 +63,12 @@ class LocalAttempt(AttemptTree):
         """Make the attempt's directory, lock it and write its owner file. Blocking.
 
         Args:
-            exports: only `publish_files` knows whether a file or a directory is made.
+            exports: whether it becomes a file or a directory is known only to `publish_files`.
             shared: other processes may join the attempt.
 
         Raises:
             CheckpointExistsError: the name is taken by something that is not to be replaced.
-            FencedError: another process has taken the claim over.
+            FencedError: another process took over the claim.
             UsageError: the save id was used before.
             StoreError: the directory cannot be made.
         """
@@ -80,7 +79,7 @@ class LocalAttempt(AttemptTree):
             writing(layout, epoch, self.location),
         ):
             if not exports:
-                # `publish` looks again, under the lock: this spares callers from staging in vain.
+                # `publish` checks again under the lock; this saves callers from staging in vain.
                 check_place(self.location, overwrite=self._overwrite)
             make_directories(layout.root, self._directory_mode)
             for number in range(BIRTH_ROUNDS):
@@ -121,7 +120,7 @@ class LocalAttempt(AttemptTree):
             if try_lock(fd) is not False and leads_to(path, fd):
                 machine = self._context.machine()
                 write_owner(path, machine, self._name, self._save_id, self._file_mode)
-                # Where locks do not reach other hosts, one of them may have swept meanwhile.
+                # Where locks do not reach other hosts, one of these may have swept meanwhile.
                 alive = leads_to(path, fd)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -135,7 +134,7 @@ class LocalAttempt(AttemptTree):
         return fd if alive else None
 
     def _share_attempt(self, directory: int) -> None:
-        """Let other processes join: make the own owner file among theirs, then the mark."""
+        """Let other processes join: make an owner file like theirs, then the mark."""
         machine, mode = self._context.machine(), self._file_mode
         self._owner_file = make_owner_file(self._path, 0, machine, self._name, self._save_id, mode)
         if self._owner_file is None:
@@ -160,12 +159,12 @@ class LocalAttempt(AttemptTree):
         """Make the checkpoint visible and durable, or leave nothing of it. As `Attempt.publish`.
 
         Cancellation: until the rename is issued, ends the attempt and raises; from then on the
-        outcome is awaited and returned or raised instead of the cancellation.
+        outcome is returned or raised instead.
 
         Raises:
-            CheckpointExistsError: the name is taken; nothing of the other checkpoint was touched.
-            FencedError: another process has taken the claim over; `visible` says what holds.
-            SaveError: the last flush failed; `visible` says what holds.
+            CheckpointExistsError: the name is taken; the other checkpoint was not touched.
+            FencedError: another process took over the claim; see `visible`.
+            SaveError: the last flush failed; see `visible`.
             StoreError: an earlier step failed; nothing is visible.
         """
         await self._conclude(Publication, record)
@@ -173,7 +172,7 @@ class LocalAttempt(AttemptTree):
     async def publish_files(self, path: str = "") -> None:
         """Publish the file `path` of an export, or with ``""`` all of it, durably.
 
-        If it fails, nothing of the attempt is left. Cancellation, errors: as `publish`.
+        If it fails, it leaves nothing of the attempt. Cancellation, errors: as `publish`.
         """
         await self._conclude(FilesPublication, None, path)
 
@@ -207,15 +206,15 @@ class LocalAttempt(AttemptTree):
         if record is None:
             await self._flush(".")
         else:
-            writing = self._write_file(RECORD_FILE, memoryview(record), flush=False)
-            await self._context.workers.complete(writing, f"writing {RECORD_FILE}")
-            await self._flush(RECORD_FILE, ".")
+            writing = self._write_file(RECORD_NAME, memoryview(record), flush=False)
+            await self._context.workers.complete(writing, f"writing {RECORD_NAME}")
+            await self._flush(RECORD_NAME, ".")
         task = asyncio.current_task()
         cancelling = task.cancelling() if task is not None else 0
         try:
             await self._context.workers.run(self._rename, publication)
         except asyncio.CancelledError:
-            # `run` has waited for the thread: if it began at all, the outcome is known.
+            # `run` has waited for the thread: if it began, the outcome is known.
             if not publication.started:
                 raise
             while task is not None and task.cancelling() > cancelling:
@@ -248,12 +247,12 @@ class LocalAttempt(AttemptTree):
     # ------------------------------------------------------------------------------------ abort
 
     def _remove_files(self) -> None:
-        # With `_keep` the path holds the replaced checkpoint, which is never swept without its
-        # owner.
+        # With `_keep` the path holds the replaced checkpoint: without its owner file it is never
+        # swept.
         if self._keep:
             remove_owner(self._path)
         if self._owner_file is not None:
             super()._remove_files()
         elif not self._keep:
-            remove_tree(self._path, first=RECORD_FILE)
+            remove_tree(self._path, first=RECORD_NAME)
             remove_owner(self._path)

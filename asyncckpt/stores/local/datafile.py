@@ -1,7 +1,7 @@
 """A data file of an attempt: positional writes, past the page cache where that works."""
 
-# Rule 1: a page of the file is written either directly or through the page cache, never both:
-#   a write goes direct only for the pages that it covers whole.
+# Rule 1: a page of the file is written either directly or through the page cache, never both: only
+#   pages that a write covers completely are written directly.
 # Rule 2: nothing is durable before `seal`, and `seal` flushes once.
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DirectWrites:
 
     Attributes:
         mode: as `SaveOptions.direct_io`.
-        refused: device numbers whose file system has refused; asked once.
+        refused: device numbers whose file systems have refused.
     """
 
     mode: bool | Literal["auto"]
@@ -50,7 +50,7 @@ class DirectWrites:
         """Use buffered writes on this device from now on.
 
         Raises:
-            StoreError: the caller insists on direct ones.
+            StoreError: the caller insists on direct writes.
         """
         self.refused.add(device)
         if self.mode is True:
@@ -62,7 +62,10 @@ class DirectWrites:
 
 
 class LocalDataFile:
-    """An open data file. Made by `LocalAttempt.create`."""
+    """An open data file. Made by `LocalAttempt.create`.
+
+    Cancelling a call waits for its thread, then raises.
+    """
 
     def __init__(self, path: str, location: str, guard: Guard, direct: DirectWrites) -> None:
         self.path = path
@@ -111,10 +114,7 @@ class LocalDataFile:
         await self._guard.run(self._write_runs, offsets, runs)
 
     async def seal(self, nbytes: int) -> None:
-        """Flush the file at its length, once, and close it. As `DataFile.seal`.
-
-        Cancellation: waits for the thread, then raises.
-        """
+        """Flush the file at its length, once, and close it. As `DataFile.seal`."""
         self._check_open()
         await self._guard.run(self._seal, nbytes)
 
@@ -150,7 +150,7 @@ class LocalDataFile:
                 write_all(fd, view[head + done :], offset + head + done)
 
     def _write_direct(self, direct: Descriptor, view: memoryview, offset: int) -> int:
-        """Return the bytes written; the rest, if any, has to go through the page cache."""
+        """Return the bytes written; the rest must go through the page cache."""
         done = 0
         try:
             with direct.use() as fd:
@@ -181,7 +181,7 @@ class LocalDataFile:
         self.sealed = True
 
     def close(self) -> None:
-        """Close the descriptors as soon as no thread uses them. Idempotent."""
+        """Close the descriptors once no thread uses them. Idempotent."""
         for descriptor in (self._direct, self._buffered):
             if descriptor is not None:
                 descriptor.close()

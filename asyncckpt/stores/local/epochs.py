@@ -1,29 +1,28 @@
 """Claims of a local root, and the directories of their epochs.
 
-A claim is the file ``claim-<e>`` and the directory ``epoch-<e>``, in which its writer makes its
-attempts and its trash. A takeover makes the next claim, then takes away the directories of all
-lower ones. Epoch 0 belongs to no claim, and its directory is never taken away.
+A claim is the file ``claim-<e>`` and the directory ``epoch-<e>`` for its writer's attempts and
+trash. A takeover makes the next claim, then takes away the directories of all lower ones. Epoch 0
+belongs to no claim, and its directory is never taken away.
 """
 
 # Rule 1: every rename that changes what is published has one end in the directory of the epoch:
-#   publishing comes from there, replacing changes places with something there, deleting goes there.
-#   A writer that was stopped anywhere before that rename finds no such directory, and changes
-#   nothing. One that was stopped behind it has changed what the next writer sees before it begins.
-#   So there is no moment at which both may change something. No lock is involved, because a
-#   stopped process may hold any lock.
+#   publishing comes from there, replacing exchanges with something there, deleting goes there. A
+#   writer that was stopped before that rename finds no such directory, and changes nothing. One
+#   that was stopped after it made its change before the next writer began. So both can never change
+#   something at the same time. No lock is involved, because a stopped process may hold any lock.
 #   (test_a_writer_that_was_stopped_anywhere_is_fenced)
-# Rule 2: renaming the directory is not enough. A rename that has already looked it up, or a client
-#   of NFS that has it cached, reaches it under its new name. So everything is moved out of it, and
-#   then it is removed: nothing can be found or made in a directory that was removed.
+# Rule 2: renaming the directory is not enough. A rename that has already looked it up, or an NFS
+#   client that has it cached, reaches it under its new name. So everything is moved out of it, and
+#   then it is removed: nothing can be found or made in a removed directory.
 #   (test_a_directory_that_a_fenced_writer_has_open_is_dead)
-# Rule 3: the directory of an epoch is made once, by the process that has made the claim. It looks
-#   for higher claims after that. If there is one, its maker may have looked for the directory too
-#   early, so nothing is written. If there is none, the maker of the next one finds the directory.
+# Rule 3: the directory of an epoch is made once, by the process that made the claim, which then
+#   looks for higher claims. If there is one, its maker may have looked for the directory too early,
+#   so nothing is written. If there is none, the maker of the next one finds the directory.
 #   (test_a_claim_that_was_overtaken_while_it_was_made_is_lost)
-# Rule 4: nothing but a takeover removes the directory of a claim, also where it is empty, since its
-#   writer would not make it again. (test_tidying_leaves_the_directory_of_a_living_epoch)
-# Rule 5: `claim` returns when all of that is durable, and so is everything published before. If it
-#   dies half-way, the next claim does the rest.
+# Rule 4: only a takeover removes the directory of a claim, even an empty one, since its writer
+#   would not make it again. (test_tidying_leaves_the_directory_of_a_living_epoch)
+# Rule 5: `claim` returns once all of that, and everything published before, is durable. If it dies
+#   half-way, the next claim does the rest.
 #   (test_a_takeover_that_dies_at_any_call_hides_and_loses_nothing)
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ from asyncckpt.format.claim import CLAIM_NBYTES, Claim, decode_claim, encode_cla
 from asyncckpt.stores.claims import CLAIM, claim_name, fenced_error, lost_error, new_claim
 from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.posix import (
-    checked_regular,
     flush_directory,
     landed,
     make_directories,
+    open_regular,
     write_all,
 )
 from asyncckpt.stores.local.sweep import put_back
@@ -55,11 +54,11 @@ _EPOCH = re.compile(r"epoch-([1-9][0-9]*)")
 _NUMBERED = re.compile(rf"(?:claim-|epoch-|{FENCED})([0-9]+)")
 
 _TAKEN = "epoch"
-"""The directory that was taken away, in the one that its contents are moved to."""
+"""Name of the directory that was taken away, in the one that gets its contents."""
 
 _ROUNDS = 100
-"""How often a directory may be filled again while it is emptied, and be removed while a claim is
-made in it; each has to hit a gap of microseconds."""
+"""How often a directory may be refilled while it is emptied, or removed while a claim is made in
+it, each in a window of microseconds."""
 
 
 def claims(layout: Layout) -> list[Claim]:
@@ -73,7 +72,7 @@ def claim(layout: Layout) -> Claim:
     """Make the next claim and take all lower ones away from their writers. Blocking.
 
     Raises:
-        FencedError: another process makes a claim at the same time, and is faster.
+        FencedError: another process made the claim first.
         StoreError: the claim cannot be made, or a directory not be taken away.
     """
     with reported("making a claim", layout.control):
@@ -94,11 +93,7 @@ def claim(layout: Layout) -> Claim:
 
 
 def check(layout: Layout, epoch: int) -> None:
-    """Check that no claim is higher than this one. Blocking.
-
-    Raises:
-        FencedError: one is.
-    """
+    """Raise `FencedError` if a claim is higher than this one. Blocking."""
     above = [number for number in _numbers(layout) if number > epoch]
     if above:
         raise fenced_error(layout.root, epoch, _read(layout, min(above)))
@@ -106,7 +101,7 @@ def check(layout: Layout, epoch: int) -> None:
 
 @contextlib.contextmanager
 def writing(layout: Layout, epoch: int, location: str = "") -> Iterator[None]:
-    """Turn whatever fails in the block, because the epoch was taken away, into a `FencedError`."""
+    """Turn errors of the block into a `FencedError` if the epoch was taken away."""
     try:
         yield
     except FencedError:
@@ -146,7 +141,7 @@ def _make(layout: Layout) -> Claim:
 
 
 def _take_over(layout: Layout, epoch: int) -> None:
-    """Take the directories of all lower epochs away, and finish what others have begun of that."""
+    """Take away the directories of all lower epochs, and finish interrupted takeovers."""
     for name in sorted(os.listdir(layout.control)):
         found = _EPOCH.fullmatch(name)
         if found is not None and int(found[1]) < epoch:
@@ -192,16 +187,15 @@ def _numbers(layout: Layout) -> list[int]:
 
 
 def _next(layout: Layout) -> int:
-    """Return the number of the next claim, even if files of claims were removed by hand."""
+    """Return the number of the next claim, even if a person removed files of claims."""
     names = os.listdir(layout.control)
     return 1 + max([int(found[1]) for name in names if (found := _NUMBERED.match(name))], default=0)
 
 
 def _read(layout: Layout, epoch: int) -> Claim | None:
-    """Return a claim, None if it is damaged or cannot be read: its number is taken all the same."""
+    """Return a claim; None if it is damaged or unreadable, though its number is taken."""
     try:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        fd = checked_regular(os.open(_path(layout, epoch), flags))
+        fd = open_regular(_path(layout, epoch))
     except OSError:
         return None
     with open(fd, "rb", buffering=0) as file:

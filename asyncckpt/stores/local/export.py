@@ -1,7 +1,7 @@
-"""Publication of files that other programs read: a file or a directory without a commit record.
+"""Publication of files for other programs: a file or a directory without a commit record.
 
-They are written in an attempt's directory like a checkpoint: nothing of them is visible before
-they are durable, and the leftovers of a dead process are swept.
+They are written in an attempt's directory like a checkpoint: nothing is visible before it is
+durable, and the leftovers of a dead process are swept.
 """
 
 # Rule 1: without `overwrite` nothing that exists is touched; with it, only the same kind is
@@ -18,7 +18,7 @@ from asyncckpt.stores.local.posix import flush_directory, landed
 from asyncckpt.stores.local.publish import Found, Publication, record_at
 
 REPLACEABLE_SUFFIXES = (".safetensors", ".safetensors.index.json")
-"""A directory with such a file may have been made by an earlier export."""
+"""A directory with such a file may come from an earlier export."""
 
 
 class FilesPublication(Publication):
@@ -50,7 +50,7 @@ class FilesPublication(Publication):
         try:
             flush_directory(self._layout.root)
         except OSError as error:
-            # The file that was replaced is gone already: there is nothing to go back to.
+            # The replaced file is gone already: the rename cannot be taken back.
             raise SaveError(
                 f"{self._target}: flushing the directory after the rename failed: "
                 f"{error.strerror}; the file is visible but may not survive power loss. Check the "

@@ -1,4 +1,4 @@
-"""Errors of system calls, with their meaning and the next step, and attempts that they end."""
+"""Errors of system calls, with the next step, and the guard of attempts that they end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NEXT_STEPS = {
     errno.EXDEV: "the checkpoint's name is a mount point: use its parent as root of another store",
 }
 
-# Others need a change (space, rights, a new disk) before the same call can work.
+# All others need a change (space, rights, a new disk) before the same call can succeed.
 _RETRYABLE = {
     errno.EAGAIN,
     errno.EBUSY,
@@ -47,7 +47,7 @@ _RETRYABLE = {
 
 
 def store_error(action: str, path: str, error: OSError) -> StoreError:
-    """Return the `StoreError` for a failed system call: where, what, the reason, what next."""
+    """Return the `StoreError` for a failed system call: where, what, why, what next."""
     number = error.errno or 0
     name = errno.errorcode.get(number, type(error).__name__)
     text = f"{path}: {action} failed: {error.strerror or error} ({name})"
@@ -70,10 +70,10 @@ class Guard:
     """What an attempt and its data files share: threads, and the failure that ends all of them.
 
     Attributes:
-        location: where the checkpoint would be.
+        location: of the future checkpoint.
         workers: threads for every blocking call.
-        error: the first failure; every further call raises it.
-        stuck: the calls of abandoned threads, which may go on.
+        error: the first failure; every later call raises it.
+        stuck: calls of abandoned threads, which may go on.
         ended: the attempt was published or aborted.
     """
 
@@ -94,9 +94,9 @@ class Guard:
 
     @contextlib.contextmanager
     def step(self, action: str = "", path: str = "") -> Iterator[None]:
-        """Let a failure in the block end the attempt; as `reported` otherwise.
+        """End the attempt if the block fails; as `reported` otherwise.
 
-        Used in the thread that fails, too, because its caller may have been cancelled.
+        Used in the failing thread, too, because its caller may have been cancelled.
         """
         try:
             with reported(action, path):

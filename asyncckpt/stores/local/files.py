@@ -1,9 +1,9 @@
 """Read access to one checkpoint in a local directory."""
 
-# Rule 1: the directory is opened once, so that everything read comes from one checkpoint, also
-#   when another takes its name meanwhile.
+# Rule 1: the directory is opened once, so that everything read comes from one checkpoint, even if
+#   another takes its name meanwhile.
 # Rule 2: below it no link is followed and only regular files are read.
-# Rule 3: direct reads go only into memory that the caller says no forked child shares.
+# Rule 3: direct reads go only into memory that no forked child shares, as the caller promises.
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from asyncckpt.stores.local.posix import (
 from asyncckpt.stores.paths import read_parts
 
 DIRECT_READ_MIN_NBYTES = 1 << 20
-"""Smaller reads gain nothing from going past the page cache."""
+"""Smaller reads gain nothing from bypassing the page cache."""
 
 BUFFERS_PER_CALL = min(1024, os.sysconf("SC_IOV_MAX") if sys.platform != "win32" else 1024)
 """Buffers that one `preadv` takes."""
@@ -46,19 +46,16 @@ _LINK_ERRORS = {errno.ELOOP, errno.ENOTDIR, errno.EINVAL, errno.ENXIO, errno.EML
 
 
 class LocalFiles:
-    """The files of one checkpoint. Made by `LocalStore.files`; nothing is opened before it is used.
+    """The files of one checkpoint. Made by `LocalStore.files`; opened at the first use.
+
+    Cancelling a call waits for its thread, then raises.
 
     Attributes:
         capabilities: those of the store.
         closed: whether `close` was called.
     """
 
-    def __init__(
-        self,
-        location: str,
-        workers: Workers,
-        capabilities: StoreCapabilities = StoreCapabilities("any"),  # noqa: B008 - immutable
-    ) -> None:
+    def __init__(self, location: str, workers: Workers, capabilities: StoreCapabilities) -> None:
         self.location = location
         self.capabilities = capabilities
         self._workers = workers
@@ -70,10 +67,7 @@ class LocalFiles:
         return f"LocalFiles({self.location!r})"
 
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
-        """Return the whole content of a small file. As `CheckpointFiles.read`.
-
-        Cancellation: waits until the file is closed, then raises.
-        """
+        """Return the whole content of a small file. As `CheckpointFiles.read`."""
         return await self._workers.complete(self._read(path, max_nbytes), f"reading {path}")
 
     async def _read(self, path: str, max_nbytes: int) -> bytes:
@@ -109,9 +103,9 @@ class LocalFiles:
         """Fill the buffers from a run of the file. As `CheckpointFiles.read_into`.
 
         With `how.direct`, runs of at least 1 MiB whose address, offset and length are multiples of
-        `PAGE_NBYTES`, and that the page cache does not hold, are read past it. `received` is never
-        called, and `ahead_nbytes` has no effect, as nothing is copied. What comes from the page
-        cache is checked in steps of `CACHED_NBYTES`.
+        `PAGE_NBYTES` bypass the page cache, unless it holds them. As nothing is copied, `received`
+        is never called and `ahead_nbytes` has no effect. Reads from the page cache are checked in
+        steps of `CACHED_NBYTES`.
         """
         await self._workers.run(self._read_into, path, offset, buffers, how.direct, how.check)
 
@@ -179,7 +173,7 @@ class LocalFiles:
                 check(at - offset)
 
     def _fill_direct(self, path: str, at: int, buffer: Bytes) -> int:
-        """Read past the page cache and return the bytes read; the rest is for an ordinary read."""
+        """Read past the page cache; return the bytes read, which may be less than asked for."""
         view = memoryview(buffer)
         done = 0
         fd = -1
@@ -199,10 +193,7 @@ class LocalFiles:
         return done
 
     async def entries(self, path: str = "", *, max_entries: int) -> list[Entry]:
-        """List a directory, or the one file at `path`. As `CheckpointFiles.entries`.
-
-        Cancellation: waits for the thread, then raises.
-        """
+        """List a directory, or the one file at `path`. As `CheckpointFiles.entries`."""
         return await self._workers.run(self._entries, path, max_entries)
 
     def _entries(self, path: str, max_entries: int) -> list[Entry]:
@@ -237,11 +228,11 @@ class LocalFiles:
         return sorted(found)
 
     def reads(self, wanted: int | None) -> int:
-        """Return the number of reads to have in flight."""
+        """Return the reads to keep in flight."""
         return self.capabilities.reads if wanted is None else wanted
 
     async def changed(self) -> Literal["deleted", "replaced"] | None:
-        """Return whether another directory, or none, has the name of the one that was read."""
+        """Return how the directory that was read has changed; None if it still has its name."""
         return await self._workers.run(self._changed)
 
     def _changed(self) -> Literal["deleted", "replaced"] | None:
@@ -260,7 +251,7 @@ class LocalFiles:
         return None if same else "replaced"
 
     async def close(self) -> None:
-        """Close the directory once its last reader has ended. Idempotent."""
+        """Close the directory after its last reader. Idempotent."""
         if not self.closed:
             self.closed = True
             await self._workers.clean_up(self._close)
@@ -275,11 +266,11 @@ class LocalFiles:
         """Open a regular file of the checkpoint, or with O_DIRECTORY a directory.
 
         Raises:
-            OSError: with `flags`, the file is another kind, or takes no direct reads.
-            AsyncCheckpointError: names the file otherwise.
+            OSError: with `flags`, the file is of another kind or refuses direct reads.
+            AsyncCheckpointError: other failures; names the file.
         """
         try:
-            if not path:  # the path that the user gave: links to it are followed
+            if not path:  # the user's own path: links are followed
                 fd = os.open(self.location, os.O_RDONLY | os.O_NONBLOCK | flags)
                 return fd if flags & os.O_DIRECTORY else checked_regular(fd)
             parts = read_parts(path, self.location)
@@ -333,7 +324,7 @@ class LocalFiles:
 
 
 def _first(views: Iterable[memoryview], nbytes: int) -> Iterator[memoryview]:
-    """Yield the first `nbytes` of what lies in these buffers."""
+    """Yield views of the first `nbytes` of these buffers."""
     for view in views:
         if not nbytes:
             return

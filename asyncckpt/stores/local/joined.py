@@ -1,9 +1,9 @@
 """A share in an attempt that another process has begun in the same directory."""
 
-# Rule 1: the attempt's directory, and that of its epoch, are never made here: where they are not
-#   seen, the root is not shared.
-# Rule 2: the attempt is looked for in every epoch, since only process 0 knows its claim. What was
-#   taken away from it is in none, and is not joined.
+# Rule 1: the directories of attempt and epoch are never made here: where they are missing, the root
+#   is not shared.
+# Rule 2: every epoch is searched for the attempt, since only process 0 knows its claim. An attempt
+#   that was taken away is in none of them, and is not joined.
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class LocalJoinedAttempt(AttemptTree):
     """A share in an attempt, made by `LocalStore.join`."""
 
     def look(self, process: int) -> bool:
-        """Take part in the attempt if it is there; return whether it is. Blocking.
+        """Take part in the attempt if it exists; return whether it does. Blocking.
 
         Raises:
-            UsageError: a process of this number takes part in it already.
-            StoreError: it cannot be looked for, or the owner file cannot be made.
+            UsageError: a process of this number takes part already.
+            StoreError: the root cannot be read, or the owner file not be written.
         """
         name = f"{clipped(self._name)}-{self._save_id}"
         with reported("joining a save", self.location):
@@ -45,7 +45,7 @@ class LocalJoinedAttempt(AttemptTree):
         return False
 
     def _take_part(self, path: str, directory: Descriptor, process: int) -> bool:
-        """Make the own owner file; return whether the attempt was not being removed meanwhile."""
+        """Make an owner file; return False if the attempt was removed meanwhile."""
         context = self._context
         try:
             owner_file = make_owner_file(
@@ -61,15 +61,12 @@ class LocalJoinedAttempt(AttemptTree):
                 if self._guard.ended:  # this thread was abandoned, and has returned
                     self._remove()
                 return True
-        self._remove()  # the process that removes the attempt may have left it to this one
+        self._remove()  # the process that removes the attempt may leave it to this one
         self._path, self._directory, self._owner_file = "", None, None
         return False
 
     async def settle(self) -> None:
-        """Flush the directories with own files. As `JoinedAttempt.settle`.
-
-        Cancellation: waits for the threads, then raises.
-        """
+        """Flush the directories with own files. As `JoinedAttempt.settle`."""
         self._check_sealed()
         await self._flush(*self._directories, ".")
 
@@ -78,14 +75,14 @@ class LocalJoinedAttempt(AttemptTree):
 
         Cancellation: finishes, then raises.
         """
-        # A process 0 that was stopped may go on and publish: only the whole attempt is removed,
-        # once all of its processes are gone.
+        # A stopped process 0 may still publish: only the whole attempt is removed, once all of its
+        # processes have ended.
         self._own.clear()
         await self.abort()
 
 
 def _attempts(layout: Layout, name: str) -> list[str]:
-    """Return the paths that an attempt may have; listing also makes NFS look for new names."""
+    """Return paths that may be the attempt; listing also makes NFS look for new names."""
     return [
         os.path.join(epoch, this)
         for epoch in epochs(layout)

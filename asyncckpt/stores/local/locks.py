@@ -1,9 +1,9 @@
-"""Owners of directories below the root, and the locks that show that they are alive."""
+"""Owners of directories below the root, and locks that show that they are alive."""
 
-# Rule 1: a lock is `flock` on a descriptor of our own, so that it ends with the process, and is
+# Rule 1: a lock is `flock` on a descriptor of our own, so that it ends with the process. It is also
 #   released explicitly, because a forked child holds a copy of the descriptor.
-# Rule 2: a held lock means nothing until the path is seen to lead to the file that was locked: the
-#   path may have been renamed or made anew between open and lock.
+# Rule 2: a held lock means nothing until the path is seen to lead to the locked file: the path may
+#   have been renamed or made anew between open and lock.
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ if sys.platform != "win32":
     import fcntl
 
 LOCK_DEADLINE_S = 30.0
-"""How long a replacement or deletion waits for another one of the same root; each holds the lock
-for a few renames and flushes."""
+"""How long a replacement or deletion waits for another one, which is a few renames and flushes."""
 
 LOCK_POLL_S = 0.005
 
@@ -36,8 +35,8 @@ MAX_OWNER_NBYTES = 4096
 LOCAL_FILE_SYSTEMS = frozenset(
     ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
 )
-"""One kernel at a time can mount these: two would destroy them. The upper layer of an overlay
-cannot be NFS, and must not be changed by others."""
+"""File systems that only one kernel at a time can mount without destroying them. The upper layer of
+an overlay cannot be NFS, and others must not change it."""
 
 _UNSUPPORTED = {errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
@@ -72,7 +71,7 @@ def _first_line(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """What is used of the owner file next to a directory; people look at the rest."""
+    """The part of an owner file that the library uses; the rest is for people."""
 
     machine: Machine
     name: str
@@ -82,7 +81,7 @@ class Owner:
 
         Args:
             machine: where this process runs.
-            locked: whether this process has just got the owner's lock; None without locks.
+            locked: whether this process just got the owner's lock; None without locks.
             root: of the store.
         """
         if self.machine == machine:
@@ -114,7 +113,7 @@ def fill_owner(fd: int, machine: Machine, name: str, save_id: str) -> None:
         }
     )
     write_all(fd, memoryview(text.encode()), 0)
-    # After power loss an empty file would prove nothing, and the leftover would stay forever.
+    # After power loss an empty file would prove nothing, and the leftover would stay for ever.
     os.fsync(fd)
 
 
@@ -148,12 +147,11 @@ def remove_owner(path: str) -> None:
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool | None:
-    """Return whether this descriptor holds the lock now; None where there are no locks.
+    """Return whether this descriptor holds the lock now; None where locks do not work.
 
     Args:
         fd: of the file or directory.
-        shared: others may hold it so too: to look whether an owner has it, without being mistaken
-            for the owner by another one that looks.
+        shared: take a shared lock, to see whether an owner holds it without being mistaken for one.
     """
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -167,13 +165,13 @@ def try_lock(fd: int, *, shared: bool = False) -> bool | None:
 
 
 def unlock(fd: int) -> None:
-    """Free the lock, also if a forked child has a copy of the descriptor."""
+    """Release the lock, even if a forked child has a copy of the descriptor."""
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def leads_to(path: str, fd: int) -> bool:
-    """Return whether `path` is still the file or directory that was opened as `fd`."""
+    """Return whether `path` is still the file or directory opened as `fd`."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(fd))
     except FileNotFoundError:
@@ -181,7 +179,7 @@ def leads_to(path: str, fd: int) -> bool:
 
 
 def is_certainly_local(path: str) -> bool:
-    """Return whether no other machine can use the file system of an existing path. Blocking."""
+    """Return whether only this machine can use the file system of a path. Blocking."""
     try:
         mounts = Path("/proc/self/mounts").read_text("utf-8", "surrogateescape")
     except OSError:
@@ -214,7 +212,7 @@ def root_lock(layout: Layout, *, wait_s: float = LOCK_DEADLINE_S) -> Iterator[bo
         try:
             fd = os.open(layout.lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:
-            continue  # another store has just removed the empty directory
+            continue  # another store just removed the empty directory
         held: bool | None = False
         try:
             held = try_lock(fd)

@@ -1,28 +1,25 @@
 """The last error of each process, in small files for the job that continues the run."""
 
-# Rule: a note is a courtesy. What cannot be written, read or removed is passed over.
+# Rule: notes are a courtesy. Failures to write, read or remove one are ignored.
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 
-from asyncckpt.stores.paths import NOTE_NBYTES, Layout
-
-_NOTE = re.compile(r"error-[0-9]{1,9}")
+from asyncckpt.stores.paths import NOTE, NOTE_NBYTES, Layout, note_name
 
 
 def keep_note(layout: Layout, process: int, note: bytes | None) -> None:
-    """Replace the note of a process; remove it with None. Blocking."""
-    path = os.path.join(layout.control, f"error-{process}")
+    """Replace the note of a process, or remove it (None). Blocking."""
+    path = os.path.join(layout.control, note_name(process))
     with contextlib.suppress(OSError):
         if note is None:
             os.unlink(path)
             return
         with contextlib.suppress(FileExistsError):
-            os.mkdir(layout.control)  # not the root: without it, there is nothing to continue
+            os.mkdir(layout.control)  # not the root: without one there is no run to continue
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         with open(os.open(path, flags, 0o600), "wb") as file:
             file.write(note)
@@ -40,7 +37,7 @@ def take_notes(layout: Layout) -> list[bytes]:
 
 
 def collect_notes(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:
-    """Remove notes that are so old; return their names. Blocking."""
+    """Remove old notes; return their names. Blocking."""
     found: list[str] = []
     for path in _paths(layout):
         with contextlib.suppress(OSError):
@@ -53,7 +50,7 @@ def collect_notes(layout: Layout, older_than_s: float, *, dry_run: bool) -> list
 
 def _paths(layout: Layout) -> list[str]:
     try:
-        names = [name for name in os.listdir(layout.control) if _NOTE.fullmatch(name)]
+        names = [name for name in os.listdir(layout.control) if NOTE.fullmatch(name)]
     except OSError:
         return []
     return [os.path.join(layout.control, name) for name in sorted(names)]

@@ -1,21 +1,21 @@
 """Attempts in which several processes write: their owner files, the mark, and passed-on files.
 
-Each of the processes, process 0 too, has `<attempt>.owner-<p>`, which it keeps locked while it may
-write and removes when it does not any more.
+Each process, including process 0, has `<attempt>.owner-<p>`. It keeps the file locked while it may
+write, and removes it afterwards.
 """
 
 # Rule 1: a process that joins sees the mark, makes its owner file and looks for the mark again. A
 #   process that removes the attempt removes the mark before it looks for owner files. In every
-#   order of the two, one sees the other.
+#   interleaving, one sees the other.
 #   (test_a_process_that_joins_while_the_attempt_is_removed_notices_it)
-# Rule 2: a process that gives up removes its own owner file before it looks for others. Of several,
-#   the last one therefore finds none, and removes what is left. Looking takes shared locks, which
-#   two that look at the same time do not mistake for an owner's.
+# Rule 2: a process that gives up removes its own owner file before it looks for others. So the last
+#   of several finds none, and removes the rest. Looking takes shared locks, so that two processes
+#   that look at the same time do not take each other for an owner.
 #   (test_a_process_that_looks_for_owners_is_not_taken_for_one)
-# Rule 3: `<attempt>.owner` goes last: until then a sweep can prove that a directory is dead, at
-#   whatever moment its remover was killed. (tests/stores/local/test_shared_kills.py)
-# Rule 4: process 0 is the only one that publishes. Once it is dead, nothing in the attempt can
-#   become visible, and taking it from the others costs them an error, never data.
+# Rule 3: `<attempt>.owner` is removed last: until then a sweep can prove that a directory is dead,
+#   whenever its remover was killed. (tests/stores/local/test_shared_kills.py)
+# Rule 4: only process 0 publishes. Once it is dead, nothing in the attempt can become visible, and
+#   its removal costs the others an error, never data.
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ import re
 from collections.abc import Iterator
 
 from asyncckpt.errors import UsageError
+from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.exchange import MARK, MARK_NBYTES, is_mark_of
 from asyncckpt.stores.local.locks import (
     Machine,
@@ -35,11 +36,11 @@ from asyncckpt.stores.local.locks import (
     try_lock,
     unlock,
 )
-from asyncckpt.stores.local.posix import checked_regular, remove_tree, write_all
-from asyncckpt.stores.paths import CONTROL, OWNER_SUFFIX, RECORD_FILE
+from asyncckpt.stores.local.posix import open_regular, remove_tree, write_all
+from asyncckpt.stores.paths import CONTROL, OWNER_SUFFIX
 
 EXCHANGE = f"{CONTROL}-exchange"
-"""Directory in an attempt for the mark and what its processes pass on."""
+"""Directory in an attempt for the mark and passed-on files."""
 
 _PROCESS = re.compile(rf"(.+){re.escape(OWNER_SUFFIX)}-[0-9]{{1,9}}", re.DOTALL)
 
@@ -71,7 +72,7 @@ def make_owner_file(
     """Make and lock the owner file of a process; return None if it was swept meanwhile.
 
     Raises:
-        UsageError: there is one of this number.
+        UsageError: this process has one already.
     """
     path = f"{attempt}{OWNER_SUFFIX}-{process}"
     try:
@@ -97,7 +98,7 @@ def make_owner_file(
 
 
 def owned_by_process(path: str) -> str | None:
-    """Return the attempt of which `path` is the owner file of one process, else None."""
+    """Return the attempt whose per-process owner file `path` is, or None."""
     match = _PROCESS.fullmatch(path)
     return match[1] if match else None
 
@@ -113,13 +114,13 @@ def owner_files(attempt: str) -> Iterator[str]:
 
 
 def is_abandoned(attempt: str, directory: int, machine: Machine, root: str) -> bool:
-    """Return whether every process is proven dead that shares the attempt, process 0 aside.
+    """Return whether all processes that share the attempt, except process 0, are proven dead.
 
-    Then no other process joins it any more.
+    If so, no other process joins it any more.
 
     Args:
         attempt: its path.
-        directory: a descriptor of it.
+        directory: its descriptor.
         machine: where this process runs.
         root: of the store.
     """
@@ -130,15 +131,9 @@ def is_abandoned(attempt: str, directory: int, machine: Machine, root: str) -> b
     return all(_is_dead(path, machine, root) for path in owner_files(attempt))
 
 
-def remove_abandoned(attempt: str, directory: int, machine: Machine, root: str) -> None:
-    """Remove a shared attempt that is still there, unless one of its processes is alive."""
-    if leads_to(attempt, directory) and is_abandoned(attempt, directory, machine, root):
-        remove_attempt(attempt)
-
-
 def remove_attempt(attempt: str) -> None:
-    """Remove an attempt with all of its owner files. Others may be removing it too."""
-    remove_tree(attempt, first=RECORD_FILE)
+    """Remove an attempt and its owner files. Other processes may be removing it too."""
+    remove_tree(attempt, first=RECORD_NAME)
     for path in owner_files(attempt):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -146,7 +141,7 @@ def remove_attempt(attempt: str) -> None:
 
 
 def remove_dead_owner_files(attempt: str, machine: Machine, root: str) -> None:
-    """Remove the owner files of dead processes of an attempt whose directory is gone."""
+    """Remove the owner files of dead processes of an attempt without a directory."""
     for path in owner_files(attempt):
         if _is_dead(path, machine, root):
             with contextlib.suppress(FileNotFoundError):
@@ -154,7 +149,7 @@ def remove_dead_owner_files(attempt: str, machine: Machine, root: str) -> None:
 
 
 def is_locked(path: str) -> bool:
-    """Return whether a process holds the lock of an owner file, as far as locks reach."""
+    """Return whether a process holds the lock of an owner file, where locks work."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -178,7 +173,7 @@ def _is_dead(path: str, machine: Machine, root: str) -> bool:
     try:
         locked = try_lock(fd, shared=True)
         owner = None if locked is False else parse_owner(fd)
-        # Torn: killed while it was written, or being written; then its process looks again.
+        # Torn: its process was killed while writing it, or is writing it and will look again.
         return locked is True if owner is None else owner.is_dead(machine, locked, root)
     finally:
         unlock(fd)
@@ -189,7 +184,7 @@ def _is_dead(path: str, machine: Machine, root: str) -> bool:
 
 
 def write_exchange(directory: int, name: str, data: memoryview, mode: int) -> None:
-    """Write a file for the other processes; they see all of it, or nothing."""
+    """Write a file for the other processes, who see all of it or nothing."""
     aside = f"{EXCHANGE}/.{name}.new"
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     fd = os.open(aside, flags, mode, dir_fd=directory)
@@ -201,10 +196,9 @@ def write_exchange(directory: int, name: str, data: memoryview, mode: int) -> No
 
 
 def read_exchange(directory: int, name: str, max_nbytes: int) -> bytes | int | None:
-    """Return what was passed on, or its size if that exceeds `max_nbytes`; None if it is absent."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    """Return a passed-on file, its size if that exceeds `max_nbytes`, or None if it is absent."""
     try:
-        fd = checked_regular(os.open(f"{EXCHANGE}/{name}", flags, dir_fd=directory))
+        fd = open_regular(f"{EXCHANGE}/{name}", dir_fd=directory)
     except FileNotFoundError:
         return None
     with open(fd, "rb", buffering=0) as file:

@@ -1,13 +1,13 @@
-"""System calls of the local store, with details that Python's `os` leaves out.
+"""System calls of the local store that Python's `os` lacks, or offers without their details.
 
-Everything here blocks and belongs in a worker thread.
+All functions block: call them in a worker thread.
 """
 
-# Rule 1: a failed flush is reported and never repeated: the kernel may have dropped the pages,
-#   and a second call would report success.
+# Rule 1: a failed flush is reported and never repeated: the kernel may have dropped the pages, and
+#   a second call would report success.
 #   (test_a_failed_flush_of_a_data_file_is_not_repeated_and_ends_the_attempt)
-# Rule 2: a descriptor is closed when its last user has finished, never while one uses it: the
-#   number could already belong to another file.
+# Rule 2: a descriptor is closed after its last use, never during one: its number could already
+#   belong to another file.
 #   (test_closing_waits_for_nobody_and_pulls_no_descriptor_away)
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if sys.platform != "win32":
     import fcntl
 
 PAGE_NBYTES = max(4096, mmap.PAGESIZE)
-"""Unit of direct I/O here. Never less than a page of the page cache, so that no page is written
-both past the cache and through it."""
+"""Unit of direct I/O. At least a page of the page cache, so that no page is written both past the
+cache and through it."""
 
 DIRECT_MIN_NBYTES = 64 << 10
 """Below this, one direct write costs more than the copy into the page cache that it saves."""
@@ -45,11 +45,11 @@ _UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 class UnsupportedCallError(Exception):
-    """The system or file system does not offer this call; nothing has happened."""
+    """The system or file system does not offer this call; nothing was done."""
 
 
 class Descriptor:
-    """A file descriptor that several threads use and that is closed after the last of them."""
+    """A file descriptor that several threads use, closed after the last of them."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -62,7 +62,7 @@ class Descriptor:
         """Yield the number, valid inside the block.
 
         Raises:
-            OSError: EBADF, it was closed.
+            OSError: EBADF if it was closed.
         """
         with self._lock:
             if not self._open:
@@ -74,7 +74,7 @@ class Descriptor:
             self._release()
 
     def close(self) -> None:
-        """Refuse new users, and close the descriptor once the present ones are done. Idempotent."""
+        """Refuse new users, and close the descriptor after the present ones. Idempotent."""
         with self._lock:
             if not self._open:
                 return
@@ -93,7 +93,7 @@ class Descriptor:
 
 
 def rename_noreplace(source: str, target: str) -> None:
-    """Rename `source` to `target`; raise FileExistsError if something is there.
+    """Rename `source` to `target`; raise FileExistsError if that exists.
 
     Raises:
         UnsupportedCallError: the file system cannot do this in one step.
@@ -107,9 +107,9 @@ def rename_exchange(source: str, target: str) -> None:
 
 
 def landed(rename: Callable[[str, str], None], source: str, target: str) -> None:
-    """Call `rename(source, target)`; succeed also if it was done but reported as failed.
+    """Call `rename(source, target)`; succeed even if it was done but reported as failed.
 
-    A network file system may report an error for a call that it has carried out.
+    Network file systems may report an error for a call that they have carried out.
 
     Raises:
         FileExistsError, UnsupportedCallError, OSError: nothing was renamed.
@@ -198,27 +198,27 @@ def make_directories(path: str, mode: int) -> None:
         except FileExistsError:
             if not os.path.isdir(new):
                 raise NotADirectoryError(errno.ENOTDIR, "Not a directory", new) from None
-        # Also when another process was faster: its flush may not have happened yet.
+        # Even if another process made it, whose flush may not have happened yet.
         flush_directory(os.path.dirname(new))
 
 
 def preallocate(fd: int, nbytes: int) -> None:
-    """Reserve blocks for `nbytes`, if the file system offers that.
+    """Reserve blocks for `nbytes`, if the file system can.
 
     Parallel direct writes then need neither block allocation nor a growing length, which ext4 and
-    xfs serialise. libc's own `posix_fallocate` is not used: without support it writes every block.
-    A full disk is left to the writes to report, as `nbytes` is an expectation.
+    xfs serialise. Not `posix_fallocate` of libc: without support it writes every block. A full disk
+    is left for the writes to report, as `nbytes` is only expected.
     """
     function = None if sys.platform == "darwin" else _c_function("fallocate")
     if function is None or nbytes <= 0:
         return
     if function(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) != 0:
         with contextlib.suppress(OSError):
-            os.ftruncate(fd, 0)  # frees blocks that were reserved before it failed
+            os.ftruncate(fd, 0)  # frees blocks that were reserved before the failure
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:
-    """Write all of `data` at `offset`, also where the system writes only a part at a time."""
+    """Write all of `data` at `offset`, in as many calls as the system needs."""
     while len(data):
         written = os.pwrite(fd, data, offset)
         if written <= 0:
@@ -252,8 +252,15 @@ def open_below(directory: int, parts: tuple[str, ...], flags: int = 0) -> int:
     return fd if flags & os.O_DIRECTORY else checked_regular(fd)
 
 
+def open_regular(path: str, *, dir_fd: int | None = None) -> int:
+    """Open a regular file for reading, without following a link; else as `checked_regular`."""
+    # O_NONBLOCK: opening a FIFO would wait for a writer.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    return checked_regular(os.open(path, flags, dir_fd=dir_fd))
+
+
 def checked_regular(fd: int) -> int:
-    """Return the descriptor; for anything but a regular file, close it and raise EINVAL."""
+    """Return the descriptor of a regular file; close any other and raise EINVAL."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file")
@@ -263,7 +270,7 @@ def checked_regular(fd: int) -> int:
 def cached(fd: int, offset: int, nbytes: int) -> bool:
     """Return whether at least half of a page-aligned run of the file is in the page cache.
 
-    True where the kernel does not tell (another user's file, another system).
+    True if the kernel does not say (another user's file, another system).
     """
     mincore = None if sys.platform == "darwin" else _c_function("mincore")
     if mincore is None:
@@ -274,7 +281,7 @@ def cached(fd: int, offset: int, nbytes: int) -> bool:
         return True
     pages = -(-nbytes // mmap.PAGESIZE)
     state = np.zeros(pages, np.uint8)
-    # The array is gone at the end of the line: a mapping with exported views cannot be closed.
+    # The array must not outlive this line: a mapping with exported views cannot be closed.
     address = int(np.frombuffer(region, dtype=np.uint8).ctypes.data)
     try:
         vector = ctypes.c_void_p(state.ctypes.data)
@@ -286,11 +293,11 @@ def cached(fd: int, offset: int, nbytes: int) -> bool:
 
 
 def remove_tree(path: str, *, first: str | None = None, dir_fd: int | None = None) -> None:
-    """Remove everything at `path`; links are not followed. Others may be removing it too.
+    """Remove everything at `path`, following no links. Other processes may be removing it too.
 
     Args:
         path: a file, link or directory.
-        first: name of a file directly in it that is removed before everything else.
+        first: name of a file directly in it to be removed first.
         dir_fd: directory that `path` is relative to.
     """
     try:

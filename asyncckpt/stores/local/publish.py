@@ -5,20 +5,20 @@ aside happen under the root's lock, and two directories change places with `RENA
 that there is no moment without a checkpoint.
 """
 
-# Rule 1: whatever has the name keeps it until it was inspected under the lock. Others that replace
-#   or delete hold the lock too, and a publication without the lock never replaces: so nothing
-#   unexpected is renamed away between the look and the rename.
+# Rule 1: whatever has the name keeps it until it was inspected under the lock. Every replacement or
+#   deletion holds the lock, and a publication without the lock never replaces. So nothing else is
+#   renamed away between the look and the rename.
 #   (test_of_two_processes_exactly_one_wins_each_round)
-# Rule 2: an old checkpoint is removed only after the flush of the root has succeeded: before, power
-#   loss may bring its name back. (test_a_replaced_checkpoint_is_removed_after_the_flush)
-# Rule 3: taking a rename back is a replacement like any other: under the lock, and only of the very
-#   directory that was published. Without it: A renames, its flush fails; B overwrites A's
+# Rule 2: an old checkpoint is removed only after the root was flushed: before, power loss may bring
+#   its name back. (test_a_replaced_checkpoint_is_removed_after_the_flush)
+# Rule 3: taking a rename back is a replacement like any other: under the lock, and only of the
+#   directory that was published. Otherwise: A renames, its flush fails; B overwrites A's
 #   checkpoint, is durable and acknowledged; A renames B's checkpoint back and removes it.
 #   (test_a_publication_is_taken_back_only_while_it_has_the_name)
-# Rule 4: a writer whose epoch is taken away changes nothing any more: stores/local/epochs.py.
-# Rule 5: a directory that is no checkpoint may be a person's work: it is moved, never removed,
-#   unless it is empty. At the place of a step it is a leftover of the run; elsewhere, where it may
-#   be a project, and if it is the root of a run, it is moved only with `overwrite`.
+# Rule 4: a writer whose epoch was taken away changes nothing any more: stores/local/epochs.py.
+# Rule 5: a directory that is no checkpoint may be a person's work: unless empty it is moved, never
+#   removed. At the place of a step it is a leftover of the run; elsewhere, where it may be a
+#   project, and if it is the root of a run, it is moved only with `overwrite`.
 
 from __future__ import annotations
 
@@ -33,38 +33,39 @@ from typing import Literal
 from asyncckpt.errors import CheckpointExistsError, SaveError, StoreError
 from asyncckpt.format.record import STEP_NAME
 from asyncckpt.options import MAX_RECORD_NBYTES
+from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.local.epochs import fenced, writing
 from asyncckpt.stores.local.failures import reported
 from asyncckpt.stores.local.locks import leads_to, remove_owner, root_lock, write_owner
 from asyncckpt.stores.local.posix import (
     UnsupportedCallError,
-    checked_regular,
     flush_directory,
     landed,
+    open_regular,
     remove_tree,
     rename_exchange,
     rename_noreplace,
 )
 from asyncckpt.stores.local.tree import Context
-from asyncckpt.stores.paths import CONTROL, RECORD_FILE
+from asyncckpt.stores.paths import CONTROL
 
 log = logging.getLogger("asyncckpt.stores")
 
 Found = Literal["nothing", "ours", "checkpoint", "directory", "other"]
 
 NAMED_ENTRIES = 3
-"""Entries of a directory that an error names: enough to tell whose it is."""
+"""Entries of a directory that an error names, to tell whose it is."""
 
 
 def check_place(target: str, *, overwrite: bool) -> None:
-    """Refuse to save where something is that a save does not replace. Blocking.
+    """Refuse a place with something that a save does not replace. Blocking.
 
-    Without `overwrite`, a directory without a record file makes way only if it is empty, or at the
+    Without `overwrite`, a directory without a record file is moved only if it is empty, or at the
     place of a step and not the root of a run.
 
     Raises:
-        CheckpointExistsError: a file, or a directory that is not to be moved; says what is in it.
-        OSError: it cannot be looked at.
+        CheckpointExistsError: a file, or a directory that must not be moved; says what is in it.
+        OSError: it cannot be inspected.
     """
     if os.path.lexists(target) and not os.path.isdir(target):
         raise file_in_the_way(target)
@@ -73,7 +74,7 @@ def check_place(target: str, *, overwrite: bool) -> None:
 
 
 def file_in_the_way(target: str) -> CheckpointExistsError:
-    """Return the error for a file, or a dangling link, at the place of a checkpoint."""
+    """Return the error for a file or dangling link at the place of a checkpoint."""
     return CheckpointExistsError(
         f"{target}: a file exists here; move it away or choose another name",
         location=target,
@@ -83,18 +84,18 @@ def file_in_the_way(target: str) -> CheckpointExistsError:
 
 
 def refuse_unrelated(target: str) -> None:
-    """Raise for a directory that is no checkpoint and may be a person's work. Blocking."""
+    """Raise for a directory that is no checkpoint but may be a person's work. Blocking."""
     try:
         with os.scandir(target) as entries:
             names = sorted(entry.name for entry in entries)
     except (FileNotFoundError, NotADirectoryError):
         return
-    if not names or RECORD_FILE in names:
+    if not names or RECORD_NAME in names:
         return
     steps = [
         name
         for name in names
-        if STEP_NAME.fullmatch(name) and os.path.lexists(os.path.join(target, name, RECORD_FILE))
+        if STEP_NAME.fullmatch(name) and os.path.lexists(os.path.join(target, name, RECORD_NAME))
     ]
     if steps:
         shown = sorted(steps, key=int)[-NAMED_ENTRIES:]
@@ -117,16 +118,15 @@ def refuse_unrelated(target: str) -> None:
 
 
 def record_at(directory: str) -> bytes | None:
-    """Return the record file in a directory, or None if none can be read."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    """Return the record file in a directory; None if there is none, or it is no regular file."""
     try:
-        fd = checked_regular(os.open(os.path.join(directory, RECORD_FILE), flags))
+        fd = open_regular(os.path.join(directory, RECORD_NAME))
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENOTDIR):
             return None
         raise
     with open(fd, "rb") as file:
-        # Python reserves as much as is asked for, before it reads.
+        # Python allocates as much as is asked for before it reads.
         data = file.read(min(os.fstat(fd).st_size, MAX_RECORD_NBYTES) + 1)
     return data if len(data) <= MAX_RECORD_NBYTES else None
 
@@ -138,15 +138,15 @@ class Publication:
     Attributes:
         context: of the store.
         attempt: path of the attempt's directory.
-        file: the file in it that is published alone, for exports; else all of it is.
+        file: for exports, the only file in it that is published; empty for the whole directory.
         name: under which it is published.
         save_id: of the attempt.
         epoch: the claim under which it writes.
         overwrite: replace a checkpoint.
-        mode: of files that are made.
-        started: the rename may have been issued; from here on the outcome must be awaited.
+        mode: of created files.
+        started: the rename may have been issued; from then on the outcome must be awaited.
         error: why it failed, or None.
-        keep_source: a checkpoint that may be needed again is at `source` now.
+        keep_source: the attempt's path now holds a checkpoint that may be needed again.
     """
 
     context: Context
@@ -173,12 +173,11 @@ class Publication:
 
         Args:
             directory: a descriptor of the attempt's directory, to which its path must still lead.
-                Unlike the record's bytes it cannot be mistaken for that of another attempt.
 
         Raises:
             CheckpointExistsError: the name is taken by a file, or without `overwrite` by a
                 checkpoint or an unrelated directory.
-            FencedError: another process has taken the claim over; `visible` says whether this
+            FencedError: another process took over the claim; `visible` says whether this
                 checkpoint was published before.
             SaveError: the flush failed; `visible` says whether the rename could be taken back.
             StoreError: the rename failed; nothing is visible.
@@ -191,7 +190,7 @@ class Publication:
                 reported("publishing the checkpoint", self._target),
                 writing(self._layout, self.epoch, self._target),
             ):
-                # After a takeover this path leads nowhere.
+                # After a takeover the path leads nowhere.
                 if not leads_to(self.attempt, directory):
                     raise SaveError(
                         f"{self._source}: the directory of this attempt disappeared before it was "
@@ -252,7 +251,7 @@ class Publication:
         try:
             landed(rename_noreplace, self._source, self._target)
         except UnsupportedCallError:
-            # Under the lock no other store gets between the look and the rename.
+            # Under the lock no other store renames between the look and the rename.
             if os.path.lexists(self._target):
                 raise FileExistsError(errno.EEXIST, "File exists", self._target) from None
             landed(os.rename, self._source, self._target)
@@ -354,7 +353,7 @@ class Publication:
     def _remove(self, path: str) -> None:
         # The save has succeeded: what cannot be removed now is left to `sweep`.
         try:
-            remove_tree(path, first=RECORD_FILE)
+            remove_tree(path, first=RECORD_NAME)
             remove_owner(path)
         except OSError as error:
             log.warning("%s: removing what was replaced failed: %s", path, error)

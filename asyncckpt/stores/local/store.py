@@ -22,7 +22,7 @@ from asyncckpt.options import (
     LOCAL_CONCURRENCY,
     SLOT_NBYTES,
 )
-from asyncckpt.ports import Removal, Sizes, StoreCapabilities
+from asyncckpt.ports import RECORD_NAME, Removal, Sizes, StoreCapabilities
 from asyncckpt.stores.claims import check_epoch
 from asyncckpt.stores.exchange import check_process, find_mark
 from asyncckpt.stores.local.attempt import LocalAttempt
@@ -45,11 +45,10 @@ from asyncckpt.stores.local.posix import flush_directory, landed, remove_tree
 from asyncckpt.stores.local.publish import record_at
 from asyncckpt.stores.local.sweep import collect, sweep, tidy
 from asyncckpt.stores.local.tree import Context
-from asyncckpt.stores.paths import CONTROL, RECORD_FILE, Layout, check_name, check_save_id
-from asyncckpt.stores.paths import open_local as open_local
+from asyncckpt.stores.paths import CONTROL, Layout, check_name, check_save_id
 
 JOIN_PAUSES_S = 0.001, 0.1
-"""Between two looks for an attempt to join, at first and at most: a look is a few system calls."""
+"""First and longest pause between two looks for an attempt to join: each is a few system calls."""
 
 
 class LocalStore:
@@ -58,16 +57,16 @@ class LocalStore:
     Cancelling a call waits for its thread, then raises.
 
     Args:
-        root: the directory; it need not exist before the first save.
+        root: the directory; need not exist before the first save.
         workers: threads for every blocking call.
-        direct_io: write past the page cache where it works (``"auto"``), insist on it, or never.
-        is_valid: whether the content of a record file is a commit record. A directory that has
-            none is not a checkpoint: saving a step in its place moves it to `.asyncckpt/aside-…`,
-            and saving under another name does so with `overwrite` only.
-        machine: returns the host and boot that owner files are compared with.
+        direct_io: write past the page cache where possible (``"auto"``), always, or never.
+        is_valid: whether the content of a record file is a commit record. A directory without one
+            is not a checkpoint: saving a step in its place moves it to `.asyncckpt/aside-…`; under
+            another name, only saving with `overwrite` does.
+        machine: returns the host and boot to compare owner files with.
 
     Raises:
-        UsageError: Windows, which lacks the renames and flushes that are needed here.
+        UsageError: on Windows, which lacks the necessary renames and flushes.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class LocalStore:
         data_file_nbytes: int | None = None,
         concurrency: int | None = None,
     ) -> Sizes:
-        """Return the sizes asked for, with writes of one slot: local disk does not care."""
+        """Return the sizes asked for, with windows of one slot."""
         return Sizes(
             data_file_nbytes or DEFAULT_DATA_FILE_NBYTES,
             SLOT_NBYTES,
@@ -113,7 +112,7 @@ class LocalStore:
         )
 
     async def claim(self) -> Claim:
-        """Take the root over from the job that has claimed it. As `Store.claim`.
+        """Take over the root. As `Store.claim`.
 
         Cancellation: waits for the thread, then raises; the claim may have been made.
         """
@@ -140,12 +139,12 @@ class LocalStore:
         shared: bool = False,
         exports: bool = False,
     ) -> LocalAttempt:
-        """Make and lock a directory for an attempt, and durably its parents. As `Store.begin`.
+        """Make and lock a directory for an attempt, and durable parents. As `Store.begin`.
 
         Raises:
             UsageError: the name is not one path part, or the save id was used before.
-            CheckpointExistsError: something is at the name that a save does not replace.
-            FencedError: another process has taken the claim over.
+            CheckpointExistsError: the name is taken by something that a save does not replace.
+            FencedError: another process took over the claim.
             StoreError: the directory cannot be made.
         """
         check_name(name)
@@ -175,12 +174,12 @@ class LocalStore:
 
         Makes no directory.
 
-        Cancellation: gives the share up, then raises.
+        Cancellation: aborts the share, then raises.
 
         Raises:
             UsageError: the name is not one path part, or the process takes part already.
-            CheckpointNotFoundError: there was no such attempt for `timeout_s`.
-            StoreError: it cannot be looked for.
+            CheckpointNotFoundError: no such attempt appeared within `timeout_s`.
+            StoreError: the root cannot be read, or an owner file not be written.
         """
         check_name(name)
         check_save_id(save_id)
@@ -207,7 +206,7 @@ class LocalStore:
         return await self.begin(name, save_id, overwrite=overwrite, private=private, exports=True)
 
     async def settled(self) -> None:
-        """Do nothing: other programs find all files when the record is there."""
+        """Do nothing: a published checkpoint is whole for other programs."""
 
     async def names(self) -> list[str]:
         """Return the names of all directories below the root; none if there is no root."""
@@ -236,7 +235,7 @@ class LocalStore:
         await self._workers.run(lambda: self._empty_trash(*self._move_to_trash(name, epoch)))
 
     async def unlist(self, name: str, *, epoch: int = 0, seal: bytes = b"") -> Removal:
-        """Delete the name, durably; once cancelled, the bytes are left to `sweep`."""
+        """Delete the name durably; after a cancellation, `sweep` removes the bytes."""
         check_name(name)
         check_epoch(epoch)
         self._wrote = True
@@ -250,7 +249,7 @@ class LocalStore:
         return partial(self._workers.run, self._empty_trash, *moved[0])
 
     def _move_to_trash(self, name: str, epoch: int, seal: bytes = b"") -> tuple[str, int]:
-        """Unlist a checkpoint durably; return where it is, and a descriptor that has locked it."""
+        """Unlist a checkpoint durably; return its new path, and a descriptor that locks it."""
         with writing(self._layout, epoch, self._layout.target(name)):
             return self._moved_to_trash(name, epoch, seal)
 
@@ -269,8 +268,7 @@ class LocalStore:
                     raise absent
                 write_owner(trash, self._context.machine(), name, "", 0o600)
                 try:
-                    # The lock tells sweepers that the deletion is alive. If its publisher still
-                    # holds it, that lock keeps them away.
+                    # The lock, or that of a living publisher, keeps sweepers away.
                     fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
                     try_lock(fd)
                     landed(os.rename, target, trash)
@@ -291,7 +289,7 @@ class LocalStore:
     def _empty_trash(self, trash: str, fd: int) -> None:
         try:
             with reported("deleting", trash):
-                remove_tree(trash, first=RECORD_FILE)
+                remove_tree(trash, first=RECORD_NAME)
         finally:
             self._leave_trash(trash, fd)
 

@@ -1,19 +1,20 @@
 """Removal of the leftovers of dead saves and deletions, and only of those proven dead.
 
 Proven dead: the owner file names this host and this boot, and the lock is free; or it names this
-host and another boot, and the file system is certainly local. An attempt that several processes
-share is dead when all of them are. Everything else is kept for a person to remove; so are `aside-…`
-directories, which were never ours, and claims.
+host and another boot, and the file system is certainly local. A shared attempt is dead when all of
+its processes are. Everything else is kept for a person to remove, including claims and `aside-…`
+directories, which were never ours.
 """
 
 # Rule 1: a held lock keeps its directory, whatever the owner file says.
 #   (test_a_held_lock_outweighs_an_owner_file_of_another_boot)
-# Rule 2: a free lock proves death only among processes that share locks. Two machines may have one
-#   host name (clones of an image), see one network file system, and not see each other's locks
-#   (local_flock, nolock): then the other one's living attempt has a free lock and another boot.
+# Rule 2: a free lock proves death only among processes that share locks. Two machines may have the
+#   same host name (clones of an image) and use the same network file system without seeing each
+#   other's locks (local_flock, nolock): then a living attempt of one has, for the other, a free
+#   lock and another boot.
 #   (test_another_boot_proves_nothing_where_the_file_system_may_be_shared)
-# Rule 3: a directory without a readable owner file may be one that is just being made: it goes
-#   only if it is empty, which its maker notices (stores/local/attempt.py, rule 4).
+# Rule 3: a directory without a readable owner file may be in the making: it is removed only if it
+#   is empty, which its maker notices (stores/local/attempt.py, rule 4).
 # Rule 4: renames of the root are flushed before bytes are removed, so that power loss cannot
 #   bring back a name whose files are gone. (tests/crash/test_power.py)
 
@@ -64,14 +65,14 @@ _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 def sweep(layout: Layout, this_machine: Callable[[], Machine]) -> list[str]:
     """Remove leftovers that are proven dead and return their names. Blocking.
 
-    Returns without doing anything while another process replaces, deletes or sweeps here, and
-    where this process may not write.
+    Does nothing while another process replaces, deletes or sweeps here, or if this process may not
+    write.
 
     Raises:
         StoreError: removing failed.
     """
     removed: list[str] = []
-    claims: list[tuple[str, int]] = []
+    dead: list[tuple[str, int]] = []
     with reported("sweeping", layout.control):
         if not _leftovers(layout):
             return []
@@ -79,13 +80,13 @@ def sweep(layout: Layout, this_machine: Callable[[], Machine]) -> list[str]:
             with root_lock(layout, wait_s=0.0) as alone:
                 machine = this_machine()
                 for path in _leftovers(layout):
-                    fd = _claim(layout, machine, path, removed, alone)
+                    fd = _lock_dead(layout, machine, path, removed, alone)
                     if fd is not None:
-                        claims.append((path, fd))
-                if claims:
+                        dead.append((path, fd))
+                if dead:
                     flush_directory(layout.root)
                     flush_directory(layout.control)
-            for path, _ in claims:
+            for path, _ in dead:
                 remove_attempt(path)
                 removed.append(os.path.relpath(path, layout.control))
         except StoreError:
@@ -94,29 +95,29 @@ def sweep(layout: Layout, this_machine: Callable[[], Machine]) -> list[str]:
             if error.errno not in _READ_ONLY:
                 raise
         finally:
-            for _, fd in claims:
+            for _, fd in dead:
                 unlock(fd)
                 os.close(fd)
     return removed
 
 
-def _claim(
+def _lock_dead(
     layout: Layout, machine: Machine, path: str, removed: list[str], alone: bool
 ) -> int | None:
-    """Return a locked descriptor of a leftover that is proven dead and to be removed, else None."""
+    """Return a locked descriptor of a leftover if it is proven dead, else None."""
     owner = read_owner(path)
     ours = owner is not None and owner.machine.host == machine.host
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
-        # A torn owner file: one that is written before its directory is so under the root's lock.
+        # A torn owner file: those written before their directories are so under the root's lock.
         if ours or (owner is None and alone):
             remove_owner(path)
         remove_dead_owner_files(path, machine, layout.root)
         return None
     except OSError:
         return None  # not a directory: not made by this library
-    claimed = False
+    removable = False
     try:
         locked = try_lock(fd)
         if locked is False or not leads_to(path, fd):
@@ -128,12 +129,13 @@ def _claim(
                     remove_owner(path)
                     removed.append(os.path.relpath(path, layout.control))
             return None
-        dead = owner.is_dead(machine, locked, layout.root)
-        dead = dead and is_abandoned(path, fd, machine, layout.root)
-        claimed = dead and not (_was_replaced(path) and _put_back(layout, path, owner.name))
-        return fd if claimed else None
+        dead = owner.is_dead(machine, locked, layout.root) and is_abandoned(
+            path, fd, machine, layout.root
+        )
+        removable = dead and not (_was_replaced(path) and _put_back(layout, path, owner.name))
+        return fd if removable else None
     finally:
-        if not claimed:
+        if not removable:
             unlock(fd)
             os.close(fd)
 
@@ -163,7 +165,7 @@ def collect(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:
 def _discard(layout: Layout, path: str, *, dry_run: bool) -> bool:
     """Remove the leftover unless it is locked; return whether it is dead.
 
-    A checkpoint that was being replaced, and whose successor never arrived, is put back instead.
+    A replaced checkpoint whose successor never arrived is put back instead.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -182,7 +184,7 @@ def _discard(layout: Layout, path: str, *, dry_run: bool) -> bool:
             return False
         if _was_replaced(path):
             owner = read_owner(path)
-            # Without an owner it may be the only one of its name, which is unknown.
+            # Without an owner file its name is unknown, and it may be the only one of it.
             if owner is None or _put_back(layout, path, owner.name, dry_run=dry_run):
                 return False
         if not dry_run:
@@ -194,7 +196,7 @@ def _discard(layout: Layout, path: str, *, dry_run: bool) -> bool:
 
 
 def _written_s(path: str) -> float:
-    """Return when something in the leftover was last written, in seconds since 1970, or now."""
+    """Return when the leftover was last written to, in seconds since 1970, or now."""
     newest = 0.0
     for top in (path, path + OWNER_SUFFIX, *owner_files(path)):
         with contextlib.suppress(FileNotFoundError):
@@ -207,9 +209,9 @@ def _written_s(path: str) -> float:
 
 
 def tidy(layout: Layout) -> None:
-    """Remove our directories that are empty and unused. Blocking.
+    """Remove our empty directories, except those of claims. Blocking.
 
-    Those of claims are never unused: stores/local/epochs.py, rule 4.
+    See stores/local/epochs.py, rule 4.
     """
     unclaimed = os.path.basename(layout.epoch(0))
     with contextlib.suppress(OSError, StoreError):
@@ -262,7 +264,7 @@ def listing(path: str) -> list[str]:
 
 
 def _was_replaced(path: str) -> bool:
-    """Return whether this leftover is a checkpoint that was being replaced.
+    """Return whether this leftover is a replaced checkpoint.
 
     In epoch 0 it is an attempt, whose checkpoint may have any name.
     """
@@ -271,14 +273,14 @@ def _was_replaced(path: str) -> bool:
 
 
 def put_back(layout: Layout, path: str) -> None:
-    """Put this leftover back if it is a checkpoint whose replacement cannot arrive. Blocking."""
+    """Put this leftover back if it is a checkpoint whose successor cannot arrive. Blocking."""
     owner = read_owner(path) if _was_replaced(path) else None
     if owner is not None and os.path.isdir(path):
         _put_back(layout, path, owner.name)
 
 
 def _put_back(layout: Layout, old: str, name: str, *, dry_run: bool = False) -> bool:
-    """Put the replaced checkpoint back if its successor never arrived; return whether it is."""
+    """Put back a replaced checkpoint unless its successor arrived; return whether it is kept."""
     try:
         target = layout.target(check_name(name))
     except UsageError:

@@ -1,11 +1,11 @@
 """The directory of an attempt, and the files that this process writes in it."""
 
-# Rule 1: a directory is flushed by every process that has names in it: the others' flushes may have
-#   come before these names.
-# Rule 2: own files of a shared attempt are removed by their paths, never through the directory's
+# Rule 1: every process flushes the directories with its names: the others' flushes may have come
+#   before these names.
+# Rule 2: own files of a shared attempt are removed by path, never through the directory's
 #   descriptor: if process 0 publishes meanwhile, the paths lead nowhere.
 #   (test_an_abort_that_comes_after_publication_removes_nothing)
-# Rule 3: once a thread was abandoned, the mount does not answer, and clean-up waits until the
+# Rule 3: once a thread was abandoned, because the mount does not answer, clean-up waits until the
 #   thread returns. (tests/cancellation/test_stuck_mount.py)
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import aiofiles
 from asyncckpt.errors import AsyncCheckpointError, UsageError
 from asyncckpt.flow.shield import run_all
 from asyncckpt.flow.threads import Workers
+from asyncckpt.ports import RECORD_NAME
 from asyncckpt.stores.exchange import check_passed, too_large
 from asyncckpt.stores.local.datafile import DirectWrites, LocalDataFile
 from asyncckpt.stores.local.failures import Guard, reported
@@ -32,12 +33,13 @@ from asyncckpt.stores.local.locks import Machine, leads_to, unlock
 from asyncckpt.stores.local.owners import (
     EXCHANGE,
     OwnerFile,
+    is_abandoned,
     read_exchange,
-    remove_abandoned,
+    remove_attempt,
     write_exchange,
 )
 from asyncckpt.stores.local.posix import Descriptor, flush_directory, flush_file
-from asyncckpt.stores.paths import RECORD_FILE, Layout, check_file
+from asyncckpt.stores.paths import Layout, check_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +49,9 @@ class Context:
     Attributes:
         layout: paths below the root.
         workers: threads for every blocking call.
-        machine: returns the host and boot that owner files are compared with. Blocking.
+        machine: returns the host and boot to compare owner files with. Blocking.
         direct: whether and where writes go past the page cache.
-        is_valid: whether the content of a record file is a commit record. Stores know no records.
+        is_valid: whether the content of a record file is a commit record.
     """
 
     layout: Layout
@@ -62,7 +64,8 @@ class Context:
 class AttemptTree:
     """What every process of an attempt does in its directory.
 
-    Subclasses open the directory, and say how an attempt ends.
+    Subclasses open the directory and end the attempt. Cancelling a call waits for its threads, then
+    raises.
     """
 
     def __init__(self, context: Context, name: str, save_id: str, *, private: bool) -> None:
@@ -110,7 +113,7 @@ class AttemptTree:
                 file.close()
 
     async def put(self, path: str, data: bytes | memoryview, *, in_record: bool = False) -> None:
-        """Write a small file, durably. Cancellation: waits until it is closed, then raises."""
+        """Write a small file, durably."""
         self._guard.check()
         check_file(path, self.location)
         writing = self._write_file(path, memoryview(data).cast("B"), flush=True)
@@ -161,10 +164,7 @@ class AttemptTree:
     # --------------------------------------------------------------------------------- exchange
 
     async def pass_on(self, path: str, data: bytes | memoryview) -> None:
-        """Write a file for the other processes, not durably. As `AttemptFiles.pass_on`.
-
-        Cancellation: waits for the thread, then raises.
-        """
+        """Write a file for the other processes, not durably. As `AttemptFiles.pass_on`."""
         self._check_exchange(path)
         await self._guard.run(self._pass_on, path, memoryview(data).cast("B"))
 
@@ -175,10 +175,7 @@ class AttemptTree:
             self._own.append(where)
 
     async def taken(self, path: str, *, max_nbytes: int) -> bytes | None:
-        """Return what a process has passed on, or None. As `AttemptFiles.taken`.
-
-        Cancellation: waits for the thread, then raises.
-        """
+        """Return what a process has passed on, or None. As `AttemptFiles.taken`."""
         self._check_exchange(path)
         found = await self._context.workers.run(self._taken, path, max_nbytes)
         if isinstance(found, int):
@@ -210,7 +207,7 @@ class AttemptTree:
         await run_all(self._context.workers, [partial(self._flush_one, path) for path in paths])
 
     def _flush_one(self, path: str) -> None:
-        if path != RECORD_FILE:
+        if path != RECORD_NAME:
             with self._step("flushing the directory", path) as directory:
                 flush_directory(path, dir_fd=directory)
             return
@@ -226,14 +223,14 @@ class AttemptTree:
     async def abort(self) -> None:
         """Remove everything of the attempt; do nothing if it has ended.
 
-        Of a shared one, remove what this process has written, and the rest if no other process of
-        it is alive. After threads were abandoned, this happens when they return, or a sweep does
-        it.
+        Of a shared attempt, remove what this process wrote, and the rest if no other of its
+        processes is alive. After threads were abandoned, this happens when they return, or in a
+        sweep.
 
         Cancellation: finishes, then raises.
 
         Raises:
-            StoreError: files could not be removed; `LocalStore.sweep` will try again.
+            StoreError: files could not be removed; `LocalStore.sweep` tries again.
             ThreadAbandonedError: the file system does not answer.
         """
         if self._guard.ended:
@@ -241,7 +238,7 @@ class AttemptTree:
         self._guard.ended = True
         if not self._guard.stuck:
             await self._context.workers.clean_up(self._remove)
-        # Each may yet make a file: what the last one leaves is removed when it returns.
+        # Each may still make a file, which is removed when it returns.
         for call in self._guard.stuck:
             call.add_done_callback(self._remove_later)
 
@@ -263,20 +260,23 @@ class AttemptTree:
             self._release()
 
     def _remove_files(self) -> None:
-        """Remove own files and the own owner file, then all if no other process is alive."""
+        """Remove own files and owner file, then everything if no other process is alive."""
         assert self._directory is not None and self._owner_file is not None
         with self._directory.use() as directory:
             try:
                 if leads_to(self._path, directory):
                     # The record first: without it, nothing here looks like a checkpoint.
-                    for path in sorted(self._own, key=lambda path: path != RECORD_FILE):
+                    for path in sorted(self._own, key=lambda path: path != RECORD_NAME):
                         with contextlib.suppress(FileNotFoundError):
                             os.unlink(os.path.join(self._path, path))
             finally:
                 self._owner_file.drop()
                 unlock(directory)  # of process 0
-            context = self._context
-            remove_abandoned(self._path, directory, context.machine(), context.layout.root)
+            machine, root = self._context.machine(), self._context.layout.root
+            if leads_to(self._path, directory) and is_abandoned(
+                self._path, directory, machine, root
+            ):
+                remove_attempt(self._path)
 
     def _release(self) -> None:
         if self._owner_file is not None:

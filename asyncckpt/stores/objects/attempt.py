@@ -1,18 +1,17 @@
 """One attempt to save one checkpoint on an object store."""
 
 # Rule 1: before the record, an attempt writes only names that carry its save id. The content of
-#   every other file is stored in such an object, or in the record, until the attempt has won.
-# Rule 2: it ends with exactly one of `publish` and `abort`; both run to their end, however often
-#   the caller is cancelled.
+#   every other file is in such an object, or in the record, until the attempt has won.
+# Rule 2: it ends with exactly one of `publish` and `abort`; both finish, however often the caller
+#   is cancelled.
 # Rule 3: after a failure every further call raises it.
-# Rule 4: `publish` returns when the record stands. The fixed names follow in the background, and
-#   the next record of this store after them, so that at most one checkpoint lacks them.
-# Rule 5: with a claim, the record is followed by one look for a higher one. If there is any, the
-#   save is not acknowledged, and nothing of it is removed (claims/counting.py, rule 1).
+# Rule 4: `publish` returns when the record is written. The fixed names follow in the background.
+#   The store's next record waits for them, so that at most one checkpoint lacks them.
+# Rule 5: with a claim, one look for a higher claim follows the record. If there is one, the save is
+#   not acknowledged, and nothing of it is removed (claims/counting.py, rule 1).
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -20,11 +19,10 @@ from collections.abc import Awaitable, Callable
 from asyncckpt.errors import SaveError, SaveOutcomeUnknownError, StoreError
 from asyncckpt.flow.shield import cleaned_up, to_completion
 from asyncckpt.stores.exchange import MARK, mark_of
-from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.context import Context, Record, owned
 from asyncckpt.stores.objects.layout import fixed_path, join
 from asyncckpt.stores.objects.probe import Conditions
-from asyncckpt.stores.objects.publish import AFTER_S, Publication
+from asyncckpt.stores.objects.publish import Publication, bounded
 from asyncckpt.stores.objects.repair import repair_quietly
 from asyncckpt.stores.objects.share import ObjectShare
 from asyncckpt.stores.paths import check_file
@@ -37,10 +35,10 @@ class ObjectAttempt(ObjectShare):
 
     Args:
         epoch: the claim under which it writes, 0 for none.
-        max_age_s: older than this it does not publish.
-        conditions: awaited before the record; the conditional requests that the store honours,
-            with ``versions=True`` those on versions too.
-        shared: other processes may join it, once `mark` has returned.
+        max_age_s: an attempt older than this does not publish.
+        conditions: returns which conditional requests the store honours; with ``versions=True``
+            those on versions too.
+        shared: other processes may join it once `mark` has returned.
     """
 
     def __init__(
@@ -80,8 +78,8 @@ class ObjectAttempt(ObjectShare):
     async def put(self, path: str, data: bytes | memoryview, *, in_record: bool = False) -> None:
         """Make the content of a small file durable.
 
-        Without the save id in its path, it gets its name when the attempt has won. Until then its
-        content is in the object `source(path)`, or with `in_record` in the record alone.
+        A file without the save id in its path gets its name when the attempt has won. Until then
+        its content is in the object `source(path)`, or with `in_record` only in the record.
         """
         self._sending.check()
         check_file(path, self.location)
@@ -99,9 +97,9 @@ class ObjectAttempt(ObjectShare):
 
         Raises:
             CheckpointExistsError: the name is taken; the other checkpoint was not touched.
-            FencedError: another process has taken the claim over; the record may count or not.
-            SaveOutcomeUnknownError: whether that is so could not be found out.
-            SaveError: the attempt is too old; or whether the record arrived is unknown.
+            FencedError: another process took over the claim; the record may count or not.
+            SaveOutcomeUnknownError: whether the claim was taken over is unknown.
+            SaveError: the attempt is too old, or it is unknown whether the record arrived.
             StoreError: an earlier step failed; nothing is visible.
         """
         try:
@@ -113,7 +111,7 @@ class ObjectAttempt(ObjectShare):
         await to_completion(self._conclude(publication))
 
     async def _publication_of(self, record: bytes) -> Publication:
-        """Return what publishes the record, once it is known which conditions the store obeys."""
+        """Find out which conditions the store obeys, and return the publication."""
         self._sending.check_sealed(self._files)
         conditions = await self._conditions(versions=self._overwrite)
         self._check_age()
@@ -149,7 +147,7 @@ class ObjectAttempt(ObjectShare):
             background.tidy(self._end_exchange())
 
     async def _finish(self, publication: Publication, replaced: Record | None) -> None:
-        """Write the fixed names, and those that earlier saves could not write."""
+        """Write the fixed names, then those that earlier saves could not write."""
         background = self._context.background
         background.unnamed.add(self._name)
         try:
@@ -162,7 +160,7 @@ class ObjectAttempt(ObjectShare):
                 await publication.settle(replaced)
             while background.unnamed:
                 await repair_quietly(self._context, background.unnamed.pop())
-        except Exception:  # which nobody waits for; the checkpoint is committed
+        except Exception:  # in the background: no caller would see it
             log.exception("%s: completing a committed checkpoint failed", self.location)
 
     async def _put_record(self, publication: Publication) -> Record | None:
@@ -173,7 +171,7 @@ class ObjectAttempt(ObjectShare):
         if found is None:
             return None
         if await found.counts(self._context):
-            # A process that was taken over is to learn that, and not what others have saved since.
+            # A process that was taken over must learn that first.
             await self._context.claims.check(self._epoch, self.location)
             raise publication.exists(found)
         return await publication.replace(await self._conditions(versions=True))
@@ -192,21 +190,17 @@ class ObjectAttempt(ObjectShare):
             ) from error
 
     async def _end_exchange(self) -> None:
-        """Remove the mark, and what was passed on and read. Raises nothing of the store's."""
-        try:
-            async with asyncio.timeout(AFTER_S):
-                await self._context.requests.delete(sorted(self._exchanged))
-        except (RequestError, TimeoutError) as error:
-            log.warning(
-                "%s: the checkpoint is committed; what its processes have passed on could not be "
-                "removed: %s; 'asyncckpt gc' does so later",
-                self.location,
-                f"not within {AFTER_S:g} s" if isinstance(error, TimeoutError) else error,
-            )
+        """Remove the mark and the exchanged objects. Logs failures of the store."""
+        trouble = (
+            "; what its processes have passed on could not be removed: %s; 'asyncckpt gc' does so "
+            "later"
+        )
+        async with bounded(self.location, trouble):
+            await self._context.requests.delete(sorted(self._exchanged))
 
     def _check_age(self) -> None:
         monotonic, wall = self._begun
-        # A suspended machine stops the one clock, a person sets the other.
+        # A suspended machine stops the first clock; a person may set the second.
         age_s = max(time.monotonic() - monotonic, time.time() - wall)
         if age_s > self._max_age_s:
             raise SaveError(

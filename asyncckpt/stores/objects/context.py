@@ -1,8 +1,8 @@
-"""State that all parts of an object store share, and reads of the record and of fixed contents."""
+"""State shared by all parts of an object store, and reads of records and of fixed-name contents."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sized
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,30 +13,28 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.format.record import FixedName, Outline
 from asyncckpt.options import KIB, MAX_RECORD_NBYTES
 from asyncckpt.stores.objects.claims.counting import Claims
-from asyncckpt.stores.objects.clients.client import Body, RequestError, unless_missing
-from asyncckpt.stores.objects.layout import RECORD, join, owner
+from asyncckpt.stores.objects.clients.client import Body, unless_missing
+from asyncckpt.stores.objects.layout import LISTED_MAX, RECORD, join, owner
 from asyncckpt.stores.objects.requests.requests import Requests
 
 T = TypeVar("T")
+SizedT = TypeVar("SizedT", bound=Sized)
 
 READS_MAX = 3
-"""Reads of a long record that is not valid before it is taken for damaged."""
+"""Reads of a long invalid record before it counts as damaged."""
 
 HEAD_NBYTES = 4 * KIB
-"""Beginning of a record that tells which save it is of and which fixed names it lists."""
-
-OBJECTS_MAX = 1 << 20
-"""Objects of one checkpoint that are listed to be removed."""
+"""Beginning of a record, with its save id and usually all of its fixed names."""
 
 INLINE_NBYTES = 64 * KIB
-"""Up to here bytes are copied and checked on the loop (some 5 µs); above, in a worker thread."""
+"""Up to this size bytes are copied and checked on the event loop (about 5 µs)."""
 
 
 class Background:
-    """Work of a store that goes on after its records were written.
+    """Background tasks of a store, which begin once a record is written.
 
     Attributes:
-        unnamed: checkpoints whose fixed names could not be written, to be tried again.
+        unnamed: checkpoints whose fixed names still have to be written.
     """
 
     def __init__(self) -> None:
@@ -50,12 +48,12 @@ class Background:
         self._naming.append((name, Beside(work)))
 
     def tidy(self, work: Coroutine[Any, Any, None]) -> None:
-        """Begin what nobody waits for before the store is closed."""
+        """Begin work that only `ended` waits for."""
         self._tidying = [other for other in self._tidying if not other.done]
         self._tidying.append(Beside(work))
 
     async def named(self, name: str | None = None) -> None:
-        """Wait until no fixed names are being written, of one checkpoint or of any."""
+        """Wait until no fixed names are being written, of this checkpoint or of any."""
         for other, work in tuple(self._naming):
             if name in (None, other):
                 await work.settled()
@@ -72,15 +70,15 @@ class Context:
     """State that all attempts and readers of a store share.
 
     Attributes:
-        requests: every request goes through it.
+        requests: makes every request.
         workers: threads for copies and checks of more than `INLINE_NBYTES`.
         save_id_of: returns the save id in a commit record, or None for anything else.
         outline_of: returns the outline of a commit record, or None for anything else; with
-            ``head=True`` that of its beginning alone, unchecked.
-        epoch_of: returns the epoch of a commit record or of its beginning, None if it does not say.
+            ``head=True``, from the beginning of a record, unchecked.
+        epoch_of: returns the epoch in a commit record or its beginning, or None.
         claims: decide which records count.
-        google: Orbax's mark is written last.
-        background: what goes on after a record was written.
+        google: write Orbax's mark last.
+        background: background tasks.
     """
 
     requests: Requests
@@ -98,27 +96,27 @@ class Record:
     """An object at a record's key.
 
     Attributes:
-        data: its bytes; empty where they are too many for a record.
+        data: its bytes; None if there are more than the reader allows.
         save_id: identity of the save that it commits; None if it is not a valid record.
         epoch: the claim under which it was written, 0 for none.
     """
 
-    data: bytes
+    data: bytes | None
     save_id: str | None
     epoch: int = 0
 
     async def counts(self, context: Context) -> bool:
-        """Return whether it is none that was written after its writer was taken over.
+        """Return whether its writer had not been taken over; true if it is not a valid record.
 
-        What is no valid record counts as what it is. Raises `StoreError`.
+        Raises `StoreError`.
         """
         return self.save_id is None or await context.claims.counts(self.save_id, self.epoch)
 
     async def outline(self, context: Context) -> Outline:
         """Return its outline, which is empty if it is not a valid record."""
         found = None
-        if self.save_id is not None:
-            found = await run_sized(context, len(self.data), context.outline_of, self.data)
+        if self.data is not None and self.save_id is not None:
+            found = await run_sized(context, context.outline_of, self.data)
         return found or Outline(self.save_id or "")
 
 
@@ -128,58 +126,41 @@ def shared_paths(outline: Outline) -> frozenset[str]:
 
 
 async def read_record(context: Context, name: str) -> Record | None:
-    """Return what is at the record's key now; None if nothing is.
-
-    Raises:
-        RequestError: it could not be read, and may be anything.
-    """
-    try:
-        data, save_id = await read_at_once(context, name, max_nbytes=MAX_RECORD_NBYTES)
-    except RequestError as error:
-        if error.kind == "missing":
-            return None
-        raise
-    epoch = context.epoch_of(data) if data and save_id is not None else None
-    return Record(data or b"", save_id, epoch or 0)
+    """Return what is at the record's key now; None if nothing is. Raises `RequestError`."""
+    with unless_missing():
+        return await read_present(context, name, max_nbytes=MAX_RECORD_NBYTES)
+    return None
 
 
-async def read_at_once(
-    context: Context, name: str, *, max_nbytes: int
-) -> tuple[bytes | None, str | None]:
-    """Return the bytes at the record's key (None: more than `max_nbytes`), and their save id.
+async def read_present(context: Context, name: str, *, max_nbytes: int) -> Record:
+    """Return what is at the record's key. Raises `RequestError`, also if it is missing.
 
-    A record that takes several requests may be replaced between them, and is then read again.
-
-    Raises:
-        RequestError: it could not be read.
+    A record that takes several requests may be replaced between them; it is then read again.
     """
     for _ in range(READS_MAX):
         data = await context.requests.read(join(name, RECORD), max_nbytes=max_nbytes)
         if data is None:
-            return None, None
-        save_id = await run_sized(context, len(data), context.save_id_of, data)
+            return Record(None, None)
+        save_id = await run_sized(context, context.save_id_of, data)
         if save_id is not None or len(data) <= context.requests.policy.first_read_nbytes:
             break
-    return data, save_id
+    epoch = context.epoch_of(data) if data and save_id is not None else None
+    return Record(data, save_id, epoch or 0)
 
 
 async def read_head(context: Context, name: str) -> bytes | None:
-    """Return the first `HEAD_NBYTES` of the record, which differ between saves; None if it is gone.
+    """Return the first `HEAD_NBYTES` of the record, which differ between saves; None if missing.
 
-    Raises:
-        RequestError: it could not be read.
+    Raises `RequestError`.
     """
-    try:
+    with unless_missing():
         return bytes(await context.requests.get(join(name, RECORD), 0, HEAD_NBYTES))
-    except RequestError as error:
-        if error.kind == "missing":
-            return None
-        raise
+    return None
 
 
 async def paths_of(context: Context, name: str, save_id: str | None) -> list[str]:
     """Return the paths below a checkpoint that carry this save id. Raises `RequestError`."""
-    listed = await context.requests.list(name, recursive=True, limit=OBJECTS_MAX)
+    listed = await context.requests.list(name, recursive=True, limit=LISTED_MAX)
     paths = [entry.key.removeprefix(f"{name}/") for entry in listed]
     return [path for path in paths if owner(path) == save_id]
 
@@ -206,7 +187,7 @@ async def load_fixed(
             with unless_missing():
                 key = join(name, fixed.object)
                 data = await context.requests.read(key, max_nbytes=fixed.nbytes)
-        if data is None or not await run_sized(context, len(data), fixed.matches, data):
+        if data is None or not await run_sized(context, fixed.matches, data):
             raise CorruptCheckpointError(
                 f"{location}/{fixed.object or RECORD}: the copy of {fixed.path} is missing or "
                 "damaged; only other programs need that file, and the checkpoint itself does not",
@@ -220,9 +201,9 @@ async def load_fixed(
     return dict(await together(load(fixed) for fixed in names))
 
 
-async def run_sized(context: Context, nbytes: int, work: Callable[..., T], data: object) -> T:
-    """Return `work(data)`, run in a worker thread where the data are large."""
-    if nbytes <= INLINE_NBYTES:
+async def run_sized(context: Context, work: Callable[[SizedT], T], data: SizedT) -> T:
+    """Return `work(data)`, run in a worker thread if the data are large."""
+    if len(data) <= INLINE_NBYTES:
         return work(data)
     return await context.workers.run(work, data)
 
@@ -236,5 +217,4 @@ async def owned(context: Context, data: Body) -> bytes:
     """Return a copy of the bytes that never changes."""
     if isinstance(data, bytes):
         return data
-    view = as_view(data)
-    return await run_sized(context, len(view), bytes, view)
+    return await run_sized(context, bytes, as_view(data))

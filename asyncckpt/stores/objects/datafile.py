@@ -1,13 +1,13 @@
 """Data files of an attempt on an object store, each sent by one request.
 
-A `WindowFile` is one window: `write` sends it, under another name for every try, and it is stored
-when `write` returns. Nothing is copied. A `SerialFile`, for the index, is written from its
-beginning in any pieces; it is collected, and `seal` sends it.
+A `WindowFile` is one window: `write` sends it without a copy, under another name for every try, and
+it is stored when `write` returns. A `SerialFile`, for the index, is written in order, in pieces of
+any size; `seal` sends them as one body.
 """
 
-# Rule 1: a body that was handed to a request that was then given up may still be on its way:
-#   `write` says so, and nothing here sends from memory that it fills again.
-# Rule 2: every key that a request is made for is noted before the request is made.
+# Rule 1: an abandoned request may still be sending its body: `write` says so, and nothing here
+#   sends from memory that it fills again.
+# Rule 2: every key is noted before a request for it is made.
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from asyncckpt.stores.objects.failures import reported, store_error
 from asyncckpt.stores.objects.layout import retried
 
 ABORT_S = 20.0
-"""Longest time for an abort, which delays the error of a save that is past its deadline; gc removes
-what a dead store holds."""
+"""Longest time for an abort, which delays the error of a save past its deadline; gc removes the
+rest later."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,8 +36,8 @@ class Sending:
         context: of the store.
         prefix: key of the checkpoint.
         keys: every object that may exist because of this attempt.
-        orphans: those of them that no file of it refers to.
-        error: the first failure; the attempt cannot be continued.
+        orphans: those to which no file of it refers.
+        error: the first failure, which ends the attempt.
         ended: nothing more is sent.
     """
 
@@ -54,11 +54,7 @@ class Sending:
         return self.context.requests.location(self.prefix)
 
     def check(self) -> None:
-        """Check that the attempt can be continued.
-
-        Raises:
-            AsyncCheckpointError: the first failure, or `UsageError` where it has ended.
-        """
+        """Raise the first failure, or `UsageError` if the attempt has ended."""
         if self.error is not None:
             raise self.error
         if self.ended:
@@ -100,14 +96,14 @@ class Sending:
         await uninterrupted(remove())
 
     def failed(self, action: str, key: str, error: RequestError) -> AsyncCheckpointError:
-        """Return the error to raise; every further call raises one like the first."""
+        """Return the error to raise; every later call raises one like the first."""
         location = self.context.requests.location(key)
         # Not the same one: with its traceback it would keep the body of the request alive.
         self.error = self.error or store_error(action, location, error, stage="upload")
         return store_error(action, location, error, stage="upload")
 
     async def send(self, key: str, body: Body) -> tuple[str, bool]:
-        """Store an object; return the key that it got, and whether the body can be used again."""
+        """Store an object; return its key, and whether the body may be reused."""
 
         def name(attempt: int) -> str:
             this = retried(key, attempt)
@@ -122,9 +118,9 @@ class Sending:
         return sent.key, sent.reusable
 
     async def send_named(self, key: str, body: Body) -> None:
-        """Store an object under just this key. The body must never change again.
+        """Store an object under exactly this key.
 
-        An earlier try that is still on its way then writes the same bytes.
+        The body must never change again: a late earlier try then writes the same bytes.
         """
         self.keys.add(key)
         try:
@@ -135,6 +131,8 @@ class Sending:
 
 class ObjectDataFile:
     """An open data file. Made by `ObjectAttempt.create`.
+
+    Cancelling a call ends its request, then raises.
 
     Attributes:
         path: its path; final once it is sealed.
@@ -152,18 +150,12 @@ class ObjectDataFile:
         return f"{type(self).__name__}({self._context.requests.location(self._key)!r})"
 
     async def write(self, offset: int, data: Bytes | bytearray) -> bool:
-        """Write all of `data` at `offset`. As `DataFile.write`.
-
-        Cancellation: ends the request and raises.
-        """
+        """Write all of `data` at `offset`. As `DataFile.write`."""
         self._check()
         return not len(data) or await self._write(offset, data)
 
     async def seal(self, nbytes: int) -> None:
-        """Make the file durable, under the name that `path` then says. As `DataFile.seal`.
-
-        Cancellation: ends the request and raises.
-        """
+        """Make the file durable under its final `path`. As `DataFile.seal`."""
         self._check()
         await self._seal(nbytes)
         self.sealed = True
@@ -214,7 +206,7 @@ class WindowFile(ObjectDataFile):
 
 
 class SerialFile(ObjectDataFile):
-    """A file that is written from its beginning to its end, and held until it is sealed."""
+    """A file that is written in order, and held in memory until it is sealed."""
 
     def __init__(self, sending: Sending, path: str) -> None:
         super().__init__(sending, path)
@@ -243,7 +235,7 @@ class SerialFile(ObjectDataFile):
         if nbytes > len(self._buffer):
             raise self._refused(f"{len(self._buffer)} bytes were written, and {nbytes} are sealed")
         del self._buffer[nbytes:]
-        # Under its own name: the index refers to itself by it.
+        # Under exactly this name, by which the index refers to itself.
         body, self._buffer = self._buffer, bytearray()
         await self._sending.send_named(self._key, body)
 
@@ -272,5 +264,5 @@ def open_file(
 
 
 def cut(data: Bytes | bytearray, nbytes: int) -> Bytes | bytearray:
-    """Return the data without the padding at the end; a slice of a `bytearray` is a copy."""
+    """Return the first `nbytes`, without padding; a slice of a `bytearray` is a copy."""
     return data if len(data) == nbytes else data[:nbytes]

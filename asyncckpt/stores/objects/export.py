@@ -1,15 +1,16 @@
-"""Files that other programs read, as objects under their final names: one file, or a set.
+"""Files for other programs, as objects under their final names: one file, or a set.
 
-An object appears whole or not at all, so that one file needs nothing else. Of a set, the files
-appear one after the other when all of them are uploaded, and the index last, without which readers
+An object appears whole or not at all, so that one file needs nothing else. The files of a set
+appear one after the other once all of them are uploaded, and last the index, without which readers
 do not see a set.
 """
 
-# Rule 1: nothing is visible before `publish_files`: files are sent in parts of uploads that are not
-#   completed, or are held in memory where they are short or the client has no such uploads.
+# Rule 1: nothing is visible before `publish_files`: files are sent as parts of open uploads, or are
+#   held in memory where they are short or the client has no such uploads.
 # Rule 2: an object is replaced only with `overwrite`, and only by one of its kind. Without it, each
-#   object is created on condition where the store obeys that, also by the completion of an upload.
-# Rule 3: an abort ends uploads and deletes nothing: these names are not ours alone.
+#   object, including one made by completing an upload, is created on condition that there is none,
+#   where the store obeys that.
+# Rule 3: an abort ends uploads and deletes nothing: others use these names too.
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ from asyncckpt.errors import CheckpointExistsError, UsageError
 from asyncckpt.flow.shield import cleaned_up, to_completion, together
 from asyncckpt.options import SLOT_NBYTES
 from asyncckpt.stores.local.export import REPLACEABLE_SUFFIXES
-from asyncckpt.stores.objects.clients.client import unless_missing
+from asyncckpt.stores.objects.clients.client import RequestError, unless_missing
 from asyncckpt.stores.objects.context import Context, owned
 from asyncckpt.stores.objects.datafile import ABORT_S, Sending
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.layout import RECORD, check_key, join
-from asyncckpt.stores.objects.uploads import ExportFile, abort_uploads, open_export_file
+from asyncckpt.stores.objects.uploads import ExportFile, abort_pending
 from asyncckpt.stores.paths import check_file
 
 ENTRIES_MAX = 100_000
@@ -59,7 +60,7 @@ class ObjectExport:
     ) -> ExportFile:
         """Open a new file for writing, in windows of a slot (or `window_nbytes`).
 
-        One whose path is the export's name becomes that object itself, as the only one.
+        A file whose path is the export's name becomes that object itself, and is the only one.
 
         Raises:
             UsageError: the path is refused, or the client cannot send such a file.
@@ -69,7 +70,7 @@ class ObjectExport:
         check_key(self.location, path)
         key = self._name if path == self._name else join(self._name, path)
         window = SLOT_NBYTES if window_nbytes is None else window_nbytes
-        file = open_export_file(self._sending, path, key, nbytes, window, new=self._new)
+        file = ExportFile(self._sending, path, key, nbytes, window, new=self._new)
         self._files.append(file)
         return file
 
@@ -83,9 +84,9 @@ class ObjectExport:
     async def publish_files(self, path: str = "") -> None:
         """Publish the file `path`, or with ``""`` all files, under their names, durably.
 
-        If it fails before the first object has appeared, nothing of the export is left.
+        If it fails before the first object has appeared, it leaves nothing.
 
-        Cancellation: shielded; the outcome is awaited, and returned or raised instead.
+        Cancellation: shielded; the outcome is returned or raised instead.
 
         Raises:
             CheckpointExistsError: something exists there that may not be replaced.
@@ -116,7 +117,7 @@ class ObjectExport:
         self._sending.ended = True
 
     async def _replaced(self, single: bool) -> list[str]:
-        """Return the keys of a set that is removed because this one takes its place."""
+        """Return the keys of a set that this one replaces, to be deleted."""
         with reported("looking at what exists there", self.location, stage="commit"):
             below = await self._requests.list(self._name, recursive=False, limit=ENTRIES_MAX)
             is_object = False
@@ -150,17 +151,25 @@ class ObjectExport:
         return CheckpointExistsError(f"{self.location}: {what}{advice}", location=self.location)
 
     async def abort(self) -> None:
-        """End every open upload of the export; do nothing if it has ended.
+        """Abort every open upload of the export; do nothing if it has ended. Raises `StoreError`.
 
         Cancellation: finishes, then raises.
-
-        Raises:
-            StoreError: an upload could not be aborted.
         """
         await self._sending.end(
             self._abort, "aborting uploads", "the bucket's lifecycle rule removes them"
         )
 
     async def _abort(self) -> None:
-        async with asyncio.timeout(ABORT_S):
-            await abort_uploads(self._sending, self._files)
+        failed: list[RequestError] = []
+        try:
+            async with asyncio.timeout(ABORT_S):
+                for file in self._files:
+                    try:
+                        await file.abort()
+                    except RequestError as error:  # which keeps no other upload open
+                        failed.append(error)
+                await abort_pending(self._requests, self._sending.keys)
+                if failed:
+                    raise failed[0]
+        finally:
+            failed.clear()  # a cycle of error and frame would stay until it is collected

@@ -1,6 +1,6 @@
 """Public errors for failed requests: the action, the location, and what to do next."""
 
-# Rule: of the request only `RequestError.detail` is passed on, which its client has cleaned.
+# Rule: of a request only `RequestError.detail` is shown, which its client has cleaned.
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from asyncckpt.errors import AsyncCheckpointError, CheckpointNotFoundError, StoreError
 from asyncckpt.stores.objects.clients.client import Kind, RequestError
+from asyncckpt.stores.objects.clients.urls import ALIASES
 
 _MEANINGS: dict[Kind, str] = {
     "exists": "something is there already",
@@ -55,8 +56,6 @@ _RIGHTS = {
     "gs": "give the account the role Storage Object User (roles/storage.objectUser) on the bucket",
 }
 
-_SCHEMES = {"s3a": "s3", "gcs": "gs"}
-
 
 def store_error(
     action: str, location: str, error: RequestError, *, stage: str | None = None
@@ -64,9 +63,9 @@ def store_error(
     """Return the public error for a request that failed: where, what, why, what next.
 
     Args:
-        action: what was being done, as in ``"writing"``.
+        action: what was being done, like ``"writing"``.
         location: URL of the object or prefix.
-        error: why not.
+        error: of the request.
         stage: stage of the pipeline.
 
     Returns:
@@ -103,7 +102,7 @@ def reported(action: str, location: str, *, stage: str | None = None) -> Iterato
 
 def _next_step(kind: Kind, location: str) -> str:
     scheme = location.partition("://")[0]
-    scheme = _SCHEMES.get(scheme, scheme)
+    scheme = ALIASES.get(scheme, scheme)
     if kind == "credentials":
         return _CREDENTIALS.get(scheme, "give them in storage_options=; renew them if they expired")
     if kind == "forbidden":

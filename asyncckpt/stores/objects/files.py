@@ -1,10 +1,10 @@
 """Read access to one checkpoint on an object store."""
 
-# Rule 1: nothing is opened and nothing cached: the store answers every read. Data have names that
-#   only one save writes, so that bytes of two saves are never mixed; a reader that finds them gone
-#   asks `ObjectFiles.changed` whether the checkpoint was deleted or replaced meanwhile.
-# Rule 2: responses are copied into the caller's buffers by the task that made the request, which
-#   the caller awaits: nothing writes to a buffer after the read of it has returned or raised.
+# Rule 1: nothing is opened or cached: the store answers every read. Only one save writes the names
+#   of its data, so that bytes of two saves never mix; a reader that finds them missing asks
+#   `ObjectFiles.changed` whether the checkpoint was deleted or replaced.
+# Rule 2: the task that made a request, which the caller awaits, copies the response into the
+#   caller's buffers: nothing writes to a buffer after the read has returned or raised.
 # Rule 3: a fixed name that does not exist yet is read from the object or record with its content.
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from asyncckpt.stores.objects.context import (
     Record,
     as_view,
     load_fixed,
-    read_at_once,
     read_head,
+    read_present,
     read_record,
 )
 from asyncckpt.stores.objects.failures import reported, store_error
@@ -36,13 +36,13 @@ from asyncckpt.stores.objects.layout import RECORD, join
 from asyncckpt.stores.paths import path_parts, read_parts
 
 RANGE_NBYTES = 16 * MIB
-"""Ranges that a long run is cut into, evenly, so that none is shorter than half of it."""
+"""Size of the even ranges that a long run is cut into; none is shorter than half of it."""
 
 RANGE_MAX_NBYTES = RANGE_NBYTES + RANGE_NBYTES // 8
-"""Runs up to this length are not cut: one that ends where a chunk ends leaves no short rest."""
+"""Runs up to this length are not cut, so that a run of whole chunks leaves no short rest."""
 
 RANGES_AT_ONCE = 16
-"""Ranged reads of one run in flight: 256 MiB, which no store answers to one reader in a second."""
+"""Ranged reads of one run in flight: 256 MiB, more than a store sends one reader in a second."""
 
 
 class ObjectFiles:
@@ -70,11 +70,12 @@ class ObjectFiles:
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
         """Return the whole content of a small file. As `CheckpointFiles.read`."""
         key = self._key(path)
-        save_id: str | None = None
+        record: Record | None = None
         data: bytes | None
         try:
             if path == RECORD:
-                data, save_id = await read_at_once(self._context, self._name, max_nbytes=max_nbytes)
+                record = await read_present(self._context, self._name, max_nbytes=max_nbytes)
+                data = record.data
             else:
                 data = await self._requests.read(key, max_nbytes=max_nbytes)
         except RequestError as error:
@@ -88,19 +89,15 @@ class ObjectFiles:
                 location=self.location,
                 expected=max_nbytes,
             )
-        if save_id is not None:
-            await self._check_counts(Record(data, save_id, self._context.epoch_of(data) or 0))
-        # A damaged one may have been damaged on its way only, which says nothing later.
-        if save_id is not None and self._head is None:
-            self._head = data[:HEAD_NBYTES]
+        # A record that is damaged now may only have been damaged in transit: `changed` ignores it.
+        if record is not None and record.save_id is not None:
+            await self._check_counts(record)
+            if self._head is None:
+                self._head = data[:HEAD_NBYTES]
         return data
 
     async def _check_counts(self, record: Record) -> None:
-        """Check that the record is one of the run: stores/objects/claims/counting.py.
-
-        Raises:
-            CheckpointNotFoundError: it is not.
-        """
+        """Raise `CheckpointNotFoundError` for a record whose writer had been taken over before."""
         if not await record.counts(self._context):
             raise CheckpointNotFoundError(
                 f"{self.location}: the record here does not count: its writer (epoch "
@@ -114,8 +111,8 @@ class ObjectFiles:
     ) -> None:
         """Fill the buffers from a run of the object. As `CheckpointFiles.read_into`.
 
-        Runs longer than `RANGE_NBYTES` are read in ranges, several at the same time; they are not
-        checked here, since their ranges come in any order.
+        Runs longer than `RANGE_MAX_NBYTES` are read in concurrent ranges; they are not checked
+        here, since their ranges arrive in any order.
         """
         key = self._key(path)
         nbytes = sum(buffer.size for buffer in buffers)
@@ -169,12 +166,12 @@ class ObjectFiles:
             await self._context.workers.run(into.put, start, body, check)
 
     async def _content(self, path: str, error: RequestError) -> bytes:
-        """Return the content of a fixed name that could not be read because it does not exist yet.
+        """Return the content of a fixed name that does not exist yet.
 
         Raises:
             CheckpointNotFoundError: the record does not list it.
             CorruptCheckpointError: its copy is damaged.
-            StoreError: the error was another one.
+            StoreError: the read failed for another reason.
         """
         if error.kind != "missing":
             raise store_error("reading", self._full(path), error) from error
@@ -228,15 +225,15 @@ class ObjectFiles:
         return sorted(entry for entry in found if path_parts(entry.name) == (entry.name,))
 
     def reads(self, wanted: int | None) -> int:
-        """Return the reads to keep in flight: `wanted`, which then holds for the store, or enough.
+        """Return the reads to keep in flight: `wanted`, which then holds for the store, or default.
 
-        Enough is what the store lets through now.
+        The default is the tuner's present number.
         """
         self._requests.fix_streams("get", wanted)
         return self._requests.controllers["get"].gate.ceiling
 
     async def changed(self) -> Literal["deleted", "replaced"] | None:
-        """Return whether the record that was read here has changed; None if not, or if none was."""
+        """Return how the record that was read here has changed; None if it has not, or none was."""
         if self._head is None:
             return None
         with reported("reading the record", self._full(RECORD)):
@@ -289,8 +286,7 @@ class _Destination:
     def put(self, start: int, body: Body, check: Callable[[int], None] | None = None) -> None:
         """Copy the part of the run that begins at byte `start` of the object into its buffers.
 
-        With `check`, which is called with the bytes of the run that are there, in steps that stay
-        in the cache.
+        With `check`, copy in steps that stay in the cache, and call it with the bytes present.
         """
         source = np.frombuffer(body, np.uint8)
         step = source.size if check is None else CACHED_NBYTES
@@ -312,7 +308,7 @@ class _Destination:
 
 
 def ranges(start: int, stop: int) -> list[tuple[int, int]]:
-    """Cut a run that is too long for one request evenly, at multiples of a page."""
+    """Cut a run evenly into ranges, at multiples of a page, if it is too long for one."""
     if stop - start <= RANGE_MAX_NBYTES:
         return [(start, stop)]
     count = -(-(stop - start) // RANGE_NBYTES)

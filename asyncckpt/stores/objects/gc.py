@@ -1,25 +1,26 @@
-"""Leftovers of saves that will never finish: found by their names, age and owner, and removed.
+"""Garbage collection: removal of leftovers of saves that will never finish.
 
-What is removed is older than the caller says (a week at least) by the store's own clock, and is
+The following is removed if it is older, by the store's own clock, than the caller says (a week at
+least):
 
-- an object of a checkpoint's prefix whose name carries the save id of an attempt that no valid
-  record commits;
-- what processes of one attempt have left for each other, also where its record is valid;
-- a data object with the save id of the valid record that the record does not list: one of two that
-  raced each other, or of an earlier try;
+- an object below a checkpoint whose name carries the save id of an attempt that no valid record
+  commits;
+- objects that processes of an attempt exchanged, even if its record is valid;
+- a data object with the save id of a valid record that does not list it: the loser of a race, or
+  from an earlier try;
 - an experiment (`.asyncckpt/probe-…`), or the last error of a process (`.asyncckpt/error-…`);
 - a record that does not count, because its writer had been taken over, with its objects, where the
-  store deletes on condition that it was not replaced;
-- the list of a claim that is not the highest list;
-- a multipart upload to a name that carries a save id (older releases made such).
+  store has conditional deletion;
+- the list of a claim, except the highest list;
+- a multipart upload to a name that carries a save id (from older releases).
 """
 
-# Rule 1: everything else is foreign, whatever it looks like. A prefix whose record cannot be read
-#   as one (damaged, or of a newer release) is left alone as a whole.
-# Rule 2: no attempt publishes once it is half as old, so no living one needs what is removed; its
-#   objects are judged by when they were written, which is after it began.
-# Rule 3: ages are differences of times that the store itself tells: its "now" is when it says that
-#   an object that was just written was.
+# Rule 1: everything else is foreign, whatever it looks like. A prefix whose record is damaged or of
+#   a newer release is left untouched.
+# Rule 2: no attempt publishes once it is half as old, so no living one needs what is removed. Ages
+#   count from when an object was written, which is after its attempt began.
+# Rule 3: ages are differences of the store's own times; its "now" is the time of an object that was
+#   just written.
 # Rule 4: the record is read after the listing and before the deletion.
 # Rule 5: claims stay: stores/objects/claims/counting.py, rule 7.
 
@@ -29,10 +30,10 @@ import logging
 
 from asyncckpt.format.record import Outline
 from asyncckpt.stores.objects.claims.counting import superseded
-from asyncckpt.stores.objects.clients.client import Listed, RequestError
-from asyncckpt.stores.objects.context import OBJECTS_MAX, Context, read_record
+from asyncckpt.stores.objects.clients.client import Listed, RequestError, unless_missing
+from asyncckpt.stores.objects.context import Context, read_record
 from asyncckpt.stores.objects.layout import (
-    CONTROL,
+    LISTED_MAX,
     RECORD,
     is_exchange,
     is_fixed,
@@ -42,37 +43,33 @@ from asyncckpt.stores.objects.layout import (
     owner,
     probe_key,
 )
+from asyncckpt.stores.paths import CONTROL
 
 log = logging.getLogger("asyncckpt.stores")
 
-NAMES_MAX = 1 << 20
-"""Names below a root that are listed; a prefix with more holds other things."""
-
 KEYS_PER_DELETION = 1000
-"""Keys that one request of S3 deletes; the record is read again before each."""
+"""Keys per deletion request of S3; the record is read again before each."""
 
 
 async def remove_garbage(
     context: Context, older_than_s: float, *, deletes: bool = False, dry_run: bool
 ) -> list[str]:
-    """Remove leftovers; return the keys of what was (with `dry_run`: would be) removed, sorted.
-
-    Uploads are returned as ``key?upload``.
+    """Remove leftovers; return their keys, sorted, and for uploads ``key?upload``.
 
     Args:
         context: of the store.
-        older_than_s: seconds since it was written.
-        deletes: the store obeys conditions on deletions.
+        older_than_s: minimum age in seconds.
+        deletes: the store has conditional deletion.
         dry_run: remove nothing.
 
     Raises:
         RequestError, StoreError: a request failed, or the store does not tell when objects were
-            written; what was removed until then stays removed.
+            written; removals until then are not undone.
     """
     requests = context.requests
     before_s = await _store_now_s(context) - older_than_s
     removed = await _uploads(context, before_s, dry_run=dry_run)
-    listed = await requests.list(CONTROL, recursive=True, limit=OBJECTS_MAX)
+    listed = await requests.list(CONTROL, recursive=True, limit=LISTED_MAX)
     lists = superseded([entry.key.removeprefix(f"{CONTROL}/") for entry in listed])
     unused = {join(CONTROL, name) for name in lists}
     control = [
@@ -84,7 +81,7 @@ async def remove_garbage(
     if not dry_run:
         await requests.delete(control)
     removed += control
-    for entry in await requests.list("", recursive=False, limit=NAMES_MAX):
+    for entry in await requests.list("", recursive=False, limit=LISTED_MAX):
         if entry.is_prefix and entry.key != CONTROL:
             fenced: list[str] = []
             if deletes:
@@ -97,19 +94,16 @@ async def remove_garbage(
 
 
 async def _fenced(context: Context, name: str, before_s: float, *, dry_run: bool) -> list[str]:
-    """Remove a record that does not count; what belongs to it is then of no record."""
+    """Remove a record that does not count, so that its objects belong to none; return its key."""
     requests, key = context.requests, join(name, RECORD)
-    # The version first: what replaces the record after it is not what is deleted.
-    try:
+    # The version is read first: what replaces the record later is not deleted.
+    version = record = None
+    with unless_missing():
         version = await requests.version(key)
-    except RequestError as error:
-        if error.kind != "missing":
-            raise
+        record = await read_record(context, name)
+    if version is None or record is None or await record.counts(context):
         return []
-    record = await read_record(context, name)
-    if record is None or await record.counts(context):
-        return []
-    listed = await requests.list(name, recursive=False, limit=OBJECTS_MAX)
+    listed = await requests.list(name, recursive=False, limit=LISTED_MAX)
     if not any(entry.key == key and _is_older(entry, before_s) for entry in listed):
         return []
     if not dry_run:
@@ -120,15 +114,15 @@ async def _fenced(context: Context, name: str, before_s: float, *, dry_run: bool
 async def _checkpoint(
     context: Context, name: str, before_s: float, *, fenced: bool, dry_run: bool
 ) -> list[str]:
-    """Remove what no record refers to; with `fenced`, one that does not count refers to nothing."""
+    """Remove objects without a record; with `fenced`, one that does not count is none."""
     requests = context.requests
-    listed = await requests.list(name, recursive=True, limit=OBJECTS_MAX)
+    listed = await requests.list(name, recursive=True, limit=LISTED_MAX)
     removed: list[str] = []
-    if len(listed) > OBJECTS_MAX:
+    if len(listed) > LISTED_MAX:
         log.warning(
             "%s: more than %d objects, which no checkpoint has; skipped",
             requests.location(name),
-            OBJECTS_MAX,
+            LISTED_MAX,
         )
         return removed
     old = [entry.key for entry in listed if _is_older(entry, before_s)]
@@ -152,7 +146,7 @@ async def _checkpoint(
 
 
 def _is_dead(path: str, outline: Outline) -> bool:
-    """Return whether no record refers to this object of an attempt."""
+    """Return whether this object of an attempt is garbage beside this outline."""
     if owner(path) != outline.save_id or is_exchange(path):
         return True
     # A record of a newer release does not tell its files.
@@ -180,7 +174,7 @@ async def _store_now_s(context: Context) -> float:
     key = probe_key()
     await requests.replace(key, b"")
     try:
-        listed = await requests.list(CONTROL, recursive=True, limit=OBJECTS_MAX)
+        listed = await requests.list(CONTROL, recursive=True, limit=LISTED_MAX)
         now_s = next((entry.modified_s for entry in listed if entry.key == key), 0.0)
     finally:
         await requests.delete([key])

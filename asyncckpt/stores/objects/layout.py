@@ -13,30 +13,32 @@
     <root>/.asyncckpt/error-<p>                          the last error of process p, for the job
                                                          that continues the run
 
-The contents of fixed names are objects and no directory beside `default`, because Orbax takes every
+The contents of fixed names are not in a directory beside `default`, because Orbax takes every
 directory of a step for an item to restore.
 """
 
 # Rule 1: only one attempt writes a name with its save id, and never two contents to one name.
-#   Deleting by save id therefore hits no other attempt's bytes.
-# Rule 2: a name without a save id belongs to no attempt. It is deleted only where the record of the
-#   save that is being deleted lists it.
+#   Deletion by save id therefore removes no other attempt's bytes.
+# Rule 2: a name without a save id belongs to no attempt. It is deleted only if the record of the
+#   deleted save lists it.
 
 from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Iterable
 
 from asyncckpt.errors import UsageError
 from asyncckpt.ports import RECORD_NAME
-
-CONTROL = ".asyncckpt"
-"""Below the root, for everything that belongs to no checkpoint; never listed as one."""
+from asyncckpt.stores.paths import CONTROL, NOTE, note_name
 
 RECORD = RECORD_NAME
 
+LISTED_MAX = 1 << 20
+"""Objects listed at most: of a checkpoint, below the control prefix, or names below a root."""
+
 SUCCESS = "commit_success.txt"
-"""Mark that Orbax looks for on Google's store, where it does not trust renames."""
+"""Mark that Orbax requires on Google's store, where it does not trust renames."""
 
 KEY_MAX_NBYTES = 1024
 """Longest key of an object on S3 and Google Cloud Storage, in bytes of UTF-8."""
@@ -46,7 +48,6 @@ KEY_TAIL_NBYTES = 128
 
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 _PROBE = re.compile(r"probe-[0-9a-f]{32}")
-_NOTE = re.compile(r"error-[0-9]{1,9}")
 _FIXED = re.compile(r"\.asyncckpt-([0-9a-f]{32})-fixed-[0-9]{1,9}")
 _EXCHANGE = re.compile(r"\.asyncckpt-([0-9a-f]{32})-x-[A-Za-z0-9._-]{1,64}")
 # One directory for the database: data that lie deeper belong to a checkpoint of another root.
@@ -58,19 +59,14 @@ def join(name: str, path: str) -> str:
     return f"{name}/{path}" if path else name
 
 
-def check_save_id(save_id: str) -> str:
-    """Return the save id if its objects can be told from all others.
-
-    Raises:
-        UsageError: it is not 32 lower-case hex digits.
-    """
+def check_save_id(save_id: str) -> None:
+    """Raise `UsageError` unless the save id is 32 lower-case hex digits, unlike other names."""
     if not _SAVE_ID.fullmatch(save_id):
         raise UsageError(
             f"save id {save_id!r}: on object stores pass 32 lower-case hex digits "
             "(uuid.uuid4().hex), which mark the objects of the save",
             found=save_id,
         )
-    return save_id
 
 
 def check_key(url: str, path: str = "") -> None:
@@ -106,12 +102,12 @@ def is_fixed(path: str) -> bool:
 
 
 def exchange_path(save_id: str, path: str) -> str:
-    """Return the path of the object with what a process of an attempt passes on as `path`."""
+    """Return the path of the object that a process of an attempt passes on as `path`."""
     return f"{CONTROL}-{save_id}-x-{path}"
 
 
 def is_exchange(path: str) -> bool:
-    """Return whether a path of a checkpoint is what processes of an attempt left for each other."""
+    """Return whether a path of a checkpoint was exchanged by processes of an attempt."""
     return _EXCHANGE.fullmatch(path) is not None
 
 
@@ -126,7 +122,7 @@ def retried(key: str, attempt: int) -> str:
     return f"{key}.r{attempt}" if attempt else key
 
 
-def marks(paths: frozenset[str]) -> list[str]:
+def marks(paths: Iterable[str]) -> list[str]:
     """Return Orbax's marks of a checkpoint with these files: one per item, then the step's."""
     items = sorted({path.partition("/")[0] for path in paths if "/" in path})
     return [*(join(item, SUCCESS) for item in items), SUCCESS]
@@ -145,10 +141,10 @@ def is_probe(key: str) -> bool:
 
 def note_key(process: int) -> str:
     """Return the key of the last error of a process."""
-    return f"{CONTROL}/error-{process}"
+    return f"{CONTROL}/{note_name(process)}"
 
 
 def is_note(key: str) -> bool:
     """Return whether an object is the last error of a process."""
     control, _, name = key.partition("/")
-    return control == CONTROL and _NOTE.fullmatch(name) is not None
+    return control == CONTROL and NOTE.fullmatch(name) is not None

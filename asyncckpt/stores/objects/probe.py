@@ -1,7 +1,7 @@
 """Probes of conditional requests: tried once per process, on an object of our own.
 
-Some servers ignore the header of a conditional request and obey all the same. Two writers of one
-step would then both be told that they have won.
+Some servers ignore the condition of a request and carry it out. Two writers of one step would then
+both be told that they have won.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from dataclasses import dataclass
 from asyncckpt.flow.beside import Beside
 from asyncckpt.stores.objects.clients.client import RequestError
 from asyncckpt.stores.objects.failures import reported
-from asyncckpt.stores.objects.layout import CONTROL, probe_key
+from asyncckpt.stores.objects.layout import probe_key
 from asyncckpt.stores.objects.requests.requests import Requests
+from asyncckpt.stores.paths import CONTROL
 
 log = logging.getLogger("asyncckpt.stores")
 
 REMOVE_S = 120.0
-"""Longest time for the removal of a probe: one that stays behind harms nothing."""
+"""Longest time for the removal of a probe; one that stays behind does no harm."""
 
 WRITE_SPACING_S = 1.1
-"""Google's store takes one write of an object per second."""
+"""Time between writes of one object on Google's store, which accepts one per second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +60,17 @@ class Probes:
         self._lock = asyncio.Lock()
 
     def begin(self) -> None:
-        """Begin the first probe in the background, if it was not begun."""
+        """Begin the probe of conditional creation in the background, unless it was begun."""
         if self._creates is None and self._begun is None:
-            self._begun = Beside(creates_conditionally(self._requests, spacing_s=self._spacing_s))
+            self._begun = Beside(self._probe_create())
 
-    async def conditions(self, *, create: bool = True, versions: bool = False) -> Conditions:
-        """Return the conditional requests that work, of the kinds that are asked for.
+    async def conditions(self, *, create: bool = True, versions: bool) -> Conditions:
+        """Return which conditional requests work, of the kinds asked for.
 
         Raises:
-            StoreError: that could not be found out.
+            StoreError: a probe failed.
         """
-        requests, spacing_s = self._requests, self._spacing_s
-        location = requests.location(CONTROL)
+        location = self._requests.location(CONTROL)
         async with self._lock:
             with reported("finding out which conditions it obeys", location, stage="commit"):
                 if create and self._creates is None:
@@ -80,76 +80,106 @@ class Probes:
                         self._creates = await self._begun.result()
                     except RequestError:
                         # Once more, and now an error is raised.
-                        self._creates = await creates_conditionally(requests, spacing_s=spacing_s)
+                        self._creates = await self._probe_create()
                 if versions and self._versions is None:
-                    self._versions = await obeys_versions(requests, spacing_s=spacing_s)
+                    self._versions = await self._probe_versions()
         return Conditions(bool(self._creates), *(self._versions or (False, False)))
 
     async def close(self) -> None:
-        """End the probe in the background."""
+        """End the background probe."""
         begun, self._begun = self._begun, None
         if begun is not None:
             await begun.stop()
 
+    async def _probe_create(self) -> bool:
+        """Return whether the second of two conditional creations is refused. Leaves nothing.
 
-async def creates_conditionally(requests: Requests, *, spacing_s: float = 0.0) -> bool:
-    """Return whether the second of two conditional creations was refused; leaves nothing.
-
-    Args:
-        requests: of the store.
-        spacing_s: seconds between two writes of one object, where a store wants them.
-
-    Raises:
-        RequestError: the store does not answer, or allows no writing; nothing is known.
-    """
-    async with _object(requests, spacing_s) as key:
-        # "exists" to the first one is an answer too: it refuses what an earlier try has created.
-        try:
-            refused = not await requests.create(key, b"1") or await _is_refused(
-                requests, key, spacing_s
-            )
-        except RequestError as error:
-            if error.kind != "invalid":
-                raise
-            refused = False
-    if not refused:
-        log.warning(
-            "%s: %s says that it creates objects conditionally, and this server does not: if two "
-            "processes save one step at the same time, both will believe to have committed it, "
-            "and the later one has. Let only one process save a step",
-            requests.url,
-            requests.traits.name,
-        )
-    return refused
-
-
-async def obeys_versions(requests: Requests, *, spacing_s: float = 0.0) -> tuple[bool, bool]:
-    """Return whether stale versions are refused: by a replacement, and by a deletion.
-
-    Arguments and errors: as `creates_conditionally`.
-    """
-    traits = requests.traits
-    if not (traits.conditional_replace or traits.conditional_delete):
-        return False, False
-    replaces = deletes = False
-    async with _object(requests, spacing_s) as key:
-        await requests.replace(key, b"1")
-        stale = await requests.version(key)
-        await asyncio.sleep(spacing_s)
-        if traits.conditional_replace:
+        Raises:
+            RequestError: the store does not answer, or allows no writing; nothing is known.
+        """
+        requests = self._requests
+        async with self._object() as key:
+            # "exists" to the first one is an answer too: it refuses what an earlier try created.
             try:
-                await requests.replace(key, b"2", version=stale)
+                refused = not await requests.create(key, b"1") or await self._refuses_second(key)
             except RequestError as error:
-                # "exists": perhaps refused by what an earlier try has written.
-                replaces = error.kind == "exists" and await requests.version(key) != stale
+                if error.kind != "invalid":
+                    raise
+                refused = False
+        if not refused:
+            log.warning(
+                "%s: %s says that it creates objects conditionally, and this server does not: if "
+                "two processes save one step at the same time, both will believe to have committed "
+                "it, and the later one has. Let only one process save a step",
+                requests.url,
+                requests.traits.name,
+            )
+        return refused
+
+    async def _probe_versions(self) -> tuple[bool, bool]:
+        """Return whether stale versions are refused: by replacement, and by deletion.
+
+        Leaves nothing. Errors as of `_probe_create`.
+        """
+        requests, traits = self._requests, self._requests.traits
+        if not (traits.conditional_replace or traits.conditional_delete):
+            return False, False
+        replaces = deletes = False
+        async with self._object() as key:
+            await requests.replace(key, b"1")
+            stale = await requests.version(key)
+            await asyncio.sleep(self._spacing_s)
+            if traits.conditional_replace:
+                try:
+                    await requests.replace(key, b"2", version=stale)
+                except RequestError as error:
+                    # "exists": perhaps refused because of what an earlier try wrote.
+                    replaces = error.kind == "exists" and await requests.version(key) != stale
+                else:
+                    replaces = True
+                replaces = replaces and await _is_stale(requests.replace(key, b"3", version=stale))
             else:
-                replaces = True
-            replaces = replaces and await _is_stale(requests.replace(key, b"3", version=stale))
-        else:
-            await requests.replace(key, b"2")
-        if traits.conditional_delete:
-            deletes = await _is_stale(requests.delete_version(key, stale))
-    return replaces, deletes
+                await requests.replace(key, b"2")
+            if traits.conditional_delete:
+                deletes = await _is_stale(requests.delete_version(key, stale))
+        return replaces, deletes
+
+    @asynccontextmanager
+    async def _object(self) -> AsyncIterator[str]:
+        """Yield the key of an experiment, and remove its object at the end."""
+        key = probe_key()
+        try:
+            yield key
+        finally:
+            try:
+                async with self._requests.cleaning_up(REMOVE_S):
+                    await self._remove(key)
+            except (TimeoutError, RequestError) as error:
+                log.debug("%s is left behind: %r", self._requests.location(key), error)
+
+    # The next two first go straight to the client: that a store takes one write of an object per
+    # second says nothing about how many requests it takes.
+
+    async def _refuses_second(self, key: str) -> bool:
+        requests = self._requests
+        try:
+            async with asyncio.timeout(requests.policy.timeout_s):
+                await requests.client.put(key, b"2", create=True)
+        except (TimeoutError, RequestError) as error:
+            if isinstance(error, RequestError) and error.kind in ("exists", "invalid"):
+                return error.kind == "exists"
+            await asyncio.sleep(self._spacing_s)
+            return not await requests.create(key, b"2")
+        return False
+
+    async def _remove(self, key: str) -> None:
+        requests = self._requests
+        try:
+            async with asyncio.timeout(requests.policy.timeout_s):
+                await requests.client.delete([key])
+        except (TimeoutError, RequestError):
+            await asyncio.sleep(self._spacing_s)
+            await requests.delete([key])
 
 
 async def _is_stale(request: Awaitable[None]) -> bool:
@@ -161,42 +191,3 @@ async def _is_stale(request: Awaitable[None]) -> bool:
             return error.kind == "exists"
         raise
     return False
-
-
-@asynccontextmanager
-async def _object(requests: Requests, spacing_s: float) -> AsyncIterator[str]:
-    """Yield the key of an experiment, and remove its object at the end."""
-    key = probe_key()
-    try:
-        yield key
-    finally:
-        try:
-            async with requests.cleaning_up(REMOVE_S):
-                await _remove(requests, key, spacing_s)
-        except (TimeoutError, RequestError) as error:
-            log.debug("%s is left behind: %r", requests.location(key), error)
-
-
-# These two go straight through the client at first: that a store takes one write of an object per
-# second says nothing about how many requests it takes.
-
-
-async def _is_refused(requests: Requests, key: str, spacing_s: float) -> bool:
-    try:
-        async with asyncio.timeout(requests.policy.timeout_s):
-            await requests.client.put(key, b"2", create=True)
-    except (TimeoutError, RequestError) as error:
-        if isinstance(error, RequestError) and error.kind in ("exists", "invalid"):
-            return error.kind == "exists"
-        await asyncio.sleep(spacing_s)
-        return not await requests.create(key, b"2")
-    return False
-
-
-async def _remove(requests: Requests, key: str, spacing_s: float) -> None:
-    try:
-        async with asyncio.timeout(requests.policy.timeout_s):
-            await requests.client.delete([key])
-    except (TimeoutError, RequestError):
-        await asyncio.sleep(spacing_s)
-        await requests.delete([key])

@@ -1,13 +1,13 @@
 """The last step of a save on an object store: one conditional PUT of the record.
 
-Creating (`If-None-Match: *`, `ifGenerationMatch=0`):
+Creation (`If-None-Match: *`, `ifGenerationMatch=0`):
 
 ===================================  ===========================================================
 response to the record's PUT         meaning
 ===================================  ===========================================================
 200                                  committed
 412, and our record is there         committed: an earlier try had landed, its response was lost
-412, and another valid one is        another save has won: `CheckpointExistsError`
+412, and another valid one is        another save won: `CheckpointExistsError`
 412, and something else is           `CheckpointExistsError` that says so; left untouched, because
                                      a valid record could take its place in between
 409                                  another conditional write is in progress: retried
@@ -16,54 +16,55 @@ lost, timeout, 5xx, 429              retried behind a guard, see below; after th
                                      `CheckpointExistsError`; none, unknown
 ===================================  ===========================================================
 
-Replacing on condition (`If-Match`, generation), where the probe has shown that it works:
+Conditional replacement (`If-Match`, generation), where the probe found that it works:
 
 ===================================  ===========================================================
 200                                  committed
-412 or 404 to the first try          another save was faster, or a deletion: look again; but as
-                                     to a retry where the library below may have repeated it
-412 or 404 to a retry                read back: ours, committed. Else an earlier try may have
-                                     landed and been replaced since, and its data be gone: failed.
-                                     No try can arrive later, since the version is gone for good
+412 or 404 to the first try          another save or a deletion was faster: look again; but treated
+                                     as a retry where the library below may have repeated it
+412 or 404 to a retry                read back: ours, committed. Otherwise an earlier try may have
+                                     landed and been replaced, and its data be gone: failed. No
+                                     try can arrive later, since the version is gone for good
 anything else, after the last try    read back: ours, committed; still the old one, unknown;
                                      another, failed as above
 ===================================  ===========================================================
 
-Unknown means: the request may still arrive. The error says so, and everything written is kept, so
-that the checkpoint is whole if it does.
+Unknown means that the request may still arrive. The error says so, and everything written is kept,
+so that the checkpoint is then whole.
 
-The guard of a retried create: the first try may have landed, its response been lost, and the step
-been deleted by another process; a second try would bring back a record without data. Before each
-retry the record and one data file of ours (the witness) are looked for, and the witness once more
-after the PUT. A deletion removes the record, then the data, then looks for the record again. In
-every order of these one of both sees the other:
+The guard of a retried creation: the first try may have landed, its response been lost, and another
+process have deleted the step; a second try would bring back a record without data. So each retry is
+preceded by a look for the record and for one of our data files (the witness), and the PUT is
+followed by another look for the witness. A deletion removes the record, then the data, then looks
+for the record again. In every order, one of the two sees the other:
 
-    PUT  <  deletion's last look      the deletion finds the record, and removes it again
-    deletion's last look  <  PUT      the data are gone by then: we find no witness, and remove it
+    PUT  <  deletion's last look      the deletion finds the record and removes it again
+    deletion's last look  <  PUT      the data are gone: we find no witness and remove the record
 
-Then the fixed names, in the background. What fails there does not fail the save: the record is
-there, our own restore needs none of them, and the next save, `Checkpointer` or gc writes them.
+The fixed names follow in the background. A failure there does not fail the save: the record exists,
+our own restore needs none of them, and the next save, `Checkpointer` or gc writes them.
 """
 
-# Rule 1: the record's PUT is issued when everything that it refers to was acknowledged, and no
+# Rule 1: the record's PUT is issued once everything that it refers to was acknowledged, and no
 #   other attempt writes any name that it refers to.
-# Rule 2: from the moment that it is issued, the attempt's objects are removed only if no try of it
-#   can still land: another's object was seen at the record's key after a conditional PUT.
-#   Everything else is left to gc, long after the last request died.
-# Rule 3: the save that has replaced a checkpoint removes its bytes, by its save id, and only once
-#   the new fixed names are written: until then other programs read the old ones. Without
-#   conditional replacing, only after another record than the old one was seen in its place.
-# Rule 4: an attempt that is older than half of what gc waits for does not publish.
+# Rule 2: once it is issued, the attempt's objects are removed only if no try can still land: after
+#   a conditional PUT another object was seen at the record's key. Everything else is left to gc,
+#   long after the last request died.
+# Rule 3: the save that replaced a checkpoint removes its bytes, by save id, and only once the new
+#   fixed names are written: until then other programs read the old ones. Without conditional
+#   replacement, only after a record other than the old one was seen in its place.
+# Rule 4: an attempt older than half of the age that gc requires does not publish.
 #
-# What remains: a store offers no way to withdraw a request. A create that a network holds back
-# until after a process has died and its checkpoint was deleted brings back a record without data;
-# reading it is a `CorruptCheckpointError`, never wrong values. So does an unconditional replace.
+# Known limit: a request cannot be withdrawn. A creation, or an unconditional replacement, that the
+# network holds back until its process has died and its checkpoint was deleted brings back a record
+# without data; reading it is a `CorruptCheckpointError`, never wrong values.
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -89,11 +90,23 @@ from asyncckpt.stores.objects.repair import follow_record, write_fixed, write_ma
 log = logging.getLogger("asyncckpt.stores")
 
 TURNS_MAX = 10
-"""Turns of a save with `overwrite` that finds others to be faster, before it gives up."""
+"""Turns that a save with `overwrite` loses to other saves before it gives up."""
 
 AFTER_S = 120.0
-"""Longest time for each of the two steps that follow the record: the save is durable already, and
-what is left is repaired or removed by gc."""
+"""Longest time for each step after the record: the save is durable, and repair or gc finishes the
+rest."""
+
+
+@contextlib.asynccontextmanager
+async def bounded(location: str, trouble: str) -> AsyncIterator[None]:
+    """Bound the block, which follows a committed record, and log that it failed as `trouble`."""
+    try:
+        async with asyncio.timeout(AFTER_S):
+            yield
+    except (RequestError, CorruptCheckpointError, TimeoutError) as error:
+        late = isinstance(error, TimeoutError)
+        why = f"not within {AFTER_S:g} s" if late else str(error)
+        log.warning("%s: the checkpoint is committed%s", location, trouble % why)
 
 
 @dataclass(eq=False, repr=False)
@@ -102,9 +115,9 @@ class Publication:
 
     Attributes:
         fixed: contents of the fixed names.
-        witness: key of an object of the attempt, which a deletion of the checkpoint removes.
+        witness: key of a data file, which a deletion of the checkpoint removes.
         epoch: the claim under which it writes, 0 for none.
-        keep: the record may arrive yet: nothing that it refers to may be removed.
+        keep: the record may still arrive: nothing that it refers to may be removed.
     """
 
     context: Context
@@ -127,10 +140,10 @@ class Publication:
     # ------------------------------------------------------------------------------------ commit
 
     async def create(self) -> Record | None:
-        """Create the record where none is; return the object that is there instead, if one is.
+        """Create the record; return the object that was there instead, or None.
 
-        Where the store creates nothing conditionally, two attempts that look at the same time may
-        both believe to have won; the last one has.
+        Without conditional creation, two attempts that look at the same time may both believe that
+        they have won; the later one has.
 
         Raises:
             SaveError: the outcome is unknown, or the checkpoint was deleted meanwhile.
@@ -148,21 +161,21 @@ class Publication:
         return found
 
     async def replace(self, fenced_only: Conditions | None = None) -> Record | None:
-        """Put the record in the place of what is there; return what it has replaced.
+        """Put the record in place of what is there; return what it replaced.
 
         Args:
             fenced_only: replace only a record that does not count, on these conditions.
 
         Raises:
-            CheckpointExistsError: with `fenced_only`, what is there counts; it was not touched.
-            StoreError: what is there could not be read; nothing was replaced.
+            CheckpointExistsError: with `fenced_only`, the present record counts; left untouched.
+            StoreError: the present record could not be read; nothing was replaced.
             SaveError: the outcome is unknown, or another save was faster.
         """
         self.conditions = fenced_only or self.conditions
         for _ in range(TURNS_MAX):
             old, version = await self._read_before()
             if old is not None and old.data == self.record:
-                return None  # an earlier try of ours, whose response was lost
+                return None  # from an earlier try of ours, whose response was lost
             if fenced_only and old is not None and await old.counts(self.context):
                 raise self.exists(old)
             if old is not None and old.save_id is not None:
@@ -183,7 +196,7 @@ class Publication:
 
     async def _create(self) -> Record | None:
         """Create the record; return the object that was there instead, or None."""
-        self.keep = True  # until a response says otherwise: whatever ends this, it may have landed
+        self.keep = True  # it may have landed, unless a response says otherwise
         self._retried = False
         error: RequestError | None = None
         try:
@@ -199,7 +212,7 @@ class Publication:
                     raise await self._undo_deleted()
                 raise self._unresolved(error, "there is none so far") from error
             if found.data != self.record:
-                self.keep = False  # a try that is still on its way finds it, too
+                self.keep = False  # a try still in flight finds it, too
                 return found
         if self._retried and not await self._has_witness():
             raise await self._undo_deleted()
@@ -257,10 +270,10 @@ class Publication:
     # ------------------------------------------------------------------------------------ guards
 
     async def _is_unchanged(self, old: Record | None) -> bool:
-        """Return whether what was there before still is, and our data are.
+        """Return whether the old record and our data are still there.
 
-        If not, an earlier try has landed. It may have been replaced or deleted since, and our data
-        been removed: another try would bring back a record without data.
+        If not, an earlier try landed. It may have been replaced or deleted since, and our data
+        removed: another try would bring back a record without data.
         """
         self._retried = True
         found = await read_record(self.context, self.name)
@@ -322,13 +335,14 @@ class Publication:
                 found=found.save_id,
             )
         url = self._requests.location(self._key)
-        size = f"{len(found.data)} bytes" if found.data else "an object"
+        data = found.data or b""
+        size = f"{len(data)} bytes" if data else "an object"
         return CheckpointExistsError(
             f"{url}: {size} that are not a valid commit record, damaged or not ours, are here; "
             "left untouched. Look at them, then remove them or pass overwrite=True",
             location=self._location,
             expected="nothing, or a commit record",
-            found=found.data[:64],
+            found=data[:64],
         )
 
     def _unresolved(self, error: RequestError | None, why: str) -> SaveError:
@@ -360,51 +374,41 @@ class Publication:
     async def finish(self, orphans: set[str]) -> bool:
         """Write the fixed names and remove `orphans`; return whether all of that succeeded.
 
-        Raises nothing of the store's: the checkpoint is committed.
+        Logs failures of the store: the checkpoint is committed.
         """
-        try:
-            async with asyncio.timeout(AFTER_S):
-                await together(
-                    (
-                        write_fixed(self.context, self.name, self.fixed),
-                        self._requests.delete(sorted(orphans)),
-                    )
+        finished = False
+        async with bounded(
+            self._location,
+            ", but files for other programs could not be written: %s; the next save, or "
+            "Checkpointer on this root, will try again",
+        ):
+            await together(
+                (
+                    write_fixed(self.context, self.name, self.fixed),
+                    self._requests.delete(sorted(orphans)),
                 )
-                await write_marks(self.context, self.name, self.fixed)
-        except (RequestError, TimeoutError) as error:
-            log.warning(
-                "%s: the checkpoint is committed, but files for other programs could not be "
-                "written: %s; the next save, or Checkpointer on this root, will try again",
-                self._location,
-                error if isinstance(error, RequestError) else f"not within {AFTER_S:g} s",
             )
-            return False
-        return True
+            await write_marks(self.context, self.name, self.fixed)
+            finished = True
+        return finished
 
     async def settle(self, replaced: Record | None) -> None:
-        """Remove what the checkpoint has replaced, and let the fixed names follow the record.
+        """Remove the replaced checkpoint, and let the fixed names follow the record.
 
-        Raises nothing of the store's: what is left is repaired, or removed by gc.
+        Logs failures of the store: repair or gc finishes the rest.
         """
-        try:
-            async with asyncio.timeout(AFTER_S):
-                written = set(self.fixed)
-                if replaced is not None and replaced.save_id not in (None, self.save_id):
-                    written |= await self._remove(replaced)
-                    claims, old = self.context.claims, replaced.save_id
-                    await claims.end_replacing(old, self.save_id, self.epoch)
-                head = await read_head(self.context, self.name)
-                if head != self.record[:HEAD_NBYTES]:
-                    await follow_record(self.context, self.name, self.save_id, written)
-        except (RequestError, CorruptCheckpointError, TimeoutError) as error:
-            log.warning(
-                "%s: the checkpoint is committed; tidying up after it failed: %s",
-                self._location,
-                f"not within {AFTER_S:g} s" if isinstance(error, TimeoutError) else error,
-            )
+        async with bounded(self._location, "; tidying up after it failed: %s"):
+            written = set(self.fixed)
+            if replaced is not None and replaced.save_id not in (None, self.save_id):
+                written |= await self._remove(replaced)
+                claims, old = self.context.claims, replaced.save_id
+                await claims.end_replacing(old, self.save_id, self.epoch)
+            head = await read_head(self.context, self.name)
+            if head != self.record[:HEAD_NBYTES]:
+                await follow_record(self.context, self.name, self.save_id, written)
 
     async def _remove(self, replaced: Record) -> set[str]:
-        """Remove the objects of a replaced save; return its fixed names that ours does not have."""
+        """Remove the objects of a replaced save; return its fixed names that ours lacks."""
         context, name = self.context, self.name
         stale = shared_paths(await replaced.outline(context)) - set(self.fixed)
         dead = await paths_of(context, name, replaced.save_id)

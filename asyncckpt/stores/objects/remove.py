@@ -97,7 +97,7 @@ async def unlist(
     location = context.requests.location(name)
     with reported("deleting", location):
         record, version = await read_version(context, name, wanted=conditions.delete)
-        if record is None or not record.data.endswith(seal):
+        if record is None or not (record.data or b"").endswith(seal):
             raise CheckpointNotFoundError(
                 f"{location}: there is no checkpoint to delete", location=location
             )

@@ -1,17 +1,16 @@
-"""Fixed names that fit the record: the next process completes what a winner left unfinished.
+"""Repair of fixed names: the next process completes what a committed save left unfinished.
 
-A fixed name has no owner: a winner that was stopped for an hour may write its own over those of the
-checkpoint that has replaced it. Every writer of fixed names therefore looks at the record again
-after its last write, and if that is of another save now, writes (or removes) those names once more,
-until the record was the same before and after. The last writer has then seen the record that
-stays, so that in the end the names are those of that record; what a crash leaves in between, the
-next `Checkpointer` sees by comparing listings with the record.
+A fixed name has no owner: a writer that was stopped for an hour may overwrite those of the
+checkpoint that replaced its own. Every writer of fixed names therefore reads the record again after
+its last write, and if that is of another save now, writes (or removes) the names once more, until
+the record was the same before and after. So the last writer has seen the final record, and the
+names are those of that record. What a crash leaves behind, the next `Checkpointer` finds by
+comparing listings with the record.
 """
 
-# Rule 1: nothing here writes or deletes a record, nor anything that has a save id in its name.
-# Rule 2: without a record nothing is written, nor for one that does not count; a record that cannot
-#   be read stops everything.
-# Rule 3: looking downloads no contents: a few KiB of the record, and listings.
+# Rule 1: nothing here writes or deletes a record, nor a name with a save id.
+# Rule 2: nothing is written without a record that counts; an unreadable record stops everything.
+# Rule 3: the check downloads no contents, only a few KiB of the record, and listings.
 
 from __future__ import annotations
 
@@ -34,17 +33,16 @@ from asyncckpt.stores.objects.layout import RECORD, SUCCESS, join, marks
 log = logging.getLogger("asyncckpt.stores")
 
 ROUNDS_MAX = 5
-"""Changes of the record under the hands of one writer, before it leaves the rest to the process
-that changes it."""
+"""Changes of the record before a writer leaves the rest to the process that changes it."""
 
 ENTRIES_MAX = 1000
-"""Entries of a directory of a checkpoint that are looked at: a checkpoint has a few."""
+"""Entries listed of each directory of a checkpoint, which has a few."""
 
 SUCCESS_TEXT = b"Checkpoint commit was successful to %s"
 
 
 async def write_fixed(context: Context, name: str, files: Mapping[str, bytes]) -> None:
-    """Write fixed names of a checkpoint, at the same time. Raises `RequestError`."""
+    """Write fixed names of a checkpoint concurrently. Raises `RequestError`."""
     await together(context.requests.replace(join(name, path), data) for path, data in files.items())
 
 
@@ -52,7 +50,7 @@ async def write_marks(context: Context, name: str, paths: Iterable[str]) -> None
     """Write Orbax's marks on Google's store, after everything else. Raises `RequestError`."""
     if context.google:
         text = SUCCESS_TEXT % context.requests.location(name).encode()
-        await write_fixed(context, name, dict.fromkeys(marks(frozenset(paths)), text))
+        await write_fixed(context, name, dict.fromkeys(marks(paths), text))
 
 
 async def follow_record(
@@ -63,7 +61,7 @@ async def follow_record(
     Args:
         context: of the store.
         name: the checkpoint.
-        save_id: save whose contents the caller wrote there last; None: it removed them.
+        save_id: save whose contents the caller wrote last, or None if it removed them.
         paths: names that it wrote or removed.
 
     Raises:
@@ -73,7 +71,7 @@ async def follow_record(
     for _ in range(ROUNDS_MAX):
         record = await read_record(context, name)
         if record is not None and record.save_id is None:
-            return  # what belongs to it cannot be known
+            return  # its fixed names are unknown
         present = None if record is None else record.save_id
         if present == save_id:
             return
@@ -81,7 +79,7 @@ async def follow_record(
         files = await load_fixed(context, name, outline, outline.fixed)
         stale = [path for path in paths if path not in outline.paths]
         if present is None and context.google:
-            stale += marks(frozenset(paths))
+            stale += marks(paths)
         await delete_paths(context, name, stale)
         await write_fixed(context, name, files)
         if present is not None:
@@ -90,9 +88,9 @@ async def follow_record(
 
 
 async def repair(context: Context, name: str) -> bool:
-    """Write the fixed names that are missing or not the record's; return whether any were.
+    """Write the fixed names that are missing or not the record's; return whether there were any.
 
-    Two listings and one small read where nothing is to be done. Checkpoints of version 1 are left
+    Costs two listings and one small read if there is nothing to do. Leaves checkpoints of version 1
     as they are.
 
     Raises:
@@ -116,7 +114,7 @@ async def repair(context: Context, name: str) -> bool:
     wrong = {fixed.path for fixed in _wrong(outline, here)}
     if not wrong and not (context.google and SUCCESS not in here):
         return False
-    # That was the unchecked beginning of a record. What is written comes from all of it.
+    # That was the unchecked beginning of a record; what is written comes from all of it.
     record = await read_record(context, name)
     if record is None or record.save_id != outline.save_id or not await record.counts(context):
         return False
@@ -138,10 +136,10 @@ async def _listed(context: Context, name: str, directory: str) -> dict[str, List
 def _wrong(outline: Outline, here: Mapping[str, Listed]) -> Iterable[FixedName]:
     """Yield the fixed names that are missing, or whose contents are not the record's.
 
-    Stores list the MD5 of an object's content, but some do not, or not always (S3 with keys of
-    KMS): then a different checksum says nothing. Where the copy of the same content, or for the
-    manifest everything, is listed with other checksums too, a name counts as right that has the
-    right size and was written after the record.
+    Most stores list the MD5 of an object's content, but not all, or not always (S3 with KMS keys):
+    then a different checksum proves nothing. If the copy of the same content (for the manifest: all
+    copies) is listed with another checksum too, a name counts as right if it has the right size and
+    was written after the record.
     """
 
     def is_md5(path: str | None, fixed: FixedName) -> bool:
@@ -159,7 +157,7 @@ def _wrong(outline: Outline, here: Mapping[str, Listed]) -> Iterable[FixedName]:
 
 
 async def repair_quietly(context: Context, name: str) -> None:
-    """Repair as `repair` does; log what cannot be repaired, unless this process may not write."""
+    """Repair as `repair` does, and log failures; a lack of rights to write only for debugging."""
     location = context.requests.location(name)
     try:
         if await repair(context, name):

@@ -1,9 +1,8 @@
-"""The share of one process in an attempt on an object store: what it writes, and passes on."""
+"""The share of one process in an attempt on an object store: what it writes and passes on."""
 
 # Rule 1: nothing is written under a name without the save id.
-# Rule 2: a name is written with one content only, so that a request that lands late changes
-#   nothing.
-# Rule 3: process 0 alone writes fixed names and the record, and removes what was exchanged.
+# Rule 2: each name gets one content only, so that a request that lands late changes nothing.
+# Rule 3: only process 0 writes fixed names and the record, and removes exchanged objects.
 # Rule 4: nothing that a record may refer to is removed while the record may still arrive.
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ log = logging.getLogger("asyncckpt.stores")
 
 
 class ObjectShare:
-    """What every process of an attempt does, process 0 too. Subclasses say how it ends."""
+    """What every process of an attempt does, including process 0. Subclasses end it."""
 
     def __init__(self, context: Context, name: str, save_id: str, *, shared: bool) -> None:
         self.location = context.requests.location(name)
@@ -43,10 +42,10 @@ class ObjectShare:
     async def create(
         self, path: str, *, nbytes: int, window_nbytes: int | None = None
     ) -> ObjectDataFile:
-        """Open a new data file, of one window if at all; no request is made. As `Attempt.create`.
+        """Open a new data file, of at most one window; no request is made. As `Attempt.create`.
 
         Raises:
-            UsageError: the path lacks the save id, or the file does not fit one request.
+            UsageError: the path lacks the save id, or the file is too long for one request.
         """
         self._sending.check()
         check_file(path, self.location)
@@ -104,12 +103,12 @@ class ObjectShare:
     # ------------------------------------------------------------------------------------- abort
 
     async def abort(self) -> None:
-        """Remove everything that this process has written; do nothing if the attempt has ended.
+        """Remove everything that this process wrote; do nothing if the attempt has ended.
 
         Cancellation: finishes, then raises.
 
         Raises:
-            StoreError: something could not be removed; gc does so later.
+            StoreError: something could not be removed; gc removes it later.
         """
         await self._sending.end(
             self._remove,
@@ -122,7 +121,7 @@ class ObjectShare:
             await self._context.requests.delete(sorted(self._removed()))
 
     def _removed(self) -> set[str]:
-        """Return the keys to remove when the attempt is aborted."""
+        """Return the keys that an abort removes."""
         return self._sending.keys
 
 
@@ -130,11 +129,7 @@ class ObjectJoinedAttempt(ObjectShare):
     """A share in an attempt, made by `ObjectStore.join`."""
 
     async def look(self) -> bool:
-        """Return whether the attempt's mark is there.
-
-        Raises:
-            StoreError: it cannot be looked for.
-        """
+        """Return whether the attempt's mark is there. Raises `StoreError`."""
         key = self._exchange_key(MARK)
         requests = self._context.requests
         with reported("looking for the attempt to join", requests.location(key)):
@@ -144,10 +139,10 @@ class ObjectJoinedAttempt(ObjectShare):
         return is_mark_of(self._save_id, mark)
 
     async def put(self, path: str, data: bytes | memoryview, *, in_record: bool = False) -> None:
-        """Make a small file durable, whose path has the save id. As `AttemptFiles.put`.
+        """Make a small file durable. As `AttemptFiles.put`.
 
         Raises:
-            UsageError: its path lacks the save id: only process 0 gives files such names.
+            UsageError: its path lacks the save id: only process 0 writes such files.
         """
         self._sending.check()
         check_file(path, self.location)
@@ -155,11 +150,11 @@ class ObjectJoinedAttempt(ObjectShare):
         await self._sending.send_named(join(self._name, path), await owned(self._context, data))
 
     async def settle(self) -> None:
-        """Check that every own file is sealed: then it is durable. As `JoinedAttempt.settle`."""
+        """Check that every own file is sealed, and so durable. As `JoinedAttempt.settle`."""
         self._sending.check_sealed(self._files)
 
     async def leave(self) -> None:
-        """End the share. As `JoinedAttempt.leave`; no request is waited for."""
+        """End the share without waiting for requests. As `JoinedAttempt.leave`."""
         if self._sending.ended:
             return
         self._sending.ended = True
@@ -178,7 +173,7 @@ class ObjectJoinedAttempt(ObjectShare):
             )
 
     async def _remove(self) -> None:
-        # Process 0 was not to publish, but a mistake about that would cost a checkpoint.
+        # Process 0 should not publish, but a mistake about that would cost a checkpoint.
         async with self._context.requests.cleaning_up(ABORT_S):
             record = await read_record(self._context, self._name)
         if record is None or record.save_id != self._save_id:

@@ -1,11 +1,11 @@
 """Checkpoints on an object store: committed by one conditional PUT, safe against other writers."""
 
-# Rule 1: the record makes a checkpoint exist, and nothing else is consulted for that but claims:
+# Rule 1: the record makes a checkpoint exist, together with claims: see
 #   stores/objects/claims/counting.py.
-# Rule 2: deleting removes the record before the bytes that it refers to, and those by the save id
-#   that it carried, so that another attempt at the same name loses nothing.
-# Rule 3: nothing about a store is remembered between calls except the results of probes, and for
-#   repair the names that this process has used, and the checkpoints that it could not complete.
+# Rule 2: a deletion removes the record before the bytes that it refers to, and finds those by the
+#   record's save id, so that another attempt at the same name loses nothing.
+# Rule 3: between calls only the results of probes are kept, and for repairs the names that this
+#   process used and the checkpoints that it could not complete.
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from asyncckpt.stores.exchange import check_process, find_mark
 from asyncckpt.stores.objects.attempt import ObjectAttempt
 from asyncckpt.stores.objects.claims.counting import Claims
 from asyncckpt.stores.objects.claims.takeover import take_over
-from asyncckpt.stores.objects.context import OBJECTS_MAX, Context
+from asyncckpt.stores.objects.context import Context
 from asyncckpt.stores.objects.export import ObjectExport
 from asyncckpt.stores.objects.failures import reported
 from asyncckpt.stores.objects.files import ObjectFiles
-from asyncckpt.stores.objects.gc import NAMES_MAX, remove_garbage
-from asyncckpt.stores.objects.layout import CONTROL, check_key, check_save_id, is_note, note_key
+from asyncckpt.stores.objects.gc import remove_garbage
+from asyncckpt.stores.objects.layout import LISTED_MAX, check_key, check_save_id, is_note, note_key
 from asyncckpt.stores.objects.probe import Conditions, Probes
 from asyncckpt.stores.objects.remove import unlist
 from asyncckpt.stores.objects.repair import repair_quietly
@@ -45,28 +45,29 @@ from asyncckpt.stores.objects.requests.sizes import (
     fits_chunk_nbytes,
 )
 from asyncckpt.stores.objects.share import ObjectJoinedAttempt
-from asyncckpt.stores.paths import NOTE_NBYTES, check_name
+from asyncckpt.stores.paths import CONTROL, NOTE_NBYTES, check_name
 
 COLLECT_MIN_S = 7 * 24 * 3600.0
-"""No save takes a week; with less, gc could hit one that is in progress."""
+"""Least age that `collect` accepts: longer than any save, and twice the age at which an attempt
+refuses to publish."""
 
 REPAIRED_STEPS = 3
-"""A crash leaves the newest steps unfinished, and people look at these."""
+"""Newest steps that `sweep` repairs: a crash leaves these unfinished, and people look at them."""
 
 REPAIRED_NAMES = 4
-"""Other names that this process has used last: one-shot checkpoints."""
+"""One-shot checkpoints, last used by this process, that `sweep` repairs."""
 
 READ_GAP_NBYTES = 512 * KIB
-"""What a stream of 85 MB/s reads in 6 ms, a fifth of the latency of another request."""
+"""What a stream of 85 MB/s reads in 6 ms, a fifth of the latency of a request."""
 
 READS = 16
-"""Ranged reads in flight by default; `Requests` adapts the true number."""
+"""Ranged reads in flight by default; `Requests` adapts the actual number."""
 
 JOIN_PAUSES_S = 0.02, 1.0
-"""Between two looks for an attempt to join, at first and at most: each is a request."""
+"""First and longest pause between two looks for an attempt to join: each look is a request."""
 
 CHOICES_MAX = 16
-"""Sizes of states that are remembered: one `Checkpointer` saves one, or a few."""
+"""State sizes with a remembered choice: one `Checkpointer` saves one or a few states."""
 
 
 class ObjectStore:
@@ -75,15 +76,13 @@ class ObjectStore:
     All methods run on the event loop of the client.
 
     Args:
-        requests: every request goes through it; closed with the store.
-        save_id_of: returns the save id in a commit record, or None for anything else.
+        requests: makes every request; closed with the store.
+        save_id_of: as `asyncckpt.format.record.save_id_of`.
         outline_of: as `asyncckpt.format.record.outline_of`. Both are called in worker threads for
             records of more than 64 KiB.
-        epoch_of: as `asyncckpt.format.record.epoch_of`; without it, all records count.
+        epoch_of: as `asyncckpt.format.record.epoch_of`.
         workers: threads for copies and checks.
-        google: write Orbax's `commit_success.txt` last, which it wants on Google's store.
-        collect_min_s: least age that `collect` accepts, and twice the age at which an attempt
-            refuses to publish; other values than the default are for tests.
+        google: write `commit_success.txt` last, which Orbax expects on Google's store.
     """
 
     def __init__(
@@ -93,9 +92,8 @@ class ObjectStore:
         save_id_of: Callable[[bytes], str | None],
         outline_of: Callable[..., Outline | None],
         workers: Workers,
-        epoch_of: Callable[[bytes], int | None] = lambda record: 0,
+        epoch_of: Callable[[bytes], int | None],
         google: bool = False,
-        collect_min_s: float = COLLECT_MIN_S,
     ) -> None:
         traits = requests.traits
         self.url = requests.url
@@ -114,7 +112,6 @@ class ObjectStore:
         self._context = Context(
             requests, workers, save_id_of, outline_of, epoch_of, Claims(requests), google
         )
-        self._collect_min_s = collect_min_s
         self._probes = Probes(requests, google=google)
         self._used: OrderedDict[str, None] = OrderedDict()
         self._choices: OrderedDict[int, Choice] = OrderedDict()
@@ -134,10 +131,10 @@ class ObjectStore:
         data_file_nbytes: int | None = None,
         concurrency: int | None = None,
     ) -> Sizes:
-        """Choose sizes for a save, from what was measured so far. As `Store.sizes`.
+        """Choose sizes for a save from the measurements so far. As `Store.sizes`.
 
-        For a state of the same size the last choice is kept while nothing is much faster, so that
-        plans and buffers need not be made again. `concurrency` holds from now on.
+        For a state of the same size the last choice is kept unless another is much faster, so that
+        plans and buffers can be reused. `concurrency` holds from now on.
         """
         traits, requests = self._requests.traits, self._requests
         put_max_nbytes = min(traits.put_max_nbytes, PUT_THRESHOLD_NBYTES)
@@ -180,13 +177,13 @@ class ObjectStore:
         private: bool = False,
         shared: bool = False,
     ) -> ObjectAttempt:
-        """Open an attempt; no request is waited for, unless it is shared. As `Store.begin`.
+        """Open an attempt; only a shared one waits for a request. As `Store.begin`.
 
-        The first attempt begins the probe of conditional creation in the background. `private`
-        means nothing to the bucket's policy.
+        The first attempt begins the probe of conditional creation in the background. `private` is
+        ignored: the bucket's policy decides.
 
         Raises:
-            UsageError: the name is not one path part or too long, or the save id is wrong.
+            UsageError: the name is not one path part or is too long, or the save id is wrong.
         """
         self._check(name, save_id)
         check_epoch(epoch)
@@ -198,7 +195,7 @@ class ObjectStore:
             save_id,
             epoch=epoch,
             overwrite=overwrite,
-            max_age_s=self._collect_min_s / 2,
+            max_age_s=COLLECT_MIN_S / 2,
             conditions=self._conditions,
             shared=shared,
         )
@@ -222,9 +219,9 @@ class ObjectStore:
         """Take part in an attempt that another process begins. As `Store.join`.
 
         Raises:
-            UsageError: the name is not one path part or too long, or the save id is wrong.
-            CheckpointNotFoundError: there was no such attempt for `timeout_s`.
-            StoreError: it cannot be looked for.
+            UsageError: the name is not one path part or is too long, or the save id is wrong.
+            CheckpointNotFoundError: no such attempt appeared within `timeout_s`.
+            StoreError: a request failed.
         """
         self._check(name, save_id)
         check_process(process)
@@ -249,15 +246,15 @@ class ObjectStore:
         """Open an attempt for plain files. As `ExportingStore.begin_export`.
 
         Raises:
-            UsageError: the name is not one path part, or too long.
+            UsageError: the name is not one path part, or is too long.
             StoreError: the probe of conditional creation failed.
         """
         check_name(name)
         check_key(self._requests.location(name))
-        conditions = await self._conditions()
+        conditions = await self._conditions(versions=False)
         return ObjectExport(self._context, name, overwrite=overwrite, conditional=conditions.create)
 
-    async def _conditions(self, *, versions: bool = False) -> Conditions:
+    async def _conditions(self, *, versions: bool) -> Conditions:
         conditions = await self._probes.conditions(versions=versions)
         self.capabilities = dataclasses.replace(
             self.capabilities, conditional_create=conditions.create
@@ -278,14 +275,14 @@ class ObjectStore:
     # -------------------------------------------------------------------------------------- read
 
     async def names(self) -> list[str]:
-        """Return the prefixes below the root, in no order; also those that attempts have begun."""
+        """Return the prefixes below the root, in no order, including those of open attempts."""
         with reported("listing", self.url):
-            listed = await self._requests.list("", recursive=False, limit=NAMES_MAX)
-        if len(listed) > NAMES_MAX:
+            listed = await self._requests.list("", recursive=False, limit=LISTED_MAX)
+        if len(listed) > LISTED_MAX:
             raise StoreError(
-                f"{self.url}: more than {NAMES_MAX} names; checkpoints need a prefix of their own",
+                f"{self.url}: more than {LISTED_MAX} names; checkpoints need a prefix of their own",
                 location=self.url,
-                expected=NAMES_MAX,
+                expected=LISTED_MAX,
             )
         return [e.key for e in listed if e.is_prefix and e.key not in ("", CONTROL)]
 
@@ -297,8 +294,8 @@ class ObjectStore:
     # ------------------------------------------------------------------------------------ claims
 
     async def claim(self) -> Claim | None:
-        """Take the root over, as stores/objects/claims/takeover.py does. As `Store.claim`."""
-        conditions = await self._conditions()
+        """Take over the root (stores/objects/claims/takeover.py). As `Store.claim`."""
+        conditions = await self._conditions(versions=False)
         return await take_over(self._context) if conditions.create else None
 
     async def claims(self) -> Sequence[Claim]:
@@ -314,7 +311,7 @@ class ObjectStore:
     async def delete(self, name: str, *, epoch: int = 0) -> None:
         """Delete a checkpoint, in the order of stores/objects/remove.py. As `Store.delete`.
 
-        Foreign objects below its prefix stay, and so do those of other attempts.
+        Foreign objects below its prefix and those of other attempts stay.
 
         Cancellation: finishes, then raises.
         """
@@ -340,10 +337,10 @@ class ObjectStore:
         return await self._probes.conditions(create=False, versions=True)
 
     async def sweep(self) -> Sequence[str]:
-        """Repair the fixed names that a winner did not come to write; remove nothing.
+        """Repair fixed names that a committed save could not write; remove nothing.
 
-        Looks at the newest steps and at names that this process has used. An attempt in progress
-        cannot be told from a dead one: see `collect`.
+        Looks at the newest steps and at names that this process used. Leftovers stay, since a
+        living attempt looks like a dead one: see `collect`.
         """
         steps = sorted((n for n in await self.names() if STEP_NAME.fullmatch(n)), key=int)
         async with asyncio.TaskGroup() as group:
@@ -352,16 +349,16 @@ class ObjectStore:
         return ()
 
     async def collect(self, older_than_s: float, *, dry_run: bool = False) -> Sequence[str]:
-        """Remove leftovers that are a week old at least, as stores/objects/gc.py defines them.
+        """Remove leftovers at least a week old, as stores/objects/gc.py defines them.
 
-        Then write the fixed names of all checkpoints that lack some.
+        Then write missing fixed names of all checkpoints.
         """
-        if older_than_s < self._collect_min_s:
+        if older_than_s < COLLECT_MIN_S:
             raise UsageError(
-                f"older_than_s={older_than_s}: pass at least {self._collect_min_s:.0f} "
-                f"({self._collect_min_s / 86400:.0f} days); younger objects may belong to a save "
+                f"older_than_s={older_than_s}: pass at least {COLLECT_MIN_S:.0f} "
+                f"({COLLECT_MIN_S / 86400:.0f} days); younger objects may belong to a save "
                 "in progress",
-                expected=self._collect_min_s,
+                expected=COLLECT_MIN_S,
                 found=older_than_s,
             )
         with reported("removing leftovers", self.url):
@@ -388,14 +385,14 @@ class ObjectStore:
         """Remove and return all notes, as `NotingStore.take_notes`."""
         requests = self._requests
         with reported("looking for errors of earlier jobs", self.url):
-            listed = await requests.list(CONTROL, recursive=True, limit=OBJECTS_MAX)
+            listed = await requests.list(CONTROL, recursive=True, limit=LISTED_MAX)
             keys = [entry.key for entry in listed if is_note(entry.key)]
             notes = [await requests.read(key, max_nbytes=NOTE_NBYTES) for key in keys]
             await requests.delete(keys)
         return [note for note in notes if note is not None]
 
     async def close(self) -> None:
-        """End what runs in the background, then close connections. Idempotent.
+        """Wait for background tasks, then close connections. Idempotent.
 
         Cancellation: finishes, then raises.
         """

@@ -1,18 +1,18 @@
 """Files of an export while they are written: multipart uploads, or memory.
 
 Every window is sent as a part of one upload; the object appears when that is completed. Where the
-client knows no multipart uploads, or the windows are not parts that it takes, the whole file is
-held, up to `COLLECTED_MAX_NBYTES`.
+client has no multipart uploads, or does not accept the windows as parts, the whole file is held in
+memory, up to `COLLECTED_MAX_NBYTES`.
 """
 
 # Rule: from the moment that an upload may have begun until it was completed or aborted, the export
-#   knows of it, also when its id was lost with the response.
+#   knows its key, even if its id was lost with the response.
 
 from __future__ import annotations
 
 import asyncio
 import posixpath
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 import numpy as np
 
@@ -30,11 +30,18 @@ COLLECTED_MAX_NBYTES = 512 * MIB
 class ExportFile(ObjectDataFile):
     """An open file of an export, which appears when the export is published.
 
+    It is sent in windows if the client can do that, else whole; no request is made yet.
+
     Args:
+        sending: of the export.
+        path: of the file.
         key: of the object.
         nbytes: its length.
-        window_nbytes: length of its parts; None: it is held whole.
-        new: nothing may be replaced.
+        window_nbytes: length of its windows.
+        new: create the object; replace none.
+
+    Raises:
+        UsageError: the client can send neither its windows as parts, nor all of it at once.
     """
 
     def __init__(
@@ -43,7 +50,7 @@ class ExportFile(ObjectDataFile):
         path: str,
         key: str,
         nbytes: int,
-        window_nbytes: int | None,
+        window_nbytes: int,
         *,
         new: bool,
     ) -> None:
@@ -52,6 +59,23 @@ class ExportFile(ObjectDataFile):
         self._key = key
         self._nbytes = nbytes
         self._window_nbytes = window_nbytes
+        traits = self._requests.traits
+        self._in_parts = nbytes > window_nbytes and (
+            traits.multipart
+            and window_nbytes >= traits.part_min_nbytes
+            and window_nbytes % traits.part_multiple_nbytes == 0
+            and -(-nbytes // window_nbytes) <= traits.part_max_count
+        )
+        most = min(COLLECTED_MAX_NBYTES, traits.put_max_nbytes)
+        if not self._in_parts and nbytes > most:
+            location = f"{sending.location}/{path}"
+            raise UsageError(
+                f"{location}: {traits.name} cannot send {nbytes} bytes in parts of "
+                f"{window_nbytes}; export files of at most {most} (max_file_nbytes)",
+                location=location,
+                expected=most,
+                found=nbytes,
+            )
         self._new = new
         self._missing = nbytes
         self._buffer = bytearray()
@@ -62,8 +86,8 @@ class ExportFile(ObjectDataFile):
         self._turn = asyncio.Condition()
 
     async def _write(self, offset: int, data: Bytes | bytearray) -> bool:
-        if self._window_nbytes is not None:
-            return await self._send_part(offset, data, self._window_nbytes)
+        if self._in_parts:
+            return await self._send_part(offset, data)
         nbytes = min(len(data), self._nbytes - offset)
         if nbytes <= 0:
             raise self._refused(f"{len(data)} bytes at offset {offset} are past the end")
@@ -76,12 +100,12 @@ class ExportFile(ObjectDataFile):
         self._missing -= nbytes
         return True
 
-    async def _send_part(self, offset: int, data: Bytes | bytearray, window_nbytes: int) -> bool:
-        number, inside = divmod(offset, window_nbytes)
-        expected = min(window_nbytes, self._nbytes - offset)
+    async def _send_part(self, offset: int, data: Bytes | bytearray) -> bool:
+        number, inside = divmod(offset, self._window_nbytes)
+        expected = min(self._window_nbytes, self._nbytes - offset)
         if inside or expected <= 0 or len(data) < expected:
             raise self._refused(
-                f"expected windows of {window_nbytes} bytes in a file of {self._nbytes}, "
+                f"expected windows of {self._window_nbytes} bytes in a file of {self._nbytes}, "
                 f"found {len(data)} bytes at offset {offset}"
             )
         requests = self._requests
@@ -96,8 +120,7 @@ class ExportFile(ObjectDataFile):
                     )
             async with self._turn:
                 if not requests.traits.parallel_parts:
-                    # Windows are written in the order of the plan, so that the next part is
-                    # always among those in flight.
+                    # Windows are written in plan order: the next part is always in flight.
                     await self._turn.wait_for(lambda: len(self._tags) == number)
             tag, reusable = await requests.put_part(self._key, self._upload, number, offset, body)
             async with self._turn:
@@ -160,60 +183,10 @@ class ExportFile(ObjectDataFile):
             await self._requests.abort_parts(self._key, self._upload)
 
 
-def open_export_file(
-    sending: Sending, path: str, key: str, nbytes: int, window_nbytes: int, *, new: bool
-) -> ExportFile:
-    """Open a file that is sent in parts if the client can do that, else whole; no request is made.
-
-    Raises:
-        UsageError: the client can send neither its windows as parts, nor all of it at once.
-    """
-    traits = sending.context.requests.traits
-    if nbytes > window_nbytes and (
-        traits.multipart
-        and window_nbytes >= traits.part_min_nbytes
-        and window_nbytes % traits.part_multiple_nbytes == 0
-        and -(-nbytes // window_nbytes) <= traits.part_max_count
-    ):
-        return ExportFile(sending, path, key, nbytes, window_nbytes, new=new)
-    most = min(COLLECTED_MAX_NBYTES, traits.put_max_nbytes)
-    if nbytes <= most:
-        return ExportFile(sending, path, key, nbytes, None, new=new)
-    location = f"{sending.location}/{path}"
-    raise UsageError(
-        f"{location}: {traits.name} cannot send {nbytes} bytes in parts of {window_nbytes}; export "
-        f"files of at most {most} (max_file_nbytes)",
-        location=location,
-        expected=most,
-        found=nbytes,
-    )
-
-
-async def abort_uploads(sending: Sending, files: Iterable[ExportFile]) -> None:
-    """Abort all uploads of an export; one whose abort is refused keeps no other one open.
-
-    Raises:
-        RequestError: the first that could not be aborted, though it may be gone by now.
-    """
-    failed: list[RequestError] = []
-    try:
-        for file in files:
-            try:
-                await file.abort()
-            except RequestError as error:
-                failed.append(error)
-        await abort_pending(sending.context.requests, sending.keys)
-        if failed:
-            raise failed[0]
-    finally:
-        failed.clear()  # a cycle of error and frame would stay until it is collected
-
-
 async def abort_pending(requests: Requests, keys: Collection[str]) -> None:
-    """Abort every upload to these keys, also one whose id was lost with its response.
+    """Abort every upload to these keys, including those whose ids were lost with a response.
 
-    Raises:
-        RequestError: they could not be listed or aborted.
+    Raises `RequestError`.
     """
     for prefix in sorted({posixpath.dirname(key) for key in keys}):
         for pending in await requests.pending_parts(prefix):

@@ -1,4 +1,4 @@
-"""Laws of cancellation: a cancelled call stops using its buffer and leaves nothing half done."""
+"""Laws of cancellation: a cancelled call stops using its buffer and leaves nothing half-done."""
 
 from __future__ import annotations
 

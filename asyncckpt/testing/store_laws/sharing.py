@@ -103,7 +103,7 @@ class Sharing(StoreLaws):
             assert list(await store.sweep()) == []
 
     async def test_without_an_attempt_to_join_it_raises_in_time(self, tmp_path: Path) -> None:
-        """Nothing is written; the error says where was looked, and for what."""
+        """Nothing is written; the error says where it looked, and for what."""
         async with self.opened(tmp_path) as store:
             begun = time.monotonic()
             with pytest.raises(CheckpointNotFoundError, match=SAVE_ID) as caught:
@@ -158,7 +158,7 @@ class Sharing(StoreLaws):
             await expect(other, "1", 2)
 
     async def test_a_process_leaves_what_was_not_published(self, tmp_path: Path) -> None:
-        """Where dead processes are known, the last one to leave removes what they have written."""
+        """Stores that recognise dead processes remove their files when the last one leaves."""
         async with self.opened(tmp_path) as store, self.opened(tmp_path) as other:
             attempt = await store.begin("1", SAVE_ID, shared=True)
             share = await join(other)
@@ -226,7 +226,7 @@ class Sharing(StoreLaws):
             await attempt.abort()
 
     async def test_joining_checks_its_arguments(self, tmp_path: Path) -> None:
-        """Before anything is looked for."""
+        """Before it looks for the attempt."""
         async with self.opened(tmp_path) as store:
             with pytest.raises(UsageError, match="process=0"):
                 await join(store, 0)

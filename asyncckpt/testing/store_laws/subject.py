@@ -1,4 +1,4 @@
-"""Base class of the laws of every subject."""
+"""Base class of all laws of stores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StoreLaws:
     """Laws of a store that is opened at a place.
 
     Attributes:
-        lists_attempts: `names` may list a name under which an attempt has written something.
+        lists_attempts: `names` may list the name of an attempt that has written something.
         window_nbytes: a window size that the store accepts for a data file.
     """
 

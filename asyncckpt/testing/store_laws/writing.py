@@ -114,7 +114,7 @@ class Writing(StoreLaws):
             assert await content(store, "1", file.path, len(data)) == data
 
     async def test_seal_cuts_a_file_to_its_length(self, tmp_path: Path) -> None:
-        """Padding behind the end, which keeps writes aligned, is cut off."""
+        """Padding after the end, which keeps writes aligned, is cut off."""
         async with self.opened(tmp_path) as store:
             data = pattern(64 * PAGE)
             attempt = await store.begin("1", identity("a"))

@@ -18,6 +18,7 @@ import asyncckpt
 from asyncckpt.checkpoint.foreign.ocdbt import open_ocdbt
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.flow.threads import Workers
+from asyncckpt.ports import StoreCapabilities
 from asyncckpt.spec import DTYPES
 from asyncckpt.stores.local.files import LocalFiles
 from tests.checkpoint.foreign.databases import (
@@ -276,7 +277,7 @@ def workers() -> Iterator[Workers]:
 
 
 async def opened(path: Path, workers: Workers) -> OpenCheckpoint:
-    return await open_ocdbt(LocalFiles(str(path), workers))
+    return await open_ocdbt(LocalFiles(str(path), workers, StoreCapabilities("any")))
 
 
 async def test_only_the_shards_of_wanted_arrays_are_read(tmp_path: Path, workers: Workers) -> None:

@@ -22,6 +22,7 @@ import asyncckpt
 from asyncckpt.checkpoint.foreign.orbax import open_orbax
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.flow.threads import Workers
+from asyncckpt.ports import StoreCapabilities
 from asyncckpt.stores.local.files import LocalFiles
 from asyncckpt.tree import flatten
 from tests.checkpoint.foreign.orbax_writers import (
@@ -157,7 +158,7 @@ async def test_a_tree_of_flat_leaves_restores_into_its_targets(
 
 
 async def opened(path: Path, workers: Workers) -> OpenCheckpoint:
-    return await open_orbax(LocalFiles(str(path), workers))
+    return await open_orbax(LocalFiles(str(path), workers, StoreCapabilities("any")))
 
 
 @pytest.fixture

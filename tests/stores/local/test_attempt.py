@@ -28,7 +28,8 @@ from asyncckpt.stores.local import attempt as attempts
 from asyncckpt.stores.local import datafile, posix, publish
 from asyncckpt.stores.local import store as local
 from asyncckpt.stores.local.locks import this_machine
-from asyncckpt.stores.local.store import LocalStore, open_local
+from asyncckpt.stores.local.store import LocalStore
+from asyncckpt.stores.paths import open_local
 from asyncckpt.testing.checkpoints import PAGE, pattern
 from tests.stores.checkpoints import expect, save, write_file
 

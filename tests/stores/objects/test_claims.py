@@ -266,7 +266,7 @@ async def test_a_takeover_that_dies_at_any_request_hides_and_loses_nothing(
             first = await claimed(store)
             await save(store, "1", "a", 1, epoch=first)
             async with opened(kind, sim) as dying:
-                await dying._conditions()
+                await dying._conditions(versions=False)
                 applied, at = bool(number % 2), number // 2 + 1
                 fault = Fault(number=at, times=FOREVER, reset=True, applied=applied)
                 sim.faults.append(fault)
@@ -350,7 +350,7 @@ async def one_history(seed: int) -> None:
         places = [opened("memory", None, root, policy=UNRACED) for _ in range(3)]  # type: ignore[arg-type]
         stores = [await stack.enter_async_context(place) for place in places]
         for store in stores:
-            await store._conditions()
+            await store._conditions(versions=False)
             in_turns(store, turns)
         reader = await stack.enter_async_context(opened("memory", None, root))  # type: ignore[arg-type]
 
@@ -394,12 +394,13 @@ async def test_any_sequence_of_saves_and_takeovers_is_one_history(seeds: range) 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_gc_removes_what_does_not_count_and_lists_that_decide_nothing(
-    sim: Simulator, kind: str
+    sim: Simulator, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Claims, the highest list and everything that counts stay."""
+    monkeypatch.setattr("asyncckpt.stores.objects.store.COLLECT_MIN_S", HOUR_S)
     async with (
         opened(kind, sim, policy=UNRACED) as store,
-        opened(kind, sim, collect_min_s=HOUR_S) as other,
+        opened(kind, sim) as other,
     ):
         first = await claimed(store)
         await save(store, "1", "a", 1, epoch=first)

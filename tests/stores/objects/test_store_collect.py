@@ -106,11 +106,12 @@ async def test_what_a_record_refers_to_is_kept_however_old(sim: Simulator) -> No
         await expect(store, "1", 1)
 
 
-async def test_less_than_a_week_is_refused(sim: Simulator) -> None:
+async def test_less_than_a_week_is_refused(sim: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened("obstore", sim) as store:
         with pytest.raises(UsageError, match=r"at least 604800 \(7 days\)"):
             await store.collect(WEEK_S - 1)
-    async with opened("obstore", sim, collect_min_s=10.0) as store:
+    monkeypatch.setattr("asyncckpt.stores.objects.store.COLLECT_MIN_S", 10.0)
+    async with opened("obstore", sim) as store:
         attempt = await store.begin("1", identity("a"))
         await attempt.put("small", b"x")
         age(sim, 20.0)

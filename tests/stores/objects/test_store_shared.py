@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from asyncckpt.errors import CheckpointExistsError, SaveError, StoreError, UsageError
-from asyncckpt.stores.objects import attempt as attempts
+from asyncckpt.stores.objects import publish
 from asyncckpt.stores.objects.attempt import ObjectAttempt
 from asyncckpt.stores.objects.layout import exchange_path, is_exchange, owner
 from asyncckpt.stores.objects.share import ObjectJoinedAttempt
@@ -179,7 +179,7 @@ async def test_what_cannot_be_removed_after_the_commit_is_logged(
         attempt = await store.begin("1", SAVE_ID, shared=True)
         record = await fill(attempt, SAVE_ID)
         sim.faults.append(Fault(kind=DELETION, number=0, **fault))
-        monkeypatch.setattr(attempts, "AFTER_S", 0.1)
+        monkeypatch.setattr(publish, "AFTER_S", 0.1)
         with caplog.at_level(logging.WARNING):
             await attempt.publish(record)
             await store.close()

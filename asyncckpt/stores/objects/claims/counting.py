@@ -1,41 +1,40 @@
-"""Claims of a root on an object store: which records count, and who may not write any more.
+"""Claims of a root on an object store: which records count, and which writers are fenced.
 
-Objects have no directory that could be taken from a writer that was stopped: whatever request it
-was about to make, it makes when it wakes up. A takeover does not prevent that. It says which
-records count::
+On an object store no directory can be taken away from a stopped writer: when it wakes up, it makes
+the request that it was about to make. A takeover does not prevent that. It decides which records
+count::
 
     .asyncckpt/claim-<e>              created on condition that there is none
     .asyncckpt/inherited-<e>          save ids of the records that counted when claim e was made
-    .asyncckpt/replaces-<new>-<old>   save ids of a record that is about to be replaced, and of the
-                                      one that takes its place
+    .asyncckpt/replaces-<new>-<old>   save ids of a record about to be replaced, and of the new one
 
 A record of epoch k counts if k is 0, or if no claim above k has a list, or if the highest list
-names it or one that it has replaced. Everyone who reads a record asks that.
+names it or one that it replaced. Every reader of a record checks that.
 """
 
 # Rule 1: the order of a takeover is claim, listing, list, and only then its first record. The order
 #   of a save is record, then a look for the next claim; without one, the save is acknowledged. In
-#   every order of the two, either the listing comes after the record, and the list names it, or the
-#   writer sees the claim, and acknowledges nothing.
+#   every interleaving, either the listing comes after the record, and the list names it, or the
+#   writer sees the claim and acknowledges nothing.
 #   (test_a_writer_that_was_stopped_anywhere_is_fenced)
 # Rule 2: by induction, every later list names all that was acknowledged before its claim: at its
-#   listing, the highest list names that, or there is none above it. Which of the lists that were
-#   there at that moment was the highest does not matter.
+#   listing, the highest list names it, or there is no list above it. Which list was the highest at
+#   that moment does not matter.
 #   (test_any_sequence_of_saves_and_takeovers_is_one_history)
 # Rule 3: only the highest list decides. A process that was stopped between claim and list may write
 #   its list an hour later, and would otherwise hide all that was saved since.
 #   (test_a_list_that_comes_late_hides_nothing)
-# Rule 4: a claim without its list, or with one that is damaged, decides nothing about records. A
-#   crash in a takeover hides no checkpoint. (test_a_claim_without_its_list_hides_nothing)
-# Rule 5: claims are looked for after the record was read, or written. An answer from before would
-#   know nothing of a takeover that came in between.
+# Rule 4: a claim without a list, or with a damaged one, decides nothing about records. A crash in a
+#   takeover hides no checkpoint. (test_a_claim_without_its_list_hides_nothing)
+# Rule 5: claims are read after the record was read or written. An earlier answer would miss a
+#   takeover in between.
 #   (test_a_reader_asks_for_the_claims_after_it_has_read_the_record)
-# Rule 6: a writer that was stopped while it replaced a record replaces it when it wakes up, on the
-#   condition that it is the old one, which no takeover changes. The list names the old one, and the
-#   step would be lost. So it writes first what it is about to replace, and the new record counts in
-#   place of the old one. (test_a_replacement_that_comes_late_takes_the_place_of_what_it_replaced)
-# Rule 7: neither claims nor lists ever change, and claims are never removed: so that the next claim
-#   after e, if there is any, is e + 1, and one request finds it.
+# Rule 6: a writer that was stopped while it replaced a record replaces it when it wakes up: its
+#   condition is the old record, which no takeover changes. The list names the old one, and the step
+#   would be lost. So the writer first notes what it is about to replace, and the new record counts
+#   in its place. (test_a_replacement_that_comes_late_takes_the_place_of_what_it_replaced)
+# Rule 7: claims and lists never change, and claims are never removed. So the next claim after e, if
+#   any, is e + 1, and one request finds it.
 
 from __future__ import annotations
 
@@ -63,14 +62,11 @@ from asyncckpt.stores.claims import (
 )
 from asyncckpt.stores.objects.clients.client import unless_missing
 from asyncckpt.stores.objects.failures import reported
-from asyncckpt.stores.objects.layout import CONTROL, join
+from asyncckpt.stores.objects.layout import LISTED_MAX, join
 from asyncckpt.stores.objects.requests.requests import Requests
+from asyncckpt.stores.paths import CONTROL
 
 log = logging.getLogger("asyncckpt.stores")
-
-OBJECTS_MAX = 1 << 20
-"""Objects below the control prefix that are listed: two for each claim, and a few probes."""
-
 
 _REPLACES = re.compile(r"replaces-([0-9a-f]{32})-([0-9a-f]{32})")
 
@@ -82,8 +78,8 @@ class Seen:
     Attributes:
         claims: epochs of the claims, ascending.
         lists: epochs of the claims with a list, ascending.
-        replaced: save ids of replaced records by those of the records that took their places;
-            several, where a save found others to be faster.
+        replaced: save ids of replaced records by those of the records that replaced them; several
+            where other saves were faster.
     """
 
     claims: tuple[int, ...] = ()
@@ -108,7 +104,7 @@ class Claims:
         self._seen = Seen()
 
     async def seen(self) -> Seen:
-        """Return what a listing showed that began after this call. Calls that wait share one."""
+        """Return the result of a listing that begins after this call. Waiting calls share one."""
         wanted = self._begun + 1
         async with self._lock:
             if self._done < wanted:
@@ -118,7 +114,7 @@ class Claims:
             return self._seen
 
     async def counts(self, save_id: str, epoch: int) -> bool:
-        """Return whether a record that was read before is one of the run."""
+        """Return whether a record that was read before this call is part of the run."""
         if not epoch:
             return True
         seen = await self.seen()
@@ -131,22 +127,14 @@ class Claims:
         return True
 
     async def check(self, epoch: int, location: str = "", *, visible: bool | None = False) -> None:
-        """Check that there is no higher claim; epoch 0 is below none.
-
-        Raises:
-            FencedError: there is one; `location` and `visible` as in `fenced_error`.
-        """
+        """Raise `FencedError` (see `fenced_error`) for a higher claim; epoch 0 is below none."""
         if epoch and (data := await self._read(claim_name(epoch + 1), CLAIM_NBYTES)) is not None:
             successor = decode_claim(data)
             url = self._requests.url
             raise fenced_error(url, epoch, successor, location=location, visible=visible)
 
     async def begin_replacing(self, old: str, new: str, epoch: int, location: str) -> None:
-        """Note that a record with the save id `old` is about to be replaced; none without a claim.
-
-        Raises:
-            FencedError: as `check`.
-        """
+        """Check the claim, if any, and note that the record with the save id `old` is replaced."""
         if epoch:
             await self.check(epoch, location)
             key = join(CONTROL, _replaces(new, old))
@@ -166,7 +154,7 @@ class Claims:
 
     async def _listed(self) -> Seen:
         with reported("listing the claims", self._requests.location(CONTROL)):
-            listed = await self._requests.list(CONTROL, recursive=True, limit=OBJECTS_MAX)
+            listed = await self._requests.list(CONTROL, recursive=True, limit=LISTED_MAX)
         names = [entry.key.removeprefix(f"{CONTROL}/") for entry in listed]
         claims = sorted(int(found[1]) for name in names if (found := CLAIM.fullmatch(name)))
         lists = sorted(int(found[1]) for name in names if (found := INHERITED.fullmatch(name)))
@@ -193,7 +181,7 @@ class Claims:
         return self._inherited[epoch]
 
     async def _read(self, name: str, most_nbytes: int) -> bytes | None:
-        """Return the content of an object; None if there is none, nothing if it is too large."""
+        """Return the content of an object: None if it is missing, empty if it is too large."""
         with reported("reading the claims", self._location(name)):
             with unless_missing():
                 return await self._requests.read(join(CONTROL, name), max_nbytes=most_nbytes) or b""
@@ -208,7 +196,7 @@ def _replaces(new: str, old: str) -> str:
 
 
 def _line(save_id: str, replaced: Mapping[str, Collection[str]]) -> set[str]:
-    """Return a save id, those that it has replaced, and so on."""
+    """Return a save id and all that it replaced, directly or indirectly."""
     line, found = {save_id}, [save_id]
     while found:
         older = set(replaced.get(found.pop(), ())) - line
@@ -218,6 +206,6 @@ def _line(save_id: str, replaced: Mapping[str, Collection[str]]) -> set[str]:
 
 
 def superseded(names: Sequence[str]) -> list[str]:
-    """Return the lists among these names that decide nothing, because there is a higher one."""
+    """Return the lists among these names, except the highest, which alone decides."""
     lists = [name for name in names if INHERITED.fullmatch(name)]
     return sorted(lists, key=lambda name: int(name.rpartition("-")[2]))[:-1]

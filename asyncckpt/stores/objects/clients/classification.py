@@ -1,13 +1,13 @@
 """Classification of client-library errors: one table for all libraries, and what may be shown.
 
-No library is imported: errors are recognized by the names of their classes and by what they carry.
+No library is imported: errors are recognized by their class names and attributes.
 """
 
 # Rule 1: the most specific error decides. fsspec's backends wrap the server's response in an
-#   OSError whose cause has status and code; obstore gives text alone: one line for people, then
-#   the whole response, then a dump of the layers below.
-# Rule 2: no text of an error is passed on before `one_line` has removed possible credentials. What
-#   a server says about keys and signatures may repeat them, so obstore's is left out.
+#   OSError whose cause has status and code; obstore gives only text: one line for people, then the
+#   whole response, then a dump of the layers below.
+# Rule 2: no text of an error is shown before `one_line` has removed possible credentials. Messages
+#   about keys and signatures may repeat them, so those in obstore's text are left out.
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from urllib.parse import urlsplit
 
 from asyncckpt.stores.objects.clients.client import Kind, RequestError
 
-# HTTP statuses, codes, classes and errnos, each by its name. Codes of S3:
+# HTTP statuses, codes, class names and errnos. Codes of S3:
 # https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html, and what compatible stores
 # add; of GCS, the `reason` of https://cloud.google.com/storage/docs/json_api/v1/status-codes.
-# Of an error's base classes the most derived one listed here decides.
+# Of an error's classes the most derived one in the table decides.
 _TABLE: dict[Kind, str] = {
     "missing": """
         404 410 NoSuchKey NoSuchUpload NoSuchVersion notFound FileNotFoundError NotFoundError
@@ -83,7 +83,7 @@ KINDS: dict[str, Kind] = {name: kind for kind, names in _TABLE.items() for name 
 
 _TLS_CLASSES = frozenset(("SSLError", "ClientSSLError", "ClientConnectorCertificateError"))
 
-# Words in obstore's dumps, the most specific first: kind, detail, words.
+# Kind, detail and words in obstore's dumps, the most specific first.
 _DUMPED: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
     (
         "credentials",
@@ -114,19 +114,19 @@ _DUMPED: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
 )
 
 DETAIL_LENGTH = 300
-"""Characters of a detail; what a server says beyond them is rarely read."""
+"""Longest detail, in characters."""
 
 HIDDEN_MIN_LENGTH = 4
-"""Shorter option values are not credentials, and hiding them would cut common words."""
+"""Shorter option values are no credentials, and hiding them would cut common words."""
 
 
 def request_error(error: BaseException, hidden: Collection[str] = ()) -> RequestError:
-    """Return what a library's error means, without the texts in `hidden` and other credentials."""
+    """Classify a library's error; show neither the texts in `hidden` nor other credentials."""
     if isinstance(error, RequestError):
         return error
     chain = list(_chain(error))
     for link in chain:
-        # google.auth knows whether a retry makes sense; gcsfs turns the error into a 401.
+        # google.auth knows whether to retry; gcsfs turns the error into a 401.
         if "GoogleAuthError" in _names(link) and getattr(link, "retryable", False):
             return RequestError("connection", one_line(_text(link), hidden))
     for link in chain:
@@ -147,11 +147,11 @@ def status_error(
     *,
     retry_after: str | None = None,
 ) -> RequestError:
-    """Return what a response with this status and code means."""
+    """Classify a response with this status and code."""
     if code is not None and code.isdigit() and not 100 <= status < 600:
         status = int(code)
     kind = KINDS.get(code or "")
-    # Some codes say less than the status or the message beside them.
+    # Some codes say less than their status or message.
     if status in (401, 408, 507):
         kind = KINDS[str(status)]
     if code in ("forbidden", "InvalidRequest") and "billing" in message.lower():
@@ -166,7 +166,7 @@ def status_error(
         kind,
         one_line(f"HTTP {status}, {said}", hidden),
         status=status or None,
-        # The other form of the header, a date, is not used by object stores.
+        # Object stores do not use the other form of the header, a date.
         retry_after_s=float(retry_after or 0)
         if re.fullmatch("[0-9]+", retry_after or "")
         else None,
@@ -174,7 +174,7 @@ def status_error(
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, and what it was raised from."""
+    """Yield the error and its causes."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -184,7 +184,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _response(error: BaseException, hidden: Collection[str]) -> RequestError | None:
-    """Classify a response that botocore's, gcsfs's or aiohttp's error carries."""
+    """Classify the response in an error of botocore, gcsfs or aiohttp; None if there is none."""
     response = getattr(error, "response", None)
     if isinstance(response, Mapping) and isinstance(response.get("Error"), Mapping):
         said: Mapping[str, Any] = response["Error"]
@@ -214,7 +214,7 @@ def _names(error: BaseException) -> list[str]:
 def _kind(error: BaseException) -> Kind | None:
     names, text = _names(error), str(error).lower()
     if not _TLS_CLASSES.isdisjoint(names):
-        # A handshake that is cut off may succeed later, a wrong certificate will not.
+        # An interrupted handshake may succeed later; a wrong certificate will not.
         wrong = "certificate" in text or "wrong_version_number" in text or "wrong version" in text
         return "endpoint" if wrong else "connection"
     if type(error) is OSError and text.startswith("forbidden: "):
@@ -248,7 +248,7 @@ _SYSTEM = re.compile(r'kind: \w+,\s+message: "([^"]{1,100})"')
 
 
 def obstore_error(error: BaseException, hidden: Collection[str] = ()) -> RequestError:
-    """Return what an error of obstore means, from its text; status 416 past the object's end."""
+    """Classify an error of obstore by its text; its status is 416 past the object's end."""
     text, _, dump = str(error).partition(_DUMP)
     status, code = _STATUS.search(text), _CODE.search(text)
     verb = f"{found[1]}: " if (found := _VERB.search(text)) is not None else ""
@@ -257,7 +257,7 @@ def obstore_error(error: BaseException, hidden: Collection[str] = ()) -> Request
         past_the_end = 416 if "StartTooLarge" in dump else None
         return RequestError(kind, one_line(verb + detail, hidden), status=past_the_end)
     said, name = _MESSAGE.search(text), (code[1] or code[2]) if code is not None else None
-    # Without a status it is one key of many, in a response with status 200.
+    # Without a status it is about one of many keys, in a response with status 200.
     failure = status_error(
         int(status[1]) if status else 200, name, html.unescape(said[1]) if said else "", hidden
     )
@@ -304,10 +304,10 @@ _SECRETS = re.compile(
 
 
 def one_line(text: str, hidden: Collection[str] = ()) -> str:
-    """Return the text as one short line, without `hidden` and what looks like a credential."""
+    """Return the text as one short line, without `hidden` and possible credentials."""
     names: set[str] = set(hidden)
     for value in hidden:
-        # Texts also name the host of an endpoint alone.
+        # Errors may name only the host of an endpoint.
         if "://" in value:
             names |= {urlsplit(value).netloc, urlsplit(value).hostname or ""}
     for value in sorted(names, key=len, reverse=True):
@@ -319,7 +319,7 @@ def one_line(text: str, hidden: Collection[str] = ()) -> str:
 
 
 def hidden_values(options: Mapping[str, Any]) -> frozenset[str]:
-    """Return every text in the options, however deep: none of it may be shown."""
+    """Return every text in the options at any depth: none of it may be shown."""
     found: set[str] = set()
     pending: list[Any] = list(options.values())
     while pending:

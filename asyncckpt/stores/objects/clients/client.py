@@ -1,18 +1,17 @@
 """The protocol of an object-store client, and the failures that a client reports.
 
-An `ObjectClient` translates: one call is one request, or as few as the library below needs. A
-client neither repeats requests nor limits them; `Requests` adds retries, deadlines and limits for
-all clients alike.
+One call of an `ObjectClient` is one request, or as few as its library needs. A client neither
+retries nor limits requests; `Requests` adds retries, deadlines and limits for all clients.
 """
 
-# Rule 1: keys are relative to the client's prefix, with `/` between parts, and neither begin nor
-#   end with one; "" in `list` is the prefix itself.
+# Rule 1: keys are relative to the client's prefix, with `/` between parts but not at either end; ""
+#   in `list` is the prefix itself.
 # Rule 2: a client raises `RequestError`, `asyncio.CancelledError`, and `UsageError` for options
-#   that its library refuses; nothing else of the library gets out.
-# Rule 3: no text that a client makes contains a credential, or an option value other than the
-#   host of the endpoint.
-# Rule 4: a cancelled call ends promptly. Its body must not be reused, because the library may
-#   still be sending it.
+#   that its library refuses; no other error of the library.
+# Rule 3: a client's texts contain neither a credential nor an option value other than the host of
+#   the endpoint.
+# Rule 4: a cancelled call ends promptly. Its body must not be reused: the library may still be
+#   sending it.
 
 from __future__ import annotations
 
@@ -55,10 +54,10 @@ class RequestError(Exception):
 
     Attributes:
         kind: what a caller can do about it.
-        detail: what the server or the library said, without credentials; one line.
+        detail: one line from the server or the library, without credentials.
         status: HTTP status, or None.
         retry_after_s: seconds that the server asks to wait, or None.
-        left: after a deletion of several keys, those that may still exist; None for all of them.
+        left: after a deletion of several keys, those that may still exist; None: all of them.
     """
 
     left: Sequence[str] | None = None
@@ -82,15 +81,15 @@ class RequestError(Exception):
 
     @property
     def retryable(self) -> bool:
-        """Whether the same request may succeed later without a change."""
+        """Whether the same request may succeed later."""
         return self.kind in RETRYABLE
 
     @property
     def concerns_one_object(self) -> bool:
         """Whether one object was changed too often, which says nothing about other requests.
 
-        Google Cloud Storage allows one change per object and second, and answers more with 429,
-        like any other excess; the words are those of https://cloud.google.com/storage/docs/gcs429.
+        Google Cloud Storage allows one change per object and second and answers more with 429, as
+        any excess; for the words see https://cloud.google.com/storage/docs/gcs429.
         """
         return self.kind == "throttled" and "object mutation operations" in self.detail
 
@@ -99,18 +98,18 @@ class RequestError(Exception):
 class ClientTraits:
     """What a client can do, and what it costs.
 
-    The client declares these; the store also probes `conditional_create`.
+    The client declares these; the store also probes the conditional requests.
 
     Attributes:
         name: the library, for errors and reports: ``"s3fs"``, ``"gcsfs"``, ``"obstore"``, …
         put_copies: copies of a body that exist beside it while it is being sent.
         get_copies: copies of a response in memory until `get` returns, the returned one included.
-        conditional_create: of several `put(create=True)` of one key exactly one succeeds, because
-            the server decides (or a lock, for a filesystem inside this process).
+        conditional_create: of several `put(create=True)` of one key exactly one succeeds; the
+            server decides, or for a filesystem inside this process a lock.
         conditional_replace: `replace` is available.
         conditional_delete: `delete_version` is available.
-        repeats: the library below may repeat a PUT by itself whose response was lost, so that the
-            refusal of a conditional one does not tell that nothing was written.
+        repeats: the library may repeat a PUT whose response was lost, so that a refused
+            conditional PUT may have been written.
         put_max_nbytes: largest body of one `put`; Azure takes 5,000 MiB, others more.
         multipart: the client can send objects in parts.
         parallel_parts: parts may be sent in any order and concurrently.
@@ -136,7 +135,7 @@ class ClientTraits:
 
 @contextlib.contextmanager
 def unless_missing() -> Iterator[None]:
-    """End the block where a request finds that the object is missing; raise its other errors."""
+    """End the block if a request finds no such object; raise all other errors."""
     try:
         yield
     except RequestError as error:
@@ -153,8 +152,8 @@ class Listed(NamedTuple):
         is_prefix: whether the entry is a common prefix.
         modified_s: seconds since 1970 when the object was written, by the server's clock; 0.0
             if unknown.
-        checksum: the server's tag of the contents (S3: ETag, GCS: MD5); equal for two objects of
-            one bucket with equal bytes that were each sent by one PUT; "" if unknown.
+        checksum: the server's tag of the contents (S3: ETag, GCS: MD5), equal for objects of one
+            bucket with equal bytes that were sent by one PUT each; "" if unknown.
     """
 
     key: str
@@ -175,8 +174,8 @@ class PendingParts(NamedTuple):
 class ObjectClient(Protocol):
     """A prefix of a bucket, through one client library. Bound to one event loop.
 
-    Conditional changes and multipart uploads are refused unless a client overrides them, as its
-    traits say.
+    Clients override conditional changes and multipart uploads as their traits say; the defaults
+    refuse them.
     """
 
     url: str
@@ -196,10 +195,10 @@ class ObjectClient(Protocol):
     async def get(self, key: str, start: int, stop: int) -> Body:
         """Return bytes `start` to `stop` of the object: fewer, or none, where it ends before.
 
-        One ranged request, with both bounds. `0 <= start < stop`.
+        One request with both bounds; `0 <= start < stop`.
 
         Raises:
-            RequestError: `missing`; `short` if the connection ended before the response did.
+            RequestError: `missing`; `short` if the connection ended before the response.
         """
         ...
 
@@ -208,7 +207,7 @@ class ObjectClient(Protocol):
         ...
 
     async def version(self, key: str) -> str:
-        """Return what identifies the object's present contents: an ETag (S3) or generation (GCS).
+        """Return the version of the object's contents: an ETag (S3) or generation (GCS).
 
         To read and then replace, ask for the version first: a change in between then makes the
         replacement fail. Raises `RequestError`: `missing`.
@@ -218,8 +217,8 @@ class ObjectClient(Protocol):
     async def replace(self, key: str, body: Body, *, version: str) -> None:
         """Replace the object with `body`, only if it still has this version.
 
-        A retry after a lost response fails with `exists` if the first try succeeded: read the
-        object back to find out.
+        A retry after a lost response fails with `exists` if the first try succeeded: then read the
+        object back.
 
         Raises:
             RequestError: `exists` if it has another version, `missing` (S3) or `exists` (GCS) if
@@ -238,9 +237,8 @@ class ObjectClient(Protocol):
     async def list(self, prefix: str, *, recursive: bool, limit: int) -> list[Listed]:
         """Return the entries below `prefix` (without `/` at its end) by key, never from a cache.
 
-        If not `recursive`, those of one level: objects and common prefixes. The list is empty
-        where nothing exists. The marker object of a "directory" is left out. Stops after
-        `limit` + 1 entries.
+        If not `recursive`, objects and common prefixes of one level. Leaves out the marker objects
+        of "directories". Stops after `limit` + 1 entries; empty if nothing exists.
         """
         ...
 
@@ -253,10 +251,7 @@ class ObjectClient(Protocol):
         raise _lacking(self, "multipart uploads")
 
     async def put_part(self, key: str, upload: str, number: int, offset: int, body: Body) -> str:
-        """Store part `number` (from 0), which begins at `offset` of the object.
-
-        Returns what `complete_parts` needs to know about it.
-        """
+        """Store part `number` (from 0), at `offset` of the object; return its tag."""
         raise _lacking(self, "multipart uploads")
 
     async def complete_parts(
@@ -264,8 +259,8 @@ class ObjectClient(Protocol):
     ) -> None:
         """Create the object from the parts with these tags, in order; durable and visible.
 
-        With `create`, given here and in `begin_parts`, only if there is none, where the client
-        has `conditional_create`; else `RequestError`: `exists`.
+        With `create`, given here and in `begin_parts`, only if there is none, for clients with
+        `conditional_create`. Raises `RequestError`: `exists`.
         """
         raise _lacking(self, "multipart uploads")
 

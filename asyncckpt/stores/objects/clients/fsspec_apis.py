@@ -1,12 +1,12 @@
-"""The clients of s3fs and gcsfs: what they add to any other filesystem.
+"""The clients of s3fs and gcsfs: what they add to other fsspec filesystems.
 
-Conditional replacement and deletion, and uploads in parts, are requests that no method of fsspec
-makes. They go through `_call_s3` and `_call`, which make one request of the S3 and JSON APIs.
+fsspec has no methods for conditional replacement and deletion, nor for uploads in parts. They go
+through `_call_s3` and `_call`, which make one request of the S3 and JSON APIs.
 """
 
-# Rule 1: whoever has the URL of an upload session can write to it: it is in no error.
-# Rule 2: GCS takes bytes of an unfinished object in multiples of 256 KiB, so the rest of a part is
-#   kept here until `complete_parts`, which alone finishes the object.
+# Rule 1: anyone with the URL of an upload session can write to it: no error shows it.
+# Rule 2: GCS accepts unfinished objects in multiples of 256 KiB, so the rest of a part is kept here
+#   until `complete_parts`, which alone finishes the object.
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ PART_UNIT_NBYTES = 256 * KIB
 
 S3_TRAITS = ClientTraits(
     name="s3fs",
-    put_copies=2,  # the `bytes`; as measured, botocore keeps some of them beyond their request
+    put_copies=2,  # the `bytes`; measured: botocore keeps some of them beyond their request
     get_copies=2,
     conditional_create=True,
     conditional_replace=True,
     conditional_delete=True,
-    repeats=True,  # aiohttp does so once on a connection that was kept open
+    repeats=True,  # aiohttp, once, on a connection that was kept open
     multipart=True,
     parallel_parts=True,
 )
@@ -60,31 +60,30 @@ GCS_TRAITS = ClientTraits(
 )
 
 CONNECTIONS = 128
-"""Most connections of a session; botocore's 10 would be a second limit below that of `Requests`."""
+"""Most connections of a session; botocore's default of 10 is below the limit of `Requests`."""
 
 SLICE_NBYTES = 256 * KIB
-"""What is handed to a connection at a time, and what may be copied of it."""
+"""Bytes handed to a connection at a time, which it may copy."""
 
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 60.0
-"""Without a byte on a connection; `Requests` sets the deadline of a whole request."""
+"""Longest time without a byte on a connection; `Requests` sets the deadline of a whole request."""
 
 REFRESH_AHEAD = timedelta(minutes=10)
-"""A Google token that expires sooner is checked in a thread; gcsfs renews it within 5 minutes of
-its end, and would block the event loop."""
+"""Google tokens that expire sooner are renewed in a thread: gcsfs would renew them 5 minutes before
+their end, and block the event loop."""
 
 _CANCELLED = 499
-"""Status of a deleted upload, which is what was asked for."""
+"""Status of a deleted upload: a success."""
 
 
 # ---------------------------------------------------------------------------------------------- S3
 
 
 def s3_options(storage_options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of `S3FileSystem`: the user's, and defaults for what they leave open.
+    """Return arguments of `S3FileSystem`: the user's, with defaults for the rest.
 
-    One request is one request: neither botocore nor s3fs repeats it. Checksums that not every
-    store understands are off.
+    Neither botocore nor s3fs retries. Checksums that not every store understands are off.
     """
     config: dict[str, Any] = {
         "max_pool_connections": CONNECTIONS,
@@ -108,27 +107,27 @@ def s3_filesystem(storage_options: Mapping[str, Any]) -> Any:
     from s3fs import S3FileSystem  # type: ignore[import-untyped]
 
     filesystem = S3FileSystem(**s3_options(storage_options))
-    filesystem.retries = 1  # attempts, of which the first counts
+    filesystem.retries = 1  # attempts, including the first
     return connected(filesystem)
 
 
 def connected(filesystem: Any) -> Any:
     """Return the filesystem with a session for the loop that makes the first request.
 
-    Blocks; for a thread: botocore reads its descriptions of S3, and configuration and credentials
-    from wherever they are. The first request makes aiohttp's session, which belongs to a loop.
+    Blocks; for a thread: botocore reads its descriptions of S3, configuration and credentials. The
+    first request makes aiohttp's session, which belongs to a loop.
     """
     asyncio.run(_connect(filesystem))
     return filesystem
 
 
 async def _connect(filesystem: Any) -> None:
-    # botocore asks with every body whether the server wants it (`Expect: 100-continue`), and
-    # aiohttp waits for the response forever: a round trip, and on some stores the end.
+    # botocore sends `Expect: 100-continue` with every body, and aiohttp waits for the response
+    # without limit: a round trip, and on some stores for ever.
     client = await filesystem.set_session()
     client.meta.events.register("before-send.s3", _sent_in_slices)
-    # Where TLS protects bodies in transit, or they never leave the machine, they are not hashed
-    # for the signature: that is 0.7 CPU-seconds per GiB, on the event loop.
+    # Bodies protected by TLS, or that never leave the machine, are not hashed for the signature:
+    # that would take 0.7 CPU-seconds per GiB on the event loop.
     config = client.meta.config
     settings = config.s3 or {}
     if "payload_signing_enabled" not in settings and is_protected(client.meta.endpoint_url):
@@ -142,17 +141,17 @@ def _sent_in_slices(request: Any, **_: Any) -> None:
 
 
 class _Slices:
-    """The body that botocore made of `bytes`, as aiohttp sends it without a copy, and only once.
+    """A body that botocore made of `bytes`, for aiohttp to send without a copy, and only once.
 
     aiohttp repeats a PUT on a connection that was closed, if it can read the body again. A record
-    that was sent twice could replace what another writer has put there in between.
+    sent twice could replace what another writer put there in between.
     """
 
     def __init__(self, file: Any) -> None:
         self._view: memoryview = file.getbuffer()
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Do nothing: botocore rewinds a body before it makes a new request of it."""
+        """Do nothing: botocore rewinds a body before it makes a request of it."""
         return offset
 
     async def __aiter__(self) -> AsyncIterator[memoryview]:
@@ -161,7 +160,7 @@ class _Slices:
 
 
 def is_protected(endpoint: str) -> bool:
-    """Return whether bodies cannot be changed in transit: by TLS, or inside this machine."""
+    """Return whether bodies are safe from changes in transit: by TLS, or on this machine."""
     url = urlsplit(endpoint)
     return url.scheme == "https" or url.hostname in ("127.0.0.1", "::1", "localhost")
 
@@ -170,7 +169,7 @@ class S3Client(FsspecClient):
     """Objects in a bucket of S3, or of a store that speaks its protocol."""
 
     def __init__(self, session: FilesystemSession, url: str, root: str, **more: Any) -> None:
-        # The session of the user's filesystem sends what is copied twice more; see `_as_bytes`.
+        # The session of a user's filesystem makes two more copies; see `_as_bytes`.
         traits = S3_TRAITS if session.ours else replace(S3_TRAITS, put_copies=3)
         super().__init__(session, url, root, traits=traits, **more)
         self._bucket, prefix = split_bucket(root)
@@ -179,11 +178,11 @@ class S3Client(FsspecClient):
     async def _as_bytes(self, body: Body) -> bytes | bytearray:
         if self._session.ours:
             return await super()._as_bytes(body)
-        # Of `bytes` botocore makes a file and asks first whether the server wants it, as above.
+        # From `bytes` botocore makes a file and sends `Expect: 100-continue`; see `_connect`.
         return await self._session.in_thread(bytearray, body)
 
     async def _put(self, key: str, data: bytes | bytearray, create: bool) -> None:
-        # Below twice of `chunksize` s3fs sends one request, and no parts.
+        # Below twice `chunksize` s3fs sends one request.
         mode = "create" if create else "overwrite"
         path = self._path(key)
         await self._session.call("_pipe_file", path, data, chunksize=len(data) + 1, mode=mode)
@@ -215,8 +214,8 @@ class S3Client(FsspecClient):
         """See `ObjectClient`.
 
         Raises:
-            RequestError: `missing` if the upload is gone, also because an earlier call whose
-                response was lost has completed it.
+            RequestError: `missing` if the upload is gone, perhaps because an earlier call whose
+                response was lost completed it.
         """
         parts = [{"PartNumber": i, "ETag": tag} for i, tag in enumerate(tags, 1)]
         whole = {"Parts": parts}
@@ -282,10 +281,10 @@ def gcs_filesystem(storage_options: Mapping[str, Any], hidden: Collection[str]) 
 
 
 class _Checked:
-    """A middleware of aiohttp that makes errors final and keeps what the server says.
+    """A middleware of aiohttp that makes errors final and keeps the server's reasons.
 
-    gcsfs repeats a failed request up to six times, with pauses, and drops the reason of a refusal
-    (gcsfs 2026.10). A `RequestError` from below passes through it at once.
+    gcsfs (2026.10) retries up to six times, with pauses, and drops the reason of a refusal, but
+    raises a `RequestError` at once.
     """
 
     def __init__(self, hidden: Collection[str]) -> None:
@@ -321,7 +320,7 @@ def _said(content: bytes) -> tuple[str | None, str]:
 
 
 class GcsSession(FilesystemSession):
-    """A filesystem of gcsfs, whose token is renewed in a worker thread: Google's library blocks."""
+    """A filesystem of gcsfs that renews its token in a worker thread: Google's library blocks."""
 
     async def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         if self.ours:
@@ -361,7 +360,7 @@ class GcsClient(FsspecClient):
                 await self._call(*request, ifGenerationMatch=version, conditional=True)
             except RequestError as error:
                 if error.kind == "exists":
-                    # GCS says of a missing object that it has another generation.
+                    # For GCS a missing object has another generation.
                     await self.size(key)
                 raise
 
@@ -415,7 +414,7 @@ class GcsClient(FsspecClient):
     async def _chunk(
         self, upload: str, body: bytes | memoryview, span: str, *, conditional: bool = False
     ) -> int | None:
-        """Return how many bytes of the object the server holds; None once it is finished."""
+        """Send a chunk; return the number of bytes stored so far, or None for a finished object."""
         headers = {"Content-Range": span, "Content-Length": str(len(body))}
         found, content = await self._call(
             "_call", "PUT", upload, headers=headers, data=body, conditional=conditional

@@ -1,4 +1,4 @@
-"""The client of any fsspec filesystem, through the methods that all of them have."""
+"""The client of any fsspec filesystem, through the methods common to all."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ Listing = list[Listed]
 log = logging.getLogger("asyncckpt.stores")
 
 DELETES = 32
-"""Deletions of one `delete` in flight where a request deletes one object."""
+"""Deletions of one `delete` in flight, each of one object."""
 
 INLINE_NBYTES = 64 * KIB
-"""Bodies up to this size are copied on the event loop: a thread would cost more."""
+"""Bodies up to this size are copied on the event loop; a thread would cost more."""
 
 UNCONDITIONAL: dict[Kind, Kind] = {"conflict": "unavailable", "exists": "unavailable"}
-"""Meaning of these kinds for a request without a condition: other trouble of the server."""
+"""What these kinds mean for a request without a condition: other trouble of the server."""
 
 LOCATED: frozenset[Kind] = frozenset(("connection", "timeout", "endpoint"))
 """Failures whose detail names the endpoint."""
 
 _MEMORY_LOCK = threading.Lock()
-"""Held by every write to a memory filesystem: all in a process share one dictionary."""
+"""Held by every write to a memory filesystem: all of them share one dictionary."""
 
 
 class FsspecClient(ObjectClient):
     """Objects below a path of an fsspec filesystem.
 
     Methods of an async filesystem run on its loop, those of others in worker threads. Libraries
-    send `bytes`, so other bodies are copied, in a worker thread.
+    send `bytes`; other bodies are copied in a worker thread.
 
     Args:
         session: of the filesystem.
@@ -98,7 +98,7 @@ class FsspecClient(ObjectClient):
         try:
             found: Body = await self._call("_cat_file", self._path(key), start=start, end=stop)
         except RequestError as error:
-            # Past the end a server answers 416; what other filesystems raise says less.
+            # Past the end a server answers 416; other filesystems are less specific.
             if error.status != 416 and (error.kind != "invalid" or await self.size(key) > start):
                 raise
             return b""
@@ -168,9 +168,9 @@ class FsspecClient(ObjectClient):
             failure = request_error(error, self._hidden)
             if not conditional:
                 failure.kind = UNCONDITIONAL.get(failure.kind, failure.kind)
-            # Frames of the library hold the body, and s3fs keeps its error in one of them.
+            # Frames of the library hold the body, and s3fs keeps its error in one.
             clear_frames(error.__traceback__)
-        # Not inside `except`: the library's error must not be the context of ours.
+        # Outside of `except`: the library's error must not be the context of ours.
         if failure.kind in LOCATED and self._endpoint:
             failure.detail += f" (endpoint {self._endpoint})"
         try:
@@ -186,7 +186,7 @@ class FsspecClient(ObjectClient):
             info: Mapping[str, Any] = await self._uncached("_info", self._path(key))
         except RequestError as error:
             if error.kind in ("forbidden", "invalid") and error.status is not None:
-                # S3 gives the reason in the body, which the response to a HEAD has not.
+                # S3 gives the reason in the body, which the response to a HEAD lacks.
                 await self._call("_cat_file", self._path(key), start=0, end=1)
             raise
         if info["type"] == "directory":
@@ -194,7 +194,7 @@ class FsspecClient(ObjectClient):
         return info
 
     async def _uncached(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        # A listings cache that the user has left on does not see other writers.
+        # The user may have left a listings cache on, which does not see other writers.
         (await self._request(self._session.filesystem())).invalidate_cache()
         return await self._call(name, *args, **kwargs)
 
@@ -204,7 +204,7 @@ class FsspecClient(ObjectClient):
 
 
 class MemoryClient(FsspecClient):
-    """Objects of the memory filesystem of this process, which several clients may share."""
+    """Objects of this process's memory filesystem, which several clients may share."""
 
     async def _put(self, key: str, data: bytes | bytearray, create: bool) -> None:
         filesystem, path = await self._session.filesystem(), self._path(key)
@@ -222,7 +222,7 @@ class MemoryClient(FsspecClient):
 async def each(delete: Callable[[str], Awaitable[None]], keys: Sequence[str]) -> None:
     """Call `delete` for each key, `DELETES` at a time.
 
-    After an error no other call begins; the first error is raised, with the keys that are `left`.
+    After an error no further call begins. Raises the first error, with the keys that are `left`.
     """
     left = dict.fromkeys(keys)
     waiting = iter(keys)
@@ -256,8 +256,8 @@ def _entries(
     below = path.strip("/") + "/" if path.strip("/") else ""
     for info in found:
         name, is_prefix = info["name"].lstrip("/"), info["type"] == "directory"
-        # Listing a file gives that file, and listing some directories gives them as well. A file
-        # with `/` at its end is the marker of a directory.
+        # A listing of a file contains the file, and of some directories the directory. A file with
+        # `/` at its end is the marker of a directory.
         if (is_prefix and recursive) or (not is_prefix and name.endswith("/")):
             continue
         name = name.rstrip("/")
@@ -274,7 +274,7 @@ def _entries(
 
 
 def modified(info: Mapping[str, Any]) -> float:
-    """Return when an entry of a listing was written, under whichever name it says so."""
+    """Return when an entry of a listing was written, under any of the names in use."""
     for name in ("LastModified", "mtime", "updated", "last_modified", "modified", "created"):
         if (value := info.get(name)) is not None:
             return seconds(value)
@@ -282,7 +282,7 @@ def modified(info: Mapping[str, Any]) -> float:
 
 
 def seconds(value: object) -> float:
-    """Return the seconds since 1970 of a library's time; 0.0 if it is none."""
+    """Return a library's time in seconds since 1970; 0.0 if it is none."""
     if isinstance(value, str):
         try:
             value = datetime.fromisoformat(value)

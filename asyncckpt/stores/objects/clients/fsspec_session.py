@@ -1,12 +1,12 @@
 """An fsspec filesystem and the loop or threads on which its methods run."""
 
-# Rule 1: a filesystem of our own is async if it can be, has its own session on the loop that uses
+# Rule 1: a filesystem of our own is async if possible, has its own session on the loop that uses
 #   it, and is in no cache of instances or listings.
 # Rule 2: a filesystem of the user is used where it lives: on the loop of its sync methods, or in
-#   threads. It is not closed. One made for coroutines (`asynchronous=True`) does not say on which
-#   loop it lives, so it is made again, with the same arguments, for the loop that asks.
+#   threads. It is not closed. One made for coroutines (`asynchronous=True`) does not tell its loop,
+#   so it is made again, with the same arguments, for ours.
 # Rule 3: a cancelled call in a thread or on another loop ends at once for its caller; the thread
-#   may go on with what it was given.
+#   may go on with its arguments.
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from asyncckpt.flow.threads import Workers
+from asyncckpt.flow.threads import Workers, seen
 from asyncckpt.stores.objects.clients.client import RequestError
 
 T = TypeVar("T")
 
 
 class FilesystemSession:
-    """A filesystem that exists from its first use to `close`.
+    """A filesystem, made at its first use.
 
     Args:
-        make: called once, in a worker thread: making a filesystem imports libraries, reads
-            configuration and may look for credentials on the network.
+        make: called once, in a worker thread: it imports libraries, reads configuration and may
+            look for credentials on the network.
         workers: threads for `make` and for filesystems that are not async.
-        ours: the filesystem is not the user's; its session is closed at the end.
+        ours: the filesystem is not the user's; `close` closes its session.
     """
 
     def __init__(
@@ -81,21 +81,21 @@ class FilesystemSession:
             raise
 
     async def filesystem(self) -> Any:
-        """Return the filesystem; make it first if necessary."""
+        """Return the filesystem, made if necessary."""
         if self._closed:
             raise RequestError("invalid", "the client is closed")
         if self._filesystem is not None:
             return self._filesystem
         async with self._lock:
             if self._filesystem is None:
-                # Kept through a cancelled wait: looking for credentials may take longer than the
-                # deadline of the first request.
+                # Outlives a cancelled wait: looking for credentials may take longer than the first
+                # request's deadline.
                 if self._made is None:
                     self._made = self._workers.submit(self._make)
                 made = asyncio.wrap_future(self._made)
-                # asyncio would log, unabridged, an error that no caller waits for any more; so
-                # would its `shield`, in later releases.
-                made.add_done_callback(_mark_retrieved)
+                # Otherwise asyncio (in later releases also its `shield`) would log an error that no
+                # caller awaits any more, unabridged.
+                made.add_done_callback(seen)
                 try:
                     await asyncio.wait((made,))
                     self._filesystem = made.result()
@@ -108,7 +108,7 @@ class FilesystemSession:
         """Close the filesystem's session if it is ours. Idempotent."""
         self._closed = True
         if self._made is not None and not self._made.cancel():
-            self._workers.abandon(self._made)  # it may wait forever for what it looks for
+            self._workers.abandon(self._made)  # it may look for credentials for ever
         filesystem, self._filesystem = self._filesystem, None
         if filesystem is None or not self.ours or not is_async(filesystem):
             return
@@ -123,15 +123,10 @@ class FilesystemSession:
                 await close()
 
 
-def _mark_retrieved(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled():
-        future.exception()
-
-
 def is_async(filesystem: Any) -> bool:
-    """Return whether the filesystem's methods have async twins that work.
+    """Return whether the filesystem's methods have working async twins.
 
-    A wrapper like `DirFileSystem` is async by its class, and works like what it wraps.
+    A wrapper like `DirFileSystem` is async by its class, but works like what it wraps.
     """
     inner = getattr(filesystem, "fs", None)
     return getattr(filesystem, "async_impl", False) and (inner is None or is_async(inner))

@@ -1,14 +1,14 @@
-"""The client of obstore, a library in Rust whose requests are made by its own threads.
+"""The client of obstore, a library in Rust that makes requests in its own threads.
 
-It is the extra ``fast``. A body is sent from where it lies, and a response arrives in the buffer
-that is handed over, so that nothing is copied; a request costs microseconds on the event loop.
+It is the extra ``fast``. Bodies are sent from where they are, and responses are returned in the
+buffer that received them, without copies; a request costs microseconds on the event loop.
 """
 
 # Rule 1: one call is one request: obstore's own retries are off, and its timeout never expires.
-# Rule 2: a body belongs to obstore until it has dropped it, which after a cancellation is later
-#   than the end of the call: it holds the very object that was passed, and with it the memory.
-# Rule 3: errors are raised where the library's own are no longer handled, so that no traceback
-#   shows their text, which may contain what was signed.
+# Rule 2: obstore holds the body object that it was passed, and so its memory, until it drops it:
+#   after a cancellation that is later than the end of the call.
+# Rule 3: errors are raised outside of the handlers of the library's errors, so that no traceback
+#   shows the text of those, which may contain what was signed.
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ if TYPE_CHECKING:
 Entries = list[Listed]
 
 TIMEOUT = timedelta(days=1)
-"""Of a whole request; the default of 30 s ends large ones. `Requests` has deadlines of its own."""
+"""For a whole request; the default of 30 s ends large ones. `Requests` sets deadlines."""
 
 RETRIES_OFF = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
-"""`Requests` retries, within its limiter; obstore's ten retries would hide throttling from it."""
+"""`Requests` retries; obstore's ten retries would hide throttling from its limiter."""
 
 DROP_POLL_S = 0.02
-"""Time between two checks for bodies that obstore has dropped after their requests ended."""
+"""Time between two checks for bodies that obstore dropped."""
 
 DROP_WAIT_S = 1.0
-"""How long `delete` and `close` wait for them: a cancelled request was seen to sign 512 MiB for
-0.7 s, and one that is sent in spite of its cancellation would bring back what is deleted."""
+"""How long `delete` and `close` wait for that: a cancelled request was seen to sign 512 MiB for
+0.7 s, and if it were sent after all it would bring back a deleted object."""
 
 LIST_CHUNK = 1000
-"""Entries that a listing hands over at once: a page of S3."""
+"""Entries of a listing per page, as S3."""
 
 REGION_TIMEOUT_S = 10.0
 """For one HEAD request without a body."""
@@ -62,7 +62,7 @@ _BUCKETS = {"S3Store": "bucket", "GCSStore": "bucket", "AzureStore": "container_
 
 
 def made_store(options: StoreOptions, *, region: str | None = None) -> Backend:
-    """Return a store object of obstore with these options, in another region if one is given."""
+    """Return a store object of obstore with these options, or in another region."""
     from obstore import store
 
     make: Any = getattr(store, options.kind)
@@ -77,17 +77,16 @@ def made_store(options: StoreOptions, *, region: str | None = None) -> Backend:
 
 
 def bucket_of(store: Backend) -> str:
-    """Return the bucket that a store object was made for; empty if it does not say."""
+    """Return the bucket of a store object; empty if unknown."""
     config = getattr(store, "config", None) or {}
     return str(config.get(_BUCKETS.get(type(store).__name__, ""), ""))
 
 
 def obstore_client(store: Any, prefix: str = "") -> ObstoreClient:
-    """Return a client of a store object of the user and a prefix in it.
+    """Return a client of a user's store object and a prefix in it.
 
-    The store keeps its options, except for retries, which are off, and its timeout, where it has
-    none. The client's URL contains bucket and prefix alone; that of an HTTPStore may hold a
-    password.
+    The store keeps its options, except that retries are off and a default timeout is replaced. The
+    client's URL contains only bucket and prefix; that of an HTTPStore may contain a password.
     """
     name = type(store).__name__
     prefix = prefix.strip("/")
@@ -106,13 +105,13 @@ def obstore_client(store: Any, prefix: str = "") -> ObstoreClient:
 
 
 def bucket_region(endpoint: str, bucket: str) -> str | None:
-    """Return the region that a server of S3 names for the bucket. Blocks; needs no credentials."""
+    """Return the bucket's region as an S3 server names it. Blocks; needs no credentials."""
     request = urllib.request.Request(f"{endpoint}/{bucket}", method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=REGION_TIMEOUT_S) as answer:
             return str(answer.headers.get("x-amz-bucket-region") or "") or None
     except urllib.error.HTTPError as error:
-        # Which it also names in a redirection, or when it does not let us in.
+        # Redirections and refusals name it too.
         return error.headers.get("x-amz-bucket-region")
     except OSError:
         return None
@@ -121,19 +120,19 @@ def bucket_region(endpoint: str, bucket: str) -> str | None:
 class ObstoreClient(ObjectClient):
     """An `ObjectClient` on the native API of obstore.
 
-    Objects are sent in one request each: obstore has no request for one part of an upload, and
-    leaves the parts of a cancelled one behind.
+    Each object is sent in one request: obstore cannot send a single part of an upload, and leaves
+    the parts of a cancelled one behind.
 
     Args:
         store: the store object.
         url: the client's name; holds no credentials.
-        prefix: below which all keys are, without `/` at its ends.
+        prefix: of all keys, without `/` at its ends.
         hidden: texts that no error repeats.
-        options: what `store` was made with, if it is ours: then a bucket in another region is
-            found, and errors name the endpoint.
+        options: what our own `store` was made with: then the bucket's region is found, and errors
+            name the endpoint.
         in_thread: runs a blocking function in a worker thread.
-        other: returns a client of another library for the same objects, for listings that obstore
-            refuses; None if there is no such library.
+        other: returns another library's client of the same objects, for listings that obstore
+            refuses.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class ObstoreClient(ObjectClient):
         self.traits = ClientTraits(
             name="obstore",
             put_copies=0,
-            # Hedged reads and its own receive buffers: measured, a second copy is in memory.
+            # Measured, with hedged reads and its own receive buffers.
             get_copies=2,
             conditional_create=name != "HTTPStore",
             conditional_replace=self._is_gcs or self._is_s3,
@@ -176,14 +175,12 @@ class ObstoreClient(ObjectClient):
     async def put(self, key: str, body: Body, *, create: bool = False) -> None:
         """See `ObjectClient`.
 
-        Cancellation: ends at once, while obstore may go on reading `body`, usually for some
-        milliseconds, until the connection is closed. It holds the object that was passed: when
-        that is collected, the memory is free.
+        Cancellation: ends at once. obstore may read `body` until the connection is closed, usually
+        for some milliseconds; it holds the passed object, whose collection frees the memory.
         """
         try:
             await self._put(key, body, "create" if create else "overwrite")
         except RequestError as error:
-            # Without a condition these are other trouble of the server.
             if not create:
                 error.kind = UNCONDITIONAL.get(error.kind, error.kind)
             raise
@@ -215,8 +212,8 @@ class ObstoreClient(ObjectClient):
     async def list(self, prefix: str, *, recursive: bool, limit: int) -> list[Listed]:
         """See `ObjectClient`; all pages of one level are read, whatever the limit.
 
-        obstore refuses a listing with a key that has an empty or dot part, like `run//x`. The
-        other library reads that one, and all later ones.
+        obstore refuses a listing with an empty or dot part in a key, like `run//x`. The other
+        library reads that and all later ones.
         """
         below = "/".join(part for part in (self._prefix, prefix) if part)
         if self._other is None:
@@ -251,8 +248,8 @@ class ObstoreClient(ObjectClient):
                     raise
             else:
                 return
-        # Other stores end at the first object that is missing, or delete one by one themselves,
-        # without telling which deletion failed.
+        # Other stores stop at the first missing object, or delete one by one themselves without
+        # telling which deletion failed.
         await each(self._delete, keys)
 
     async def close(self) -> None:
@@ -271,7 +268,7 @@ class ObstoreClient(ObjectClient):
     # ------------------------------------------------------------------------------------ requests
 
     async def _ask(self, call: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Return the answer of a call with the store; its errors become `RequestError`."""
+        """Return the answer of a call with the store; turn its errors into `RequestError`."""
         while True:
             if self._store is None:
                 raise RequestError("invalid", "the client is closed")
@@ -292,7 +289,7 @@ class ObstoreClient(ObjectClient):
                 del failure  # a cycle of error and frame would hold the body until it is collected
 
     async def _found_region(self) -> bool:
-        """Return whether the bucket is in another region, for which the store is made anew."""
+        """Make the store anew if the bucket is in another region; return whether it was."""
         options, in_thread = self._options, self._in_thread
         if self._region_known or options is None or in_thread is None:
             return False
@@ -308,7 +305,7 @@ class ObstoreClient(ObjectClient):
         held: list[weakref.ref[memoryview]] = []
 
         def put(store: Any) -> Any:
-            view = memoryview(bodies[0])  # its own end tells that obstore dropped it
+            view = memoryview(bodies[0])  # ends when obstore has dropped it
             held.append(weakref.ref(view))
             return self._api.put_async(store, path, view, mode=mode, use_multipart=False)
 
@@ -321,16 +318,15 @@ class ObstoreClient(ObjectClient):
                 self._look()
 
     async def _meta(self, key: str) -> Any:
-        """Return what the server says about an object, by a read of its first byte.
+        """Return an object's metadata, by a read of its first byte.
 
-        The response to a HEAD has no body, which alone tells a missing object from a missing
-        bucket.
+        The response to a HEAD lacks the body, which tells a missing object from a missing bucket.
         """
         path = self._path(key)
 
         async def first(store: Any) -> Any:
             found = await self._api.get_async(store, path, options={"range": (0, 1)})
-            await found.bytes_async()  # a connection with unread bytes cannot be used again
+            await found.bytes_async()  # a connection with unread bytes cannot be reused
             return found.meta
 
         try:
@@ -347,10 +343,10 @@ class ObstoreClient(ObjectClient):
             await asyncio.sleep(DROP_POLL_S)
 
     def _look(self) -> None:
-        """Forget bodies that obstore has dropped, and look again later for the others.
+        """Forget bodies that obstore dropped, and look again later for the others.
 
-        A thread of Rust that drops a reference to Python may leave the release to the next call
-        of the library from Python, whichever it is; without one a body would never be free.
+        When a Rust thread drops a Python object, the next call of the library from Python may have
+        to release it; without a call a body would never be freed.
         """
         repr(self._store)
         self._held = [held for held in self._held if held() is not None]
@@ -381,9 +377,9 @@ class ObstoreClient(ObjectClient):
         while len(found) <= limit and (page := await self._ask(next_page)) is not None:
             for meta in page:
                 if meta["path"] == below:
-                    continue  # the marker of the directory itself
+                    continue  # the directory's own marker
                 entry = self._listed(meta)
-                # The marker of a directory below comes right before what is in it.
+                # The marker of a directory comes right before its contents.
                 if found and not found[-1].nbytes and entry.key.startswith(found[-1].key + "/"):
                     found.pop()
                 found.append(entry)

@@ -1,12 +1,12 @@
-"""Options, environment and configuration with which obstore leads to the store that fsspec would.
+"""Options, environment and configuration for which obstore opens the same store as fsspec.
 
-A small set of simple cases; anything beyond it is left to fsspec.
+A small set of simple cases; all others are left to fsspec.
 """
 
 # Rule 1: a URL with these options leads to the same objects, as the same user, as with s3fs or
-#   gcsfs. An unknown option, variable or setting may mean anything: it is not simple.
-# Rule 2: keys reach obstore through a provider, never as its options: it would add a session token
-#   of the environment to them, and show them as `store.config`.
+#   gcsfs. An unknown option, variable or setting may mean anything, so it is not simple.
+# Rule 2: keys reach obstore through a provider, never as options: it would add a session token of
+#   the environment to them, and show them as `store.config`.
 # Rule 3: a refusal names the option, never its value, and nothing here shows a value.
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ INERT = frozenset(
         "use_listings_cache",
     )
 )
-"""Options of fsspec about caching, splitting and waiting, none of which happens here."""
+"""Options of fsspec about caching, splitting and waiting, which have no effect here."""
 
 VARIABLES = frozenset(
     (
@@ -56,15 +56,15 @@ VARIABLES = frozenset(
         "AWS_SHARED_CREDENTIALS_FILE",
     )
 )
-"""Variables of AWS whose meaning is known here; any other one is left to botocore."""
+"""Variables of AWS that are understood here; any other leaves the URL to botocore."""
 
 SETTINGS = frozenset(
     ("aws_access_key_id", "aws_secret_access_key", "aws_session_token", "output", "region")
 )
-"""Settings of the default profile that change nothing where keys are given."""
+"""Settings of the default profile that are irrelevant if keys are given."""
 
 DEFAULT_REGION = "us-east-1"
-"""What s3fs signs for where no region is given; the client finds out where the bucket is."""
+"""Region for which s3fs signs without another; the client finds out the bucket's."""
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
@@ -79,10 +79,10 @@ class StoreOptions:
 
     Attributes:
         kind: name of the class.
-        bucket: its name.
-        config: options of the store; holds no keys, except a service account's.
+        bucket: name of the bucket.
+        config: options of the store; without keys, except a service account's.
         client_options: options of its connections.
-        credentials: returns keys; None where the store needs none or finds them itself.
+        credentials: returns keys; None if the store needs none or finds them itself.
         endpoint: URL of the server.
     """
 
@@ -103,12 +103,12 @@ def store_options(
 
     Args:
         url: of `s3://` or `gs://`.
-        options: of the filesystem, those of fsspec's configuration included.
+        options: of the filesystem, including those of fsspec's configuration.
         environ: the process's environment, which s3fs and gcsfs read, too.
-        alone: obstore is the only choice, so that it may look for keys itself.
+        alone: obstore is the only choice, and may look for keys itself.
 
     Raises:
-        NotSimple: names what is not.
+        NotSimple: names the option, variable or setting.
     """
     left = {
         name: value
@@ -124,7 +124,7 @@ def store_options(
 
 
 def _s3(url: Url, left: dict[str, Any], environ: Mapping[str, str], alone: bool) -> StoreOptions:
-    # Access points and the buckets of zones have endpoints of their own.
+    # Access points and zonal buckets have endpoints of their own.
     if not _BUCKET.fullmatch(url.host) or url.host.endswith("--x-s3"):
         raise NotSimple("the bucket of the URL")
     inner = left.pop("client_kwargs", None) or {}
@@ -148,7 +148,7 @@ def _s3(url: Url, left: dict[str, Any], environ: Mapping[str, str], alone: bool)
         or environ.get("AWS_ENDPOINT_URL_S3")
         or environ.get("AWS_ENDPOINT_URL")
     )
-    # Certificates of the user's own mean nothing without TLS.
+    # Certificates are irrelevant without TLS.
     known = VARIABLES | ({"AWS_CA_BUNDLE"} if str(endpoint).startswith("http://") else set())
     if unknown := {name for name in environ if name.startswith("AWS_")} - known:
         raise NotSimple(f"the variable {min(unknown)}")
@@ -164,7 +164,7 @@ def _s3(url: Url, left: dict[str, Any], environ: Mapping[str, str], alone: bool)
     connections: dict[str, Any] = {}
     if endpoint is not None:
         endpoint = _checked_endpoint(endpoint)
-        # The second of them precedes the first, also where the environment sets it.
+        # The second takes precedence over the first, even if the environment sets it.
         config["endpoint"] = config["aws_endpoint_url_s3"] = endpoint
         connections["allow_http"] = endpoint.startswith("http://")
     config["unsigned_payload"] = endpoint is None or is_protected(endpoint)
@@ -209,7 +209,7 @@ def _checked_endpoint(endpoint: Any) -> str:
 
 
 def _profile_region(environ: Mapping[str, str]) -> str | None:
-    """Return the region of the default profile, which may set nothing else."""
+    """Return the region of the default profile, which may have no settings beyond `SETTINGS`."""
     region = None
     for variable, path in (
         ("AWS_CONFIG_FILE", "~/.aws/config"),
@@ -236,7 +236,7 @@ def _gcs(url: Url, left: dict[str, Any], environ: Mapping[str, str]) -> StoreOpt
     for name, usual in (("consistency", "none"), ("access", "full_control")):
         if left.pop(name, usual) != usual:
             raise NotSimple(name)
-    left.pop("project", None)  # only listing buckets asks for it
+    left.pop("project", None)  # only used to list buckets
     token: Any = left.pop("token", "google_default")
     config: dict[str, Any]
     if token == "anon":
@@ -249,7 +249,7 @@ def _gcs(url: Url, left: dict[str, Any], environ: Mapping[str, str]) -> StoreOpt
 
 
 def _service_account(token: Any) -> str:
-    """Return the JSON of a service account, given as such or as the path of a file."""
+    """Return the JSON of a service account, given as a mapping or as the path of a file."""
     if isinstance(token, str | os.PathLike):
         try:
             with open(token, encoding="utf-8") as file:

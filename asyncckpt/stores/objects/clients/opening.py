@@ -1,11 +1,11 @@
-"""From a URL and `storage_options` to the client of an object store.
+"""Opening the client of an object store from a URL and `storage_options`.
 
-Two keys of `storage_options` are ours, all others are arguments of the fsspec filesystem:
+Two keys of `storage_options` are our own, all others are arguments of the fsspec filesystem:
 
 - ``"client"``: ``"auto"`` (the default: obstore for `s3://` and `gs://` where it is installed and
   the other options are simple, else fsspec), ``"fsspec"``, ``"obstore"``, or an object: a store of
   obstore, or an `ObjectClient`.
-- ``"filesystem"``: an fsspec filesystem, which is used as it is and not closed.
+- ``"filesystem"``: an fsspec filesystem, used as it is and not closed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ from asyncckpt.stores.objects.clients import fsspec_apis
 from asyncckpt.stores.objects.clients.classification import hidden_values, request_error
 from asyncckpt.stores.objects.clients.client import ClientTraits, ObjectClient
 from asyncckpt.stores.objects.clients.fsspec_apis import GcsClient, GcsSession, S3Client
-from asyncckpt.stores.objects.clients.fsspec_client import (
-    FsspecClient,
-    MemoryClient,
-)
+from asyncckpt.stores.objects.clients.fsspec_client import FsspecClient, MemoryClient
 from asyncckpt.stores.objects.clients.fsspec_session import FilesystemSession, is_async
 from asyncckpt.stores.objects.clients.obstore_client import (
     ObstoreClient,
@@ -40,7 +37,7 @@ from asyncckpt.stores.objects.clients.obstore_options import NotSimple, store_op
 from asyncckpt.stores.objects.clients.urls import ALIASES, Url, is_url, parse_url, unknown_scheme
 
 EXTRAS = {"s3": "s3", "gs": "gcs"}
-"""The extra of this package that installs what a scheme needs."""
+"""Extras of this package that install what a scheme needs."""
 
 LIBRARIES = {"s3": "s3fs", "gs": "gcsfs"}
 
@@ -50,7 +47,7 @@ CLIENTS = ("auto", "fsspec", "obstore")
 def open_client(
     location: str, *, storage_options: Mapping[str, Any] | None = None, workers: Workers
 ) -> ObjectClient:
-    """Return the client of the URL of a root; no request is made before its first call.
+    """Return the client for the URL of a root; makes no request yet.
 
     Blocks: it may import libraries for half a second, and reads small configuration files.
 
@@ -60,8 +57,7 @@ def open_client(
         workers: threads for filesystems that are not async, and for finding credentials.
 
     Raises:
-        UsageError: unknown scheme, its library is not installed, or options that contradict each
-            other.
+        UsageError: unknown scheme, missing library, or contradictory options.
     """
     url = parse_url(location)
     if storage_options is not None and not isinstance(storage_options, Mapping):
@@ -92,7 +88,7 @@ def open_client(
 
 
 def configured(url: Url, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options, and those of fsspec's configuration (`~/.config/fsspec`, `FSSPEC_…`)."""
+    """Return the options with those of fsspec's configuration (`~/.config/fsspec`, `FSSPEC_…`)."""
     if not _has("fsspec"):
         return dict(options)
     from fsspec.config import conf
@@ -104,10 +100,10 @@ def configured(url: Url, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chosen(url: Url, options: dict[str, Any]) -> Any:
-    """Take our own choice out of the options.
+    """Remove our own `client` from the options, and return it.
 
-    An object that is no client may be meant for the filesystem, but not for s3fs and gcsfs, which
-    have no such option.
+    An object that is no client may be an option of the filesystem, but not of s3fs and gcsfs, which
+    have none of that name.
     """
     value = options.get("client")
     named = isinstance(value, str)
@@ -132,7 +128,7 @@ def _is_ours(value: object) -> bool:
 
 
 def _is_obstore(value: object) -> bool:
-    # A class derived from one of its stores is one, too.
+    # Classes derived from its stores count, too.
     modules = {base.__module__.partition(".")[0] for base in type(value).__mro__}
     return not modules.isdisjoint(("obstore", "_obstore"))
 
@@ -163,7 +159,7 @@ def _given(url: Url, client: Any, options: Mapping[str, Any]) -> ObjectClient:
 def _obstore(
     url: Url, options: dict[str, Any], workers: Workers, *, required: bool
 ) -> ObjectClient | None:
-    """Return a client of obstore, or None where fsspec is to be used."""
+    """Return a client of obstore, or None to use fsspec."""
     if not _has("obstore"):
         if not required:
             return None
@@ -174,7 +170,7 @@ def _obstore(
         )
     has_fsspec = _is_installed(url)
     try:
-        # The variables of AWS and Google, which fsspec reads too.
+        # Variables of AWS and Google, which fsspec reads too.
         environ = os.environ  # noqa: TID251
         found = store_options(url, options, environ, alone=required or not has_fsspec)
     except NotSimple as reason:
@@ -210,7 +206,7 @@ def _obstore(
 
 
 def _own(url: Url, options: dict[str, Any], workers: Workers) -> ObjectClient:
-    """Return a client with a filesystem of its own, which is made at its first request."""
+    """Return a client with its own filesystem, which its first request makes."""
     kind = _filesystem_class(url)  # imported here, within no request's deadline
     library = _library(kind)
     if library == "s3fs":
@@ -247,7 +243,7 @@ def _borrowed(url: Url, filesystem: Any, workers: Workers) -> ObjectClient:
             expected=protocols,
             found=url.scheme,
         )
-    # What it was made with is as secret as storage_options.
+    # Its arguments are as secret as storage_options.
     options = {"args": filesystem.storage_args, **filesystem.storage_options}
     kind = type(filesystem)
     if not is_async(filesystem) or not filesystem.asynchronous:
@@ -297,7 +293,7 @@ def _client(
 
 
 def _not_opened(url: Url, options: Mapping[str, Any], error: Exception) -> Exception:
-    """Return what to raise where options made no filesystem or store."""
+    """Return the error for options from which no filesystem or store could be made."""
     failure = request_error(error, hidden_values(options))
     text = str(error)
     if url.scheme == "gs" and failure.kind in ("invalid", "unavailable") and "access" not in text:
@@ -317,7 +313,7 @@ def _not_opened(url: Url, options: Mapping[str, Any], error: Exception) -> Excep
 
 
 def _endpoint(options: Mapping[str, Any]) -> str:
-    """Return the host of the endpoint that the options name; empty if they name none."""
+    """Return the host of the endpoint in the options; empty if there is none."""
     inner = options.get("client_kwargs")
     endpoint = options.get("endpoint_url")
     if not endpoint and isinstance(inner, Mapping):
@@ -354,7 +350,7 @@ def _filesystem_class(url: Url) -> Any:
 
 
 def _not_installed(url: Url, more: str = "", *, known: str = "") -> UsageError:
-    """Return the error that names what to install; `known` for schemes without an extra."""
+    """Return the error that says what to install; `known` for schemes without an extra."""
     extra = EXTRAS.get(url.scheme) or ("" if known else "s3")
     hint = f'pip install "asyncckpt[{extra}]"' if extra else known
     return UsageError(
@@ -372,7 +368,7 @@ def _takes(kind: Any, name: str) -> bool:
 
 
 def _library(kind: type) -> str | None:
-    """Return which of `LIBRARIES` the class of a filesystem is of, or derived from."""
+    """Return the one of `LIBRARIES` that has this filesystem class or a base of it."""
     modules = {base.__module__.partition(".")[0] for base in kind.__mro__}
     return next((name for name in LIBRARIES.values() if name in modules), None)
 
@@ -382,8 +378,8 @@ def multipart_options(
 ) -> Mapping[str, Any] | None:
     """Return the options, with a client that sends objects in parts and lists open uploads.
 
-    obstore, the first choice, does neither: fsspec is taken where it is installed and the user has
-    chosen no client.
+    obstore, the first choice, does neither: this chooses fsspec if it is installed, unless the user
+    chose a client.
     """
     if not is_url(location) or (url := parse_url(str(location))).scheme not in LIBRARIES:
         return storage_options

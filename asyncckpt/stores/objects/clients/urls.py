@@ -1,7 +1,7 @@
-"""URLs of object stores: their one form, their parts, and what is shown of them."""
+"""URLs of object stores: their normal form, their parts, and what may be shown of them."""
 
 # Rule 1: keys are literal. Nothing in a URL is an escape, a query or a pattern.
-# Rule 2: a URL is shown only once it was found to hold no credential.
+# Rule 2: a URL is shown only after a check that it contains no credential.
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from asyncckpt.errors import UsageError
 
 ALIASES = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}
-"""Other names of a scheme; URLs are shown with the usual one."""
+"""Aliases of schemes; URLs are shown with the usual name."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
 _LOCAL = re.compile(r"(?:file|local)://", re.IGNORECASE)
@@ -26,8 +26,8 @@ class Url(NamedTuple):
     """A URL in its normal form.
 
     Attributes:
-        scheme: in lower case, and the usual one of several.
-        host: what stands between `//` and the next `/`: a bucket, a host, or nothing.
+        scheme: in lower case, without aliases.
+        host: between `//` and the next `/`: a bucket, a host, or empty.
         parts: the rest, without empty parts.
     """
 
@@ -54,7 +54,7 @@ def is_url(location: object) -> bool:
 
 
 def without_scheme(location: str) -> str:
-    """Return the path of a local file's URL; any other location as it is."""
+    """Return the path in a local file's URL; any other location unchanged."""
     return _LOCAL.sub("", location)
 
 
@@ -62,7 +62,7 @@ def parse_url(location: str) -> Url:
     """Return the URL in its normal form: no doubled `/`, none at the end, the usual scheme.
 
     Raises:
-        UsageError: it is no URL, chained, holds credentials or parts that name no object.
+        UsageError: it is no URL, is chained, or contains credentials or parts like ``..``.
     """
     text = location_text(location)
     head = location.partition("://")[0]
@@ -117,7 +117,7 @@ def split_url(location: str) -> tuple[str, str]:
 
 
 def location_text(location: str) -> str:
-    """Return the URL as errors and logs show it, without what may be a credential."""
+    """Return the URL as errors and logs show it, without possible credentials."""
     scheme, separator, rest = location.partition("://")
     known = ALIASES.get(scheme.lower(), scheme.lower())
     if not separator:
@@ -130,7 +130,7 @@ def location_text(location: str) -> str:
 
 
 def split_bucket(path: str) -> tuple[str, str]:
-    """Bucket (or the ARN of an access point) and key of a path."""
+    """Return bucket (or the ARN of an access point) and key of a path."""
     if found := _ARN.match(path):
         return found.group(), path[found.end() :].strip("/")
     bucket, _, key = path.partition("/")
@@ -142,8 +142,8 @@ def _credentials(scheme: str, rest: str) -> bool:
     if scheme in _BUCKETS:
         return "@" in host or (":" in host and not host.startswith("arn:"))
     user, _, place = host.rpartition("@")
-    # A password may contain slashes, so its end may not be where the host ends: what stands
-    # behind a colon there is no port.
+    # A password may contain slashes, so that the host seems to end early: then what follows a colon
+    # is no port.
     _, colon, port = place.rpartition(":")
     return ":" in user or bool(colon and not place.endswith("]") and port.strip("0123456789"))
 
@@ -159,11 +159,7 @@ def _divided(scheme: str, rest: str) -> tuple[str, tuple[str, ...]]:
 
 
 def check_scheme(url: Url) -> None:
-    """Raise if fsspec knows no filesystem of this scheme, without importing any.
-
-    Raises:
-        UsageError: names the scheme.
-    """
+    """Raise `UsageError` if fsspec knows no filesystem of this scheme, without importing any."""
     from fsspec.registry import known_implementations, registry
 
     if url.scheme not in known_implementations and url.scheme not in registry:

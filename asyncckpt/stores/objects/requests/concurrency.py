@@ -1,8 +1,7 @@
-"""Concurrency controller of one direction: how many transfers, how slow is slow, what to hedge."""
+"""Concurrency controller of one direction: number of transfers, slowness, hedges."""
 
-# Rule 1: hedges are a fixed share of all requests, so that a server that is slow for everybody
-#   does not get twice the load.
-# Rule 2: only requests that were answered are measured, and time in the queue does not count.
+# Rule 1: hedges are a fixed share of all requests, so that a slow server does not get double load.
+# Rule 2: only answered requests are measured, without their time in the queue.
 
 from __future__ import annotations
 
@@ -17,12 +16,11 @@ class ConcurrencyController:
     """Limit, latency estimate and hedges of the transfers in one direction.
 
     Attributes:
-        gate: permits for transfers, as many as the tuner or the caller says.
+        gate: permits for transfers, as many as the tuner or the caller decides.
         fixed: streams that the caller asked for; None while the tuner decides.
         estimate: latency and bandwidth of one stream.
         tuner: how many streams the link rewards.
-        hedges_in_flight: second requests that have not ended.
-        hedges_spent: second requests made so far.
+        hedges_in_flight: second requests in flight.
     """
 
     def __init__(self, policy: RequestPolicy) -> None:
@@ -33,16 +31,15 @@ class ConcurrencyController:
         self.estimate = StreamEstimate()
         self.gate = Limiter(self.tuner.streams)
         self.hedges_in_flight = 0
-        self.hedges_spent = 0
 
     def fix(self, streams: int | None) -> None:
-        """Set the streams that the caller asks for; None lets the tuner decide again."""
+        """Set the caller's number of streams; with None the tuner decides again."""
         self.fixed = streams
         self.gate.ceiling = self.tuner.streams if streams is None else streams
 
     @property
     def traffic(self) -> Traffic:
-        """Measurements from which sizes are chosen."""
+        """Measurements, from which sizes are chosen."""
         return Traffic(
             self.estimate.latency_s,
             self.estimate.nbytes_per_s,
@@ -61,10 +58,10 @@ class ConcurrencyController:
             self.gate.ceiling = self.tuner.streams
 
     def delays_s(self, nbytes: int) -> tuple[float, ...]:
-        """Return the seconds until a transfer of `nbytes` is slow.
+        """Return the seconds until a transfer of `nbytes` is slow; two delays, if it is large.
 
-        A large one is slow earlier where hardly any other is in flight: the last one of a save is
-        what all wait for, and a second one takes nothing from others. Then these are two delays.
+        The first applies if hardly any other is in flight: the whole save waits for its last
+        transfer, and a second one takes no bandwidth from others.
         """
         policy = self._policy
         usual_s = self.estimate.quantile_s(nbytes, policy.hedge_quantile)
@@ -83,7 +80,6 @@ class ConcurrencyController:
             return False
         self._tokens -= 1.0
         self.hedges_in_flight += 1
-        self.hedges_spent += 1
         return True
 
     def end_hedge(self) -> None:

@@ -1,9 +1,9 @@
-"""Latency and bandwidth of one direction of a link, estimated from the requests made over it."""
+"""Latency and bandwidth of one direction of a link, estimated from its requests."""
 
 # Rule 1: no clock. Callers pass how long a request took.
 # Rule 2: medians of windows: one request in a hundred takes ten times as long and means nothing.
-# Rule 3: a stream's bandwidth falls where streams share a link. It says how large a request should
-#   be, never how many there should be; that is the job of the concurrency tuner.
+# Rule 3: a stream's bandwidth falls when streams share a link. It determines the size of requests,
+#   never their number; that is the job of the concurrency tuner.
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ SMALL_NBYTES = 256 * KIB
 """Requests up to this size take as long as an empty one: 3 ms of transfer at 85 MB/s."""
 
 LARGE_NBYTES = 4 * MIB
-"""Requests from this size on spend at least half of their time on the transfer."""
+"""Requests of at least this size spend half of their time or more on the transfer."""
 
 WINDOW = 64
-"""Requests of each class that count: a few seconds' worth at 16 streams."""
+"""Requests of each class in the estimate: a few seconds' worth at 16 streams."""
 
 ENOUGH = 5
-"""Requests of a class before its median is trusted."""
+"""Requests of a class before its median counts."""
 
 REFRESH = 8
-"""Requests after which medians are computed again: sorting costs as much as a small request."""
+"""Requests between two computations of medians: sorting costs as much as a small request."""
 
 CLOCK_S = 1e-4
-"""Shorter times are not told apart: clocks of event loops may tick in milliseconds."""
+"""Shortest time of a request: clocks of event loops may tick in milliseconds."""
 
 
 class StreamEstimate:
-    """How long a request in one direction takes when its size is known.
+    """Expected duration of a request in one direction by its size.
 
     Attributes:
         count: requests observed.
-        latency_s: seconds that a request takes beside its transfer.
-        nbytes_per_s: bytes per second of one stream, among as many as there were.
+        latency_s: seconds of a request beside its transfer.
+        nbytes_per_s: bytes per second of one of the streams.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class StreamEstimate:
         self._ratios: list[float] = []  # of seconds to those expected, in order
 
     def observe(self, nbytes: int, seconds: float) -> None:
-        """Take a request of `nbytes` into account that was answered after `seconds`."""
+        """Add a request of `nbytes` that was answered after `seconds`."""
         seconds = max(seconds, CLOCK_S)
         self.count += 1
         self._all.append((nbytes, seconds))
@@ -70,8 +70,8 @@ class StreamEstimate:
     def quantile_s(self, nbytes: int, share: float) -> float | None:
         """Return the seconds within which this share of requests of `nbytes` ended.
 
-        Requests of all sizes count, each relative to the time expected for its size. None if
-        there were too few.
+        Requests of all sizes count, relative to the time expected for their size. None if there
+        were too few.
         """
         if len(self._all) < 4 * ENOUGH:
             return None

@@ -1,6 +1,6 @@
 """Hedged requests: a second request races a slow one, and neither is left behind."""
 
-# Rule: both tasks have ended when `race` returns or raises, however often it is cancelled.
+# Rule: both tasks have ended when `race` returns or raises, even if it is cancelled repeatedly.
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ async def race(
 ) -> T:
     """Return the result of the request that succeeds first.
 
-    `start()` runs at once. If it has not ended after a delay, `second()` is called for another
-    request of the same, which runs in parallel; if that is None, it is called again after the next
-    delay. Whichever succeeds first cancels the other; if one fails, the other is awaited.
+    `start()` runs at once. If it has not ended after a delay, `second()` is called for the same
+    request again, to run in parallel; if it returns None, it is called again after the next delay.
+    The first success cancels the other request; after a failure, the other one is awaited.
 
     Args:
         start: makes the coroutine of the first request.
         delays_s: seconds before each call of `second`.
-        second: makes the coroutine of the second request, or declines; it is told whether this is
-            the last call.
+        second: makes the coroutine of the second request, or declines; its argument says whether
+            this is the last call.
 
-    Cancellation: both requests are cancelled and have ended, through repeated cancellations.
+    Cancellation: cancels both requests and waits for their ends, through repeated cancellations.
 
     Raises:
-        Exception: of the request that was made first, if both failed.
+        Exception: of the first request, if both failed.
     """
     tasks = [asyncio.create_task(start())]
     try:
@@ -49,7 +49,7 @@ async def race(
         return next((task for task in tasks if _succeeded(task)), tasks[0]).result()
     finally:
         await _end(tasks)
-        tasks.clear()  # an error holds this frame through its traceback; in a cycle it would stay
+        tasks.clear()  # an error holds this frame by its traceback: it would be a cycle
 
 
 def _succeeded(task: asyncio.Task[Any]) -> bool:
@@ -68,6 +68,6 @@ async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
             cancelled = True
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # retrieved: the winner, or the caller's cancellation, counts
+            task.exception()  # retrieved: only the winner or the cancellation counts
     if cancelled:
         raise asyncio.CancelledError

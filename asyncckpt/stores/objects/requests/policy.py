@@ -13,9 +13,9 @@ class RetryPolicy:
     """How often, and for how long, one request is tried.
 
     Attributes:
-        tries: requests in all, at most.
-        total_s: seconds after which no further try begins, time in the queue not counted.
-        backoff_s: bound of the first wait; each further one is twice as long.
+        tries: most requests in all.
+        total_s: seconds after which no further try begins, without time in the queue.
+        backoff_s: bound of the first wait; it doubles with every further wait.
         backoff_cap_s: bound of every wait, unless the server asks for more.
     """
 
@@ -35,17 +35,16 @@ class RetryPolicy:
     ) -> float | None:
         """Return the seconds to wait before the next try, or None to give up.
 
-        Waits have full jitter: spreading over the whole interval keeps clients that failed
-        together from coming back together ("Exponential Backoff And Jitter", AWS Architecture
-        Blog, 2015).
+        Waits have full jitter, so that clients that failed together do not come back together
+        ("Exponential Backoff And Jitter", AWS Architecture Blog, 2015).
 
         Args:
             failed: tries that have failed, at least 1.
             spent_s: seconds that they and the waits between them took.
             rng: source of the jitter.
-            asked_s: how long the server asks to wait; no try comes earlier.
-            deadline_s: deadline of one try. A try that used all of it is followed by another
-                one, whatever `total_s` says.
+            asked_s: how long the server asks to wait at least.
+            deadline_s: deadline of one try. After a try that used all of it there is another one,
+                even beyond `total_s`.
         """
         if failed >= self.tries:
             return None
@@ -59,32 +58,31 @@ class RequestPolicy:
     """Deadlines, tries, streams and hedges of requests.
 
     Attributes:
-        timeout_s: seconds that any request gets: stores pause for tens of seconds while they
-            repartition, and answer then.
-        floor_nbytes_per_s: a body gets the time that it takes at this rate, if that is more:
-            sixteen such streams are a 32 Mbit/s uplink. After a try that ran out of time the next
-            one gets twice as long.
-        per_key_s: seconds more for every key of a deletion, which a client may send one by one.
-        list_timeout_s: seconds that a listing gets, which is one request for every 1,000 keys.
-        retry: tries and waits between them. Ten tries that end at once take half a minute,
-            which bridges what S3 needs to split a partition under load.
-        streams: transfers in flight in each direction to begin with: at the 85 MB/s of a stream
-            to S3, 32 fill a link of 20 Gbit/s; on a slower one they are merely slower each.
-        max_streams: transfers in flight in each direction, at most.
-        ceiling: requests in flight in all: what the connection pools of the clients hold.
+        timeout_s: deadline of any request in seconds: stores answer after tens of seconds when they
+            repartition.
+        floor_nbytes_per_s: a body gets at least the time that it takes at this rate: sixteen such
+            streams are a 32 Mbit/s uplink. After a timeout the next try gets twice as long.
+        per_key_s: additional seconds per key of a deletion, which a client may send one by one.
+        list_timeout_s: deadline of a listing, which is one request for every 1,000 keys.
+        retry: tries and waits between them. Ten tries that fail at once take half a minute, enough
+            for S3 to split a partition under load.
+        streams: initial transfers in flight in each direction: at the 85 MB/s of a stream to S3,
+            32 fill a link of 20 Gbit/s; on a slower link each is merely slower.
+        max_streams: most transfers in flight in each direction.
+        ceiling: most requests in flight in all: the size of the clients' connection pools.
         hedge_quantile: a transfer is slow when it takes longer than this share of all …
-        hedge_factor: … times this, so that no transfer is hedged where all are alike; a large one
-            without it, where hardly any other is in flight.
-        hedge_min_s: no transfer is hedged earlier: a second one would cost more than it can win.
+        hedge_factor: … times this, so that uniform transfers are not hedged. Large ones do without
+            it when hardly any other is in flight.
+        hedge_min_s: no hedge is earlier, because it would cost more than it can win.
         hedge_cold_s: without measurements a transfer is hedged after this many seconds …
         hedge_cold_nbytes_per_s: … and the time of its bytes at this rate.
-        hedge_share: second transfers per transfer, at most.
-        hedge_burst: second transfers that may be saved up.
-        hedges_at_once: second transfers in flight in each direction; the memory of a hedged read
-            is counted only once.
+        hedge_share: most hedges per transfer.
+        hedge_burst: hedges that may be saved up.
+        hedges_at_once: most hedges in flight in each direction; the memory of a hedged read is
+            counted only once.
         first_read_nbytes: size of the first ranged read of an object of unknown size: most
             records fit.
-        next_read_nbytes: size of the further ones.
+        next_read_nbytes: size of further ranged reads.
     """
 
     timeout_s: float = 60.0

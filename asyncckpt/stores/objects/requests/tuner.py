@@ -1,49 +1,48 @@
 """Concurrency tuner: how many streams of one direction a link rewards.
 
-The tuner climbs: it uses one level of streams more as long as the sum of what they carry grows.
+The tuner climbs: it moves one level up as long as the total bandwidth grows.
 """
 
 # Rule 1: no clock. Callers pass the time.
-# Rule 2: only intervals in which the streams were really busy count.
-# Rule 3: more streams have to earn their place: without a gain, the smaller number is kept.
+# Rule 2: only intervals with busy streams count.
+# Rule 3: without a gain from more streams, the smaller number is kept.
 
 from __future__ import annotations
 
 LEVELS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Numbers of streams that are tried; neighbours differ enough to be told apart."""
+"""Numbers of streams to try; neighbours differ enough to measure a difference."""
 
 GAIN = 1.08
-"""A step up is kept if the sum of all streams grows by this factor: more than the noise of one
-interval, less than half of the smallest step."""
+"""Growth of total bandwidth for which a step up is kept: more than the noise of one interval, less
+than half of the smallest step."""
 
 LOOKS = 2
-"""Intervals without the gain, on average, before a step up is taken back. With one, a single slow
-request or a neighbour's burst would bar the step for a long time."""
+"""Intervals without the gain before a step up is taken back. With only one, a slow request or a
+neighbour's burst would bar the step for a long time."""
 
 ROUNDS = 2
-"""Transfers of every stream that make an interval; those in flight at its ends then weigh less."""
+"""Transfers per stream in an interval, so that those in flight at its ends weigh less."""
 
 MIN_INTERVAL_S = 0.2
-"""Shorter intervals measure the machine's scheduler."""
+"""Shorter intervals would measure the machine's scheduler."""
 
 BUSY = 0.75
-"""Share of the streams that must have been in use on average for an interval to count."""
+"""Average share of streams in use for which an interval counts."""
 
 REST = 24
-"""Intervals at the top before the next step up is tried again, because links change."""
+"""Intervals until a step up that was taken back is tried again, because links change."""
 
 
 class ConcurrencyTuner:
     """Number of streams to use in one direction, moved one level at a time.
 
     Args:
-        start: streams to begin with; the nearest level below is taken.
+        start: streams to begin with, rounded down to a level.
         ceiling: upper bound.
 
     Attributes:
         active: transfers in flight now.
-        nbytes_per_s: what all streams carried together in the last interval at this level; None
-            before the first one.
+        nbytes_per_s: total bandwidth as last measured; None before the first interval.
     """
 
     def __init__(self, start: int, ceiling: int) -> None:
@@ -54,7 +53,7 @@ class ConcurrencyTuner:
         self._stepped_up = False
         self._doubts = 0
         self.nbytes_per_s: float | None = None
-        # The interval that is being measured: transfers at most, and ended; stream-seconds.
+        # The present interval: transfers in flight at most, and ended; bytes; stream-seconds.
         self.active = self._peak = self._ended = self._nbytes = 0
         self._begun_s = self._seen_s = self._area = 0.0
 
@@ -65,13 +64,13 @@ class ConcurrencyTuner:
 
     @property
     def full_nbytes_per_s(self) -> float | None:
-        """Capacity of the link, where more streams were seen to carry no more; else None."""
+        """Capacity of the link, if more streams were found to carry no more; else None."""
         return self.nbytes_per_s if self._rest > 0 else None
 
     def began(self, now_s: float) -> None:
         """Note that a transfer began."""
         if not self.active and now_s - self._seen_s > MIN_INTERVAL_S:
-            self._restart(now_s)  # a pause is no part of any interval
+            self._restart(now_s)  # intervals contain no pauses
         self._advance(now_s)
         self.active += 1
         self._peak = max(self._peak, self.active)
@@ -89,11 +88,11 @@ class ConcurrencyTuner:
             self.observe(streams, nbytes_per_s)
 
     def observe(self, streams: float, nbytes_per_s: float) -> None:
-        """Take an interval into account; the number of streams may change.
+        """Add an interval; the number of streams may change.
 
         Args:
-            streams: transfers in flight, on average.
-            nbytes_per_s: sum of all of them.
+            streams: average number of transfers in flight.
+            nbytes_per_s: their total bandwidth.
         """
         if streams < BUSY * self.streams:
             return

@@ -235,7 +235,6 @@ async def test_a_slow_data_object_is_raced_by_one_of_another_name(
     # What the first request was sending may still be on its way.
     assert await task == (name(1), False, (name(0),))
     assert client.requests == [f"put {name(0)}", f"put {name(1)}"]
-    assert store.controllers["put"].hedges_spent == 1
     assert_at_rest(store, client)
 
 
@@ -288,7 +287,7 @@ async def test_a_client_that_copies_what_it_sends_is_not_made_to_copy_twice(
     assert client.requests == [f"put {name(0)}"]
     event.set()
     assert await task == (name(0), True, ())
-    assert store.controllers["put"].hedges_spent == 0
+    assert client.requests == [f"put {name(0)}"]
 
 
 # ----------------------------------------------------------------------------------- races of reads
@@ -304,7 +303,6 @@ async def test_a_slow_read_is_raced_by_a_second_one(monkeypatch: pytest.MonkeyPa
     await clock.advance(0.2 * SOON.hedge_cold_s)
     assert await task == b"value"
     assert client.requests == ["get key 0-5"] * 2
-    assert store.controllers["get"].hedges_spent == 1
     assert_at_rest(store, client)
 
 
