@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.errors import DtypeMismatchError, ShapeMismatchError, UnsupportedLeafError
-from asyncckpt.spec import DTYPES, ArraySpec
+from asyncckpt.spec import DTYPES, ArraySpec, Box
 
 NUMPY_DTYPES = frozenset(n for n, dtype in DTYPES.items() if dtype.type.__module__ == "numpy")
 """Names of the dtypes that are NumPy's own; bfloat16, float8 and int4 come from ml_dtypes."""
@@ -81,6 +81,11 @@ def check_values(
             expected=spec.dtype,
             found=str(dtype),
         )
+
+
+def selection(box: Box) -> Any:
+    """Return the index that selects a box of an array, as a view also at rank 0."""
+    return (*box.slices(), ...)
 
 
 def byte_span(

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from asyncckpt.adapters import placements as arithmetic
-from asyncckpt.adapters.arrays import check_values
+from asyncckpt.adapters.arrays import check_values, selection
 from asyncckpt.adapters.meshes import Mesh
 from asyncckpt.adapters.placements import Layout
 from asyncckpt.adapters.torch import TORCH_DTYPES, TorchAdapter, tensor_view
@@ -98,7 +98,7 @@ class DTensorAdapter:
             partition=division.partition,
         )
         if local.view is not None:
-            source.views = tuple([local.view[_selection(box)] for box in division.local])
+            source.views = tuple([local.view[selection(box)] for box in division.local])
         if division.partition is None:
             source.shards, source.view, source.views = None, local.view, ()
         return source
@@ -110,7 +110,7 @@ class DTensorAdapter:
             if common is not None:
                 inside = common.relative_to(shard.box.offset)
                 offset = tuple(o + p for o, p in zip(place.offset, inside.offset, strict=True))
-                part = out[_selection(common.relative_to(box.offset))]
+                part = out[selection(common.relative_to(box.offset))]
                 self._local.fetch(local, Box(offset, common.shape), part)
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
@@ -131,12 +131,12 @@ class DTensorAdapter:
             if local.identity is not None:
                 target.identity = ("dtensor", target.boxes, local.identity)
             if local.buffer is not None:
-                target.buffers = tuple([local.buffer[_selection(box)] for box in division.local])
+                target.buffers = tuple([local.buffer[selection(box)] for box in division.local])
         return target
 
     def place(self, target: Target, values: npt.NDArray[Any]) -> Any:
         check_values(target.path, target.spec, values.shape, values.dtype)
-        return self.place_parts(target, [values[_selection(box)] for box in target.boxes or ()])
+        return self.place_parts(target, [values[selection(box)] for box in target.boxes or ()])
 
     def place_parts(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
         assert isinstance(target, DTensorTarget)
@@ -349,12 +349,7 @@ def _made(target: DTensorTarget, parts: Sequence[npt.NDArray[Any]]) -> Any:
 def _fill(tensor: torch.Tensor, division: Division, parts: Sequence[npt.NDArray[Any]]) -> None:
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         for box, values in zip(division.local, parts, strict=True):
-            tensor[_selection(box)].copy_(tensor_view(values))
-
-
-def _selection(box: Box) -> Any:
-    """Return the index that selects a box of an array, as a view also at rank 0."""
-    return (*box.slices(), ...)
+            tensor[selection(box)].copy_(tensor_view(values))
 
 
 def _text(placements: Sequence[Placement]) -> str:

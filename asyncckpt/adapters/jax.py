@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters import jax_memory
-from asyncckpt.adapters.arrays import check_values, unsupported_dtype
+from asyncckpt.adapters.arrays import check_values, selection, unsupported_dtype
 from asyncckpt.adapters.jax_shards import (
     Division,
     assemble,
@@ -157,9 +157,11 @@ class JaxAdapter:
         if name is None:
             if not _is_key(leaf.dtype):
                 raise unsupported_dtype(path, "jax", str(leaf.dtype))
-            data = jax.eval_shape(jax.random.key_data, _abstract_array(shape, leaf.dtype))
+            keys = jax.ShapeDtypeStruct(shape, leaf.dtype)  # type: ignore[no-untyped-call]
+            data = jax.eval_shape(jax.random.key_data, keys)
             shape, name, impl = data.shape, DTYPE_NAMES[data.dtype], _key_impl(leaf.dtype)
-        check_x64(path, name)
+        if name in jax_memory.WIDE and not jax_memory.config("jax_enable_x64"):
+            raise _truncated(path, name)
         target = JaxTarget(
             array_spec(shape, name), leaf, path=path, shape=leaf.shape, prng_impl=impl
         )
@@ -193,8 +195,8 @@ class JaxAdapter:
         name = target.spec.dtype
         check_values(target.path, target.spec, values.shape, values.dtype)
         if target.division is not None:
-            indices: list[Any] = [(*box.slices(), ...) for box in target.division.boxes]
-            return self._assemble(target, target.division, [values[index] for index in indices])
+            parts = [values[selection(box)] for box in target.division.boxes]
+            return self._assemble(target, target.division, parts)
         with jax_memory.x64_for(name):
             if target.sharding is not None:
                 array = jax.device_put(values, target.sharding)
@@ -264,16 +266,6 @@ class JaxNodes:
         return jax.tree_util.tree_unflatten(treedef, children)
 
 
-def check_x64(path: str, name: str) -> None:
-    """Check that JAX, as it is set in this thread, can hold the dtype.
-
-    Raises:
-        DtypeMismatchError: it would truncate it to 32 bits.
-    """
-    if name in jax_memory.WIDE and not jax_memory.config("jax_enable_x64"):
-        raise _truncated(path, name)
-
-
 def _truncated(path: str, name: str) -> DtypeMismatchError:
     return DtypeMismatchError(
         f"{path}: {name} cannot be restored into JAX with 64-bit types disabled, it would be "
@@ -341,11 +333,6 @@ def _with_devices(path: str, sharding: jax.sharding.Sharding) -> jax.sharding.Sh
         expected=str(mesh),
         found=found,
     )
-
-
-def _abstract_array(shape: tuple[int, ...], dtype: Any) -> Any:
-    make: Any = jax.ShapeDtypeStruct
-    return make(shape, dtype)
 
 
 def _abstract(path: str, leaf: Any) -> UnsupportedLeafError:

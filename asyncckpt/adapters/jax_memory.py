@@ -15,7 +15,7 @@ import jax.experimental
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.adapters.arrays import NUMPY_DTYPES
+from asyncckpt.adapters.arrays import NUMPY_DTYPES, selection
 from asyncckpt.spec import Box
 
 WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
@@ -77,8 +77,7 @@ def begin_read(array: Any, name: str, box: Box) -> Any:
     """
     if in_host_memory(array.sharding, name):
         array.block_until_ready()
-        index: Any = (*box.slices(), ...)
-        return host_view(array, name)[index]
+        return host_view(array, name)[selection(box)]
     with x64_for(name):
         if box.shape == array.shape:
             part = array.addressable_data(0)

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters import jax_memory, meshes, placements
+from asyncckpt.adapters.arrays import selection
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.spec import Box, Partition, Shard
 
@@ -218,8 +219,7 @@ def read_box(
         part = jax_memory.begin_read(handle, name, common.relative_to(held.offset))
         running.append((common.relative_to(box.offset), part))
     for where, part in running:
-        index: Any = (*where.slices(), ...)
-        np.copyto(out[index], np.asarray(part), casting="no")
+        np.copyto(out[selection(where)], np.asarray(part), casting="no")
 
 
 def _handles(array: Any) -> dict[jax.Device, Any]:

@@ -17,14 +17,9 @@ from asyncckpt.adapters.arrays import (
     check_values,
     may_overlap_itself,
     may_share_memory,
-)
-from asyncckpt.adapters.sharded_array import (
-    ShardedArray,
-    division_of,
-    inside,
     selection,
-    spec_of,
 )
+from asyncckpt.adapters.sharded_array import ShardedArray, division_of, inside, spec_of
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
 from asyncckpt.ports import Source, Target
 from asyncckpt.spec import ArraySpec, Box

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from asyncckpt.adapters.arrays import selection
 from asyncckpt.errors import UsageError
 from asyncckpt.planning.tiling import box_text, first_overlap, tiling_fault
 from asyncckpt.spec import DTYPE_NAMES, DTYPES, ArraySpec, Box, Shard, array_spec
@@ -306,8 +307,3 @@ def inside(array: ShardedArray, number: int) -> Memory:
         return held
     view: Memory = held[selection(Box.whole(box.shape))]
     return view
-
-
-def selection(box: Box) -> Any:
-    """Return the index that selects a box of an array, as a view also at rank 0."""
-    return (*box.slices(), ...)

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncckpt.adapters.arrays import check_values
-from asyncckpt.adapters.sharded_array import divide, selection
+from asyncckpt.adapters.arrays import check_values, selection
+from asyncckpt.adapters.sharded_array import divide
 from asyncckpt.adapters.torch import TorchAdapter
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
 from asyncckpt.ports import Source, Target

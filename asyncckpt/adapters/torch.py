@@ -50,22 +50,17 @@ _NAMES: dict[torch.dtype, str] = {
 }
 TORCH_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
-_CARRIERS: dict[torch.dtype, tuple[torch.dtype, np.dtype[Any]]] = {
-    dtype: (torch.int16 if dtype.itemsize == 2 else torch.uint8, DTYPES[name])
-    for dtype, name in _NAMES.items()
-    if name not in NUMPY_DTYPES
-}
-"""Dtypes unknown to `Tensor.numpy()` -> the integer that carries their bits, NumPy dtype."""
-
 _VIEWS: dict[torch.dtype, tuple[str, int, np.dtype[Any] | None]] = {
     dtype: (
-        ("<i2" if dtype.itemsize == 2 else "|u1", dtype.itemsize, DTYPES[name])
-        if dtype in _CARRIERS
-        else (DTYPES[name].str, dtype.itemsize, None)
+        (DTYPES[name].str, dtype.itemsize, None)
+        if name in NUMPY_DTYPES
+        else ("<i2" if dtype.itemsize == 2 else "|u1", dtype.itemsize, DTYPES[name])
     )
     for dtype, name in _NAMES.items()
 }
-"""Type code and size in which memory is shown to NumPy, and the dtype to view it as then."""
+"""Type code and item size of the memory in NumPy, and the dtype to view it as; None for the same.
+
+NumPy's own type codes have no bfloat16 and float8: integers carry their bits."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -228,11 +223,10 @@ def numpy_view(tensor: torch.Tensor) -> npt.NDArray[Any]:
 def tensor_view(array: npt.NDArray[Any]) -> torch.Tensor:
     """Return a CPU tensor of the array's memory."""
     dtype = TORCH_DTYPES[DTYPE_NAMES[array.dtype]]
-    carrier = _CARRIERS.get(dtype)
-    if carrier is None:
+    type_code, _, own_dtype = _VIEWS[dtype]
+    if own_dtype is None:
         return torch.from_numpy(array)
-    carried = np.int16 if dtype.itemsize == 2 else np.uint8
-    return torch.from_numpy(array.view(carried)).view(dtype)
+    return torch.from_numpy(array.view(type_code)).view(dtype)
 
 
 class PinnedMemory:
