@@ -3,7 +3,7 @@
 # Rule 1: a slot returns to the pool only when nothing reads or writes it any more; one that a
 #   client may still be sending is discarded, and its budget is released with its memory. Returned
 #   too early, the bytes of the next window would be sent under the name of this one.
-#   (test_a_slot_that_a_client_still_holds_is_discarded_until_it_lets_go)
+#   (test_a_slot_that_a_client_still_holds_isdiscarded_until_it_lets_go)
 # Rule 2: memory is touched in worker threads: the first touch costs as much as a disk write. A
 #   small state touches only what it fills.
 # Rule 3: pools of one budget together hold no more memory than the budget: a pool that grows takes
@@ -154,6 +154,9 @@ class SlotPool:
             copy bodies.
         pipeline_slots: see `PIPELINE_SLOTS`.
         siblings: pools of the same budget, this one included: one list, shared by all of them.
+
+    Attributes:
+        discarded: number of discarded slots whose memory is still held.
     """
 
     def __init__(
@@ -177,7 +180,7 @@ class SlotPool:
         self._allocated = 0
         self._account = Account()
         self._quarantined: set[Slot] = set()
-        self._discarded = 0
+        self.discarded = 0
         self._look: asyncio.TimerHandle | None = None
         self._arrivals: list[asyncio.Future[None]] = []
         self._siblings = [] if siblings is None else siblings
@@ -196,11 +199,6 @@ class SlotPool:
     def allocated_nbytes(self) -> int:
         """Bytes of host memory that the pool holds."""
         return self._allocated * self.slot_nbytes
-
-    @property
-    def discarded(self) -> int:
-        """Number of discarded slots whose memory is still held."""
-        return self._discarded
 
     async def take(self, count: int = 1, *, grow: bool = True, extra: int = 0) -> list[Slot]:
         """Take `count` slots, each to be returned by `release` or given up by `discard`.
@@ -304,7 +302,7 @@ class SlotPool:
         loop = asyncio.get_running_loop()
 
         def gone() -> None:
-            self._discarded -= 1
+            self.discarded -= 1
             if not keep:
                 self.budget.keep(-self.held_nbytes)
                 self.budget.release(self.held_nbytes)
@@ -315,7 +313,7 @@ class SlotPool:
                 loop.call_soon_threadsafe(gone)
 
         for slot in slots:
-            self._discarded += 1
+            self.discarded += 1
             self._allocated -= 1
             if not keep:
                 self._account.in_use -= self.held_nbytes
@@ -341,7 +339,7 @@ class SlotPool:
         that waits for staging memory makes no garbage, so its collector would never run.
         """
         self._look = None
-        if self._discarded > 0:
+        if self.discarded > 0:
             with contextlib.suppress(RuntimeError):  # the engine is ending
                 self._workers.submit(gc.collect)
             self._look_after(min(2 * after_s, COLLECT_AT_LEAST_EVERY_S))
@@ -400,7 +398,7 @@ class SlotPool:
         for pool in self._siblings:
             over = self.slot_nbytes - self.budget.capacity
             for other in self._siblings:
-                over += (other._allocated + other._discarded) * other.slot_nbytes
+                over += (other._allocated + other.discarded) * other.slot_nbytes
             if over > 0 and pool is not self:
                 pool.shrink(-(-over // pool.slot_nbytes))
 

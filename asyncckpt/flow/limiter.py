@@ -45,17 +45,16 @@ class Limiter:
     that are out are never taken back, so that after a cut more than `limit` may be for a while.
 
     Args:
-        ceiling: the window grows up to this.
-        start: its first size; None begins at the ceiling.
+        ceiling: the window begins at this and never grows beyond it.
     """
 
     __slots__ = ("_ceiling", "_full", "_successes", "_waiters", "cuts", "in_flight", "limit")
 
-    def __init__(self, ceiling: int, *, start: int | None = None) -> None:
+    def __init__(self, ceiling: int) -> None:
         if ceiling < 1:
             raise ValueError(f"ceiling={ceiling}: at least one request must be allowed")
         self._ceiling = ceiling
-        self.limit = max(1, min(ceiling, ceiling if start is None else start))
+        self.limit = ceiling
         self.in_flight = 0
         self.cuts = 0
         self._successes = 0

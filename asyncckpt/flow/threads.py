@@ -47,7 +47,10 @@ _Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class Workers(Executor):
-    """A fixed number of daemon threads, `count`, that serve one first-in, first-out queue."""
+    """A fixed number of daemon threads, `count`, that serve one first-in, first-out queue.
+
+    It is an `Executor` because aiofiles runs its calls in one.
+    """
 
     def __init__(self, count: int, name: str, *, abandon_s: float = ABANDON_S) -> None:
         self._name = name
@@ -184,8 +187,8 @@ class Workers(Executor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Refuse further work, make the queued calls, and with `wait` join the threads.
 
-        Stuck threads are left to end with the process: an abandoned one is hardly waited for, and
-        one that its caller has left for other reasons no longer than `abandon_s`.
+        Stuck threads end with the process: once one was abandoned, each is joined for
+        `ABANDONED_JOIN_S` only, otherwise for `abandon_s`.
         """
         with self._lock:
             if not self._closed:
