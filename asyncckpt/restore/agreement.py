@@ -83,13 +83,13 @@ class RestoreAgreement:
             )
         await self.round.answer("read", b"+")
 
-    async def size_of(self, name: str, size: Callable[[], Awaitable[int]]) -> int:
-        """Return the size of a file, in bytes, that `size` gives process 0."""
+    async def record_nbytes(self, size: Callable[[], Awaitable[int]]) -> int:
+        """Return the size of the record, in bytes, that `size` gives process 0."""
         if self.round.leads:
             nbytes = await size()
-            await self.round.answer(name, str(nbytes).encode())
+            await self.round.answer("record", str(nbytes).encode())
             return nbytes
-        return int(await self.round.answered(name))
+        return int(await self.round.answered("record"))
 
     async def shared(
         self,

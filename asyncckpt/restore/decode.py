@@ -208,17 +208,13 @@ class Decode:
             batch = ReadBatch(-1, 0, len(data), inline)
             self._scatter(part, self._payload(batch, part, np.frombuffer(data, np.uint8)), 0)
 
-    def checking(self, batches: Sequence[ReadBatch], buffers: Sequence[Bytes]) -> Check:
-        """Return the check of what one call reads, in two buffers per batch: it, and what follows.
-
-        The bytes of direct batches are in their destinations then; those of others are copied
-        there.
-        """
-        return Check(self._check(batches, buffers))
-
-    def _check(
+    def checks(
         self, batches: Sequence[ReadBatch], buffers: Sequence[Bytes]
     ) -> Generator[None, int, None]:
+        """Check what one call reads, as `Check` asks: two buffers per batch, it and what follows.
+
+        The bytes of direct batches arrive in their destinations; those of others are copied there.
+        """
         there = yield
         begin = 0
         for batch, data, rest in zip(batches, buffers[::2], buffers[1::2], strict=True):

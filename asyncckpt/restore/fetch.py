@@ -22,7 +22,7 @@ from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.threads import Workers
 from asyncckpt.planning.restore import ReadBatch, RestorePlan
 from asyncckpt.ports import DIRECT, Bytes, Ranges, Reading
-from asyncckpt.restore.decode import Decode, Destination, is_direct
+from asyncckpt.restore.decode import Check, Decode, Destination, is_direct
 from asyncckpt.restore.ranges import Read, far, near, span
 
 READ_AHEAD_NBYTES = 256 << 20
@@ -230,7 +230,7 @@ class Fetch:
         ahead_nbytes: int | None,
     ) -> None:
         """Read batches, check them, and copy what is not in its destination yet."""
-        offset, check = batches[0].offset, self._decode.checking(batches, buffers)
+        offset, check = batches[0].offset, Check(self._decode.checks(batches, buffers))
         with self.recorder.span(self._reading, span(batches)):
             how = Reading(direct, stream.release, ahead_nbytes, check)
             await self._files.read_into(path, offset, buffers, how=how)

@@ -17,8 +17,7 @@ import numpy as np
 from asyncckpt.errors import StoreError
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.flow.threads import Workers
-from asyncckpt.planning.streams import Sharing, Stream, piece_nbytes
-from asyncckpt.planning.table import Column
+from asyncckpt.planning.streams import Stream, piece_nbytes
 from asyncckpt.ports import DIRECT, Bytes, CheckpointFiles, Exchange
 from asyncckpt.restore.agreement import RestoreAgreement
 from asyncckpt.restore.exchange.streams import Incoming
@@ -72,22 +71,10 @@ class Exchanger:
     def __post_init__(self) -> None:
         self._limit = asyncio.Semaphore(self.reads)
         self.process = self.agreement.round.group.process_index
-        self._process_count = self.agreement.round.group.process_count
         self._idle: list[Bytes] = []  # memory of pieces that have been exchanged
         self.next_batch = 0
         self.read_nbytes = 0
         self.received_nbytes = 0
-
-    async def sharing(self, rows: Column, nbytes: Column) -> Sharing:
-        """Return which chunks are exchanged.
-
-        Args:
-            rows: the chunks that this process wants.
-            nbytes: length of each chunk of the checkpoint.
-        """
-        return await self.agreement.shared(
-            rows, nbytes, least_nbytes=self.least_nbytes, compute=self.compute
-        )
 
     async def run(
         self, streams: Sequence[Stream], paths: Sequence[str], incoming: Mapping[int, Incoming]
@@ -192,7 +179,7 @@ class Exchanger:
 
     async def read(self, path: str, offset: int, nbytes: int) -> Bytes:
         """Return one range of a file, which all processes want and ask for at the same time."""
-        members = tuple(range(self._process_count))
+        members = tuple(range(self.agreement.round.group.process_count))
         stream = Stream(
             members=members,
             rows=np.zeros(1, np.int64),

@@ -40,7 +40,7 @@ class SharedMetadataFiles:
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
         """Return the content of a file; that of a large record comes from all processes."""
         if path == RECORD:
-            nbytes = await self._exchanger.agreement.size_of("record", self._record_nbytes)
+            nbytes = await self._exchanger.agreement.record_nbytes(self._record_nbytes)
             self._shares = nbytes > 0
             if SHARED_NBYTES <= nbytes <= max_nbytes:
                 return (await self._exchanged(path, 0, nbytes)).tobytes()

@@ -62,7 +62,12 @@ async def share_reads(
         rows: the chunks that this process wants.
         plan: plans the reads of some of them.
     """
-    sharing = await exchanger.sharing(rows, extents.nbytes)
+    sharing = await exchanger.agreement.shared(
+        rows,
+        extents.nbytes,
+        least_nbytes=exchanger.least_nbytes,
+        compute=exchanger.compute,
+    )
     if not sharing.members:
         return None
 
