@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from operator import attrgetter, itemgetter
 
@@ -30,6 +31,7 @@ from asyncckpt.format.record import (
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import KIB
 from asyncckpt.ports import Attempt
+from asyncckpt.reports import ProcessPart, Timeline
 from asyncckpt.save.index import Index, Payload, encode_index
 from asyncckpt.save.plan_cache import Layout
 from asyncckpt.save.snapshot import SaveRequest
@@ -74,6 +76,8 @@ class Commit:
         epoch: the claim under which they do.
         after_data: `put_index` is for when the data are durable, where files keep their names:
             consent is asked for when this process has written its part.
+        parts: what each process did, for the report; none where one saves alone.
+        timelines: when each other process did what.
     """
 
     attempt: Attempt
@@ -86,6 +90,8 @@ class Commit:
     epoch: int = 0
 
     def __post_init__(self) -> None:
+        self.parts: tuple[ProcessPart, ...] = ()
+        self.timelines: Sequence[Timeline] = ()
         self._metadata = self.request.metadata
         self.after_data = self.request.consent is not None
         self._numbers = itertools.count()

@@ -136,7 +136,7 @@ class Payload:
     inline: Iterable[bytes | memoryview]
     files: list[tuple[str, int, int]]
     parts: Sequence[tuple[HeldBox, bytes]] = ()
-    checked: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    checked: npt.NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
     checked_crc: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
     timeline: Timeline = field(default_factory=Timeline)
 

@@ -22,12 +22,12 @@ from asyncckpt.format.crc import crc32c
 from asyncckpt.format.entries import MAX_ENTRIES_NBYTES, Entries, Parts, decode_entries
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import INLINE_NBYTES
-from asyncckpt.reports import ProcessPart, Timeline
+from asyncckpt.reports import Timeline
 from asyncckpt.save.commit import DATABASE, Commit, Committable
 from asyncckpt.save.contribution import entries_of, part_of
 from asyncckpt.save.index import Payload
 from asyncckpt.save.plan_cache import Layout
-from asyncckpt.save.serialize import Extents, trailed
+from asyncckpt.save.serialize import Extents
 from asyncckpt.save.shared_plan import out_of_step, taken
 from asyncckpt.save.snapshot import Snapshot
 from asyncckpt.spec import DTYPES
@@ -44,8 +44,6 @@ class MergingCommit(Commit):
     Attributes:
         round_: what the processes say to each other about this save.
         times: returns the seconds until all was staged, and until now.
-        parts: what each process did, for the report.
-        timelines: when each other process did what.
         Others: as `Commit`.
     """
 
@@ -55,8 +53,6 @@ class MergingCommit(Commit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.parts: tuple[ProcessPart, ...] = ()
-        self.timelines: list[Timeline] = []
         self._others: list[Entries] | None = None
 
     async def put_index(self, payload: Payload) -> Committable:
@@ -225,7 +221,8 @@ def merge(
         if seen[chunk]:
             continue  # a process holds all of it
         seen[chunk] = 1
-        stored, _ = trailed(boxes.chunk(layout, array, rows))
+        payload = boxes.chunk(layout, array, rows)
+        stored = payload + crc32c(payload).to_bytes(CRC_NBYTES, "little")
         (small if len(stored) <= INLINE_NBYTES else late)[chunk] = stored
     if (seen != 1).any():
         chunk = int(np.flatnonzero(seen != 1)[0])

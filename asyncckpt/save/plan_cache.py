@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asyncckpt.adapters.numpy import NumpyAdapter
-from asyncckpt.adapters.python import scalar_as_array
 from asyncckpt.errors import UsageError
 from asyncckpt.format.record import (
     ArrayTable,
@@ -39,7 +38,7 @@ from asyncckpt.runtime import Runtime
 from asyncckpt.save.index import Catalog, make_catalog
 from asyncckpt.save.orbax_files import key_devices, orbax_files
 from asyncckpt.save.snapshot import Snapshot
-from asyncckpt.spec import ArraySpec, Partition, Shard, array_spec
+from asyncckpt.spec import DTYPES, ArraySpec, Partition, Shard, array_spec
 from asyncckpt.tree import array_names, where
 
 CACHED_LAYOUTS = 2
@@ -247,9 +246,9 @@ def arrays_key(snapshot: Snapshot) -> tuple[list[ArraySpec], dict[int, Division]
 def add_mirrors(snapshot: Snapshot, mirrors: Sequence[int]) -> None:
     """Add scalars to the snapshot's sources, for staging with the arrays."""
     for leaf in mirrors:
-        values = scalar_as_array(snapshot.scalars[leaf])
-        assert values is not None
-        snapshot.sources.append_plain(_MIRROR_SPECS[snapshot.kinds[leaf]], values)
+        spec = _MIRROR_SPECS[snapshot.kinds[leaf]]
+        values = np.asarray(snapshot.scalars[leaf], DTYPES[spec.dtype])
+        snapshot.sources.append_plain(spec, values)
         snapshot.adapters.append(_NUMPY)
 
 

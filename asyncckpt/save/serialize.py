@@ -134,12 +134,6 @@ class WindowChecksums:
         self.file_crcs[window.file] = combine(file_crc, sums.rest, window.nbytes - end)
 
 
-def trailed(payload: bytes) -> tuple[bytes, int]:
-    """Return the stored form of a small payload, and its checksum."""
-    crc = crc32c(payload)
-    return payload + crc.to_bytes(CRC_NBYTES, "little"), crc
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class SmallChunks:
     """Stored forms of small payloads, one after the other.

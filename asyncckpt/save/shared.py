@@ -45,12 +45,12 @@ from asyncckpt.format.record import save_id_of
 from asyncckpt.planning.replicas import checked_rows
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import AttemptFiles, DataFile, JoinedAttempt, NotingStore, Sizes
-from asyncckpt.reports import ProcessPart, SaveReport, Timeline
+from asyncckpt.reports import SaveReport
 from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.contribution import Contribution
 from asyncckpt.save.merge import MergingCommit
 from asyncckpt.save.plan_cache import Layout
-from asyncckpt.save.save import Save, record_of
+from asyncckpt.save.save import Save, no_claim, record_of
 from asyncckpt.save.shared_plan import KNOWN, SharedPlan
 
 T = TypeVar("T")
@@ -139,8 +139,8 @@ class SharedSave(Save):
         self._posted = False
         self._known = False  # the plan is that of an earlier save
         self._kept = False  # what was written may be part of a checkpoint
-        self._contribution: Contribution | None = None
-        self._commit: MergingCommit | Contribution | None = None
+        if not self.round_.leads:
+            self.claim = no_claim  # process 0 saves under its own
 
     async def run(
         self,
@@ -235,10 +235,6 @@ class SharedSave(Save):
 
     # -- stages
 
-    async def _make_claim(self) -> None:
-        if self.round_.leads:
-            await super()._make_claim()
-
     async def _refuse_existing(self) -> None:
         if self.round_.leads:
             await super()._refuse_existing()
@@ -314,7 +310,7 @@ class SharedSave(Save):
     def _committing(self, attempt: Any, layout: Layout) -> Commit | Contribution:
         compute = self.runtime.engine.compute
         if self.round_.leads:
-            self._commit = MergingCommit(
+            return MergingCommit(
                 attempt,
                 layout,
                 self.request,
@@ -325,8 +321,7 @@ class SharedSave(Save):
                 round_=self.round_,
                 times=self._times,
             )
-            return self._commit
-        self._commit = self._contribution = Contribution(
+        return Contribution(
             attempt,
             layout,
             self.request.snapshot,
@@ -336,18 +331,10 @@ class SharedSave(Save):
             compute=compute,
             times=self._times,
         )
-        return self._contribution
 
     def _times(self) -> tuple[float, float]:
         """Return the seconds until all was staged, and until now."""
         return self.state.blocked_s, time.perf_counter() - self.request.begun
-
-    def _parts(self) -> tuple[ProcessPart, ...]:
-        return self._commit.parts if self._commit is not None else ()
-
-    def _timeline(self) -> Timeline:
-        others = self._commit.timelines if isinstance(self._commit, MergingCommit) else ()
-        return super()._timeline().joined(others)
 
     def _checked(self, layout: Layout) -> Column:
         return checked_rows(layout.plan, self.round_.number, whole=layout.fresh)
@@ -359,12 +346,12 @@ class SharedSave(Save):
             totals = {"stored_nbytes": made.stored_nbytes, "file_count": made.file_count}
             await to_completion(briefly(self.round_.finish(json.dumps(totals).encode())))
             return made
-        assert self._contribution is not None
+        assert isinstance(self._commit, Contribution)
         joined = await attempt.attempt()
         await joined.settle()
         self._kept = True
         try:
-            await self.round_.post("ready", self._contribution.path.encode())
+            await self.round_.post("ready", self._commit.path.encode())
         except StoreError as error:
             # The message may have arrived, and process 0 have committed.
             if not await self._is_committed():

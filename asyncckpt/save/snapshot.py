@@ -28,9 +28,7 @@ from asyncckpt.reports import Progress
 from asyncckpt.spec import ArraySpec, Box
 from asyncckpt.tree import Structure, flatten, where
 
-SCALAR_TYPES = (int, float, bool, complex, str, bytes)
-
-_SCALARS = frozenset(SCALAR_TYPES)
+_SCALARS = frozenset((int, float, bool, complex, str, bytes))
 
 NAMED_LEAVES = 20
 """Unsupported leaves that one error describes; of further ones it gives the number."""
