@@ -1,10 +1,11 @@
 """Commit: the index of everything written, and the record that makes the checkpoint exist."""
 
 # Rule 1: the record is published last; before it, the checkpoint does not exist.
-# Rule 2: whatever depends on the plan alone (keys, templates, Orbax's files) is made once per plan
-#   and written while data are still on their way; only the index waits for the last checksum.
-# Rule 3: an index that is made again has another name: the first one may still be on its way to an
-#   object store, and would otherwise replace its successor.
+# Rule 2: everything that depends on the plan alone (keys, templates, Orbax's files) is made once
+#   per plan and written while data are still on their way; only the index waits for the last
+#   checksum.
+# Rule 3: an index that is written again gets another name: the first one may still be on its way
+#   to an object store, and would otherwise replace its successor.
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ class Committable:
     """A save whose files are all durable.
 
     Attributes:
-        record: what publishes it.
+        record: its commit record.
         stored_nbytes: bytes of all files, the record included.
         file_count: number of files, the record included.
     """
@@ -74,7 +75,7 @@ class Commit:
         compute: threads that encode.
         writers: number of processes that save together.
         epoch: the claim under which they do.
-        after_data: `put_index` is for when the data are durable, where files keep their names:
+        after_data: where files keep their names, `put_index` is called once the data are durable:
             consent is asked for when this process has written its part.
         parts: what each process did, for the report; none where one saves alone.
         timelines: when each other process did what.
@@ -100,16 +101,16 @@ class Commit:
             self._orbax.append((f"{DATABASE}/{name}", data))
 
     async def put_orbax(self) -> None:
-        """Write Orbax's files, all at the same time; on return they are durable."""
+        """Write Orbax's files concurrently; on return they are durable."""
         async with asyncio.TaskGroup() as group:
             for path, data in self._orbax:
                 group.create_task(self.attempt.put(path, data))
 
     async def put_index(self, payload: Payload) -> Committable:
-        """Write index file and manifest; on return they are durable. Encode the record meanwhile.
+        """Write index file and manifest, and encode the record; on return the files are durable.
 
-        Where the request asks for consent, nothing is written before that is given. May be called
-        again with other places of the data files; the last result counts.
+        If the request has a `consent`, nothing is written before that is given. May be called
+        again with other paths of the data files; the last result counts.
 
         Cancellation: waits for writes that are running.
         """
@@ -136,7 +137,7 @@ class Commit:
         index_file = len(payload.files)
         manifest = f"{DATABASE}/{MANIFEST}"
         small = [(manifest, index.manifest), *self._orbax]
-        # Names that the store writes after the record have a source; others are there before it.
+        # Files that the store names after the record have a source; others have their names before.
         sources = list(map(self.attempt.source, map(itemgetter(0), small)))
 
         def record_of() -> bytes:
@@ -173,8 +174,8 @@ class Commit:
     ) -> bytes:
         request, layout = self.request, self.layout
         snapshot, arrays = request.snapshot, layout.plan.arrays
-        # The chunk index's own CRC ends it. Over a sum and what it sums, every CRC is one
-        # constant, which would bind nothing.
+        # The chunk index ends with its own CRC, which is left out: the CRC of data followed by
+        # their CRC is a constant, and would bind nothing.
         chunks = index.chunk_index
         return encode_record(
             CommitRecord(

@@ -1,4 +1,4 @@
-"""One process' part in a save by several processes.
+"""One process' part in a save by several.
 
 ::
 
@@ -16,7 +16,7 @@ Whatever fails on one process ends the round, and with it the save on all.
 #   attempt.
 # Rule 2: an error of this process is posted before anything is cleaned up, so that the others stop
 #   at once; an error of another process is not posted again.
-# Rule 3: kept plans are dropped after every failure: processes may disagree about them.
+# Rule 3: cached plans are dropped after every failure: processes may disagree about them.
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from asyncckpt.save.shared_plan import KNOWN, SharedPlan
 T = TypeVar("T")
 
 JOIN_S = 2.0
-"""How long to look for an attempt before asking whether process 0 has begun it."""
+"""How long to look for the attempt before asking whether process 0 has begun it."""
 
 UNSHARED_S = 15.0
 """How long an attempt that process 0 has begun may stay invisible: network file systems cache
@@ -70,7 +70,7 @@ LOOK_S = 1.0
 
 
 class Joining:
-    """The files of an attempt that this process is joining; every call waits until it has."""
+    """The files of an attempt that this process is joining; every call waits until it is joined."""
 
     def __init__(self, location: str, joining: asyncio.Task[JoinedAttempt]) -> None:
         self.location = location
@@ -90,7 +90,7 @@ class Joining:
         await (await self.attempt()).put(path, data, in_record=in_record)
 
     async def taken(self, path: str, *, max_nbytes: int) -> bytes | None:
-        """Return what a process has passed on, as `AttemptFiles.taken`."""
+        """Return a file that a process has passed on, as `AttemptFiles.taken`."""
         return await (await self.attempt()).taken(path, max_nbytes=max_nbytes)
 
     async def pass_on(self, path: str, data: bytes | memoryview) -> None:
@@ -118,10 +118,10 @@ class Joining:
 
 @dataclass(eq=False, repr=False)
 class SharedSave(Save):
-    """The part of this process in a save of several.
+    """The part of this process in a save by several.
 
     Attributes:
-        round_: what the processes say to each other about this save.
+        round_: messages of the processes about this save.
         Others: as `Save`.
     """
 
@@ -164,10 +164,10 @@ class SharedSave(Save):
             return report
 
     async def _note(self, error: BaseException | None) -> None:
-        """Leave the error with which this process ended the save to the job that comes next.
+        """Keep the error that ended the save for the next job; remove the last one after a success.
 
-        Errors of other processes are theirs to note. After a success, the last note is removed. A
-        one-shot save is a run of its own, which no job continues.
+        Each process notes its own errors only. No job continues a one-shot save, which leaves no
+        note.
         """
         if self.request.step is None or not isinstance(self.store, NotingStore):
             return
@@ -179,7 +179,7 @@ class SharedSave(Save):
                 return
             host, stage = self._group.host, self.state.stage
             note = encode_error(error, process=self._process, host=host, stage=stage)
-        with contextlib.suppress(Exception):  # of a store that is not ours
+        with contextlib.suppress(Exception):  # of a user's store
             await to_completion(briefly(self.store.keep_note(self._process, note), limit_s=NOTE_S))
 
     async def _run(self) -> SaveReport:
@@ -391,12 +391,12 @@ class SharedSave(Save):
                 await to_completion(self._attempt.leave())
 
     async def _post(self, error: BaseException) -> None:
-        """Tell all processes why this one has failed, unless one of them was the reason."""
+        """Tell all processes why this one failed, unless another's failure was the reason."""
         if not self._ended_by_others and not self._posted:
             await to_completion(self._withdraw(error))
 
     async def _withdraw(self, error: BaseException) -> bool:
-        """Abort the save on all processes; return whether it is, False where it was decided."""
+        """Abort the save on all processes; return False if it was decided before."""
         self._posted = True
         aborted = await briefly(self.round_.abort(self._reason(error), self.state.stage))
         if aborted or self.round_.failed:

@@ -7,7 +7,7 @@ chunks, whose size is not planned, are packed into windows first (`ChunkPacker`)
 
 # Rule 1: a slot is free when the write of it has returned; the flush of its file needs no memory.
 # Rule 2: a file is sealed once, after its last write; a failed seal ends the attempt.
-# Rule 3: what an object store was given to send, and may still be sending, is not used again.
+# Rule 3: a buffer that an object store's client may still be sending is not reused.
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from asyncckpt.save.commit import DATABASE
 from asyncckpt.save.serialize import Compressed
 
 Done = Callable[[Slot, BaseException | None, bool], None]
-"""Takes a slot whose write has ended, its error, and whether the slot may be used again."""
+"""Called with a slot whose write has ended, its error, and whether the slot may be reused."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,10 +70,10 @@ class DataFiles(ABC):
 
     Attributes:
         attempt: where the files go.
-        stem: what the names of the files begin with; the attempt's save id is a part of it.
+        stem: prefix of the names of the files, which contains the attempt's save id.
         window_nbytes: size of all windows of a file but the last.
         written: called with the bytes of progress of every window that is written.
-        renames: files that a store has sent again under another name.
+        renames: number of files that a store has sent again under another name.
         renamed: called after each.
     """
 
@@ -88,13 +88,13 @@ class DataFiles(ABC):
         self.renamed: Callable[[], None] | None = None
 
     def path(self, file: int) -> str:
-        """Return where the file is, which is final once it is sealed."""
+        """Return the file's path, which is final once it is sealed."""
         opened = self._files.get(file)
-        # No other attempt can make the same.
+        # Unique to this attempt.
         return f"{DATABASE}/d/{self.stem}-{file}" if opened is None else opened.path
 
     async def open(self, file: int, nbytes: int) -> _Open:
-        """Create a file of this length; the first of several callers does, others wait for it."""
+        """Create a file of this length, once: further callers wait for the first."""
         opened = self._files.get(file)
         if opened is None:
             opened = self._files[file] = _Open(-(-nbytes // self.window_nbytes), self.path(file))
@@ -110,7 +110,7 @@ class DataFiles(ABC):
     async def write(self, window: FileWindow) -> None:
         """Write a window; with the last one of its file, seal the file.
 
-        Windows come in any order and several at a time. `window.done` was called on return.
+        Windows come in any order and several at a time. On return `window.done` was called.
 
         Cancellation: waits for the write, as `DataFile.write` does.
         """
@@ -168,7 +168,7 @@ class Placed(NamedTuple):
         file: number of the file.
         offset: where it begins in it.
         stored: its bytes.
-        raw_nbytes: length of what was compressed.
+        raw_nbytes: its length before compression.
     """
 
     file: int
@@ -202,7 +202,7 @@ class ChunkAppender:
         return self.first_file + len(self.file_nbytes) - 1, offset
 
     async def write(self, placed: Sequence[Placed]) -> None:
-        """Write chunks that follow each other, one write per file where they are several."""
+        """Write consecutive chunks; several in one file by one write."""
         for file, run in _by_file(placed):
             offset = run[0].offset
             raw_nbytes = sum(chunk.raw_nbytes for chunk in run)
@@ -234,8 +234,8 @@ class ChunkAppender:
 class ChunkPacker:
     """Packs compressed chunks, in plan order, into slots that each become a file of one request.
 
-    For stores that take no writes at places of a file. A chunk that is larger than a slot gets a
-    file of its own, in several windows.
+    For stores without positional writes. A chunk that is larger than a slot gets a file of its
+    own, in several windows.
 
     Attributes:
         first_file: number of the first file.
@@ -247,8 +247,8 @@ class ChunkPacker:
     """
 
     # Invariant: the slots are taken before the first chunk is staged and kept until the last one
-    # is written. Taken later, a slot would wait for budget that is held by staged chunks, which
-    # wait for that very slot.
+    # is written. Taken later, a slot would wait for budget held by staged chunks, which wait for
+    # that very slot.
 
     first_file: int
     target_nbytes: int
@@ -268,11 +268,10 @@ class ChunkPacker:
         self.file_nbytes: list[int] = []
         self.file_crcs: list[int] = []
 
-    async def reserve(self, count: int, *, beside: int = 0) -> int:
-        """Take `count` slots, or as many as half of the budget that is not kept makes.
+    async def reserve(self, count: int, *, beside: int = 0) -> None:
+        """Take `count` slots, or fewer that fit half of the budget that is not kept.
 
-        Leaves `beside` bytes of the budget free, unless a single slot needs them. Returns the
-        bytes taken.
+        Leaves `beside` bytes of the budget free, unless a single slot needs them.
         """
         budget = self.pool.budget
         free = budget.capacity - budget.kept
@@ -281,7 +280,6 @@ class ChunkPacker:
         self._keep(count)
         for slot in self._reserved:
             self._ready.put_nowait(slot)
-        return count * self.pool.held_nbytes
 
     def release(self) -> None:
         """Return all slots, and the budget of discarded ones that were not replaced."""
@@ -297,7 +295,7 @@ class ChunkPacker:
         self.pool.keep(count)
 
     def done(self, slot: Slot, error: BaseException | None, reusable: bool) -> None:
-        """Take back a slot that was emitted; discard it where it may not be used again."""
+        """Take back a slot that was emitted; discard it where it may not be reused."""
         if error is None and reusable:
             self._ready.put_nowait(slot)
             return
@@ -319,7 +317,7 @@ class ChunkPacker:
         return self.first_file + len(files) - 1, offset
 
     async def write(self, placed: Sequence[Placed]) -> None:
-        """Copy chunks that follow each other into slots, and emit those that are full."""
+        """Copy consecutive chunks into slots, and emit those that are full."""
         for file, run in _by_file(placed):
             index = file - self.first_file
             offset = run[0].offset
