@@ -1,4 +1,4 @@
-"""Shared parts of the adapters: refusals by dtype, checks of restored arrays."""
+"""Shared parts of the adapters: refused dtypes, checks of restored arrays, places in memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _CASTS = {
 
 
 def unsupported_dtype(path: str, framework: str, dtype: str, cast: str | None = None) -> Exception:
-    """Return the error for an array whose dtype cannot be stored; `cast` says what to do."""
+    """Return the error for an array whose dtype cannot be stored; `cast` is the advice, if any."""
     advice = cast or (
         f"cast it to {_CASTS[dtype]}"
         if dtype in _CASTS

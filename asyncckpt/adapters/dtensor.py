@@ -35,10 +35,10 @@ Placements = tuple[Placement, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Division:
-    """What this process holds of a tensor.
+    """The boxes of a tensor that this process holds.
 
     Attributes:
-        shape: shape of its local tensor; None for a process that the mesh leaves out.
+        shape: shape of its local tensor; None for a process outside the mesh.
         shards: the boxes of the tensor that are in it.
         local: the same boxes in the local tensor.
         partition: how all processes divide the tensor; None if it is this process' alone.
@@ -71,8 +71,8 @@ class DTensorAdapter:
     """`torch.distributed.tensor.DTensor`, among them the parameters of `fully_shard`.
 
     Any combination of `Shard`, `Replicate` and the private `_StridedShard` is supported, uneven and
-    empty shards too. On a process that the mesh leaves out, the tensor has no shards, is restored
-    as an equal one, and nothing of it is read.
+    empty shards too. On a process outside the mesh, the tensor has no shards, is restored as an
+    equal one, and nothing of it is read.
     """
 
     name = "dtensor"
@@ -165,11 +165,10 @@ _MOMENT = re.compile(r"state/(0|[1-9][0-9]*)/[^/]+")
 
 
 def state_like_parameters(owner: object) -> Callable[[str, ArraySpec], Any]:
-    """Return what makes the tensors that a fresh optimizer does not have yet.
+    """Return a function that makes the tensors that a fresh optimizer does not have yet.
 
-    The result maps a path in its state dict and what was saved there to a new tensor, divided as
-    the parameter is to which it belongs, if it has the shape of that: a moment has. It is None for
-    everything else.
+    It maps a path in the state dict and the saved spec to a new tensor, divided like the parameter
+    that it belongs to, if both have one shape, as moments have; else to None.
     """
     groups = getattr(owner, "param_groups", ()) if isinstance(owner, torch.optim.Optimizer) else ()
     parameters = [parameter for group in groups for parameter in group["params"]]
@@ -198,7 +197,7 @@ def layout_of(placements: Sequence[Placement], mesh_shape: Sequence[int], rank: 
 
 
 def _open(path: str, leaf: DTensor) -> tuple[Division, torch.Tensor]:
-    """Return what this process holds of a tensor, and its local tensor.
+    """Return a tensor's division and its local tensor.
 
     Raises:
         UnsupportedLeafError: placements that cannot be stored, or that contradict the local tensor;
@@ -259,10 +258,10 @@ def _division(leaf: DTensor) -> Division:
 
 
 def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
-    """Return where this process is in the mesh, None if it is not there.
+    """Return the coordinate of this process in the mesh, None if it is outside.
 
-    The mesh itself knows where the process was when it was made. PyTorch keeps meshes in caches,
-    and after torch.distributed was initialised again the process may have another rank.
+    The mesh itself knows the coordinate at its creation. PyTorch caches meshes, and after
+    torch.distributed was initialised again the process may have another rank.
     """
     if not dist.is_initialized():
         found = mesh.get_coordinate()
@@ -311,7 +310,7 @@ def _device(mesh: DeviceMesh) -> torch.device:
 def _identity(leaf: DTensor, tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a value that is equal for tensors of one layout in the same memory.
 
-    It names the storage, not the address: empty local tensors have none, and ties must be found on
+    It names the storage, not the address, which empty local tensors lack: ties must be found on
     every process or on none.
     """
     layout = (leaf.device_mesh, tuple(leaf.placements), tuple(leaf.shape))

@@ -37,7 +37,7 @@ from asyncckpt.spec import DTYPE_NAMES, DTYPES, Box, array_spec
 
 @dataclass(slots=True, eq=False)
 class JaxTarget(Target):
-    """A `Target` with what `place` replays in its thread.
+    """A `Target` with the caller's settings, which `place` replays in its thread.
 
     Attributes:
         shape: shape of the leaf; for typed keys without the dimensions of the key data.

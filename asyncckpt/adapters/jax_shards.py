@@ -2,9 +2,9 @@
 
 # Rule 1: the global array is never assembled, neither on the host nor on a device, unless one
 #   box is all of it.
-# Rule 2: a box is read from one replica of it, and its values are given to every device that
-#   holds one. Devices may then adopt the same host memory: it is theirs as immutable, so JAX
-#   copies when one of them is donated.
+# Rule 2: a box is read from one replica, and its values are given to every device that holds one.
+#   Devices may then adopt the same host memory: JAX treats it as immutable, and copies when one of
+#   them is donated.
 # Rule 3: an array over several processes is divided by arithmetic on its mesh. JAX's maps from
 #   devices to indices visit every device of every process, for every leaf.
 

@@ -70,10 +70,7 @@ def unsupported(path: str, leaf: object) -> UnsupportedLeafError:
 
 
 def bytes_as_array(value: bytes) -> npt.NDArray[np.uint8] | None:
-    """Return the uint8 array as which `bytes` above 1 KiB are stored; None for others.
-
-    It shares the memory of `value`.
-    """
+    """Return a uint8 view of `bytes` above 1 KiB, which are stored as an array; None for others."""
     return np.frombuffer(value, np.uint8) if len(value) > INLINE_NBYTES else None
 
 

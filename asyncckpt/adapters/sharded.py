@@ -1,7 +1,7 @@
 """`ShardedArray` as a leaf: read and filled shard by shard."""
 
 # Rule 1: the array is never assembled.
-# Rule 2: padding is the caller's: it is neither read nor written.
+# Rule 2: padding belongs to the caller: it is neither read nor written.
 
 from __future__ import annotations
 

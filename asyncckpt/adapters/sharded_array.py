@@ -24,7 +24,7 @@ Memory = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Division:
-    """What the shards of an array hold of it.
+    """The boxes of an array that its shards hold.
 
     Attributes:
         shards: the distinct boxes that hold elements, in order of their offsets.
@@ -43,7 +43,7 @@ class Division:
 
 @lru_cache(maxsize=1024)
 def divide(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Division:
-    """Return what shards with these boxes hold of an array."""
+    """Return the division of an array by shards with these boxes."""
     first: dict[Box, int] = {}
     for number, box in enumerate(boxes):
         if box.size:

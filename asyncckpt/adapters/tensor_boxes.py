@@ -1,4 +1,4 @@
-"""Boxes of a global array, each in a tensor of its own: what planners of DCP give and want."""
+"""Boxes of a global array, each in a tensor of its own, as DCP's planners give and want them."""
 
 # Rule 1: the array is never assembled.
 # Rule 2: boxes to fill may be equal or overlap: each has memory of its own, and gets its values.

@@ -2,8 +2,8 @@
 
 # Rule 1: nothing here depends on the grad or inference mode of the thread: tensors are detached
 #   before they are read, and written under no_grad.
-# Rule 2: what a stream has yet to compute is waited for by an event recorded in the caller's
-#   thread; a worker's current stream is another one.
+# Rule 2: pending work of a stream is waited for by an event recorded in the caller's thread; a
+#   worker's current stream is another one.
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class TorchAdapter:
-    """`torch.Tensor` and `Parameter`; requires_grad is a matter of the target, not of the bytes.
+    """`torch.Tensor` and `Parameter`; requires_grad is taken from the target and not saved.
 
     Filling a tensor in place raises its version counter, so that autograd reports a backward pass
-    through values that are gone. `like` on device meta is restored on CPU.
+    through overwritten values. `like` on device meta is restored on CPU.
     """
 
     name = "torch"
@@ -296,11 +296,11 @@ def _check_kind(path: str, leaf: Any) -> str:
 
 
 def required_keys(owner: Any) -> Callable[[str], str | None] | None:
-    """Return which keys of its state dict a module or optimizer insists on.
+    """Return a function that tells the required keys of a module's or optimizer's state dict.
 
-    The result maps a path in a state dict to a key that the present and the saved state must both
-    have, or to None where they may differ. It is None where hooks or methods of the user's classes
-    take part in loading: they may rename, add and drop keys.
+    It maps a path in a state dict to a key that the present and the saved state must both have, or
+    to None where they may differ. Returns None if hooks or methods of the user's classes take part
+    in loading: they may rename, add and drop keys.
     """
     load = getattr(owner.load_state_dict, "__func__", None)
     if isinstance(owner, torch.optim.Optimizer):

@@ -26,12 +26,12 @@ class Beside(Generic[T]):
         return self._task.done()
 
     async def result(self) -> T:
-        """Return its result or raise its error; a cancellation of the waiter does not reach it."""
+        """Return its result or raise its error; cancelling the wait does not cancel the task."""
         await self.settled()
         return self._task.result()
 
     async def settled(self) -> None:
-        """Wait for its end, whatever it is; a cancellation of the waiter does not reach it."""
+        """Wait for its end, ignoring its outcome; cancelling the wait does not cancel the task."""
         await asyncio.wait((self._task,))
 
     async def stop(self) -> None:

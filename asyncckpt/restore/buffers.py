@@ -25,7 +25,7 @@ from asyncckpt.spec import DTYPES, Box
 Memory = npt.NDArray[Any]
 
 _TIED_FRAMEWORKS = frozenset(("numpy", "torch"))
-"""Whose arrays stay tied: writing to one is seen in the other. JAX's arrays are immutable."""
+"""Frameworks whose tied arrays stay tied: writing to one changes the other. JAX's are immutable."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +36,7 @@ class Buffers:
         parts: per leaf its memory in the stored dtype, one array, or one for each box that its
             target wants.
         nbytes: bytes of all of it.
-        destinations: what is fetched: the overlaps of parts and stored arrays.
+        destinations: the overlaps of parts and stored arrays, which are fetched.
         requests: the same for the planner.
         owners: per destination the number of the leaf that waits for it.
         sharers: by destination the numbers of further leaves that wait for it (tied arrays).
@@ -57,15 +57,15 @@ class Buffers:
 def allocate(
     opened: OpenCheckpoint, leaves: Sequence[LeafRestore], *, framework: str, in_place: bool
 ) -> Buffers:
-    """Return memory for every leaf, and what fills it. Blocking.
+    """Return memory for every leaf, and the requests that fill it. Blocking.
 
     Args:
         opened: the checkpoint.
         leaves: leaves that are arrays.
-        framework: whose arrays the leaves without a target become.
+        framework: the framework of leaves without a target.
         in_place: the buffers of targets are used where they have the stored dtype.
     """
-    # A loop that decides what a small leaf costs: no call that the common case can do without.
+    # This loop decides what a small leaf costs: the common case makes no call that it can avoid.
     parts, flats, nbytes = _memory(opened, leaves, framework, in_place=in_place)
     tied = opened.arrays.tied
     tied_arrays = {*tied, *tied.values()}
@@ -112,10 +112,10 @@ def allocate(
 def _memory(
     opened: OpenCheckpoint, leaves: Sequence[LeafRestore], framework: str, *, in_place: bool
 ) -> tuple[list[Sequence[Memory]], list[Bytes | None], int]:
-    """Return per leaf the buffers of its target, or else memory of our own.
+    """Return per leaf the buffers of its target, or new memory.
 
-    With it come the memory of each leaf as one run of bytes, where that is at hand, and the number
-    of all bytes.
+    Also returns the new memory of each leaf as one run of bytes, where it is one, and the number of
+    all bytes.
     """
     parts: list[Sequence[Memory]] = []
     flats: list[Bytes | None] = [None] * len(leaves)
@@ -165,9 +165,9 @@ def _memory(
 
 
 def tied_key(opened: OpenCheckpoint, leaf: LeafRestore, framework: str) -> Hashable | None:
-    """Return what the leaves have in common that come back as one array; None for all others.
+    """Return a key that leaves share if they come back as one array; None for all others.
 
-    These were one mutable array, or become one immutable array. Others that share chunks (`bytes`
+    They were one mutable array, or become one immutable array. Others that share chunks (`bytes`
     and the array that they were made of, or one JAX array in two places) get memory of their own,
     so that writing to one does not change the other.
     """
@@ -234,7 +234,7 @@ def check_overlaps(leaves: Sequence[LeafRestore], first_rows: Sequence[int]) -> 
     ):
         return  # each has memory of its own
     places = [(leaf, t, place) for leaf, t in targets for place in _places(t)]
-    # Most targets do not even come near each other: one vectorised look settles it.
+    # The byte spans of most targets are disjoint: one vectorised comparison settles it.
     bounds = np.array([extent for _, _, (extent, _, _) in places], np.int64).reshape(-1, 2)
     bounds = bounds[np.argsort(bounds[:, 0], kind="stable")]
     if not np.any(bounds[1:, 0] < np.maximum.accumulate(bounds[:-1, 1])):
@@ -270,7 +270,7 @@ def _check_apart(one: _Span, other: _Span) -> None:
 
 
 def _places(target: Target) -> list[tuple[tuple[int, int], Hashable | None, Any]]:
-    """Return byte span, identity and memory of everything that is filled for a target."""
+    """Return byte span, identity and memory of every part of a target that is filled."""
     name = target.spec.dtype
     if target.buffers:
         return [(host_place(b, name)[0], target.identity, b) for b in target.buffers]

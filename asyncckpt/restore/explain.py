@@ -1,4 +1,4 @@
-"""Explanation of a restore: which part of which leaf every read was for."""
+"""Explanation of a restore: the parts of leaves that each read was for."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def explained(
     """Return what was read, by file and offset. Blocking: a few microseconds per item.
 
     Args:
-        fetch: what has read it.
+        fetch: the fetch stage, after its end.
         leaves: the leaves that are arrays.
-        buffers: what was fetched.
+        buffers: their destinations.
     """
     opened, extents = fetch.opened, fetch.extents
 

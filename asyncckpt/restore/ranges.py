@@ -13,19 +13,19 @@ SPAN_NBYTES = 64 << 20
 """Runs are no longer than this before they are cut."""
 
 ASIDE_NBYTES = 1 << 20
-"""Small chunks between large ones are read along up to this size, in memory of their own."""
+"""Small chunks between large ones are read with them up to this size, into memory of their own."""
 
 RUN_NBYTES = 16 << 20
 """Neighbouring chunks that go straight into destinations are read by one call of about this size: a
 hop between threads costs as much as reading a megabyte, a request as much as reading three."""
 
 RUN_MIN_NBYTES = 8 << 20
-"""Towards the end of a remote restore, calls are this small instead: a stream then carries two
-thirds of what it could, but none of them is still running when all others have ended."""
+"""Towards the end of a remote restore, calls are this small: a stream then carries two thirds of
+what it could, but no call is still running when all others have ended."""
 
 SLACK = 8
-"""Calls are longer than these sizes by an eighth at most: they end where a chunk ends, and no small
-remainder is left for a call of its own."""
+"""Calls exceed these sizes by an eighth at most: they end where a chunk ends, and leave no small
+remainder for a call of its own."""
 
 
 class Read(NamedTuple):
@@ -76,7 +76,7 @@ def span(batches: Sequence[ReadBatch]) -> int:
 
 
 def _runs(batches: Sequence[ReadBatch], begins: Begins, gap_nbytes: int) -> Iterator[Read]:
-    """Yield runs of neighbours that need no slot, with small ones between; others by themselves."""
+    """Yield runs of neighbours that need no slot, and small ones between; others one by one."""
     run: list[ReadBatch] = []
     aside = 0
     for batch in batches:

@@ -1,4 +1,4 @@
-"""Reads of a restore in two parts: what comes by exchange, and what this process reads."""
+"""Reads of a restore in two parts: by exchange, and by this process for itself."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class SharedReads:
     """The reads of a restore in two parts.
 
     Attributes:
-        exchanger: what exchanges them.
+        exchanger: that of this restore.
         own_plan: chunks that no other process wants.
         plan: chunks that come by exchange, read from streams.
         opened: the checkpoint with the streams among its files.
         extents: where chunks are, in the streams.
         files: the streams.
         streams: those of all processes.
-        incoming: by number of the stream, of those that come to this process.
+        incoming: by number of the stream, for those that come to this process.
     """
 
     exchanger: Exchanger
@@ -53,7 +53,7 @@ class SharedReads:
 async def share_reads(
     exchanger: Exchanger, opened: OpenCheckpoint, extents: Extents, rows: Column, plan: Plan
 ) -> SharedReads | None:
-    """Agree with all processes on what is exchanged; None where that is nothing.
+    """Agree with all processes on what is exchanged; return None if that is nothing.
 
     Args:
         exchanger: that of this restore.
