@@ -48,8 +48,6 @@ from asyncckpt.save.upload import (
     DataFiles,
     FileWindow,
     Placed,
-    PositionalFiles,
-    SealedFiles,
 )
 
 
@@ -299,6 +297,7 @@ class Pipeline(ABC):
         stage = "upload" if isinstance(sink, ChunkAppender) else "serialize"
         with self._recorder.span(stage, sum(stored.nbytes for stored in made)):
             await sink.write(placed)
+        self.written(sum(chunks.nbytes) + len(placed) * CRC_NBYTES)
         # These bytes stand for the compressor's output, which is gone only now.
         self.staging.give((), chunks.extra_nbytes)
 
@@ -322,12 +321,12 @@ class LocalPipeline(Pipeline):
     def __post_init__(self) -> None:
         super().__post_init__()
         plan, sizes = self._plan, self.sizes
-        self._files = PositionalFiles(self.attempt, self.stem, sizes.window_nbytes, self.written)
+        self._files = DataFiles(
+            self.attempt, self.stem, sizes.window_nbytes, self.written, positional=True
+        )
         self._sink = None
         if plan.compressed:
-            self._sink = ChunkAppender(
-                self._files, len(plan.file_nbytes), sizes.data_file_nbytes, written=self.written
-            )
+            self._sink = ChunkAppender(self._files, len(plan.file_nbytes), sizes.data_file_nbytes)
         self._streams = min(sizes.concurrency, len(plan.windows))
 
     async def run(self) -> Committable:
@@ -351,7 +350,9 @@ class ObjectPipeline(Pipeline):
     def __post_init__(self) -> None:
         super().__post_init__()
         plan, sizes, pool = self._plan, self.sizes, self.staging.window_pool
-        self._files = SealedFiles(self.attempt, self.stem, sizes.window_nbytes, self.written)
+        self._files = DataFiles(
+            self.attempt, self.stem, sizes.window_nbytes, self.written, positional=False
+        )
         self._packer: ChunkPacker | None = None
         self._packing = 0  # windows that compressed chunks make, at most
         if plan.compressed:
@@ -363,7 +364,6 @@ class ObjectPipeline(Pipeline):
                 pool,
                 self._compute,
                 emit=self._final.put_nowait,
-                written=self.written,
             )
         self._sink = self._packer
         self._streams = min(sizes.concurrency, len(plan.windows) + self._packing)

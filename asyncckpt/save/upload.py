@@ -1,8 +1,8 @@
 """Upload: stored bytes to durable data files.
 
-Local disk takes windows at their places (`PositionalFiles`) and appended chunks
-(`ChunkAppender`). An object store takes one request per window (`SealedFiles`), so that compressed
-chunks, whose size is not planned, are packed into windows first (`ChunkPacker`).
+`DataFiles` writes windows: on local disk at their places, to an object store by one request each.
+Compressed chunks, whose size is not planned, are appended to files on local disk (`ChunkAppender`),
+and packed into windows for an object store (`ChunkPacker`).
 """
 
 # Rule 1: a slot is free when the write of it has returned; the flush of its file needs no memory.
@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -65,7 +64,7 @@ class _Open:
 
 
 @dataclass(eq=False, repr=False)
-class DataFiles(ABC):
+class DataFiles:
     """Data files of one attempt, written window by window and sealed after the last window.
 
     Attributes:
@@ -73,6 +72,8 @@ class DataFiles(ABC):
         stem: prefix of the names of the files, which contains the attempt's save id.
         window_nbytes: size of all windows of a file but the last.
         written: called with the bytes of progress of every window that is written.
+        positional: the store has `StoreCapabilities.positional_writes`; otherwise each window of a
+            file is one request, whose body is the slot itself.
         renames: number of files that a store has sent again under another name.
         renamed: called after each.
     """
@@ -81,6 +82,8 @@ class DataFiles(ABC):
     stem: str
     window_nbytes: int
     written: Callable[[int], None]
+    _: KW_ONLY
+    positional: bool
 
     def __post_init__(self) -> None:
         self._files: dict[int, _Open] = {}
@@ -103,7 +106,7 @@ class DataFiles(ABC):
                 opened.file = await self.attempt.create(
                     opened.path,
                     nbytes=nbytes,
-                    window_nbytes=self.window_nbytes if self._requests_windows else None,
+                    window_nbytes=None if self.positional else self.window_nbytes,
                 )
         return opened
 
@@ -117,9 +120,15 @@ class DataFiles(ABC):
         try:
             opened = await self.open(window.file, window.file_nbytes)
             assert opened.file is not None
-            reusable = await self._put(opened.file, window)
+            nbytes = window.nbytes
+            if self.positional:
+                # Whole pages, which keeps the writes direct; `seal` cuts the file to its length.
+                nbytes = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+            # No view of the slot stays in this frame: its memory is freed with the client's.
+            reusable = await opened.file.write(window.offset, window.slot.body(nbytes))
         except BaseException as error:
-            window.done(window.slot, error, self._reusable_after_error)
+            # The client of an object store may still be sending it.
+            window.done(window.slot, error, self.positional)
             raise
         window.done(window.slot, None, reusable)
         self.written(window.counted_nbytes)
@@ -131,34 +140,6 @@ class DataFiles(ABC):
                 self.renames += 1
                 if self.renamed is not None:
                     self.renamed()
-
-    _reusable_after_error: ClassVar[bool]
-    _requests_windows: ClassVar[bool]  # each window of a file is one request
-
-    @abstractmethod
-    async def _put(self, file: DataFile, window: FileWindow) -> bool: ...
-
-
-class PositionalFiles(DataFiles):
-    """Files of a store that writes at any place: whole pages, which keeps the writes direct."""
-
-    _reusable_after_error = True
-    _requests_windows = False
-
-    async def _put(self, file: DataFile, window: FileWindow) -> bool:
-        # `seal` cuts the file to its length.
-        padded = -(-window.nbytes // PAGE_NBYTES) * PAGE_NBYTES
-        return await file.write(window.offset, window.slot.buffer[:padded])
-
-
-class SealedFiles(DataFiles):
-    """Files of an object store: every window is one request, whose body is the slot itself."""
-
-    _reusable_after_error = False  # the client may still be sending it
-    _requests_windows = True
-
-    async def _put(self, file: DataFile, window: FileWindow) -> bool:
-        return await file.write(window.offset, window.slot.body(window.nbytes))
 
 
 class Placed(NamedTuple):
@@ -184,8 +165,6 @@ class ChunkAppender:
     files: DataFiles
     first_file: int
     target_nbytes: int
-    _: KW_ONLY
-    written: Callable[[int], None]
 
     def __post_init__(self) -> None:
         self._file: DataFile | None = None
@@ -205,12 +184,10 @@ class ChunkAppender:
         """Write consecutive chunks; several in one file by one write."""
         for file, run in _by_file(placed):
             offset = run[0].offset
-            raw_nbytes = sum(chunk.raw_nbytes for chunk in run)
             if offset == 0:
                 await self.finish(file - 1)
-                self._file = await self.files.attempt.create(
-                    self.files.path(file), nbytes=min(self.target_nbytes, raw_nbytes)
-                )
+                nbytes = min(self.target_nbytes, sum(chunk.raw_nbytes for chunk in run))
+                self._file = await self.files.attempt.create(self.files.path(file), nbytes=nbytes)
             assert self._file is not None
             blocks = _blocks(run)
             if len(run) > 1:
@@ -220,7 +197,6 @@ class ChunkAppender:
                 offset += len(block)
             index = file - self.first_file
             self.file_crcs[index] = _with_chunks(self.file_crcs[index], run)
-            self.written(raw_nbytes + len(run) * CRC_NBYTES)
 
     async def finish(self, file: int | None = None) -> None:
         """Seal the open file, if any."""
@@ -243,7 +219,6 @@ class ChunkPacker:
         pool: where slots come from.
         compute: threads that copy.
         emit: takes a window that is full.
-        written: called with the uncompressed bytes of every chunk.
     """
 
     # Invariant: the slots are taken before the first chunk is staged and kept until the last one
@@ -256,7 +231,6 @@ class ChunkPacker:
     compute: Workers
     _: KW_ONLY
     emit: Callable[[FileWindow], None]
-    written: Callable[[int], None]
 
     def __post_init__(self) -> None:
         self._target = min(self.target_nbytes, self.pool.slot_nbytes)
@@ -337,7 +311,6 @@ class ChunkPacker:
                     self._emit_slot(file, offset - end, end, self._slot)
                     self._slot = None
             self.file_crcs[index] = _with_chunks(self.file_crcs[index], run)
-            self.written(sum(chunk.raw_nbytes + CRC_NBYTES for chunk in run))
 
     async def _next(self) -> Slot:
         slot = await self._ready.get()
