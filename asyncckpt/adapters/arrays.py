@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -115,6 +115,18 @@ def host_place(
     if not array.size:
         return span, None
     return span, ("memory", pointer, array.shape, array.strides, name)
+
+
+def overlapping(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the numbers of byte spans that overlap, pair by pair, the lower address first."""
+    # A sweep from low to high addresses: each span is compared with those that reach into it.
+    reaching: list[int] = []
+    for number in sorted(range(len(spans)), key=spans.__getitem__):
+        start, _ = spans[number]
+        reaching = [other for other in reaching if spans[other][1] > start]
+        for other in reaching:
+            yield other, number
+        reaching.append(number)
 
 
 def may_overlap_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:

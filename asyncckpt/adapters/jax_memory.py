@@ -89,13 +89,8 @@ def begin_read(array: Any, name: str, box: Box) -> Any:
     return part
 
 
+@lru_cache(maxsize=1024)
 def in_host_memory(sharding: jax.sharding.Sharding, name: str) -> bool:
     """Return whether an array on one device is read through a view of its memory."""
-    cpu, host = _memory(sharding)
-    return name not in PACKED if cpu else host
-
-
-@lru_cache(maxsize=256)
-def _memory(sharding: jax.sharding.Sharding) -> tuple[bool, bool]:
     (device,) = sharding.device_set
-    return on_cpu(device), sharding.memory_kind in HOST_MEMORY_KINDS
+    return name not in PACKED if on_cpu(device) else sharding.memory_kind in HOST_MEMORY_KINDS

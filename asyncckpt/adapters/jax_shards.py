@@ -107,7 +107,7 @@ def _divide_among_processes(
         devices, holding = _enumerate(sharding, shape, tail)
     else:
         places = _mesh(mesh)
-        own = own_coordinates(mesh)
+        own = places.coordinates(mesh.devices.flat[0].client.process_index())
         devices = [mesh.devices[place] for place in own]
         layout = layout_of(sharding, len(shape)) + ((),) * len(tail)
         holding = placements.hold(places, layout, shape + tail, own)
@@ -150,22 +150,11 @@ def layout_of(sharding: Any, rank: int) -> placements.Layout:
     return tuple(layout) + ((),) * (rank - len(layout))
 
 
-def process_of(device: jax.Device) -> int:
-    """Return the number of the process that a device belongs to."""
-    return int(device.process_index)
-
-
 @lru_cache(maxsize=64)
 def _mesh(mesh: jax.sharding.Mesh) -> meshes.Mesh:
-    devices = mesh.devices
-    processes = np.fromiter(map(process_of, devices.flat), np.int64, devices.size)
+    devices: Any = mesh.devices
+    processes = np.array([device.process_index for device in devices.flat], np.int64)
     return meshes.Mesh(processes.reshape(devices.shape))
-
-
-@lru_cache(maxsize=64)
-def own_coordinates(mesh: jax.sharding.Mesh) -> tuple[meshes.Coordinate, ...]:
-    """Return where the devices of this process are in the mesh."""
-    return _mesh(mesh).coordinates(mesh.devices.flat[0].client.process_index())
 
 
 def _enumerate(
@@ -175,9 +164,10 @@ def _enumerate(
     own: dict[jax.Device, Box] = {}
     processes: dict[Box, set[int]] = {}
     addressable = sharding.addressable_devices
-    for device, index in sharding.devices_indices_map(shape).items():
+    index_of: Mapping[Any, Any] = sharding.devices_indices_map(shape)
+    for device, index in index_of.items():
         box = _box(index, shape, tail)
-        processes.setdefault(box, set()).add(process_of(device))
+        processes.setdefault(box, set()).add(device.process_index)
         if device in addressable:
             own[device] = box
     return list(own), placements.enumerated(shape + tail, processes, own.values())

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.adapters.arrays import host_place, may_share_memory
+from asyncckpt.adapters.arrays import host_place, may_share_memory, overlapping
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.arena import SMALL_NBYTES, Arena
@@ -202,19 +202,8 @@ def _overlaps(
             yield pieces[number].array, None if whole else part, memory[within]
 
 
-class _Span(NamedTuple):
-    """Memory that a restore fills, and the chunk rows of the arrays that fill it.
-
-    The rows of tied leaves are equal.
-    """
-
-    start: int
-    stop: int
-    rows: tuple[int, ...]
-    identity: Hashable | None
-    memory: Any
-    target: Target
-    path: str
+_Place = tuple[LeafRestore, tuple[int, int], Hashable | None, Any]
+"""A leaf, and byte span, identity and array of memory that a restore fills for it."""
 
 
 def check_overlaps(leaves: Sequence[LeafRestore], first_rows: Sequence[int]) -> None:
@@ -233,40 +222,33 @@ def check_overlaps(leaves: Sequence[LeafRestore], first_rows: Sequence[int]) -> 
         t.span or t.buffers for _, t in targets
     ):
         return  # each has memory of its own
-    places = [(leaf, t, place) for leaf, t in targets for place in _places(t)]
+    places: list[_Place] = [(leaf, *place) for leaf, t in targets for place in _places(t)]
+    spans = [span for _, span, _, _ in places]
     # The byte spans of most targets are disjoint: one vectorised comparison settles it.
-    bounds = np.array([extent for _, _, (extent, _, _) in places], np.int64).reshape(-1, 2)
+    bounds = np.array(spans, np.int64).reshape(-1, 2)
     bounds = bounds[np.argsort(bounds[:, 0], kind="stable")]
     if not np.any(bounds[1:, 0] < np.maximum.accumulate(bounds[:-1, 1])):
         return
-    spans: list[_Span] = []
-    for leaf, target, (extent, identity, memory) in places:
-        # A scalar of the record is tied to nothing.
-        rows: tuple[int, ...] = (-1 - leaf.saved,)
-        if leaf.spec is not None:
-            rows = tuple([first_rows[array] for array in leaf.arrays()])
-        spans.append(_Span(*extent, rows, identity, memory, target, leaf.path))
-    spans.sort(key=itemgetter(0, 1))
-    # A sweep from low to high addresses: each span is compared with those that reach into it.
-    reaching: list[_Span] = []
-    for span in spans:
-        reaching = [other for other in reaching if other.stop > span.start]
-        for other in reaching:
-            _check_apart(other, span)
-        reaching.append(span)
+    for number, other_number in overlapping(spans):
+        leaf, _, identity, memory = places[number]
+        other, _, other_identity, other_memory = places[other_number]
+        if leaf.target is other.target:
+            continue
+        if identity is not None and identity == other_identity and _tied(leaf, other, first_rows):
+            continue
+        if may_share_memory(memory, other_memory):
+            raise UsageError(
+                f"{leaf.path} and {other.path}: these targets overlap in memory but are different "
+                "arrays in the checkpoint; restore one of them elsewhere",
+                path=other.path,
+            )
 
 
-def _check_apart(one: _Span, other: _Span) -> None:
-    same = one.identity is not None and one.identity == other.identity
-    tied = same and one.rows == other.rows
-    if one.target is other.target or tied:
-        return
-    if may_share_memory(one.memory, other.memory):
-        raise UsageError(
-            f"{one.path} and {other.path}: these targets overlap in memory but are different "
-            "arrays in the checkpoint; restore one of them elsewhere",
-            path=other.path,
-        )
+def _tied(one: LeafRestore, other: LeafRestore, first_rows: Sequence[int]) -> bool:
+    """Return whether two leaves share their chunks; scalars of the record have none."""
+    if one.spec is None or other.spec is None:
+        return False
+    return [first_rows[a] for a in one.arrays()] == [first_rows[a] for a in other.arrays()]
 
 
 def _places(target: Target) -> list[tuple[tuple[int, int], Hashable | None, Any]]:

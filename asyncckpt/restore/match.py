@@ -77,7 +77,6 @@ class Matching:
             a state dict also those that their present state lacks (of a fresh optimizer), without a
             leaf of the target.
         array_count: how many of them are arrays.
-        selected: ordinals of the saved leaves that `include` chooses, or None for all.
         missing: paths of the target that the checkpoint lacks; an object with a state dict by its
             own path.
         unexpected: paths of the checkpoint that the target lacks.
@@ -88,7 +87,6 @@ class Matching:
     structure: Structure
     leaves: Sequence[LeafRestore]
     array_count: int
-    selected: Collection[int] | None
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
     wanted: int = 0
@@ -126,7 +124,7 @@ def match(opened: OpenCheckpoint, request: RestoreRequest) -> Matching:
             arrays.append(tuple.__new__(LeafRestore, fields))
     _refuse_dtypes(opened, arrays, request.framework)
     count = len(arrays) + len(scalars)
-    return Matching(structure, arrays + scalars, len(arrays), selected, wanted=count, matched=count)
+    return Matching(structure, arrays + scalars, len(arrays), wanted=count, matched=count)
 
 
 def select(location: str, paths: Sequence[str], include: Sequence[str]) -> set[int]:
@@ -251,7 +249,6 @@ class _Matcher:
             self.structure,
             arrays + scalars,
             len(arrays),
-            self.selected,
             self._missing,
             self._unexpected,
             self._wanted,
