@@ -25,7 +25,6 @@ from asyncckpt.adapters.arrays import check_values, selection, unsupported_dtype
 from asyncckpt.adapters.jax_shards import (
     Division,
     assemble,
-    assemble_keys,
     divide,
     read_box,
     shard_views,
@@ -224,8 +223,8 @@ class JaxAdapter:
         shape, sharding = target.shape, target.sharding
         assert sharding is not None
         if target.prng_impl is not None:
-            return assemble_keys(
-                shape, sharding, division, parts, target.leaf.dtype, target.prng_impl
+            return assemble(
+                shape, sharding, division, parts, target.leaf.dtype, prng_impl=target.prng_impl
             )
         dtype = DTYPES[target.spec.dtype]
         with jax_memory.x64_for(target.spec.dtype):
@@ -310,9 +309,6 @@ def _with_devices(path: str, sharding: jax.sharding.Sharding) -> jax.sharding.Sh
     """Return the sharding, over the devices of this thread's mesh if it is abstract.
 
     Under `jax.set_mesh`, `jax.eval_shape` gives shardings over the mesh's abstract twin.
-
-    Raises:
-        UnsupportedLeafError: no such mesh is set here; names the path.
     """
     mesh = getattr(sharding, "mesh", None)
     if not isinstance(mesh, jax.sharding.AbstractMesh):

@@ -223,49 +223,29 @@ def assemble(
     division: Division,
     parts: Sequence[npt.NDArray[Any]],
     dtype: Any,
+    *,
+    prng_impl: str | None = None,
 ) -> jax.Array:
-    """Return the array whose boxes have these values; CPUs adopt memory aligned for them."""
-    if division.partition is not None:
-        arrays = _on_devices(sharding, division, parts)
-        return _from_devices(shape, sharding, arrays, dtype)
-    numbers = {box.offset: number for number, box in enumerate(division.boxes)}
+    """Return the array whose boxes have these values; CPUs adopt memory aligned for them.
 
-    def values_at(index: Any) -> npt.NDArray[Any]:
-        return parts[numbers[_box(index, shape, ()).offset]]
+    With `prng_impl`, the values are key data, and the result is an array of typed PRNG keys.
+    """
+    if division.partition is None and prng_impl is None:
+        numbers = {box.offset: number for number, box in enumerate(division.boxes)}
 
-    return jax.make_array_from_callback(shape, sharding, values_at)
+        def values_at(index: Any) -> npt.NDArray[Any]:
+            return parts[numbers[_box(index, shape, ()).offset]]
 
-
-def assemble_keys(
-    shape: tuple[int, ...],
-    sharding: jax.sharding.Sharding,
-    division: Division,
-    parts: Sequence[npt.NDArray[Any]],
-    dtype: Any,
-    impl: str,
-) -> jax.Array:
-    """Return the typed PRNG keys, of this shape, whose boxes have these key data."""
-    data = _on_devices(sharding, division, parts)
-    keys = [jax.random.wrap_key_data(values, impl=impl) for values in data]
-    return _from_devices(shape, sharding, keys, dtype)
-
-
-def _on_devices(
-    sharding: jax.sharding.Sharding, division: Division, parts: Sequence[npt.NDArray[Any]]
-) -> list[jax.Array]:
-    """Return the values of its box on each device of this process."""
+        return jax.make_array_from_callback(shape, sharding, values_at)
     kind = sharding.memory_kind
     places = [
         jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device in division.box_of
     ]
-    values = [parts[number] for number in division.box_of.values()]
-    arrays: list[jax.Array] = jax.device_put(values, places)
-    return arrays
-
-
-def _from_devices(
-    shape: tuple[int, ...], sharding: jax.sharding.Sharding, arrays: list[jax.Array], dtype: Any
-) -> jax.Array:
+    arrays: list[jax.Array] = jax.device_put(
+        [parts[number] for number in division.box_of.values()], places
+    )
+    if prng_impl is not None:
+        arrays = [jax.random.wrap_key_data(data, impl=prng_impl) for data in arrays]
     # Without an array, JAX has nothing to take the dtype from.
     known: dict[str, Any] = {} if arrays else {"dtype": dtype}
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays, **known)
