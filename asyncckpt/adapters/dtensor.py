@@ -197,12 +197,7 @@ def layout_of(placements: Sequence[Placement], mesh_shape: Sequence[int], rank: 
 
 
 def _open(path: str, leaf: DTensor) -> tuple[Division, torch.Tensor]:
-    """Return a tensor's division and its local tensor.
-
-    Raises:
-        UnsupportedLeafError: placements that cannot be stored, or that contradict the local tensor;
-            names the path.
-    """
+    """Return a tensor's division and its local tensor, if its placements can be stored."""
     fault = _fault(tuple(map(type, leaf.placements)))
     if fault is not None:
         text = _text(leaf.placements)

@@ -127,11 +127,7 @@ def _identity(array: ShardedArray) -> Hashable | None:
 
 
 def _check_memory(path: str, array: ShardedArray) -> None:
-    """Check that the shards can be filled, each without touching another.
-
-    Raises:
-        UnsupportedLeafError: one is read-only, or overlaps itself or another in memory.
-    """
+    """Refuse shards that are read-only, or overlap themselves or each other in memory."""
     parts: list[tuple[int, Memory]] = []
     spans: list[tuple[int, int]] = []
     boxes = division_of(array).number

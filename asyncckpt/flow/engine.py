@@ -354,11 +354,7 @@ class Engine:
                     await asyncio.sleep(0)
 
     def _start_locked(self) -> None:
-        """Start the thread, unless it runs.
-
-        Raises:
-            ResourceError: the system refuses a thread or a loop, or the interpreter is exiting.
-        """
+        """Start the thread, unless it runs."""
         if self._thread is not None:
             return
         loop = None

@@ -133,13 +133,10 @@ class Fetch:
             self.pool.budget.release(beside)
 
     async def _lease(self, read: Read) -> tuple[list[Slot], int]:
-        """Acquire the slots of a read, and bytes of the budget for copies that its client makes.
+        """Acquire the slots of a read, and further bytes of the budget; return both.
 
-        Compressed chunks also count the memory of their decoded elements. Requests are cut to the
-        capacity: a read that needs more than the budget runs alone.
-
-        Returns:
-            The slots, and the further bytes.
+        The bytes are for copies that the client makes, and for decoded elements of compressed
+        chunks. Requests are cut to the capacity: a read that needs more than the budget runs alone.
         """
         slot_nbytes, capacity = self.pool.slot_nbytes, self.pool.budget.capacity
         copies = min(span(read.batches), READ_AHEAD_NBYTES) * self._capabilities.read_copies

@@ -157,11 +157,7 @@ def saved_leaf(opened: OpenCheckpoint, path: str, leaf: int, array: int) -> Leaf
 def _refuse_dtypes(
     opened: OpenCheckpoint, arrays: Iterable[LeafRestore], framework: ArrayAdapter
 ) -> None:
-    """Check that the framework can hold every array as it was saved.
-
-    Raises:
-        DtypeMismatchError: lists the leaves that it cannot hold.
-    """
+    """Refuse arrays whose dtype the framework cannot hold."""
     fits: set[str] = set()
     refused: list[DtypeMismatchError] = []
     for leaf in arrays:
@@ -458,11 +454,7 @@ class _Matcher:
         return [root for root in roots if root not in held]
 
     def _refuse_parts(self, include: Sequence[str]) -> None:
-        """Check that `include` selects all leaves of each object's state or none.
-
-        Raises:
-            UsageError: it selects a part; names the object and the patterns.
-        """
+        """Refuse an `include` that selects only a part of an object's state."""
         leaves: dict[str, list[int]] = defaultdict(list)
         for leaf, root in enumerate(self._saved_in):
             if root is not None:
@@ -544,11 +536,7 @@ class _Matcher:
         )
 
     def _refuse_unless_any_is_taken(self) -> None:
-        """Raise an error unless a leaf goes to an object that may want it.
-
-        Raises:
-            TreeMismatchError: no leaf of the checkpoint matches the target.
-        """
+        """Refuse a target that matches no leaf, unless one goes to an object that may want it."""
         for leaf in self._leaves:
             root = self._saved_in[leaf.saved]
             if root is not None and self._stateful[root].required is None:

@@ -276,11 +276,7 @@ class SharedSave(Save):
             raise
 
     async def _join(self) -> JoinedAttempt:
-        """Join the attempt of process 0, once it is there.
-
-        Raises:
-            UsageError: process 0 has begun it, and it cannot be seen from here.
-        """
+        """Join the attempt of process 0 once it appears; refuse a place that is not shared."""
         begun_at: float | None = None
         while True:
             try:

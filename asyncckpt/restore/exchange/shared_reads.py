@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, StoredFile
 from asyncckpt.planning.restore import RestorePlan
-from asyncckpt.planning.streams import Stream, streams
+from asyncckpt.planning.streams import Sharing, Stream, streams
 from asyncckpt.planning.table import Column
 from asyncckpt.restore.exchange.exchanger import Exchanger
 from asyncckpt.restore.exchange.streams import Incoming, StreamFiles
@@ -71,28 +71,25 @@ async def share_reads(
     if not sharing.members:
         return None
 
-    def split() -> SharedReads:
-        found = streams(
-            sharing,
-            file=extents.file,
-            offset=extents.offset,
-            nbytes=extents.nbytes,
-            first_batch=exchanger.next_batch,
-            batch_nbytes=exchanger.batch_nbytes,
-        )
-        return _split(found, exchanger, opened, extents, plan)
-
-    return await exchanger.compute.run(split)
+    return await exchanger.compute.run(_split, sharing, exchanger, opened, extents, plan)
 
 
 def _split(
-    found: Sequence[Stream],
+    sharing: Sharing,
     exchanger: Exchanger,
     opened: OpenCheckpoint,
     extents: Extents,
     plan: Plan,
 ) -> SharedReads:
     """Plan what comes in streams, and what does not."""
+    found = streams(
+        sharing,
+        file=extents.file,
+        offset=extents.offset,
+        nbytes=extents.nbytes,
+        first_batch=exchanger.next_batch,
+        batch_nbytes=exchanger.batch_nbytes,
+    )
     mine = [n for n, stream in enumerate(found) if exchanger.process in stream.members]
     mine.sort(key=lambda number: found[number].first_batch)
     file, offset = extents.file.copy(), extents.offset.copy()
