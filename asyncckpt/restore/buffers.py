@@ -57,13 +57,10 @@ class Buffers:
 def allocate(
     opened: OpenCheckpoint, leaves: Sequence[LeafRestore], *, framework: str, in_place: bool
 ) -> Buffers:
-    """Return memory for every leaf, and the requests that fill it. Blocking.
+    """Return memory for every leaf that is an array, and the requests that fill it. Blocking.
 
-    Args:
-        opened: the checkpoint.
-        leaves: leaves that are arrays.
-        framework: the framework of leaves without a target.
-        in_place: the buffers of targets are used where they have the stored dtype.
+    Leaves without a target become arrays of `framework`. With `in_place`, the buffers of targets
+    are used where they have the stored dtype.
     """
     # This loop decides what a small leaf costs: the common case makes no call that it can avoid.
     parts, flats, nbytes = _memory(opened, leaves, framework, in_place=in_place)
@@ -209,9 +206,7 @@ _Place = tuple[LeafRestore, tuple[int, int], Hashable | None, Any]
 def check_overlaps(leaves: Sequence[LeafRestore], first_rows: Sequence[int]) -> None:
     """Check that no two targets share memory, unless they are one array of the checkpoint.
 
-    Args:
-        leaves: what is restored in place.
-        first_rows: first chunk row of every array.
+    `first_rows` has the first chunk row of every array.
 
     Raises:
         UsageError: names both leaves.

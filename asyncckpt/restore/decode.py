@@ -156,13 +156,8 @@ class Check:
 class Decode:
     """The decode stage of one restore.
 
-    Every method raises `CorruptCheckpointError`, which names leaf, file and offset.
-
-    Args:
-        opened: the checkpoint.
-        extents: where its chunks are.
-        plan: of the restore.
-        destinations: by number of the request in the plan.
+    Every method raises `CorruptCheckpointError`, which names leaf, file and offset. `destinations`
+    are by number of the request in the plan.
     """
 
     def __init__(

@@ -17,13 +17,7 @@ from asyncckpt.spec import Box
 def explained(
     fetch: Fetch, leaves: Sequence[LeafRestore], buffers: Buffers
 ) -> tuple[ReadRange, ...]:
-    """Return what was read, by file and offset. Blocking: a few microseconds per item.
-
-    Args:
-        fetch: the fetch stage, after its end.
-        leaves: the leaves that are arrays.
-        buffers: their destinations.
-    """
+    """Return what was read, by file and offset. Blocking: a few microseconds per item."""
     opened, extents = fetch.opened, fetch.extents
 
     def items(parts: Iterable[Part]) -> Iterator[ReadItem]:

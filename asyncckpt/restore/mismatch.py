@@ -109,13 +109,7 @@ def check_array(
 ) -> None:
     """Note it if a saved array does not fit an array of the target; one mismatch at most.
 
-    Args:
-        mismatches: where to note it.
-        path: of the leaf.
-        saved: shape and dtype in the checkpoint.
-        wanted: shape and dtype of the target.
-        facts: other facts of either.
-        cast: other dtypes are converted.
+    `facts` are further facts of the saved and the wanted array; with `cast`, dtypes may differ.
     """
     if wanted.shape != saved.shape:
         mismatches.add(

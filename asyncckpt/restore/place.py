@@ -21,12 +21,7 @@ Memory = npt.NDArray[Any]
 
 
 class Placement:
-    """Makes the leaves of one restore. Called in worker threads, once per leaf.
-
-    Args:
-        opened: the checkpoint.
-        request: what the caller wants.
-    """
+    """Makes the leaves of one restore. Called in worker threads, once per leaf."""
 
     def __init__(self, opened: OpenCheckpoint, request: RestoreRequest) -> None:
         self._opened = opened
@@ -58,10 +53,7 @@ class Placement:
     def place(self, leaf: LeafRestore, parts: Sequence[Memory]) -> Any:
         """Return the leaf, which owns the memory of `parts` from here on.
 
-        Args:
-            leaf: what is wanted.
-            parts: one array, or one for each box of the target; the value of a scalar of the
-                record is taken from `leaf`.
+        `parts` are one array, one for each box of the target, or none for a scalar of the record.
         """
         want, target = leaf.want, leaf.target
         if want is None or target is None:

@@ -146,12 +146,8 @@ def encode_index(
 ) -> Index:
     """Encode B+tree, chunk index and manifest of a save. Blocking.
 
-    Args:
-        catalog: keys of the arrays.
-        payload: places and checksums of all chunks.
-        path: path of the index file relative to the database.
-        save_id: 16 bytes, identity of the database.
-        now_ns: commit time, nanoseconds since 1970.
+    `path` of the index file is relative to the database, `save_id` has 16 bytes, and `now_ns` is
+    the commit time in nanoseconds since 1970.
     """
     chunks = payload.chunks
     values: list[bytes | memoryview] = [*catalog.templates, *payload.inline, b""]

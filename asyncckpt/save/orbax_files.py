@@ -32,10 +32,7 @@ def orbax_files(
 ) -> tuple[Mapping[str, bytes] | None, tuple[str, ...]]:
     """Return Orbax's files by their path in the database, or None and a note with the reason.
 
-    Args:
-        snapshot: the tree.
-        plan: the arrays that store it.
-        mirrors: leaves whose scalars are stored as arrays too, after those of `snapshot`.
+    `mirrors` are leaves whose scalars are stored as arrays too, after those of `snapshot`.
     """
     if plan.arrays.pieces:
         first, *others = plan.arrays.pieces

@@ -128,9 +128,7 @@ class SaveRequest:
 def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
     """Copy the tree's structure and scalars, and open its arrays for staging.
 
-    Args:
-        tree: nested containers of leaves.
-        adapters: one per framework, NumPy's first; None for those of the imported frameworks.
+    Without `adapters`, those of the imported frameworks are used.
 
     Raises:
         UnsupportedLeafError: names the path of every leaf that cannot be saved, and what can.

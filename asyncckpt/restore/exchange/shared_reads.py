@@ -55,12 +55,7 @@ async def share_reads(
 ) -> SharedReads | None:
     """Agree with all processes on what is exchanged; return None if that is nothing.
 
-    Args:
-        exchanger: that of this restore.
-        opened: the checkpoint.
-        extents: where its chunks are.
-        rows: the chunks that this process wants.
-        plan: plans the reads of some of them.
+    `rows` are the chunks that this process wants.
     """
     sharing = await exchanger.agreement.shared(
         rows,
@@ -70,7 +65,6 @@ async def share_reads(
     )
     if not sharing.members:
         return None
-
     return await exchanger.compute.run(_split, sharing, exchanger, opened, extents, plan)
 
 
