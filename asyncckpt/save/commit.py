@@ -14,7 +14,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 
 import numpy as np
 
@@ -137,41 +137,41 @@ class Commit:
         index_file = len(payload.files)
         manifest = f"{DATABASE}/{MANIFEST}"
         small = [(manifest, index.manifest), *self._orbax]
-        # Files that the store names after the record have a source; others have their names before.
-        sources = list(map(self.attempt.source, map(itemgetter(0), small)))
-
-        def record_of() -> bytes:
-            fixed: list[FixedName] = []
-            for (name, data), source in zip(small, sources, strict=True):
-                files.append(FileEntry(name, len(data), crc32c(data)))
-                if source is not None:
-                    # The manifest is in the record itself.
-                    fixed.append(FixedName.of(name, data, None if name == manifest else source))
-            return self._record(index, files, index_file, fixed, now_ns)
-
+        sources = [self.attempt.source(name) for name, _ in small]
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._put_blocks(files[index_file].path, index))
+            group.create_task(self._put_blocks(files[index_file].path, index.blocks))
             group.create_task(self.attempt.put(manifest, index.manifest, in_record=True))
-            record = await run(record_of)
+            record = await run(self._record, index, files, index_file, small, sources, now_ns)
         stored_nbytes = sum(map(attrgetter("nbytes"), files))
         return Committable(record, stored_nbytes + len(record), len(files) + 1)
 
-    async def _put_blocks(self, path: str, index: Index) -> None:
-        file = await self.attempt.create(path, nbytes=index.nbytes)
-        offset = 0
-        for block in index.blocks:
+    async def _put_blocks(self, path: str, blocks: Sequence[bytes | bytearray]) -> None:
+        """Write a file that consists of these blocks; on return it is durable."""
+        nbytes, offset = sum(map(len, blocks)), 0
+        file = await self.attempt.create(path, nbytes=nbytes)
+        for block in blocks:
             await file.write(offset, np.frombuffer(block, np.uint8))
             offset += len(block)
-        await file.seal(index.nbytes)
+        await file.seal(nbytes)
 
     def _record(
         self,
         index: Index,
         files: list[FileEntry],
         index_file: int,
-        fixed: list[FixedName],
+        small: Sequence[tuple[str, bytes]],
+        sources: Sequence[str | None],
         now_ns: int,
     ) -> bytes:
+        """Encode the record, and add small files to `files`. Blocking."""
+        fixed: list[FixedName] = []
+        for (name, data), source in zip(small, sources, strict=True):
+            files.append(FileEntry(name, len(data), crc32c(data)))
+            # Files that the store names after the record have a source; others have their names
+            # before. The manifest is in the record itself.
+            if source is not None:
+                source = None if data is index.manifest else source
+                fixed.append(FixedName.of(name, data, source))
         request, layout = self.request, self.layout
         snapshot, arrays = request.snapshot, layout.plan.arrays
         # The chunk index ends with its own CRC, which is left out: the CRC of data followed by

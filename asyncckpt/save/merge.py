@@ -112,9 +112,7 @@ class MergingCommit(Commit):
         """Write the chunks that were assembled here, and add their places."""
         path = f"d/{self.save_id}-parts{next(self._numbers)}"
         data = b"".join(late.values())
-        file = await self.attempt.create(f"{DATABASE}/{path}", nbytes=len(data))
-        await file.write(0, np.frombuffer(data, np.uint8))
-        await file.seal(len(data))
+        await self._put_blocks(f"{DATABASE}/{path}", [data])
         chunks, offset = merged.chunks, 0
         for chunk, stored in late.items():
             chunks.file[chunk], chunks.offset[chunk] = len(merged.files), offset
