@@ -2,7 +2,7 @@
 
 # Rule 1: no collective, and nothing that needs other processes: `full_tensor`, `redistribute` and
 #   PyTorch's own functions for offsets are not used. The last are wrong for some uneven shards.
-# Rule 2: placements are believed only as far as they give the local tensor the shape that it has.
+# Rule 2: placements are trusted only if they give the local tensor the shape that it has.
 
 from __future__ import annotations
 

@@ -61,9 +61,9 @@ class JaxAdapter:
     where the `like` leaf is. A donated or deleted array is a fine `like`: its shape, dtype and
     sharding are still known.
 
-    An array over several devices has one box per distinct shard. A box is read from one replica,
-    by turns, so that reading is spread over the devices, and restored once for all of them. Of an
-    array over several processes, each reads and restores the boxes on its own devices.
+    An array over several devices has one box per distinct shard. A box is read from one of its
+    replicas in turn, so that reads are spread over the devices, and restored once for all of them.
+    Each process reads and restores the boxes on its own devices.
     """
 
     name = "jax"

@@ -2,7 +2,7 @@
 
 # Rule 1: nothing here leaves a host copy on the array it is given, nor on the handle of a shard
 #   that JAX keeps on its array (`addressable_data`, `addressable_shards`): `np.asarray` and
-#   `copy_to_host_async` see only a result of our own or a second handle of the same buffer.
+#   `copy_to_host_async` see only a new array or a second handle of the same buffer.
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
 """Dtypes that JAX truncates where 64-bit types are off."""
 
 PACKED = frozenset(("int4",))
-"""Dtypes that JAX packs into fewer bytes than we store, so that no view of its memory is ours."""
+"""Dtypes that JAX packs into fewer bytes than are stored, so that its memory cannot be viewed."""
 
 HOST_MEMORY_KINDS = frozenset(("pinned_host", "unpinned_host"))
 """Memories of an accelerator that lie on the host; computations on the device cannot slice them."""

@@ -108,13 +108,13 @@ class Fetch:
                 self._limiter.ceiling = self.concurrency()
                 stream = await self._limiter.acquire()
                 try:
-                    slots, beside = await self._lease(read)
+                    slots, extra = await self._lease(read)
                 except BaseException:
                     stream.release()
                     raise
-                task = group.create_task(self._read(read, slots, beside, stream))
+                task = group.create_task(self._read(read, slots, extra, stream))
                 # A task that is cancelled before its first step never runs its `finally`.
-                task.add_done_callback(partial(self._free, stream, slots, beside))
+                task.add_done_callback(partial(self._free, stream, slots, extra))
 
     def _begins(self, batch: ReadBatch) -> bool:
         """Return whether a run of batches may begin with this one."""
@@ -125,12 +125,12 @@ class Fetch:
         return not self._decode.encoded_parts(batch)
 
     def _free(
-        self, stream: Permit, slots: list[Slot], beside: int, task: asyncio.Task[None]
+        self, stream: Permit, slots: list[Slot], extra: int, task: asyncio.Task[None]
     ) -> None:
         stream.release()
         self.pool.release(slots, None if task.cancelled() else task.exception())
-        if beside:
-            self.pool.budget.release(beside)
+        if extra:
+            self.pool.budget.release(extra)
 
     async def _lease(self, read: Read) -> tuple[list[Slot], int]:
         """Acquire the slots of a read, and further bytes of the budget; return both.
@@ -150,8 +150,8 @@ class Fetch:
         encoded = self._decode.encoded_parts(batch)
         largest = max((self._decode.payload_nbytes(p) for p in encoded), default=0)
         count = 1 if not encoded else max(1, -(-batch.nbytes // slot_nbytes))
-        beside = min(largest + copies, max(0, capacity - count * slot_nbytes))
-        return await self.pool.take(count, grow=False, extra=beside), beside
+        extra = min(largest + copies, max(0, capacity - count * slot_nbytes))
+        return await self.pool.take(count, grow=False, extra=extra), extra
 
     async def _read(self, read: Read, slots: list[Slot], held: int, stream: Permit) -> None:
         """Make one read, check it, and copy what did not go straight into its destination."""

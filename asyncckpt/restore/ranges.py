@@ -20,8 +20,8 @@ RUN_NBYTES = 16 << 20
 hop between threads costs as much as reading a megabyte, a request as much as reading three."""
 
 RUN_MIN_NBYTES = 8 << 20
-"""Towards the end of a remote restore, calls are this small: a stream then carries two thirds of
-what it could, but no call is still running when all others have ended."""
+"""Towards the end of a remote restore, calls are this small instead: a stream then carries two
+thirds of what it could, but none of them is still running when all others have ended."""
 
 SLACK = 8
 """Calls exceed these sizes by an eighth at most: they end where a chunk ends, and leave no small

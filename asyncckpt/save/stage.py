@@ -133,7 +133,7 @@ class Staging:
         self._leaf_of: list[int] = self.plan.arrays.leaf.tolist()
         self._readers: dict[int, ArrayReader] = {}
         self.held: set[Slot] = set()
-        self.extra_nbytes = 0  # of the budget, held beside slots
+        self.extra_nbytes = 0  # of the budget, besides slots
         self.referenced_nbytes = 0
         self._copies_nbytes = 0
 
