@@ -193,7 +193,3 @@ class Exchanger:
             tasks.create_task(self.run([stream], [path], {0: incoming}))
             tasks.create_task(incoming.read_into(0, [data], self.compute))
         return data
-
-    async def close(self) -> None:
-        """End the collectives."""
-        await self.exchange.close()
