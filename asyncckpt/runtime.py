@@ -28,14 +28,14 @@ from asyncckpt.stores.paths import check_name, open_local
 _LOST_SLASH = re.compile(
     r"(s3|s3a|s3n|gs|gcs|az|abfs|abfss|adl|https?|memory):/(?!/)", re.IGNORECASE
 )
-"""A URL that was passed through a path, which collapses its slashes."""
+"""A URL that has lost a slash in a path object."""
 
 SPARE_WINDOWS = 2
-"""Windows that are copied and checksummed while every stream sends one."""
+"""Windows copied and checksummed while every stream sends another."""
 
 
 class Runtime:
-    """Engine, budget and pools with the life of their owner.
+    """Engine, budget, pools and stores, which live as long as their owner.
 
     `pool` is used on the engine's loop only.
     """
@@ -56,7 +56,7 @@ class Runtime:
         return f"Runtime({self.engine!r}, {self.pool!r})"
 
     def share_host(self, processes: int) -> None:
-        """Divide default budget and threads between so many processes of this host.
+        """Divide the default budget and the threads among the processes of this host.
 
         Called once, on the engine's loop, before anything is staged.
         """
@@ -91,7 +91,7 @@ class Runtime:
         return pool
 
     def store(self, root: Any, *, direct_io: Any, storage_options: Any) -> Store:
-        """Return the store of a root: of a directory, of a URL, or a store object itself."""
+        """Return the store of a directory, of a URL, or the store object itself."""
         _check_location(root, storage_options)
         if _is_store(root):
             store: Store = root
@@ -105,7 +105,7 @@ class Runtime:
         return store
 
     def one(self, location: Any, *, direct_io: Any, storage_options: Any) -> tuple[Store, str]:
-        """Return store and name of one checkpoint; a pair of both is returned as it is."""
+        """Return store and name of one checkpoint, whose location may be a pair of both."""
         if isinstance(location, tuple) and len(location) == 2 and _is_store(location[0]):
             store, name = location
             _check_location(store, storage_options)
@@ -149,7 +149,7 @@ class Runtime:
                 pool.close()
 
     async def aclose(self) -> None:
-        """Release what is owned and end all threads. Idempotent."""
+        """Release all resources and end all threads. Idempotent."""
         try:
             if self.engine.usable and not self.engine.abandoned:
                 await self.engine.submit(self.release).wait()
@@ -163,7 +163,7 @@ def reads_in_flight(files: CheckpointFiles, wanted: Any) -> int:
 
 
 def _host_memory() -> HostMemory:
-    """Return page-locked memory where this process uses CUDA already, plain memory elsewhere."""
+    """Return page-locked memory if this process already uses CUDA, else plain memory."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         memory: HostMemory = importlib.import_module("asyncckpt.adapters.torch").PinnedMemory()

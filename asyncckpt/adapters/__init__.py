@@ -19,7 +19,7 @@ from asyncckpt.spec import ArraySpec
 from asyncckpt.tree import PerProcessNodes
 
 _FRAMEWORKS = {"jax": ("Array", "JaxAdapter"), "torch": ("Tensor", "TorchAdapter")}
-"""Framework -> an attribute that is there once its import is complete, and our adapter's class."""
+"""Framework -> an attribute that exists once its import is complete, and the adapter's class."""
 
 _SHARDED = "asyncckpt.adapters.sharded_array"
 """Imported when a `ShardedArray` is made."""
@@ -28,10 +28,10 @@ _BOXES = "asyncckpt.adapters.tensor_boxes"
 """Imported when `TensorBoxes` are made."""
 
 _DTENSOR = "torch.distributed.tensor"
-"""Imported when a `DTensor` is made, by what makes it."""
+"""Imported by the code that makes a `DTensor`."""
 
 _WANTING = {"torch": ("torch.nn.", "torch.optim.")}
-"""Framework -> where the classes are defined whose state dicts have only its arrays in them."""
+"""Framework -> modules of the classes whose state dicts hold only its arrays."""
 
 
 class AdapterSet:
@@ -39,7 +39,7 @@ class AdapterSet:
 
     Attributes:
         adapters: asked in this order.
-        nodes: what knows the containers that frameworks have registered; for `tree.flatten`.
+        nodes: adapters of containers that frameworks have registered; for `tree.flatten`.
     """
 
     def __init__(self, adapters: Sequence[ArrayAdapter], nodes: Sequence[NodeAdapter] = ()) -> None:
@@ -69,10 +69,10 @@ class AdapterSet:
         return None
 
     def required_by(self, owner: object) -> Callable[[str], str | None] | None:
-        """Return which keys of its state dict an object insists on, as far as that is known.
+        """Return a function that tells the required keys of an object's state dict, if known.
 
-        The result maps a path in a state dict to a key that the present and the saved state must
-        both have, or to None where they may differ.
+        It maps a path in a state dict to a key that the present and the saved state must both have,
+        or to None where they may differ.
         """
         if self.expected_by(type(owner)) is None:
             return None
@@ -80,10 +80,9 @@ class AdapterSet:
         return required
 
     def fresh_state_of(self, owner: object) -> Callable[[str, ArraySpec], Any] | None:
-        """Return what makes the arrays that an object's state dict does not have yet, if known.
+        """Return a function that makes arrays that a state dict does not have yet, if known.
 
-        The result maps a path in the state dict and what was saved there to an array to restore
-        into, or to None.
+        It maps a path in the state dict and the saved spec to an array to restore into, or to None.
         """
         wanting = self.expected_by(type(owner))
         if (
@@ -97,7 +96,7 @@ class AdapterSet:
 
 
 def adapters_for_loaded_frameworks(process: int = 0) -> AdapterSet:
-    """Return the adapters of NumPy, and of what is imported of JAX, PyTorch and our own.
+    """Return the adapters of NumPy and of all imported array types.
 
     `process` is the number of this process, for values that differ by process. Each type belongs
     to the first that owns it: a `DTensor` is a `torch.Tensor`, too.

@@ -1,15 +1,15 @@
-"""Shared parts of the adapters: refusals by dtype, checks of restored arrays."""
+"""Shared parts of the adapters: refused dtypes, checks of restored arrays, places in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.errors import DtypeMismatchError, ShapeMismatchError, UnsupportedLeafError
-from asyncckpt.spec import DTYPES, ArraySpec
+from asyncckpt.spec import DTYPES, ArraySpec, Box
 
 NUMPY_DTYPES = frozenset(n for n, dtype in DTYPES.items() if dtype.type.__module__ == "numpy")
 """Names of the dtypes that are NumPy's own; bfloat16, float8 and int4 come from ml_dtypes."""
@@ -42,7 +42,7 @@ _CASTS = {
 
 
 def unsupported_dtype(path: str, framework: str, dtype: str, cast: str | None = None) -> Exception:
-    """Return the error for an array whose dtype cannot be stored; `cast` says what to do."""
+    """Return the error for an array whose dtype cannot be stored; `cast` is the advice, if any."""
     advice = cast or (
         f"cast it to {_CASTS[dtype]}"
         if dtype in _CASTS
@@ -83,6 +83,11 @@ def check_values(
         )
 
 
+def selection(box: Box) -> Any:
+    """Return the index that selects a box of an array, as a view also at rank 0."""
+    return (*box.slices(), ...)
+
+
 def byte_span(
     pointer: int, shape: Sequence[int], strides: Sequence[int], itemsize: int
 ) -> tuple[int, int]:
@@ -110,6 +115,18 @@ def host_place(
     if not array.size:
         return span, None
     return span, ("memory", pointer, array.shape, array.strides, name)
+
+
+def overlapping(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the numbers of byte spans that overlap, pair by pair, the lower address first."""
+    # A sweep from low to high addresses: each span is compared with those that reach into it.
+    reaching: list[int] = []
+    for number in sorted(range(len(spans)), key=spans.__getitem__):
+        start, _ = spans[number]
+        reaching = [other for other in reaching if spans[other][1] > start]
+        for other in reaching:
+            yield other, number
+        reaching.append(number)
 
 
 def may_overlap_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:

@@ -2,7 +2,7 @@
 
 # Rule 1: no collective, and nothing that needs other processes: `full_tensor`, `redistribute` and
 #   PyTorch's own functions for offsets are not used. The last are wrong for some uneven shards.
-# Rule 2: placements are believed only as far as they give the local tensor the shape that it has.
+# Rule 2: placements are trusted only if they give the local tensor the shape that it has.
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from asyncckpt.adapters import placements as arithmetic
-from asyncckpt.adapters.arrays import check_values
+from asyncckpt.adapters.arrays import check_values, selection
 from asyncckpt.adapters.meshes import Mesh
 from asyncckpt.adapters.placements import Layout
 from asyncckpt.adapters.torch import TORCH_DTYPES, TorchAdapter, tensor_view
@@ -35,10 +35,10 @@ Placements = tuple[Placement, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Division:
-    """What this process holds of a tensor.
+    """The boxes of a tensor that this process holds.
 
     Attributes:
-        shape: shape of its local tensor; None for a process that the mesh leaves out.
+        shape: shape of its local tensor; None for a process outside the mesh.
         shards: the boxes of the tensor that are in it.
         local: the same boxes in the local tensor.
         partition: how all processes divide the tensor; None if it is this process' alone.
@@ -71,8 +71,8 @@ class DTensorAdapter:
     """`torch.distributed.tensor.DTensor`, among them the parameters of `fully_shard`.
 
     Any combination of `Shard`, `Replicate` and the private `_StridedShard` is supported, uneven and
-    empty shards too. On a process that the mesh leaves out, the tensor has no shards, is restored
-    as an equal one, and nothing of it is read.
+    empty shards too. On a process outside the mesh, the tensor has no shards, is restored as an
+    equal one, and nothing of it is read.
     """
 
     name = "dtensor"
@@ -98,7 +98,7 @@ class DTensorAdapter:
             partition=division.partition,
         )
         if local.view is not None:
-            source.views = tuple([local.view[_selection(box)] for box in division.local])
+            source.views = tuple([local.view[selection(box)] for box in division.local])
         if division.partition is None:
             source.shards, source.view, source.views = None, local.view, ()
         return source
@@ -110,7 +110,7 @@ class DTensorAdapter:
             if common is not None:
                 inside = common.relative_to(shard.box.offset)
                 offset = tuple(o + p for o, p in zip(place.offset, inside.offset, strict=True))
-                part = out[_selection(common.relative_to(box.offset))]
+                part = out[selection(common.relative_to(box.offset))]
                 self._local.fetch(local, Box(offset, common.shape), part)
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
@@ -131,12 +131,12 @@ class DTensorAdapter:
             if local.identity is not None:
                 target.identity = ("dtensor", target.boxes, local.identity)
             if local.buffer is not None:
-                target.buffers = tuple([local.buffer[_selection(box)] for box in division.local])
+                target.buffers = tuple([local.buffer[selection(box)] for box in division.local])
         return target
 
     def place(self, target: Target, values: npt.NDArray[Any]) -> Any:
         check_values(target.path, target.spec, values.shape, values.dtype)
-        return self.place_parts(target, [values[_selection(box)] for box in target.boxes or ()])
+        return self.place_parts(target, [values[selection(box)] for box in target.boxes or ()])
 
     def place_parts(self, target: Target, parts: Sequence[npt.NDArray[Any]]) -> Any:
         assert isinstance(target, DTensorTarget)
@@ -165,11 +165,10 @@ _MOMENT = re.compile(r"state/(0|[1-9][0-9]*)/[^/]+")
 
 
 def state_like_parameters(owner: object) -> Callable[[str, ArraySpec], Any]:
-    """Return what makes the tensors that a fresh optimizer does not have yet.
+    """Return a function that makes the tensors that a fresh optimizer does not have yet.
 
-    The result maps a path in its state dict and what was saved there to a new tensor, divided as
-    the parameter is to which it belongs, if it has the shape of that: a moment has. It is None for
-    everything else.
+    It maps a path in the state dict and the saved spec to a new tensor, divided like the parameter
+    that it belongs to, if both have one shape, as moments have; else to None.
     """
     groups = getattr(owner, "param_groups", ()) if isinstance(owner, torch.optim.Optimizer) else ()
     parameters = [parameter for group in groups for parameter in group["params"]]
@@ -198,12 +197,7 @@ def layout_of(placements: Sequence[Placement], mesh_shape: Sequence[int], rank: 
 
 
 def _open(path: str, leaf: DTensor) -> tuple[Division, torch.Tensor]:
-    """Return what this process holds of a tensor, and its local tensor.
-
-    Raises:
-        UnsupportedLeafError: placements that cannot be stored, or that contradict the local tensor;
-            names the path.
-    """
+    """Return a tensor's division and its local tensor, if its placements can be stored."""
     fault = _fault(tuple(map(type, leaf.placements)))
     if fault is not None:
         text = _text(leaf.placements)
@@ -259,10 +253,10 @@ def _division(leaf: DTensor) -> Division:
 
 
 def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
-    """Return where this process is in the mesh, None if it is not there.
+    """Return the coordinate of this process in the mesh, None if it is outside.
 
-    The mesh itself knows where the process was when it was made. PyTorch keeps meshes in caches,
-    and after torch.distributed was initialised again the process may have another rank.
+    The mesh itself knows the coordinate at its creation. PyTorch caches meshes, and after
+    torch.distributed was initialised again the process may have another rank.
     """
     if not dist.is_initialized():
         found = mesh.get_coordinate()
@@ -311,7 +305,7 @@ def _device(mesh: DeviceMesh) -> torch.device:
 def _identity(leaf: DTensor, tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a value that is equal for tensors of one layout in the same memory.
 
-    It names the storage, not the address: empty local tensors have none, and ties must be found on
+    It names the storage, not the address, which empty local tensors lack: ties must be found on
     every process or on none.
     """
     layout = (leaf.device_mesh, tuple(leaf.placements), tuple(leaf.shape))
@@ -349,12 +343,7 @@ def _made(target: DTensorTarget, parts: Sequence[npt.NDArray[Any]]) -> Any:
 def _fill(tensor: torch.Tensor, division: Division, parts: Sequence[npt.NDArray[Any]]) -> None:
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         for box, values in zip(division.local, parts, strict=True):
-            tensor[_selection(box)].copy_(tensor_view(values))
-
-
-def _selection(box: Box) -> Any:
-    """Return the index that selects a box of an array, as a view also at rank 0."""
-    return (*box.slices(), ...)
+            tensor[selection(box)].copy_(tensor_view(values))
 
 
 def _text(placements: Sequence[Placement]) -> str:

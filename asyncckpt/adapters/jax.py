@@ -21,11 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters import jax_memory
-from asyncckpt.adapters.arrays import check_values, unsupported_dtype
+from asyncckpt.adapters.arrays import check_values, selection, unsupported_dtype
 from asyncckpt.adapters.jax_shards import (
     Division,
     assemble,
-    assemble_keys,
     divide,
     read_box,
     shard_views,
@@ -37,7 +36,7 @@ from asyncckpt.spec import DTYPE_NAMES, DTYPES, Box, array_spec
 
 @dataclass(slots=True, eq=False)
 class JaxTarget(Target):
-    """A `Target` with what `place` replays in its thread.
+    """A `Target` with the caller's settings, which `place` replays in its thread.
 
     Attributes:
         shape: shape of the leaf; for typed keys without the dimensions of the key data.
@@ -62,9 +61,9 @@ class JaxAdapter:
     where the `like` leaf is. A donated or deleted array is a fine `like`: its shape, dtype and
     sharding are still known.
 
-    An array over several devices has one box per distinct shard. A box is read from one replica,
-    by turns, so that reading is spread over the devices, and restored once for all of them. Of an
-    array over several processes, each reads and restores the boxes on its own devices.
+    An array over several devices has one box per distinct shard. A box is read from one of its
+    replicas in turn, so that reads are spread over the devices, and restored once for all of them.
+    Each process reads and restores the boxes on its own devices.
     """
 
     name = "jax"
@@ -157,9 +156,11 @@ class JaxAdapter:
         if name is None:
             if not _is_key(leaf.dtype):
                 raise unsupported_dtype(path, "jax", str(leaf.dtype))
-            data = jax.eval_shape(jax.random.key_data, _abstract_array(shape, leaf.dtype))
+            keys = jax.ShapeDtypeStruct(shape, leaf.dtype)  # type: ignore[no-untyped-call]
+            data = jax.eval_shape(jax.random.key_data, keys)
             shape, name, impl = data.shape, DTYPE_NAMES[data.dtype], _key_impl(leaf.dtype)
-        check_x64(path, name)
+        if name in jax_memory.WIDE and not jax_memory.config("jax_enable_x64"):
+            raise _truncated(path, name)
         target = JaxTarget(
             array_spec(shape, name), leaf, path=path, shape=leaf.shape, prng_impl=impl
         )
@@ -193,8 +194,8 @@ class JaxAdapter:
         name = target.spec.dtype
         check_values(target.path, target.spec, values.shape, values.dtype)
         if target.division is not None:
-            indices: list[Any] = [(*box.slices(), ...) for box in target.division.boxes]
-            return self._assemble(target, target.division, [values[index] for index in indices])
+            parts = [values[selection(box)] for box in target.division.boxes]
+            return self._assemble(target, target.division, parts)
         with jax_memory.x64_for(name):
             if target.sharding is not None:
                 array = jax.device_put(values, target.sharding)
@@ -222,8 +223,8 @@ class JaxAdapter:
         shape, sharding = target.shape, target.sharding
         assert sharding is not None
         if target.prng_impl is not None:
-            return assemble_keys(
-                shape, sharding, division, parts, target.leaf.dtype, target.prng_impl
+            return assemble(
+                shape, sharding, division, parts, target.leaf.dtype, prng_impl=target.prng_impl
             )
         dtype = DTYPES[target.spec.dtype]
         with jax_memory.x64_for(target.spec.dtype):
@@ -262,16 +263,6 @@ class JaxNodes:
         """Return a node like `node` with these children."""
         treedef = jax.tree_util.tree_structure(node, is_leaf=lambda x: x is not node)
         return jax.tree_util.tree_unflatten(treedef, children)
-
-
-def check_x64(path: str, name: str) -> None:
-    """Check that JAX, as it is set in this thread, can hold the dtype.
-
-    Raises:
-        DtypeMismatchError: it would truncate it to 32 bits.
-    """
-    if name in jax_memory.WIDE and not jax_memory.config("jax_enable_x64"):
-        raise _truncated(path, name)
 
 
 def _truncated(path: str, name: str) -> DtypeMismatchError:
@@ -318,9 +309,6 @@ def _with_devices(path: str, sharding: jax.sharding.Sharding) -> jax.sharding.Sh
     """Return the sharding, over the devices of this thread's mesh if it is abstract.
 
     Under `jax.set_mesh`, `jax.eval_shape` gives shardings over the mesh's abstract twin.
-
-    Raises:
-        UnsupportedLeafError: no such mesh is set here; names the path.
     """
     mesh = getattr(sharding, "mesh", None)
     if not isinstance(mesh, jax.sharding.AbstractMesh):
@@ -341,11 +329,6 @@ def _with_devices(path: str, sharding: jax.sharding.Sharding) -> jax.sharding.Sh
         expected=str(mesh),
         found=found,
     )
-
-
-def _abstract_array(shape: tuple[int, ...], dtype: Any) -> Any:
-    make: Any = jax.ShapeDtypeStruct
-    return make(shape, dtype)
 
 
 def _abstract(path: str, leaf: Any) -> UnsupportedLeafError:

@@ -2,7 +2,7 @@
 
 # Rule 1: nothing here leaves a host copy on the array it is given, nor on the handle of a shard
 #   that JAX keeps on its array (`addressable_data`, `addressable_shards`): `np.asarray` and
-#   `copy_to_host_async` see only a result of our own or a second handle of the same buffer.
+#   `copy_to_host_async` see only a new array or a second handle of the same buffer.
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import jax.experimental
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.adapters.arrays import NUMPY_DTYPES
+from asyncckpt.adapters.arrays import NUMPY_DTYPES, selection
 from asyncckpt.spec import Box
 
 WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
 """Dtypes that JAX truncates where 64-bit types are off."""
 
 PACKED = frozenset(("int4",))
-"""Dtypes that JAX packs into fewer bytes than we store, so that no view of its memory is ours."""
+"""Dtypes that JAX packs into fewer bytes than are stored, so that its memory cannot be viewed."""
 
 HOST_MEMORY_KINDS = frozenset(("pinned_host", "unpinned_host"))
 """Memories of an accelerator that lie on the host; computations on the device cannot slice them."""
@@ -77,8 +77,7 @@ def begin_read(array: Any, name: str, box: Box) -> Any:
     """
     if in_host_memory(array.sharding, name):
         array.block_until_ready()
-        index: Any = (*box.slices(), ...)
-        return host_view(array, name)[index]
+        return host_view(array, name)[selection(box)]
     with x64_for(name):
         if box.shape == array.shape:
             part = array.addressable_data(0)
@@ -90,13 +89,8 @@ def begin_read(array: Any, name: str, box: Box) -> Any:
     return part
 
 
+@lru_cache(maxsize=1024)
 def in_host_memory(sharding: jax.sharding.Sharding, name: str) -> bool:
     """Return whether an array on one device is read through a view of its memory."""
-    cpu, host = _memory(sharding)
-    return name not in PACKED if cpu else host
-
-
-@lru_cache(maxsize=256)
-def _memory(sharding: jax.sharding.Sharding) -> tuple[bool, bool]:
     (device,) = sharding.device_set
-    return on_cpu(device), sharding.memory_kind in HOST_MEMORY_KINDS
+    return name not in PACKED if on_cpu(device) else sharding.memory_kind in HOST_MEMORY_KINDS

@@ -2,9 +2,9 @@
 
 # Rule 1: the global array is never assembled, neither on the host nor on a device, unless one
 #   box is all of it.
-# Rule 2: a box is read from one replica of it, and its values are given to every device that
-#   holds one. Devices may then adopt the same host memory: it is theirs as immutable, so JAX
-#   copies when one of them is donated.
+# Rule 2: a box is read from one replica, and its values are given to every device that holds one.
+#   Devices may then adopt the same host memory: JAX treats it as immutable, and copies when one of
+#   them is donated.
 # Rule 3: an array over several processes is divided by arithmetic on its mesh. JAX's maps from
 #   devices to indices visit every device of every process, for every leaf.
 
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncckpt.adapters import jax_memory, meshes, placements
+from asyncckpt.adapters.arrays import selection
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.spec import Box, Partition, Shard
 
@@ -106,7 +107,7 @@ def _divide_among_processes(
         devices, holding = _enumerate(sharding, shape, tail)
     else:
         places = _mesh(mesh)
-        own = own_coordinates(mesh)
+        own = places.coordinates(mesh.devices.flat[0].client.process_index())
         devices = [mesh.devices[place] for place in own]
         layout = layout_of(sharding, len(shape)) + ((),) * len(tail)
         holding = placements.hold(places, layout, shape + tail, own)
@@ -149,22 +150,11 @@ def layout_of(sharding: Any, rank: int) -> placements.Layout:
     return tuple(layout) + ((),) * (rank - len(layout))
 
 
-def process_of(device: jax.Device) -> int:
-    """Return the number of the process that a device belongs to."""
-    return int(device.process_index)
-
-
 @lru_cache(maxsize=64)
 def _mesh(mesh: jax.sharding.Mesh) -> meshes.Mesh:
-    devices = mesh.devices
-    processes = np.fromiter(map(process_of, devices.flat), np.int64, devices.size)
+    devices: Any = mesh.devices
+    processes = np.array([device.process_index for device in devices.flat], np.int64)
     return meshes.Mesh(processes.reshape(devices.shape))
-
-
-@lru_cache(maxsize=64)
-def own_coordinates(mesh: jax.sharding.Mesh) -> tuple[meshes.Coordinate, ...]:
-    """Return where the devices of this process are in the mesh."""
-    return _mesh(mesh).coordinates(mesh.devices.flat[0].client.process_index())
 
 
 def _enumerate(
@@ -174,9 +164,10 @@ def _enumerate(
     own: dict[jax.Device, Box] = {}
     processes: dict[Box, set[int]] = {}
     addressable = sharding.addressable_devices
-    for device, index in sharding.devices_indices_map(shape).items():
+    index_of: Mapping[Any, Any] = sharding.devices_indices_map(shape)
+    for device, index in index_of.items():
         box = _box(index, shape, tail)
-        processes.setdefault(box, set()).add(process_of(device))
+        processes.setdefault(box, set()).add(device.process_index)
         if device in addressable:
             own[device] = box
     return list(own), placements.enumerated(shape + tail, processes, own.values())
@@ -218,8 +209,7 @@ def read_box(
         part = jax_memory.begin_read(handle, name, common.relative_to(held.offset))
         running.append((common.relative_to(box.offset), part))
     for where, part in running:
-        index: Any = (*where.slices(), ...)
-        np.copyto(out[index], np.asarray(part), casting="no")
+        np.copyto(out[selection(where)], np.asarray(part), casting="no")
 
 
 def _handles(array: Any) -> dict[jax.Device, Any]:
@@ -233,49 +223,29 @@ def assemble(
     division: Division,
     parts: Sequence[npt.NDArray[Any]],
     dtype: Any,
+    *,
+    prng_impl: str | None = None,
 ) -> jax.Array:
-    """Return the array whose boxes have these values; CPUs adopt memory aligned for them."""
-    if division.partition is not None:
-        arrays = _on_devices(sharding, division, parts)
-        return _from_devices(shape, sharding, arrays, dtype)
-    numbers = {box.offset: number for number, box in enumerate(division.boxes)}
+    """Return the array whose boxes have these values; CPUs adopt memory aligned for them.
 
-    def values_at(index: Any) -> npt.NDArray[Any]:
-        return parts[numbers[_box(index, shape, ()).offset]]
+    With `prng_impl`, the values are key data, and the result is an array of typed PRNG keys.
+    """
+    if division.partition is None and prng_impl is None:
+        numbers = {box.offset: number for number, box in enumerate(division.boxes)}
 
-    return jax.make_array_from_callback(shape, sharding, values_at)
+        def values_at(index: Any) -> npt.NDArray[Any]:
+            return parts[numbers[_box(index, shape, ()).offset]]
 
-
-def assemble_keys(
-    shape: tuple[int, ...],
-    sharding: jax.sharding.Sharding,
-    division: Division,
-    parts: Sequence[npt.NDArray[Any]],
-    dtype: Any,
-    impl: str,
-) -> jax.Array:
-    """Return the typed PRNG keys, of this shape, whose boxes have these key data."""
-    data = _on_devices(sharding, division, parts)
-    keys = [jax.random.wrap_key_data(values, impl=impl) for values in data]
-    return _from_devices(shape, sharding, keys, dtype)
-
-
-def _on_devices(
-    sharding: jax.sharding.Sharding, division: Division, parts: Sequence[npt.NDArray[Any]]
-) -> list[jax.Array]:
-    """Return the values of its box on each device of this process."""
+        return jax.make_array_from_callback(shape, sharding, values_at)
     kind = sharding.memory_kind
     places = [
         jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device in division.box_of
     ]
-    values = [parts[number] for number in division.box_of.values()]
-    arrays: list[jax.Array] = jax.device_put(values, places)
-    return arrays
-
-
-def _from_devices(
-    shape: tuple[int, ...], sharding: jax.sharding.Sharding, arrays: list[jax.Array], dtype: Any
-) -> jax.Array:
+    arrays: list[jax.Array] = jax.device_put(
+        [parts[number] for number in division.box_of.values()], places
+    )
+    if prng_impl is not None:
+        arrays = [jax.random.wrap_key_data(data, impl=prng_impl) for data in arrays]
     # Without an array, JAX has nothing to take the dtype from.
     known: dict[str, Any] = {} if arrays else {"dtype": dtype}
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays, **known)

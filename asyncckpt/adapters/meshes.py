@@ -12,7 +12,7 @@ Coordinate = tuple[int, ...]
 """Position in a mesh, one index per mesh axis."""
 
 _TEXT_LENGTH = 200
-"""Texts that are longer are replaced by their SHA-256: every leaf of a schema has one."""
+"""Longer texts are replaced by their SHA-256: every leaf of a schema has one."""
 
 
 class Mesh:
@@ -64,7 +64,7 @@ class Mesh:
 
 @lru_cache(maxsize=1 << 16)
 def interned(holders: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the same object for equal tuples: they are compared and hashed for every leaf."""
+    """Return one object for equal tuples, which are compared and hashed for every leaf."""
     return holders
 
 

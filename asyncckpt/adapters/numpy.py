@@ -13,6 +13,7 @@ from asyncckpt.adapters.arrays import (
     check_values,
     host_place,
     may_overlap_itself,
+    selection,
     unsupported_dtype,
 )
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
@@ -47,8 +48,7 @@ class NumpyAdapter:
 
     def fetch(self, source: Source, box: Box, out: npt.NDArray[Any]) -> None:
         values: npt.NDArray[Any] = source.leaf if source.view is None else source.view
-        index: Any = (*box.slices(), ...)
-        np.copyto(out, values[index], casting="equiv")
+        np.copyto(out, values[selection(box)], casting="equiv")
 
     def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
         known = DTYPE_NAMES.get(leaf.dtype) if type(leaf) is np.ndarray else None

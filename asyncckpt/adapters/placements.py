@@ -25,13 +25,13 @@ Run = tuple[int, int]
 class Cut:
     """One division of an array axis, along a mesh axis.
 
-    What is divided are the indices that the cuts before it have left to a coordinate: in parts of
+    It divides the indices that earlier cuts have left to a coordinate into parts of
     ceil(n / size), of which the last ones may be short or empty.
 
     Attributes:
         axis: the mesh axis; its coordinate numbers the parts.
-        stride: with more than 1, the indices are first divided in so many pieces, and each of them
-            in parts; a coordinate has its part of every piece.
+        stride: if above 1, the indices are first divided into this many pieces, and each piece into
+            parts; a coordinate has its part of every piece.
     """
 
     axis: int
@@ -44,7 +44,7 @@ Layout = tuple[tuple[Cut, ...], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holding:
-    """What some coordinates of a mesh hold of an array.
+    """The boxes of an array that some coordinates of a mesh hold.
 
     Attributes:
         shards: their distinct boxes with elements, in order of their offsets, with all holders.
@@ -99,7 +99,7 @@ def runs_of(
 
 
 def pushed_together(runs: Sequence[Run]) -> list[Run]:
-    """Return where the runs are in an axis that has nothing else."""
+    """Return the runs moved together, without the gaps between them."""
     ends = list(itertools.accumulate((stop - start for start, stop in runs), initial=0))
     return list(itertools.pairwise(ends))
 
@@ -129,8 +129,8 @@ def strided_cuts(factors: Mapping[int, int], mesh_shape: Sequence[int]) -> tuple
     """Return the cuts of one array axis by PyTorch's `Shard` (factor 1) and `_StridedShard`.
 
     Where a split factor is the product of later mesh axes that divide the array axis, these divide
-    it first: so `fully_shard` cuts what tensor parallelism has cut before. Read from left to right,
-    the same placements would give other shards where these are uneven.
+    it first: `fully_shard` cuts what tensor parallelism has cut before. Cuts in the order of the
+    placements would give other shards where these are uneven.
 
     Args:
         factors: the mesh axes that divide the array axis, ascending, with their split factors.
@@ -186,7 +186,7 @@ def axis_cuts(length: int, steps: tuple[tuple[int, int], ...]) -> int | tuple[in
 def enumerated(
     shape: tuple[int, ...], processes: Mapping[Box, Iterable[int]], own: Iterable[Box]
 ) -> Holding:
-    """Return the same for a grid of boxes that was listed, with the processes of each.
+    """Return the holding of a grid of listed boxes, with the processes of each.
 
     Args:
         shape: shape of the array.

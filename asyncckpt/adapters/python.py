@@ -30,8 +30,6 @@ _KINDS: Final[dict[type, ScalarKind]] = {
     bytes: "bytes",
 }
 
-_INT64: Final = np.iinfo(np.int64)
-
 
 def scalar_kind(kind: type) -> ScalarKind | None:
     """Return the kind of scalar of values of exactly this type, or None."""
@@ -72,23 +70,8 @@ def unsupported(path: str, leaf: object) -> UnsupportedLeafError:
 
 
 def bytes_as_array(value: bytes) -> npt.NDArray[np.uint8] | None:
-    """Return the uint8 array as which `bytes` above 1 KiB are stored; None for others.
-
-    It shares the memory of `value`.
-    """
+    """Return a uint8 view of `bytes` above 1 KiB, which are stored as an array; None for others."""
     return np.frombuffer(value, np.uint8) if len(value) > INLINE_NBYTES else None
-
-
-def scalar_as_array(value: Scalar) -> npt.NDArray[Any] | None:
-    """Return the rank-0 array that readers without our record see; None if no dtype fits."""
-    kind = _KINDS[type(value)]
-    if kind == "bool":
-        return np.asarray(value, np.bool_)
-    if isinstance(value, int):
-        return np.asarray(value, np.int64) if _INT64.min <= value <= _INT64.max else None
-    if kind == "float":
-        return np.asarray(value, np.float64)
-    return np.asarray(value, np.complex128) if kind == "complex" else None
 
 
 def array_from_scalar(path: str, value: object, dtype: str) -> npt.NDArray[Any]:

@@ -1,13 +1,13 @@
 """`ShardedArray` as a leaf: read and filled shard by shard."""
 
 # Rule 1: the array is never assembled.
-# Rule 2: padding is the caller's: it is neither read nor written.
+# Rule 2: padding belongs to the caller: it is neither read nor written.
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +17,10 @@ from asyncckpt.adapters.arrays import (
     check_values,
     may_overlap_itself,
     may_share_memory,
-)
-from asyncckpt.adapters.sharded_array import (
-    ShardedArray,
-    division_of,
-    inside,
+    overlapping,
     selection,
-    spec_of,
 )
+from asyncckpt.adapters.sharded_array import ShardedArray, division_of, inside, spec_of
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
 from asyncckpt.ports import Source, Target
 from asyncckpt.spec import ArraySpec, Box
@@ -130,22 +126,10 @@ def _identity(array: ShardedArray) -> Hashable | None:
     )
 
 
-class _Span(NamedTuple):
-    """First and one-past-last byte address of what a shard holds."""
-
-    start: int
-    stop: int
-    number: int
-    part: Memory
-
-
 def _check_memory(path: str, array: ShardedArray) -> None:
-    """Check that the shards can be filled, each without touching another.
-
-    Raises:
-        UnsupportedLeafError: one is read-only, or overlaps itself or another in memory.
-    """
-    spans: list[_Span] = []
+    """Refuse shards that are read-only, or overlap themselves or each other in memory."""
+    parts: list[tuple[int, Memory]] = []
+    spans: list[tuple[int, int]] = []
     boxes = division_of(array).number
     for number, box in enumerate(boxes):
         if box < 0:
@@ -164,25 +148,18 @@ def _check_memory(path: str, array: ShardedArray) -> None:
                 path=path,
             )
         pointer = part.__array_interface__["data"][0]
-        extent = byte_span(pointer, part.shape, part.strides, part.itemsize)
-        spans.append(_Span(*extent, number, part))
-    spans.sort(key=itemgetter(0, 1))
-    near: list[_Span] = []
-    for span in spans:
-        near = [other for other in near if other.stop > span.start]
-        for other in near:
-            replicas = boxes[span.number] == boxes[other.number]
-            if not (replicas and _is(span.part, other.part)) and may_share_memory(
-                span.part, other.part
-            ):
-                one, two = sorted((span.number, other.number))
-                raise UnsupportedLeafError(
-                    f"{path}: shards {one} and {two} share memory, so they cannot be filled; give "
-                    "each its own",
-                    path=path,
-                    found=(one, two),
-                )
-        near.append(span)
+        spans.append(byte_span(pointer, part.shape, part.strides, part.itemsize))
+        parts.append((number, part))
+    for pair in overlapping(spans):
+        (one, part), (two, other) = sorted((parts[at] for at in pair), key=itemgetter(0))
+        is_replica = boxes[one] == boxes[two] and _is(part, other)
+        if not is_replica and may_share_memory(part, other):
+            raise UnsupportedLeafError(
+                f"{path}: shards {one} and {two} share memory, so they cannot be filled; give "
+                "each its own",
+                path=path,
+                found=(one, two),
+            )
 
 
 def _is(one: Memory, other: Memory) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from asyncckpt.adapters.arrays import selection
 from asyncckpt.errors import UsageError
 from asyncckpt.planning.tiling import box_text, first_overlap, tiling_fault
 from asyncckpt.spec import DTYPE_NAMES, DTYPES, ArraySpec, Box, Shard, array_spec
@@ -23,7 +24,7 @@ Memory = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Division:
-    """What the shards of an array hold of it.
+    """The boxes of an array that its shards hold.
 
     Attributes:
         shards: the distinct boxes that hold elements, in order of their offsets.
@@ -42,7 +43,7 @@ class Division:
 
 @lru_cache(maxsize=1024)
 def divide(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Division:
-    """Return what shards with these boxes hold of an array."""
+    """Return the division of an array by shards with these boxes."""
     first: dict[Box, int] = {}
     for number, box in enumerate(boxes):
         if box.size:
@@ -306,8 +307,3 @@ def inside(array: ShardedArray, number: int) -> Memory:
         return held
     view: Memory = held[selection(Box.whole(box.shape))]
     return view
-
-
-def selection(box: Box) -> Any:
-    """Return the index that selects a box of an array, as a view also at rank 0."""
-    return (*box.slices(), ...)

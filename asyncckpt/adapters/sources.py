@@ -1,4 +1,4 @@
-"""Opened arrays of one tree, by column: most small arrays need no object of their own."""
+"""Opened arrays of one tree, by column: most arrays need no object of their own."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Sources(Sequence[Source]):
     """The arrays of a tree, in leaf order.
 
     A `Source` per leaf costs more time than copying a small array, most of it in the garbage
-    collector. NumPy arrays of which there is nothing to say but shape and dtype are kept as they
-    are; `sources[number]` makes the `Source` of one when somebody asks for it, and keeps it.
+    collector. NumPy arrays without other facts than shape and dtype are kept as they are;
+    `sources[number]` makes and keeps the `Source` of one on demand.
 
     Attributes:
         specs: shape and dtype of each.
-        plain: the array itself where that is all there is, else None.
-        opened: all others, by number.
+        plain: the array itself if it has no `Source` yet, else None.
+        opened: sources by number.
     """
 
     def __init__(self) -> None:
@@ -33,8 +33,8 @@ class Sources(Sequence[Source]):
         return len(self.specs)
 
     def __getitem__(self, number: Any) -> Any:
-        # Threads ask at the same time. The array is looked at first: it goes only once there is a
-        # source of it.
+        # Called from several threads. The array is read first: it is removed only once it has a
+        # source.
         array = self.plain[number]
         found = self.opened.get(number)
         if found is None:

@@ -1,4 +1,4 @@
-"""Boxes of a global array, each in a tensor of its own: what planners of DCP give and want."""
+"""Boxes of a global array, each in a tensor of its own, as DCP's planners give and want them."""
 
 # Rule 1: the array is never assembled.
 # Rule 2: boxes to fill may be equal or overlap: each has memory of its own, and gets its values.
@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncckpt.adapters.arrays import check_values
-from asyncckpt.adapters.sharded_array import divide, selection
+from asyncckpt.adapters.arrays import check_values, selection
+from asyncckpt.adapters.sharded_array import divide
 from asyncckpt.adapters.torch import TorchAdapter
 from asyncckpt.errors import DtypeMismatchError, UnsupportedLeafError
 from asyncckpt.ports import Source, Target

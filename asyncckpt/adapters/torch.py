@@ -2,8 +2,8 @@
 
 # Rule 1: nothing here depends on the grad or inference mode of the thread: tensors are detached
 #   before they are read, and written under no_grad.
-# Rule 2: what a stream has yet to compute is waited for by an event recorded in the caller's
-#   thread; a worker's current stream is another one.
+# Rule 2: pending work of a stream is waited for by an event recorded in the caller's thread; a
+#   worker's current stream is another one.
 
 from __future__ import annotations
 
@@ -50,31 +50,26 @@ _NAMES: dict[torch.dtype, str] = {
 }
 TORCH_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
-_CARRIERS: dict[torch.dtype, tuple[torch.dtype, np.dtype[Any]]] = {
-    dtype: (torch.int16 if dtype.itemsize == 2 else torch.uint8, DTYPES[name])
-    for dtype, name in _NAMES.items()
-    if name not in NUMPY_DTYPES
-}
-"""Dtypes unknown to `Tensor.numpy()` -> the integer that carries their bits, NumPy dtype."""
-
 _VIEWS: dict[torch.dtype, tuple[str, int, np.dtype[Any] | None]] = {
     dtype: (
-        ("<i2" if dtype.itemsize == 2 else "|u1", dtype.itemsize, DTYPES[name])
-        if dtype in _CARRIERS
-        else (DTYPES[name].str, dtype.itemsize, None)
+        (DTYPES[name].str, dtype.itemsize, None)
+        if name in NUMPY_DTYPES
+        else ("<i2" if dtype.itemsize == 2 else "|u1", dtype.itemsize, DTYPES[name])
     )
     for dtype, name in _NAMES.items()
 }
-"""Type code and size in which memory is shown to NumPy, and the dtype to view it as then."""
+"""Type code and item size of the memory in NumPy, and the dtype to view it as; None for the same.
+
+NumPy's own type codes have no bfloat16 and float8: integers carry their bits."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class TorchAdapter:
-    """`torch.Tensor` and `Parameter`; requires_grad is a matter of the target, not of the bytes.
+    """`torch.Tensor` and `Parameter`; requires_grad is taken from the target and not saved.
 
     Filling a tensor in place raises its version counter, so that autograd reports a backward pass
-    through values that are gone. `like` on device meta is restored on CPU.
+    through overwritten values. `like` on device meta is restored on CPU.
     """
 
     name = "torch"
@@ -228,11 +223,10 @@ def numpy_view(tensor: torch.Tensor) -> npt.NDArray[Any]:
 def tensor_view(array: npt.NDArray[Any]) -> torch.Tensor:
     """Return a CPU tensor of the array's memory."""
     dtype = TORCH_DTYPES[DTYPE_NAMES[array.dtype]]
-    carrier = _CARRIERS.get(dtype)
-    if carrier is None:
+    type_code, _, own_dtype = _VIEWS[dtype]
+    if own_dtype is None:
         return torch.from_numpy(array)
-    carried = np.int16 if dtype.itemsize == 2 else np.uint8
-    return torch.from_numpy(array.view(carried)).view(dtype)
+    return torch.from_numpy(array.view(type_code)).view(dtype)
 
 
 class PinnedMemory:
@@ -302,11 +296,11 @@ def _check_kind(path: str, leaf: Any) -> str:
 
 
 def required_keys(owner: Any) -> Callable[[str], str | None] | None:
-    """Return which keys of its state dict a module or optimizer insists on.
+    """Return a function that tells the required keys of a module's or optimizer's state dict.
 
-    The result maps a path in a state dict to a key that the present and the saved state must both
-    have, or to None where they may differ. It is None where hooks or methods of the user's classes
-    take part in loading: they may rename, add and drop keys.
+    It maps a path in a state dict to a key that the present and the saved state must both have, or
+    to None where they may differ. Returns None if hooks or methods of the user's classes take part
+    in loading: they may rename, add and drop keys.
     """
     load = getattr(owner.load_state_dict, "__func__", None)
     if isinstance(owner, torch.optim.Optimizer):

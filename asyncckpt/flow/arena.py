@@ -1,4 +1,4 @@
-"""Memory for restored arrays: huge pages, shared by neighbours, returned with each array."""
+"""Memory for restored arrays, in shared mappings of huge pages, returned array by array."""
 
 # Rule 1: an array keeps no memory but its own pages. Neighbours share a mapping, which lives as
 #   long as any of them, so the pages of an array are returned when its last view is gone, not when
@@ -17,8 +17,8 @@ from asyncckpt.flow.buffers import HUGE_PAGE_NBYTES, allocating, map_pages
 from asyncckpt.ports import Bytes
 
 SLAB_NBYTES = 64 << 20
-"""Arrays share mappings of this size, so that nearly all of their pages are huge: the first touch
-of a 4 KiB page costs five times as much per byte."""
+"""Size of shared mappings, so that nearly all pages are huge: the first touch of a 4 KiB page costs
+five times as much per byte."""
 
 ALIGNMENT_NBYTES = mmap.PAGESIZE
 """Arrays start on pages: direct reads and zero-copy adoption by JAX (64 bytes) need no more."""
@@ -34,8 +34,7 @@ class Arena:
     """A source of buffers in mappings that they share; used by one thread at a time.
 
     Args:
-        total_nbytes: bytes that will be asked for, so that the last mapping is no larger than
-            needed.
+        total_nbytes: bytes that will be taken, so that the last mapping is no larger than needed.
     """
 
     def __init__(self, total_nbytes: int) -> None:
@@ -61,7 +60,7 @@ class Arena:
             self._left -= nbytes
             part = memoryview(mapping)[start : start + nbytes]
             buffer = np.frombuffer(part, np.uint8)
-        # What all views of the array keep alive, and nothing else does.
+        # Kept alive by the views of the array, and by nothing else.
         owner = buffer.base
         if _RETURN is not None and owner is not None:
             weakref.finalize(owner, mapping.madvise, _RETURN, start, padded).atexit = False

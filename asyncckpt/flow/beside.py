@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, Generic, TypeVar
 
-from asyncckpt.flow.threads import finished
+from asyncckpt.flow.threads import finished, seen
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ class Beside(Generic[T]):
 
     def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
         self._task = asyncio.create_task(coroutine)
-        self._task.add_done_callback(_seen)
+        self._task.add_done_callback(seen)
 
     @property
     def done(self) -> bool:
@@ -26,20 +26,15 @@ class Beside(Generic[T]):
         return self._task.done()
 
     async def result(self) -> T:
-        """Return its result or raise its error; a cancellation of the waiter does not reach it."""
-        await asyncio.wait((self._task,))
+        """Return its result or raise its error; cancelling the wait does not cancel the task."""
+        await self.settled()
         return self._task.result()
 
     async def settled(self) -> None:
-        """Wait for its end, whatever it is; a cancellation of the waiter does not reach it."""
+        """Wait for its end, ignoring its outcome; cancelling the wait does not cancel the task."""
         await asyncio.wait((self._task,))
 
     async def stop(self) -> None:
         """Cancel it and wait for its end, however often the waiter is cancelled."""
         self._task.cancel()
         await finished(self._task)
-
-
-def _seen(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled():
-        task.exception()

@@ -1,17 +1,17 @@
-"""The one place of backpressure: a first-in, first-out budget of bytes."""
+"""Backpressure: a first-in, first-out budget of bytes."""
 
 # Rule 1: acquire may wait; release never does and is synchronous, so that it works in a `finally`
 #   that a second cancellation cannot interrupt.
 #   (test_whatever_is_cancelled_nothing_leaks_and_the_bound_holds)
-# Rule 2: no task waits for bytes while it holds some that cannot drain by themselves. A task that
-#   needs several slots takes them in one acquire: two tasks that each hold half and wait for the
-#   other half would wait forever.
-# Rule 3: bytes are counted when they are granted, in `release`, and not when the waiter's task runs
-#   next. Otherwise a caller between the two would find them free and exceed the capacity.
+# Rule 2: no task waits for bytes while it holds some that are released only after the wait. A task
+#   that needs several slots takes them in one acquire: two tasks that each hold half and wait for
+#   the other half would wait forever.
+# Rule 3: bytes are counted when they are granted, in `release`, not when the waiter's task runs
+#   next. Otherwise a caller in between would find them free and exceed the capacity.
 #   (test_a_wait_cancelled_just_after_its_grant_leaks_no_slot)
-# Rule 4: the line is first-in, first-out, so that a large request is not starved by small ones. One
-#   that cannot be served before kept bytes are released is passed over, because the bytes may be
-#   kept by a task that waits behind it; it keeps its place.
+# Rule 4: the line is first-in, first-out, so that small requests do not starve a large one. A
+#   request that cannot be served before kept bytes are released is passed over, because a task that
+#   waits behind it may keep them; it stays in its place.
 #   (test_who_cannot_be_served_while_others_keep_theirs_holds_up_nobody)
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ByteBudget:
         account: Account | None = None,
         extra: int = 0,
     ) -> bool:
-        """Take `nbytes` if that passes over no waiter that could be served; return whether."""
+        """Take `nbytes` if they are free and no waiter could be served first; return whether."""
         if not self._fits(nbytes, limit, account):
             return False
         if self._waiters and any(
@@ -101,11 +101,11 @@ class ByteBudget:
         """Take `nbytes`, waiting in line for them.
 
         Args:
-            nbytes: bytes; more than `capacity` takes all of it, so that a request as large as
-                the budget, or larger, is served alone instead of refused.
-            limit: wait until this many bytes, or fewer, would be in use besides kept ones; of the
+            nbytes: bytes; more than `capacity` takes all of it, so that a request as large as the
+                budget, or larger, is served alone instead of refused.
+            limit: wait until at most this many bytes would be in use besides kept ones; of the
                 account, if there is one.
-            account: in which they are counted, too.
+            account: also counts them.
             extra: the part of `nbytes` that the account does not count.
 
         Cancellation: leaves the line; what was granted in the meantime goes to the next.
@@ -130,7 +130,7 @@ class ByteBudget:
             raise
 
     def release(self, nbytes: int, *, account: Account | None = None) -> None:
-        """Free `nbytes` (of this account), for the next in line."""
+        """Free `nbytes` (of this account), and serve the next in line."""
         nbytes = min(nbytes, self.capacity)
         if nbytes > self.in_use:
             raise RuntimeError(f"released {nbytes} bytes, only {self.in_use} are in use")
@@ -140,10 +140,9 @@ class ByteBudget:
         self._grant()
 
     def keep(self, nbytes: int, *, account: Account | None = None) -> None:
-        """Declare that so many more bytes in use are not released as long as others wait.
+        """Declare `nbytes` more of those in use as not released while others wait; negative: fewer.
 
-        Negative: that many fewer. Without this, a waiter with a limit could wait forever for
-        bytes that are kept.
+        Without this, a waiter with a limit could wait forever for bytes that are kept.
         """
         self.kept += nbytes
         if account is not None:
@@ -151,7 +150,7 @@ class ByteBudget:
         self._grant()
 
     def _must_wait(self, nbytes: int) -> bool:
-        """Return whether so many bytes cannot be free before kept ones are released."""
+        """Return whether `nbytes` cannot be free before kept bytes are released."""
         return nbytes > self.capacity - self.kept
 
     def _fits(self, nbytes: int, limit: int | None, account: Account | None) -> bool:

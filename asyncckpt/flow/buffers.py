@@ -1,14 +1,14 @@
 """Staging buffers: kept, and reused for the life of a `Checkpointer`."""
 
 # Rule 1: a slot returns to the pool only when nothing reads or writes it any more; one that a
-#   client may still be sending is discarded, and its budget is released with its memory. Returned
-#   too early, the bytes of the next window would be sent under the name of this one.
-#   (test_a_slot_that_a_client_still_holds_is_discarded_until_it_lets_go)
-# Rule 2: memory is touched in worker threads: the first touch costs as much as a disk write. A
-#   small state touches only what it fills.
+#   client may still be sending is discarded, and its budget is released with its memory. If it were
+#   returned too early, bytes of the next window would be sent under the name of this one.
+#   (test_a_slot_that_a_client_still_holds_isdiscarded_until_it_lets_go)
+# Rule 2: memory is first touched in worker threads: that costs as much as a disk write. A small
+#   state touches only what it fills.
 # Rule 3: pools of one budget together hold no more memory than the budget: a pool that grows takes
 #   from idle slots of the others. A slot is idle only if no request was granted it: a granted slot
-#   is counted in the account before its task has popped it, or two tasks would be promised one.
+#   is counted in the account before its task has popped it; otherwise two tasks would get one.
 #   (test_pools_of_one_budget_hold_no_more_memory_than_it,
 #   test_those_who_are_granted_slots_at_once_find_them_idle)
 # Rule 4: bytes of the budget are acquired in one step with all that a request needs, before any of
@@ -35,19 +35,18 @@ from asyncckpt.options import PAGE_NBYTES, SLOT_NBYTES
 from asyncckpt.ports import Bytes, HostMemory
 
 HUGE_PAGE_NBYTES = 2 << 20
-"""Mappings start at a multiple of this, else the kernel cannot back their ends by huge pages."""
+"""Alignment of mappings, without which the kernel cannot back their ends by huge pages."""
 
 PIPELINE_SLOTS = 24
 """Slots that keep copying, checksumming and writing busy at once. A save whose caller waits for its
-end allocates no new memory beyond these: fresh pages cost more than waiting for used ones."""
-
+end allocates no more: fresh pages cost more than waiting for used ones."""
 
 COLLECT_AFTER_S = 0.5
-"""When the garbage collector is run for discarded slots whose memory is still held: clients drop
-a body within milliseconds."""
+"""First run of the garbage collector for discarded slots whose memory is still held: clients drop a
+body within milliseconds."""
 
 COLLECT_AT_LEAST_EVERY_S = 30.0
-"""How often it is run, in the end, while a client still holds a slot."""
+"""Longest pause between runs while a client still holds a slot."""
 
 
 class AnonymousMemory:
@@ -65,7 +64,7 @@ class AnonymousMemory:
 
 
 def map_pages(nbytes: int, *, forked: bool = True) -> tuple[mmap.mmap, int]:
-    """Return a private mapping, and the huge page's boundary from which `nbytes` may be used.
+    """Return a private mapping, and the offset of the huge page from which `nbytes` may be used.
 
     Its pages are not touched yet; it is unmapped with its last view. With `forked` False, forked
     children do not have it.
@@ -80,7 +79,7 @@ def map_pages(nbytes: int, *, forked: bool = True) -> tuple[mmap.mmap, int]:
 
 @contextlib.contextmanager
 def allocating(nbytes: int) -> Iterator[None]:
-    """Turn a refusal of the system to give memory into a `ResourceError`."""
+    """Raise a `ResourceError` where the system refuses memory."""
     try:
         yield
     except (OSError, MemoryError) as error:
@@ -92,7 +91,7 @@ def allocating(nbytes: int) -> Iterator[None]:
         ) from error
 
 
-if sys.platform == "win32":  # refused at the surface; kept importable for tools that only inspect
+if sys.platform == "win32":  # where saving is refused, but inspection imports this
     _PRIVATE_ANONYMOUS = 0
 else:
     _PRIVATE_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -117,7 +116,7 @@ class Slot:
         return self.buffer[:nbytes]
 
     def forget(self) -> object:
-        """Drop the slot's memory and return the object that lives as long as any view of it."""
+        """Drop the slot's memory; return the object that lives as long as any view of it."""
         owner: Any = self.buffer
         self.buffer = _EMPTY
         while isinstance(owner, np.ndarray) and owner.base is not None:
@@ -150,10 +149,13 @@ class SlotPool:
         workers: threads that allocate.
         memory: the source of the slots.
         slot_nbytes: size of a slot.
-        held_nbytes: bytes of the budget that a slot in use takes; more than its size where clients
+        held_nbytes: bytes of the budget that a slot in use takes; more than its size if clients
             copy bodies.
         pipeline_slots: see `PIPELINE_SLOTS`.
         siblings: pools of the same budget, this one included: one list, shared by all of them.
+
+    Attributes:
+        discarded: number of discarded slots whose memory is still held.
     """
 
     def __init__(
@@ -177,7 +179,7 @@ class SlotPool:
         self._allocated = 0
         self._account = Account()
         self._quarantined: set[Slot] = set()
-        self._discarded = 0
+        self.discarded = 0
         self._look: asyncio.TimerHandle | None = None
         self._arrivals: list[asyncio.Future[None]] = []
         self._siblings = [] if siblings is None else siblings
@@ -197,20 +199,15 @@ class SlotPool:
         """Bytes of host memory that the pool holds."""
         return self._allocated * self.slot_nbytes
 
-    @property
-    def discarded(self) -> int:
-        """Number of discarded slots whose memory is still held."""
-        return self._discarded
-
     async def take(self, count: int = 1, *, grow: bool = True, extra: int = 0) -> list[Slot]:
-        """Take `count` slots, each to be returned by `release` or given up by `discard`.
+        """Take `count` slots, each to be returned by `release` or `discard`.
 
         Args:
             count: slots with a buffer.
             grow: allocate up to the whole budget; without it, no new memory beyond
-                `pipeline_slots` is allocated while used slots are still to be returned.
-            extra: further bytes of the budget, for memory that is allocated elsewhere; they are
-                returned by `budget.release`.
+                `pipeline_slots` is allocated while slots are in use.
+            extra: further bytes of the budget, for memory that is allocated elsewhere; returned by
+                `budget.release`.
 
         Cancellation: nothing is held.
         """
@@ -241,14 +238,14 @@ class SlotPool:
     async def acquire(self, nbytes: int) -> None:
         """Take bytes of the budget, for memory that is allocated elsewhere.
 
-        Idle slots are freed as far as both together exceed the budget. The bytes are returned by
+        Idle slots are freed if both together exceed the budget. The bytes are returned by
         `budget.release`. Cancellation: nothing is held.
         """
         await self.budget.acquire(nbytes)
         self.make_way()
 
     def make_way(self) -> None:
-        """Free idle slots of all pools as far as they and all bytes in use exceed the budget."""
+        """Free idle slots of all pools while these and all bytes in use exceed the budget."""
         if self._over() <= 0:
             return
         for pool in [*(p for p in self._siblings if p is not self), self]:
@@ -257,7 +254,7 @@ class SlotPool:
                 pool.shrink(min(-(-over // pool.slot_nbytes), pool._idle()))
 
     def _idle(self) -> int:
-        """Return the number of slots, also those being allocated, that no request was granted."""
+        """Return the number of slots, allocated or being so, that no request was granted."""
         return max(0, self._allocated - self._account.in_use // self.held_nbytes)
 
     def _over(self) -> int:
@@ -270,7 +267,7 @@ class SlotPool:
         self.budget.keep(count * self.held_nbytes, account=self._account)
 
     def take_ready(self, most: int) -> list[Slot]:
-        """Take up to `most` slots that are free; none if others wait in line."""
+        """Take up to `most` free slots; none if others wait in line."""
         slots: list[Slot] = []
         while (
             len(slots) < most
@@ -295,16 +292,16 @@ class SlotPool:
                 self._return(slot)
 
     def discard(self, slots: Iterable[Slot], *, keep: bool = False) -> None:
-        """Give the slots up: a client may still be sending them.
+        """Drop slots that a client may still be sending.
 
-        Their part of the budget is released when their memory is freed, with its last holder. With
-        `keep` it stays with the caller, who asks for a `replacement` of each, and the budget is
-        exceeded by the memory that the client holds.
+        Their part of the budget is released with their memory, when its last holder drops it. With
+        `keep` it stays with the caller, who asks for a `replacement` of each; the memory that the
+        client holds then exceeds the budget.
         """
         loop = asyncio.get_running_loop()
 
         def gone() -> None:
-            self._discarded -= 1
+            self.discarded -= 1
             if not keep:
                 self.budget.keep(-self.held_nbytes)
                 self.budget.release(self.held_nbytes)
@@ -315,7 +312,7 @@ class SlotPool:
                 loop.call_soon_threadsafe(gone)
 
         for slot in slots:
-            self._discarded += 1
+            self.discarded += 1
             self._allocated -= 1
             if not keep:
                 self._account.in_use -= self.held_nbytes
@@ -326,7 +323,7 @@ class SlotPool:
         self._look_after(COLLECT_AFTER_S)
 
     def _look_after(self, after_s: float) -> None:
-        """Look for discarded slots after this time at the latest."""
+        """Look for discarded slots within this time."""
         loop = asyncio.get_running_loop()
         if self._look is not None and self._look.when() > loop.time() + after_s:
             self._look.cancel()
@@ -335,19 +332,19 @@ class SlotPool:
             self._look = loop.call_later(after_s, self._look_again, after_s)
 
     def _look_again(self, after_s: float) -> None:
-        """Collect cycles of garbage that may hold discarded slots, ever more rarely.
+        """Collect garbage cycles that may hold discarded slots, at growing intervals.
 
-        Errors are kept in cycles, and with them the bodies of the requests that failed; a process
-        that waits for staging memory makes no garbage, so its collector would never run.
+        Errors are kept in cycles, and with them the bodies of failed requests; a process that waits
+        for staging memory makes no garbage, so its collector would never run.
         """
         self._look = None
-        if self._discarded > 0:
+        if self.discarded > 0:
             with contextlib.suppress(RuntimeError):  # the engine is ending
                 self._workers.submit(gc.collect)
             self._look_after(min(2 * after_s, COLLECT_AT_LEAST_EVERY_S))
 
     async def replacement(self) -> Slot:
-        """Return a slot in place of one discarded with `keep`. Cancellation: there is none."""
+        """Return a slot in place of one discarded with `keep`. Cancellation: nothing is held."""
         self._allocated += 1
         self.make_way()
         try:
@@ -400,7 +397,7 @@ class SlotPool:
         for pool in self._siblings:
             over = self.slot_nbytes - self.budget.capacity
             for other in self._siblings:
-                over += (other._allocated + other._discarded) * other.slot_nbytes
+                over += (other._allocated + other.discarded) * other.slot_nbytes
             if over > 0 and pool is not self:
                 pool.shrink(-(-over // pool.slot_nbytes))
 
@@ -413,8 +410,7 @@ class SlotPool:
             self._allocated -= 1
             raise
         finally:
-            # Waiters for a slot that this task allocates look again, also after a failure: then
-            # they may allocate it themselves.
+            # Wake those who wait for this slot, after a failure too: they may then allocate it.
             for waiter in self._arrivals:
                 if not waiter.done():
                     waiter.set_result(None)
@@ -428,7 +424,7 @@ class SlotPool:
             return buffer
 
     def _quarantine(self, slot: Slot, user: Future[Any]) -> None:
-        # Its bytes of the budget stay taken: memory that a thread may still write to is in use.
+        # Its bytes of the budget stay taken, because a thread may still write to it.
         loop = asyncio.get_running_loop()
         self._quarantined.add(slot)
         self.keep(1)

@@ -1,10 +1,10 @@
 """Calls that a job makes in the thread that waits for it.
 
-JAX's collectives must be launched by one thread in one order: that of the caller, who launches
+JAX's collectives must be launched by one thread in one order: that of the caller, which launches
 those of the training, too.
 """
 
-# Rule: a call is made only while the caller waits for the job: it needs no lock against the caller.
+# Rule: a call runs only while the caller waits for the job: it needs no lock against the caller.
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CallerThread:
     """The thread that waits for a job, as seen by the job.
 
     Attributes:
-        wake: resolves once there is something to do for the thread.
+        wake: resolves once there is a call to make, or `poke` was called.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class CallerThread:
         self.wake: Future[None] = Future()
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Return what the function returns, called in the thread that waits. For the job.
+        """Call the function in the thread that waits, and return its result. For the job.
 
         Cancellation: returns at once; a call that has begun goes on, and its result is dropped.
         """
@@ -41,13 +41,13 @@ class CallerThread:
         return await asyncio.wrap_future(done)
 
     def poke(self) -> None:
-        """Let the thread look for what there is to do. From any thread."""
+        """Wake the thread. From any thread."""
         with self._lock:
             if not self.wake.done():
                 self.wake.set_result(None)
 
     def serve(self) -> None:
-        """Make the calls that are asked for. For the thread that waits, after `wake`."""
+        """Make the pending calls. For the thread that waits, after `wake`."""
         with self._lock:
             self.wake = Future()
         while self._calls:

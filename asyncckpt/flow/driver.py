@@ -1,8 +1,8 @@
 """Running the coroutines of the facade in a thread that has no event loop.
 
 The blocking facade is the async one, driven by `run_blocking`: every await below it that would
-suspend asks `blocks_here` first, and blocks the thread instead. All of these awaits are waits for
-the engine: `Job.wait`, `Engine.aclose`, `ended` and `uninterrupted`.
+suspend asks `blocks_here` first, and blocks the thread instead. All of them wait for the engine:
+`Job.wait`, `Engine.aclose`, `ended` and `uninterrupted`.
 """
 
 # Rule: a coroutine under `run_blocking` never suspends, so no event loop runs in this thread until

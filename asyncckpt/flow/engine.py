@@ -7,17 +7,17 @@ facade share all logic: each hands a coroutine to the engine and waits for its e
 # Rule 1: a job's future resolves when its task has ended, never when it was merely cancelled:
 #   callers may reuse what they passed once a wait has returned.
 #   (test_a_cancelled_wait_returns_after_the_jobs_clean_up)
-# Rule 2: waiting is cancelled by cancelling the job and waiting for its end, however often the
-#   waiter is cancelled meanwhile. That this ends is the jobs' promise: each bounds its clean-up
-#   (flow/shield.py, flow/threads.py).
+# Rule 2: a cancelled wait cancels the job and waits for its end, however often the waiter is
+#   cancelled meanwhile. This ends because every job bounds its clean-up (flow/shield.py,
+#   flow/threads.py).
 # Rule 3: a callback that blocks on the engine's own thread would wait for itself: this is refused
 #   where the wait would begin.
 #   (test_blocking_on_the_engines_own_thread_is_refused_instead_of_a_deadlock)
 # Rule 4: a job is accepted only by a thread that runs. `_thread` is assigned after `start()` has
-#   returned: set before, a failed start would leave an engine that accepts jobs for ever and runs
+#   returned: if it were set before, a failed start would leave an engine that accepts jobs and runs
 #   none. (test_an_engine_whose_thread_cannot_start_says_so_and_may_start_later)
-# Rule 5: whether the engine is closed is decided under `_lock` together with the post to the loop:
-#   a job is either on the loop before it stops, and is cancelled there, or refused.
+# Rule 5: `_closed` is checked under `_lock` together with the post to the loop: a job is either on
+#   the loop before it stops, and is cancelled there, or refused.
 # Rule 6: the engine's own work per chunk is microseconds; everything heavy runs in `Workers`.
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ COMPUTE_THREADS_MAX = 8
 """Copies and checksums gain nothing beyond the memory bandwidth, which eight threads exhaust."""
 
 SIGNAL_CHECK_S = 0.2
-"""A signal that comes just before a thread begins to wait for a lock is missed by it: waits that
-Ctrl-C shall end look up so often."""
+"""Interval at which waits that Ctrl-C must end look for it: a signal that arrives just before a
+thread begins to wait for a lock does not wake it."""
 
 EXIT_CLEANUP_S = 1.0
-"""What a save that is aborted as the process ends gets for removing its files."""
+"""Time for a save that is aborted as the process ends to remove its files."""
 
 logger = logging.getLogger("asyncckpt")
 
@@ -69,7 +69,7 @@ class Job(Generic[T]):
 
     Attributes:
         future: resolves when the task has ended.
-        caller: makes the calls that the coroutine asks of the thread that waits for it.
+        caller: makes calls of the coroutine in the thread that waits for it; None for most jobs.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -108,7 +108,7 @@ class Job(Generic[T]):
         return waiter.result()
 
     async def _attend(self, waiter: asyncio.Future[T]) -> None:
-        """Wait for the job, and make the calls that it asks of this thread."""
+        """Wait for the job, and make its calls in this thread."""
         while self.caller is not None and not waiter.done():
             woken = asyncio.wrap_future(self.caller.wake)
             await asyncio.wait((waiter, woken), return_when=asyncio.FIRST_COMPLETED)
@@ -158,7 +158,7 @@ class Job(Generic[T]):
         """Refuse to wait on the engine's own thread for a job that has not ended.
 
         Raises:
-            UsageError: it is; the job, which cannot be awaited there, was cancelled.
+            UsageError: this is that thread; the job was cancelled.
         """
         if self._engine.runs_here and not self.done():
             self.cancel()
@@ -199,7 +199,7 @@ class Job(Generic[T]):
 
 
 class Engine:
-    """A daemon thread with an event loop (uvloop's when it is installed), started at first use."""
+    """A daemon thread with an event loop (uvloop's if installed), started at first use."""
 
     def __init__(self, name: str = "asyncckpt") -> None:
         self._name = name
@@ -245,11 +245,11 @@ class Engine:
 
     @property
     def ending(self) -> bool:
-        """Whether running jobs are being cancelled, because it was closed or died."""
+        """Whether it was closed or died, so that running jobs are being cancelled."""
         return self._closed or self._died
 
     def owes(self, future: Future[Any]) -> bool:
-        """Return whether the future is that of a job of this engine that has not ended."""
+        """Return whether the future is that of an unfinished job of this engine."""
         return any(job.future is future for job in tuple(self._jobs))
 
     def submit(self, function: Callable[[], Coroutine[Any, Any, T]]) -> Job[T]:
@@ -295,7 +295,7 @@ class Engine:
             raise ClosedError(f"{self._name} is closed; create a new Checkpointer")
 
     def end_error(self) -> AsyncCheckpointError:
-        """Return why a job could not be finished, once the engine has ended."""
+        """Return the error of a job that was unfinished when the engine ended."""
         if self._died:
             return EngineDiedError(
                 f"{self._name}: the engine ended while this was outstanding; what was committed "
@@ -307,7 +307,7 @@ class Engine:
         )
 
     def begin_close(self) -> Future[None]:
-        """Refuse new jobs and cancel running ones; the returned future resolves at the end."""
+        """Refuse new jobs and cancel running ones; the result resolves when all have ended."""
         with self._lock:
             first = not self._closed
             self._closed = True
@@ -354,11 +354,7 @@ class Engine:
                     await asyncio.sleep(0)
 
     def _start_locked(self) -> None:
-        """Start the thread, unless it runs.
-
-        Raises:
-            ResourceError: the system refuses a thread or a loop, or the interpreter is exiting.
-        """
+        """Start the thread, unless it runs."""
         if self._thread is not None:
             return
         loop = None
@@ -437,15 +433,15 @@ class Engine:
                     f"{self._name}: a save was abandoned: it did not finish within "
                     f"{self.drain_deadline_s:g} s of the process's end"
                 )
-        # Also for an abandoned engine: the interpreter ends a thread that comes back from compiled
-        # code by unwinding it, and C++, such as NumPy's, aborts the whole process then.
+        # Also for an abandoned engine: at exit the interpreter unwinds a thread that returns from
+        # compiled code, and C++, such as NumPy's, then aborts the whole process.
         left_s = max(EXIT_CLEANUP_S, end - time.monotonic())
         with contextlib.suppress(TimeoutError):
             self.begin_close().result(left_s)
 
 
 def _warn(message: str) -> None:
-    """Log the message, and warn: a person sees it also where logging is not configured."""
+    """Log the message, and warn, because logging may not be configured."""
     logger.warning(message)
     with contextlib.suppress(RuntimeWarning):  # where warnings are errors, the hook must go on
         warnings.warn(message, RuntimeWarning, stacklevel=2)
@@ -469,7 +465,7 @@ def wait_quietly(future: Future[Any], timeout_s: float | None = None) -> bool:
     """Wait up to `timeout_s` seconds and return whether the future is done; ignore its outcome.
 
     Raises:
-        UsageError: it is that of a job of the engine whose own thread this is.
+        UsageError: this is the thread of the engine that runs the future's job.
     """
     engine = getattr(_here, "engine", None)
     if engine is not None and engine.owes(future):
@@ -485,7 +481,7 @@ def wait_quietly(future: Future[Any], timeout_s: float | None = None) -> bool:
 
 
 async def ended(future: Future[Any]) -> None:
-    """Wait for the end of a future; its outcome is not looked at.
+    """Wait for the end of a future; ignore its outcome.
 
     Cancellation: stops the waiting only.
     """
@@ -496,7 +492,7 @@ async def ended(future: Future[Any]) -> None:
     try:
         await asyncio.wait((waiter,))
     except asyncio.CancelledError:
-        waiter.cancel()  # detaches; only the end of its job resolves the future
+        waiter.cancel()  # detaches it; only the end of its job resolves the future
         raise
     waiter.exception()
 

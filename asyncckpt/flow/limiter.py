@@ -2,8 +2,8 @@
 
 # Rule 1: acquire may wait; release never does and is synchronous.
 # Rule 2: a caller that waits before a retry holds no permit meanwhile.
-# Rule 3: one overload cuts the window once, however many requests of it fail: only a request that
-#   began after the last cut can cut again.
+# Rule 3: one overload cuts the window once, however many requests fail: only a request that began
+#   after the last cut can cut again.
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Permit:
     """The right to have one request in flight, until it is released.
 
     Attributes:
-        cuts: how often the window had been cut when the request began.
+        cuts: number of cuts of the window before the request began.
     """
 
     __slots__ = ("_limiter", "cuts")
@@ -31,31 +31,30 @@ class Permit:
         self.release()
 
     def release(self) -> None:
-        """Declare the request as ended. Idempotent."""
+        """Return the permit when the request has ended. Idempotent."""
         limiter, self._limiter = self._limiter, None
         if limiter is not None:
             limiter._release()
 
 
 class Limiter:
-    """At most `limit` permits are out; additive increase, multiplicative decrease.
+    """At most `limit` permits at a time; additive increase, multiplicative decrease.
 
-    It belongs to one event loop. Those who wait are served in their order. A round of `limit`
-    successes during which the window was full adds one; `throttled` halves it, down to 1. Permits
-    that are out are never taken back, so that after a cut more than `limit` may be for a while.
+    It belongs to one event loop. Waiters are served in order. A round of `limit` successes during
+    which the window was full adds one; `throttled` halves it, down to 1. Permits are never taken
+    back, so that after a cut more than `limit` may be in use for a while.
 
     Args:
-        ceiling: the window grows up to this.
-        start: its first size; None begins at the ceiling.
+        ceiling: the window begins at this and never grows beyond it.
     """
 
     __slots__ = ("_ceiling", "_full", "_successes", "_waiters", "cuts", "in_flight", "limit")
 
-    def __init__(self, ceiling: int, *, start: int | None = None) -> None:
+    def __init__(self, ceiling: int) -> None:
         if ceiling < 1:
             raise ValueError(f"ceiling={ceiling}: at least one request must be allowed")
         self._ceiling = ceiling
-        self.limit = max(1, min(ceiling, ceiling if start is None else start))
+        self.limit = ceiling
         self.in_flight = 0
         self.cuts = 0
         self._successes = 0
@@ -88,7 +87,7 @@ class Limiter:
         self._grant()
 
     def try_acquire(self) -> Permit | None:
-        """Return a permit, if one is free and no caller waits for it."""
+        """Return a permit if one is free and no caller waits."""
         if self.in_flight >= self.limit or (self._waiters and self.waiting):
             return None
         return self._take()

@@ -1,4 +1,4 @@
-"""Recording of when the stages of one save or restore are busy."""
+"""Recorder of the times when the stages of one save or restore are busy."""
 
 # Rule: `add` costs a few microseconds, and is called per window, read or batch, never per leaf.
 
@@ -38,7 +38,7 @@ class Recorder:
 
     @contextmanager
     def span(self, stage: str, nbytes: int = 0) -> Iterator[None]:
-        """Record that a stage is busy during the block; nothing remains of one that raises."""
+        """Record that a stage is busy during the block, unless that raises."""
         begun = stage, time.perf_counter(), nbytes
         number = next(self._numbers)
         self._running[number] = begun
@@ -49,7 +49,7 @@ class Recorder:
             del self._running[number]
 
     def timeline(self) -> Timeline:
-        """Return what was recorded so far; a span that goes on has all its bytes, and ends now."""
+        """Return the spans so far; one that is still running has all its bytes, and ends now."""
         now = time.perf_counter()
         with self._lock:
             stages = dict(self._stages)

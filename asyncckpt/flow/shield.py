@@ -1,8 +1,8 @@
 """Awaits that end when the work has ended, however often they are cancelled meanwhile."""
 
 # Rule 1: a cancellation of the caller starts a clock. After CLEANUP_S the work itself is cancelled,
-#   and its own waits for threads end after ABANDON_S: no caller that has asked to stop waits for a
-#   mount that does not answer. (tests/cancellation/test_stuck_mount.py)
+#   and its own waits for threads end after ABANDON_S: a cancelled caller does not wait for a mount
+#   that does not answer. (tests/cancellation/test_stuck_mount.py)
 # Rule 2: the work is never left running: the await ends only when its task has ended.
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 async def to_completion(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the coroutine's result; a cancellation of the caller is forgotten.
+    """Return the coroutine's result; a cancellation of the caller is dropped.
 
     For clean-up, and for the moment of publication, whose outcome must be known.
 
@@ -65,7 +65,7 @@ async def _shielded(coroutine: Coroutine[Any, Any, T]) -> tuple[asyncio.Task[T],
 
 
 async def run_all(workers: Workers, calls: list[Callable[[], None]]) -> None:
-    """Make all calls at the same time, each in a worker thread.
+    """Make all calls concurrently, each in a worker thread.
 
     Raises:
         StoreError: the first failure; the others are its notes.
@@ -77,7 +77,7 @@ async def run_all(workers: Workers, calls: list[Callable[[], None]]) -> None:
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines at the same time and return their results; raise the leading error."""
+    """Run coroutines concurrently and return their results; raise the leading error."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
@@ -87,7 +87,7 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def cleaned_up(cleanup: Awaitable[None], error: BaseException) -> None:
-    """Wait for the clean-up after an error; if that fails, too, the error gets a note."""
+    """Wait for the clean-up after an error; if it fails too, add a note to the error."""
     try:
         await cleanup
     except AsyncCheckpointError as failure:
@@ -95,7 +95,7 @@ async def cleaned_up(cleanup: Awaitable[None], error: BaseException) -> None:
 
 
 def leading_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first error of a task group that is no mere cancellation, with notes on the rest.
+    """Return the first error of a task group that is not a cancellation, with notes on the rest.
 
     A pipeline fails for one reason; failures that follow from it are context.
     """
@@ -115,8 +115,8 @@ def leading_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
 def forget_frames(error: BaseException) -> None:
     """Clear the local variables of every frame in the error's tracebacks.
 
-    Callers keep errors to look at them later, and with them would keep the local variables of
-    every function that the error left: staging memory among them, which could not be reused.
+    A caller that keeps an error would otherwise keep the local variables of every function that it
+    passed through: staging memory among them, which could not be reused.
     """
     waiting: list[BaseException | None] = [error]
     done: set[int] = set()

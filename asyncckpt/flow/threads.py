@@ -8,8 +8,8 @@
 #   exception is a thread stuck for `abandon_s` in a system call (a mount that does not answer):
 #   then ThreadAbandonedError is raised, whose future resolves if the thread returns after all.
 #   (test_a_cancelled_run_returns_after_its_thread, test_a_stuck_thread_is_abandoned_...)
-# Rule 2: clean-up has the same limit from its start, because its caller has stopped waiting for
-#   results already. (test_clean_up_of_a_mount_that_does_not_answer_is_abandoned)
+# Rule 2: clean-up has the same limit from its start, because its caller no longer waits for
+#   results. (test_clean_up_of_a_mount_that_does_not_answer_is_abandoned)
 # Rule 3: threads are daemons, named, and joined by `shutdown`; an abandoned one is replaced.
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 ABANDONED_JOIN_S = 0.1
-"""Once a thread was abandoned, it is unknown which: each gets this long to end."""
+"""Once a thread was abandoned, it is unknown which one: each gets this long to end."""
 
 
 class ThreadAbandonedError(SaveError):
@@ -47,7 +47,10 @@ _Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class Workers(Executor):
-    """A fixed number of daemon threads, `count`, that serve one first-in, first-out queue."""
+    """A fixed number of daemon threads, `count`, that serve one first-in, first-out queue.
+
+    It is an `Executor` because aiofiles runs its calls in one.
+    """
 
     def __init__(self, count: int, name: str, *, abandon_s: float = ABANDON_S) -> None:
         self._name = name
@@ -102,7 +105,7 @@ class Workers(Executor):
         return waiter.result()
 
     async def clean_up(self, call: Callable[[], object]) -> None:
-        """Make the call in a worker thread, also if this task is cancelled meanwhile.
+        """Make the call in a worker thread, even if this task is cancelled meanwhile.
 
         Cancellation: raised when the call has ended.
 
@@ -113,7 +116,7 @@ class Workers(Executor):
         await self._outlast(asyncio.wrap_future(future), future, call, limited=True)
 
     async def complete(self, coroutine: Coroutine[Any, Any, T], name: str) -> T:
-        """Return the coroutine's result; for one whose own awaits lose their threads.
+        """Return the result of a coroutine whose own awaits abandon their threads when cancelled.
 
         A cancelled `aiofiles.open` returns while its thread goes on to open the file. Inside this
         method such a coroutine is not cancelled: it goes on until it has closed what it opened.
@@ -184,8 +187,8 @@ class Workers(Executor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Refuse further work, make the queued calls, and with `wait` join the threads.
 
-        Stuck threads are left to end with the process: an abandoned one is hardly waited for, and
-        one that its caller has left for other reasons no longer than `abandon_s`.
+        Stuck threads end with the process: once one was abandoned, each is joined for
+        `ABANDONED_JOIN_S` only, otherwise for `abandon_s`.
         """
         with self._lock:
             if not self._closed:
@@ -250,7 +253,7 @@ def thread_error(name: str, error: Exception) -> ResourceError:
 
 
 def called(function: str | Callable[..., Any]) -> str:
-    """Return what a call is, without the values that a partial holds: they may be credentials."""
+    """Return the name of a call, without the values that a partial holds: possibly credentials."""
     if isinstance(function, str):
         return function
     while isinstance(function, partial):
@@ -259,7 +262,7 @@ def called(function: str | Callable[..., Any]) -> str:
 
 
 def seen(waiter: asyncio.Future[Any]) -> None:
-    """Mark the outcome as retrieved: the caller gets a cancellation instead."""
+    """Mark the outcome as retrieved, so that asyncio does not log it."""
     if not waiter.cancelled():
         waiter.exception()
 

@@ -1,4 +1,4 @@
-"""Agreement of processes that restore together: on step, targets, exchange, batches, end."""
+"""Agreement of processes that restore together: step, targets, exchange, batches, end."""
 
 # Rule 1: no process reads payload before the targets of all have matched.
 # Rule 2: a saved leaf is unexpected only if no process wants it.
@@ -27,14 +27,14 @@ class RestoreAgreement:
     """The part of one process in a restore by several.
 
     Attributes:
-        round: what they say to each other about it.
+        round: their messages about it.
         exchange: their collectives; None where each process reads for itself.
     """
 
     def __init__(self, round_: Round, exchange: Exchange | None) -> None:
         self.round = round_
         self.exchange = exchange
-        self._told = -1  # the last batch that process 0 has said all are ready for
+        self._told = -1  # the last batch for which process 0 has announced that all are ready
 
     async def step(
         self,
@@ -42,7 +42,7 @@ class RestoreAgreement:
         broadcast: bool | str,
         latest: Callable[[], Awaitable[int | None]],
     ) -> int | None:
-        """Return the step that all restore: the one asked for, or what `latest` gives process 0.
+        """Return the step that all restore: the one asked for, or `latest()` of process 0.
 
         Raises:
             UsageError: this process asks for another step or `broadcast` than process 0.
@@ -63,7 +63,7 @@ class RestoreAgreement:
         return None if chosen is None else int(chosen)
 
     async def matched(self, opened: OpenCheckpoint, matching: Matching, strict: bool) -> None:
-        """Return when the targets of all processes fit the checkpoint.
+        """Wait until the targets of all processes fit the checkpoint.
 
         Raises:
             TreeMismatchError: a saved leaf is wanted by no process, and `strict`.
@@ -83,13 +83,13 @@ class RestoreAgreement:
             )
         await self.round.answer("read", b"+")
 
-    async def size_of(self, name: str, size: Callable[[], Awaitable[int]]) -> int:
-        """Return the size of a file, in bytes, that `size` gives process 0."""
+    async def record_nbytes(self, size: Callable[[], Awaitable[int]]) -> int:
+        """Return the size of the record in bytes: `size()` of process 0."""
         if self.round.leads:
             nbytes = await size()
-            await self.round.answer(name, str(nbytes).encode())
+            await self.round.answer("record", str(nbytes).encode())
             return nbytes
-        return int(await self.round.answered(name))
+        return int(await self.round.answered("record"))
 
     async def shared(
         self,
@@ -104,7 +104,7 @@ class RestoreAgreement:
         Args:
             rows: the chunks that this process wants.
             nbytes: length of each chunk of the checkpoint.
-            least_nbytes: if several processes want less, they share nothing.
+            least_nbytes: with fewer bytes wanted by several processes, nothing is shared.
             compute: worker threads.
         """
         wanted = await compute.run(encoded_rows, rows)
@@ -120,10 +120,10 @@ class RestoreAgreement:
         return sharing
 
     async def ready(self, batch: int) -> bool:
-        """Return once all processes are ready for this batch, or for a later one.
+        """Wait until all processes are ready for this batch or a later one.
 
         Returns:
-            Whether they are; False where the restore has failed on one of them.
+            True, or False if the restore has failed on one of them.
         """
         if not self.round.leads:
             await self.round.post("ready", str(batch).encode())
@@ -137,7 +137,7 @@ class RestoreAgreement:
         return True
 
     async def restored(self, timeline: Timeline) -> Timeline:
-        """Return when all processes have restored what they wanted.
+        """Wait until all processes have restored what they wanted.
 
         Returns:
             The timeline; on process 0, with those of the others.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncckpt.adapters.arrays import host_place, may_share_memory
+from asyncckpt.adapters.arrays import host_place, may_share_memory, overlapping
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.arena import SMALL_NBYTES, Arena
@@ -25,7 +25,7 @@ from asyncckpt.spec import DTYPES, Box
 Memory = npt.NDArray[Any]
 
 _TIED_FRAMEWORKS = frozenset(("numpy", "torch"))
-"""Whose arrays stay tied: writing to one is seen in the other. JAX's arrays are immutable."""
+"""Frameworks whose tied arrays stay tied: writing to one changes the other. JAX's are immutable."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +36,7 @@ class Buffers:
         parts: per leaf its memory in the stored dtype, one array, or one for each box that its
             target wants.
         nbytes: bytes of all of it.
-        destinations: what is fetched: the overlaps of parts and stored arrays.
+        destinations: the overlaps of parts and stored arrays, which are fetched.
         requests: the same for the planner.
         owners: per destination the number of the leaf that waits for it.
         sharers: by destination the numbers of further leaves that wait for it (tied arrays).
@@ -57,15 +57,12 @@ class Buffers:
 def allocate(
     opened: OpenCheckpoint, leaves: Sequence[LeafRestore], *, framework: str, in_place: bool
 ) -> Buffers:
-    """Return memory for every leaf, and what fills it. Blocking.
+    """Return memory for every leaf that is an array, and the requests that fill it. Blocking.
 
-    Args:
-        opened: the checkpoint.
-        leaves: leaves that are arrays.
-        framework: whose arrays the leaves without a target become.
-        in_place: the buffers of targets are used where they have the stored dtype.
+    Leaves without a target become arrays of `framework`. With `in_place`, the buffers of targets
+    are used where they have the stored dtype.
     """
-    # A loop that decides what a small leaf costs: no call that the common case can do without.
+    # This loop decides what a small leaf costs: the common case makes no call that it can avoid.
     parts, flats, nbytes = _memory(opened, leaves, framework, in_place=in_place)
     tied = opened.arrays.tied
     tied_arrays = {*tied, *tied.values()}
@@ -112,10 +109,10 @@ def allocate(
 def _memory(
     opened: OpenCheckpoint, leaves: Sequence[LeafRestore], framework: str, *, in_place: bool
 ) -> tuple[list[Sequence[Memory]], list[Bytes | None], int]:
-    """Return per leaf the buffers of its target, or else memory of our own.
+    """Return per leaf the buffers of its target, or new memory.
 
-    With it come the memory of each leaf as one run of bytes, where that is at hand, and the number
-    of all bytes.
+    Also returns the new memory of each leaf as one run of bytes, where it is one, and the number of
+    all bytes.
     """
     parts: list[Sequence[Memory]] = []
     flats: list[Bytes | None] = [None] * len(leaves)
@@ -165,9 +162,9 @@ def _memory(
 
 
 def tied_key(opened: OpenCheckpoint, leaf: LeafRestore, framework: str) -> Hashable | None:
-    """Return what the leaves have in common that come back as one array; None for all others.
+    """Return a key that leaves share if they come back as one array; None for all others.
 
-    These were one mutable array, or become one immutable array. Others that share chunks (`bytes`
+    They were one mutable array, or become one immutable array. Others that share chunks (`bytes`
     and the array that they were made of, or one JAX array in two places) get memory of their own,
     so that writing to one does not change the other.
     """
@@ -202,27 +199,14 @@ def _overlaps(
             yield pieces[number].array, None if whole else part, memory[within]
 
 
-class _Span(NamedTuple):
-    """Memory that a restore fills, and the chunk rows of the arrays that fill it.
-
-    The rows of tied leaves are equal.
-    """
-
-    start: int
-    stop: int
-    rows: tuple[int, ...]
-    identity: Hashable | None
-    memory: Any
-    target: Target
-    path: str
+_Place = tuple[LeafRestore, tuple[int, int], Hashable | None, Any]
+"""A leaf, and byte span, identity and array of memory that a restore fills for it."""
 
 
 def check_overlaps(leaves: Sequence[LeafRestore], first_rows: Sequence[int]) -> None:
     """Check that no two targets share memory, unless they are one array of the checkpoint.
 
-    Args:
-        leaves: what is restored in place.
-        first_rows: first chunk row of every array.
+    `first_rows` has the first chunk row of every array.
 
     Raises:
         UsageError: names both leaves.
@@ -233,44 +217,37 @@ def check_overlaps(leaves: Sequence[LeafRestore], first_rows: Sequence[int]) -> 
         t.span or t.buffers for _, t in targets
     ):
         return  # each has memory of its own
-    places = [(leaf, t, place) for leaf, t in targets for place in _places(t)]
-    # Most targets do not even come near each other: one vectorised look settles it.
-    bounds = np.array([extent for _, _, (extent, _, _) in places], np.int64).reshape(-1, 2)
+    places: list[_Place] = [(leaf, *place) for leaf, t in targets for place in _places(t)]
+    spans = [span for _, span, _, _ in places]
+    # The byte spans of most targets are disjoint: one vectorised comparison settles it.
+    bounds = np.array(spans, np.int64).reshape(-1, 2)
     bounds = bounds[np.argsort(bounds[:, 0], kind="stable")]
     if not np.any(bounds[1:, 0] < np.maximum.accumulate(bounds[:-1, 1])):
         return
-    spans: list[_Span] = []
-    for leaf, target, (extent, identity, memory) in places:
-        # A scalar of the record is tied to nothing.
-        rows: tuple[int, ...] = (-1 - leaf.saved,)
-        if leaf.spec is not None:
-            rows = tuple([first_rows[array] for array in leaf.arrays()])
-        spans.append(_Span(*extent, rows, identity, memory, target, leaf.path))
-    spans.sort(key=itemgetter(0, 1))
-    # A sweep from low to high addresses: each span is compared with those that reach into it.
-    reaching: list[_Span] = []
-    for span in spans:
-        reaching = [other for other in reaching if other.stop > span.start]
-        for other in reaching:
-            _check_apart(other, span)
-        reaching.append(span)
+    for number, other_number in overlapping(spans):
+        leaf, _, identity, memory = places[number]
+        other, _, other_identity, other_memory = places[other_number]
+        if leaf.target is other.target:
+            continue
+        if identity is not None and identity == other_identity and _tied(leaf, other, first_rows):
+            continue
+        if may_share_memory(memory, other_memory):
+            raise UsageError(
+                f"{leaf.path} and {other.path}: these targets overlap in memory but are different "
+                "arrays in the checkpoint; restore one of them elsewhere",
+                path=other.path,
+            )
 
 
-def _check_apart(one: _Span, other: _Span) -> None:
-    same = one.identity is not None and one.identity == other.identity
-    tied = same and one.rows == other.rows
-    if one.target is other.target or tied:
-        return
-    if may_share_memory(one.memory, other.memory):
-        raise UsageError(
-            f"{one.path} and {other.path}: these targets overlap in memory but are different "
-            "arrays in the checkpoint; restore one of them elsewhere",
-            path=other.path,
-        )
+def _tied(one: LeafRestore, other: LeafRestore, first_rows: Sequence[int]) -> bool:
+    """Return whether two leaves share their chunks; scalars of the record have none."""
+    if one.spec is None or other.spec is None:
+        return False
+    return [first_rows[a] for a in one.arrays()] == [first_rows[a] for a in other.arrays()]
 
 
 def _places(target: Target) -> list[tuple[tuple[int, int], Hashable | None, Any]]:
-    """Return byte span, identity and memory of everything that is filled for a target."""
+    """Return byte span, identity and memory of every part of a target that is filled."""
     name = target.spec.dtype
     if target.buffers:
         return [(host_place(b, name)[0], target.identity, b) for b in target.buffers]

@@ -1,15 +1,15 @@
 """Decode: chunks as they are stored become elements of destination buffers, checked.
 
-What touches the bytes of chunks runs in worker threads.
+Everything that touches the bytes of chunks runs in worker threads.
 """
 
 # Rule 1: a checksum that fails ends the restore; values are handed over only after all have passed.
 # Rule 2: nothing allocates by what a chunk claims; sizes come from the record's shapes.
 #
 # A chunk takes one of four ways, which `Fetch` chooses:
-#   direct   its bytes were read straight into the destination, and are checked where they are;
+#   direct   its bytes were read straight into the destination, and are checked there;
 #   small    it shares a slot with others: all are checked and copied to their destinations;
-#   piece    it is larger than a slot: piece after piece passes through one slot, and the checksum
+#   piece    it is larger than a slot: it passes through one slot piece by piece, and the checksum
 #            of the whole is known only after the last;
 #   encoded  it is larger than a slot and compressed: it lies in several slots and is decoded whole.
 
@@ -34,14 +34,14 @@ from asyncckpt.ports import Bytes
 from asyncckpt.spec import DTYPES, Box
 
 TAIL_NBYTES = 1 << 20
-"""Longest padding that is read along behind a payload that goes straight into its destination."""
+"""Longest padding that is read with a payload that goes straight into its destination."""
 
 GIL_COPY_NBYTES = 64 << 10
 """Copies up to this size, a few microseconds, are made without releasing the GIL."""
 
 
 def trailer_matches(trailer: Bytes | memoryview, crc: int) -> bool:
-    """Return whether the four bytes behind a payload are its checksum."""
+    """Return whether the four bytes after a payload are its checksum."""
     return int.from_bytes(bytes(trailer[:CRC_NBYTES]), "little") == crc
 
 
@@ -70,7 +70,7 @@ class Destination:
         box: the wanted part; None for all of it.
         values: memory of the box's shape, in the stored dtype; None to read and check only.
         flat: the same memory as one run of bytes; None where it is not one run, and for small
-            arrays, of which the bytes are looked up when they come.
+            arrays, whose bytes are viewed only when they arrive.
     """
 
     path: str
@@ -81,7 +81,7 @@ class Destination:
 
 
 class Destinations(Sequence[Destination]):
-    """Destinations by column, named as the fields of one: small leaves need no object each."""
+    """Destinations by column, named like the fields of one: small leaves need no object each."""
 
     def __init__(self, destinations: Iterable[Destination] = ()) -> None:
         self.path: list[str] = []
@@ -123,8 +123,8 @@ def _copied(values: npt.NDArray[Any] | None, flat: Bytes | None, payload: memory
         if flat is not None:
             np.copyto(flat, np.frombuffer(payload, np.uint8))
         return flat is not None
-    # Between memoryviews: NumPy releases the GIL for each of a thousand small copies, and waits to
-    # get it back.
+    # Between memoryviews: NumPy would release the GIL for each of a thousand small copies, and wait
+    # to get it back.
     try:
         view = memoryview(values).cast("B") if flat is None else memoryview(flat)
         view[:] = payload
@@ -146,7 +146,7 @@ class Check:
         next(steps)
 
     def __call__(self, there: int) -> None:
-        """Check what has come since the last call; calls come one after the other."""
+        """Check what has arrived since the last call; not to be called concurrently."""
         try:
             self._steps.send(there)
         except StopIteration:
@@ -156,13 +156,8 @@ class Check:
 class Decode:
     """The decode stage of one restore.
 
-    Every method raises `CorruptCheckpointError`, which names leaf, file and offset.
-
-    Args:
-        opened: the checkpoint.
-        extents: where its chunks are.
-        plan: of the restore.
-        destinations: by number of the request in the plan.
+    Every method raises `CorruptCheckpointError`, which names leaf, file and offset. `destinations`
+    are by number of the request in the plan.
     """
 
     def __init__(
@@ -208,17 +203,13 @@ class Decode:
             batch = ReadBatch(-1, 0, len(data), inline)
             self._scatter(part, self._payload(batch, part, np.frombuffer(data, np.uint8)), 0)
 
-    def checking(self, batches: Sequence[ReadBatch], buffers: Sequence[Bytes]) -> Check:
-        """Return the check of what one call reads, in two buffers per batch: it, and what follows.
-
-        The bytes of direct batches are in their destinations then; those of others are copied
-        there.
-        """
-        return Check(self._check(batches, buffers))
-
-    def _check(
+    def checks(
         self, batches: Sequence[ReadBatch], buffers: Sequence[Bytes]
     ) -> Generator[None, int, None]:
+        """Check what one call reads, as `Check` asks: two buffers per batch, it and what follows.
+
+        The bytes of direct batches arrive in their destinations; those of others are copied there.
+        """
         there = yield
         begin = 0
         for batch, data, rest in zip(batches, buffers[::2], buffers[1::2], strict=True):
@@ -243,9 +234,9 @@ class Decode:
                 self.expect(batch, part.row, crc, trailer)
 
     def piece(self, batch: ReadBatch, data: Bytes, start: int, crc: int) -> int:
-        """Copy the piece of a large chunk that begins at `start`, not yet checked.
+        """Copy the piece of a large chunk that begins at `start`, before it can be checked.
 
-        Returns the checksum of everything up to its end; `crc` is that up to its begin.
+        Returns the checksum of the chunk up to the end of the piece; `crc` is that up to its start.
         """
         for part in batch.parts:
             self._scatter(part, data, start)
@@ -273,8 +264,8 @@ class Decode:
 
     def small(self, batch: ReadBatch, data: Bytes) -> None:
         """Check and copy the chunks of a batch, which are all in `data`."""
-        # The loop that decides what a small leaf costs: no object per part, few lookups. A row
-        # has several parts where several destinations want it; it is checked and decoded once.
+        # This loop decides what a small leaf costs: no object per part, few lookups. A row has
+        # several parts where several destinations want it; it is checked and decoded once.
         if not self._has_crcs:
             self._small_foreign(batch, data)
             return
@@ -295,14 +286,14 @@ class Decode:
                 if any_encoded:
                     part = batch.parts[number]
                     payload = memoryview(self._elements(batch, part, [data[start:stop]]))
-            # Where one chunk is all that is wanted; others may have as many bytes by chance.
+            # Only where one chunk is all that is wanted: parts of others may have as many bytes.
             if counts[request] != 1 or not _copied(values[request], flat[request], payload):
                 self._scatter(batch.parts[number], np.frombuffer(payload, np.uint8), 0)
 
     def _check_trailers(
         self, batch: ReadBatch, data: Bytes, rows: Sequence[int]
     ) -> tuple[list[int], list[int], list[int]]:
-        """Compare what trails each row with the index; return starts, stops, CRCs of payloads."""
+        """Compare each row's trailer with the index; return starts, stops and CRCs of payloads."""
         extents, numbers = self._extents, np.array(rows, np.int64)
         assert extents.crc32c is not None
         crcs = extents.crc32c[numbers]
@@ -344,7 +335,7 @@ class Decode:
         destination.values[within] = element.view(DTYPES[storage.spec.dtype])[0]
 
     def _payload(self, batch: ReadBatch, part: Part, stored: Bytes) -> Bytes:
-        """Return the checked elements of a chunk of which the index keeps no checksum."""
+        """Return the checked elements of a chunk without a checksum in the index."""
         codec = self.codec(part)
         end = stored.nbytes - codec.trailer_nbytes
         if end < 0:
@@ -354,7 +345,7 @@ class Decode:
         return self._elements(batch, part, [stored[:end]])
 
     def _elements(self, batch: ReadBatch, part: Part, stored: list[Bytes]) -> Bytes:
-        """Return the elements of a checked chunk without its trailer, decoded where necessary."""
+        """Return the elements of a checked chunk, given without its trailer."""
         decode = self.codec(part).decode
         if decode is None:
             (data,) = stored
@@ -391,7 +382,7 @@ class Decode:
         )
 
     def expect(self, batch: ReadBatch, row: int, crc: int, trailer: Bytes) -> None:
-        """Compare the checksum of a chunk's bytes with the index, and with what trails them."""
+        """Compare the checksum of a chunk's bytes with the index and with its trailer."""
         known = self._extents.crc32c
         if known is not None and crc != known[row]:
             reason = f"CRC-32C is {crc:08x}, the chunk index says {int(known[row]):08x}"

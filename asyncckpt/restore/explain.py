@@ -1,4 +1,4 @@
-"""Explanation of a restore: which part of which leaf every read was for."""
+"""Explanation of a restore: the parts of leaves that each read was for."""
 
 from __future__ import annotations
 
@@ -17,13 +17,7 @@ from asyncckpt.spec import Box
 def explained(
     fetch: Fetch, leaves: Sequence[LeafRestore], buffers: Buffers
 ) -> tuple[ReadRange, ...]:
-    """Return what was read, by file and offset. Blocking: a few microseconds per item.
-
-    Args:
-        fetch: what has read it.
-        leaves: the leaves that are arrays.
-        buffers: what was fetched.
-    """
+    """Return what was read, by file and offset. Blocking: a few microseconds per item."""
     opened, extents = fetch.opened, fetch.extents
 
     def items(parts: Iterable[Part]) -> Iterator[ReadItem]:

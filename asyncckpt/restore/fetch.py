@@ -22,12 +22,12 @@ from asyncckpt.flow.recorder import Recorder
 from asyncckpt.flow.threads import Workers
 from asyncckpt.planning.restore import ReadBatch, RestorePlan
 from asyncckpt.ports import DIRECT, Bytes, Ranges, Reading
-from asyncckpt.restore.decode import Decode, Destination, is_direct
+from asyncckpt.restore.decode import Check, Decode, Destination, is_direct
 from asyncckpt.restore.ranges import Read, far, near, span
 
 READ_AHEAD_NBYTES = 256 << 20
-"""What one read of a remote store has in flight at most, however large its chunk is; it counts in
-the budget. With a smaller budget it has less in flight."""
+"""Most bytes that one read of a remote store has in flight, however large its chunk is. They count
+in the budget; with a smaller budget there are fewer."""
 
 
 @dataclass(eq=False, repr=False)
@@ -41,15 +41,15 @@ class Fetch:
         destinations: by number of the request in the plan.
         pool: where slots come from.
         compute: worker threads for the decode stage.
-        concurrency: how many reads to have in flight; asked again before every read, because a
-            store finds out what its link rewards while it is read from.
-        own_memory: destinations are ours, so that reads may bypass the page cache.
+        concurrency: returns how many reads to have in flight; called before every read, because a
+            store learns during a restore what its link rewards.
+        own_memory: destinations were allocated here, so that reads may bypass the page cache.
         arrived: called with the numbers of destinations that hold their checked values.
         progress: called with the bytes of every read.
         streams: files that are read instead of those of the checkpoint.
-        left: per destination, chunks that have not arrived; by default those of the plan. Two
-            fetches that fill the same destinations share it.
-        explain: note every read.
+        left: per destination, the number of chunks that have not arrived; by default those of the
+            plan. Two fetches that fill the same destinations share it.
+        explain: keep every read in `reads`.
         recorder: notes when ranges are read, and when they are decoded.
         reads: every read, if the restore is to be explained.
         read_nbytes: bytes that have been read.
@@ -108,13 +108,13 @@ class Fetch:
                 self._limiter.ceiling = self.concurrency()
                 stream = await self._limiter.acquire()
                 try:
-                    slots, beside = await self._lease(read)
+                    slots, extra = await self._lease(read)
                 except BaseException:
                     stream.release()
                     raise
-                task = group.create_task(self._read(read, slots, beside, stream))
+                task = group.create_task(self._read(read, slots, extra, stream))
                 # A task that is cancelled before its first step never runs its `finally`.
-                task.add_done_callback(partial(self._free, stream, slots, beside))
+                task.add_done_callback(partial(self._free, stream, slots, extra))
 
     def _begins(self, batch: ReadBatch) -> bool:
         """Return whether a run of batches may begin with this one."""
@@ -125,21 +125,18 @@ class Fetch:
         return not self._decode.encoded_parts(batch)
 
     def _free(
-        self, stream: Permit, slots: list[Slot], beside: int, task: asyncio.Task[None]
+        self, stream: Permit, slots: list[Slot], extra: int, task: asyncio.Task[None]
     ) -> None:
         stream.release()
         self.pool.release(slots, None if task.cancelled() else task.exception())
-        if beside:
-            self.pool.budget.release(beside)
+        if extra:
+            self.pool.budget.release(extra)
 
     async def _lease(self, read: Read) -> tuple[list[Slot], int]:
-        """Acquire the slots of a read, and bytes of the budget for copies that its client makes.
+        """Acquire the slots of a read, and further bytes of the budget; return both.
 
-        Compressed chunks also count the memory of their decoded elements. Whatever is asked for is
-        cut to the capacity: a read that needs more than the budget goes alone.
-
-        Returns:
-            The slots, and the bytes beside them.
+        The bytes are for copies that the client makes, and for decoded elements of compressed
+        chunks. Requests are cut to the capacity: a read that needs more than the budget runs alone.
         """
         slot_nbytes, capacity = self.pool.slot_nbytes, self.pool.budget.capacity
         copies = min(span(read.batches), READ_AHEAD_NBYTES) * self._capabilities.read_copies
@@ -153,11 +150,11 @@ class Fetch:
         encoded = self._decode.encoded_parts(batch)
         largest = max((self._decode.payload_nbytes(p) for p in encoded), default=0)
         count = 1 if not encoded else max(1, -(-batch.nbytes // slot_nbytes))
-        beside = min(largest + copies, max(0, capacity - count * slot_nbytes))
-        return await self.pool.take(count, grow=False, extra=beside), beside
+        extra = min(largest + copies, max(0, capacity - count * slot_nbytes))
+        return await self.pool.take(count, grow=False, extra=extra), extra
 
     async def _read(self, read: Read, slots: list[Slot], held: int, stream: Permit) -> None:
-        """Read one run, check it, and copy what is not in its destination yet."""
+        """Make one read, check it, and copy what did not go straight into its destination."""
         batches = read.batches
         path = self.opened.stored_files[batches[0].file].path
         copies = self._capabilities.read_copies
@@ -201,8 +198,8 @@ class Fetch:
     async def _direct(
         self, batches: Sequence[ReadBatch], path: str, ahead_nbytes: int | None, stream: Permit
     ) -> None:
-        # Two buffers for each batch, which together reach to the next one: its payload, and what
-        # follows it (trailer, padding, gap). Small chunks between direct ones are read aside.
+        # Two buffers per batch, which together reach to the next one: its payload, and what follows
+        # it (trailer, padding, gap). Small chunks between direct ones get memory of their own.
         buffers: list[Bytes] = []
         for batch, following in zip(batches, [*batches[1:], None], strict=True):
             end = batch.offset + batch.nbytes if following is None else following.offset
@@ -229,8 +226,8 @@ class Fetch:
         direct: bool,
         ahead_nbytes: int | None,
     ) -> None:
-        """Read batches, check them, and copy what is not in its destination yet."""
-        offset, check = batches[0].offset, self._decode.checking(batches, buffers)
+        """Read batches, check them, and copy what did not go straight into its destination."""
+        offset, check = batches[0].offset, Check(self._decode.checks(batches, buffers))
         with self.recorder.span(self._reading, span(batches)):
             how = Reading(direct, stream.release, ahead_nbytes, check)
             await self._files.read_into(path, offset, buffers, how=how)

@@ -49,7 +49,7 @@ class LeafRestore(NamedTuple):
         scalar: value of a scalar of the record; a rank-0 array of the target's dtype where it goes
             into an array.
         want: the leaf of the target, or None.
-        target: what its adapter says of it, if that is an array.
+        target: its adapter's description, if it is an array.
     """
 
     number: int
@@ -73,11 +73,10 @@ class Matching:
 
     Attributes:
         structure: the containers of the checkpoint.
-        leaves: the leaves to restore, first those that are arrays, then scalars of the record;
-            below objects with a state dict also those that their present state lacks (the state of
-            a fresh optimizer), without a leaf of the target.
+        leaves: the leaves to restore, first arrays, then scalars of the record; below objects with
+            a state dict also those that their present state lacks (of a fresh optimizer), without a
+            leaf of the target.
         array_count: how many of them are arrays.
-        selected: ordinals of the saved leaves that `include` chooses, or None for all.
         missing: paths of the target that the checkpoint lacks; an object with a state dict by its
             own path.
         unexpected: paths of the checkpoint that the target lacks.
@@ -88,7 +87,6 @@ class Matching:
     structure: Structure
     leaves: Sequence[LeafRestore]
     array_count: int
-    selected: Collection[int] | None
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
     wanted: int = 0
@@ -126,7 +124,7 @@ def match(opened: OpenCheckpoint, request: RestoreRequest) -> Matching:
             arrays.append(tuple.__new__(LeafRestore, fields))
     _refuse_dtypes(opened, arrays, request.framework)
     count = len(arrays) + len(scalars)
-    return Matching(structure, arrays + scalars, len(arrays), selected, wanted=count, matched=count)
+    return Matching(structure, arrays + scalars, len(arrays), wanted=count, matched=count)
 
 
 def select(location: str, paths: Sequence[str], include: Sequence[str]) -> set[int]:
@@ -159,11 +157,7 @@ def saved_leaf(opened: OpenCheckpoint, path: str, leaf: int, array: int) -> Leaf
 def _refuse_dtypes(
     opened: OpenCheckpoint, arrays: Iterable[LeafRestore], framework: ArrayAdapter
 ) -> None:
-    """Check that the framework can hold every array as it was saved.
-
-    Raises:
-        DtypeMismatchError: lists the leaves that it cannot hold.
-    """
+    """Refuse arrays whose dtype the framework cannot hold."""
     fits: set[str] = set()
     refused: list[DtypeMismatchError] = []
     for leaf in arrays:
@@ -183,7 +177,7 @@ def _refuse_dtypes(
 
 
 def refuse_unexpected(location: str, paths: Iterable[str]) -> None:
-    """Refuse saved leaves that nobody wants.
+    """Refuse saved leaves that no process wants.
 
     Raises:
         TreeMismatchError: lists them.
@@ -204,8 +198,8 @@ def refuse_unexpected(location: str, paths: Iterable[str]) -> None:
 class _Matcher:
     """Matches a checkpoint with a target.
 
-    A leaf below an object with a state dict is always wanted: the object decides what of it fits,
-    as far as nothing is known of that (`StatefulTarget.required`).
+    Leaves below an object with a state dict are always wanted: the object decides which of them
+    fit, unless that is known (`StatefulTarget.required`).
     """
 
     opened: OpenCheckpoint
@@ -217,7 +211,7 @@ class _Matcher:
     def __post_init__(self) -> None:
         self._arrays = self.opened.leaf_arrays()
         self._stateful = self.request.stateful if self.request.mode == "into" else {}
-        # The object to whose state each leaf belongs, if any: looked up once for all that follows.
+        # The object to whose state each leaf belongs, if any.
         roots = self._stateful
         self._saved_in = [enclosing(path, roots) if roots else None for path in self.paths]
         self._wanted_in = [enclosing(w.path, roots) if roots else None for w in self.request.wanted]
@@ -251,7 +245,6 @@ class _Matcher:
             self.structure,
             arrays + scalars,
             len(arrays),
-            self.selected,
             self._missing,
             self._unexpected,
             self._wanted,
@@ -275,7 +268,7 @@ class _Matcher:
             path, target = want.path, want.target
             saved = place.get(path)
             if saved is not None and root is None and selected is None and target is not None:
-                # What most leaves are, with as little as can be done for each.
+                # Most leaves take this branch, which does as little as possible for each.
                 array = arrays[saved]
                 spec = specs[storage_of[array]] if array >= 0 else None
                 if (
@@ -297,7 +290,7 @@ class _Matcher:
             if saved is None:
                 if root is None:
                     self._missing.append(want.path)
-                # What an object may do without is not wanted.
+                # A leaf that its object may lack is not wanted.
                 free = root is not None and self._stateful[root].required is None
                 self._wanted += root in lacking or not free
                 continue
@@ -325,7 +318,7 @@ class _Matcher:
         return ordinals
 
     def _check_process_counts(self) -> None:
-        """Compare the numbers of processes where each wants the value that it has saved."""
+        """Compare the numbers of processes at paths with a value per process."""
         wanted = self.request.per_process
         if not wanted:
             return
@@ -345,7 +338,7 @@ class _Matcher:
         self._mismatches.raise_any(self.opened.location)
 
     def _match_rest(self, seen: Collection[int]) -> None:
-        """Give what no leaf of the target wants to the objects whose state it is."""
+        """Give leaves that no leaf of the target wants to the objects whose state they are."""
         for leaf, (path, root) in enumerate(zip(self.paths, self._saved_in, strict=True)):
             if leaf in seen or (self.selected is not None and leaf not in self.selected):
                 continue
@@ -361,11 +354,11 @@ class _Matcher:
                 self._leaves.append(found)
 
     def _is_other(self, root: str, want: Wanted, saved: int) -> bool:
-        """Return whether a leaf of a state dict has become something else, which is no fault.
+        """Return whether a leaf of a state dict has legitimately changed its type or shape.
 
         A learning rate of 1 may be 0.5 now, or a tensor, and a replay buffer may have grown. But
-        the arrays of modules and optimizers, whose class says which framework's they are, keep
-        their shapes and dtypes.
+        the arrays of modules and optimizers, whose framework is known from their class, keep their
+        shapes and dtypes.
         """
         opened, array = self.opened, self._arrays[saved]
         if want.target is None and array < 0:
@@ -448,8 +441,8 @@ class _Matcher:
     def _absent(self) -> list[str]:
         """Return the paths of the objects for which the checkpoint has nothing.
 
-        Foreign formats drop empty containers: there an object without leaves cannot be told from
-        one that was not saved, and is not missing.
+        Foreign formats drop empty containers, so an object without leaves looks like one that was
+        not saved; it does not count as missing.
         """
         if not self._stateful:
             return []
@@ -461,11 +454,7 @@ class _Matcher:
         return [root for root in roots if root not in held]
 
     def _refuse_parts(self, include: Sequence[str]) -> None:
-        """Check that `include` selects all or nothing of what each object is given.
-
-        Raises:
-            UsageError: it selects a part; names the object and the patterns.
-        """
+        """Refuse an `include` that selects only a part of an object's state."""
         leaves: dict[str, list[int]] = defaultdict(list)
         for leaf, root in enumerate(self._saved_in):
             if root is not None:
@@ -490,7 +479,7 @@ class _Matcher:
             )
 
     def _check_required(self) -> None:
-        """Compare the keys that objects insist on: of these, both states must have the same."""
+        """Compare the keys that objects require, which must be the same in both states."""
         if not any([target.required for target in self._stateful.values()]):
             return
         wanted = self._required_keys(self._wanted_in, [w.path for w in self.request.wanted], None)
@@ -518,7 +507,7 @@ class _Matcher:
                 keys[root][key] = None
         return keys
 
-    # -- what only one side has
+    # -- leaves of one side only
 
     def _refuse_missing(self, absent: Iterable[str]) -> None:
         fresh = self.request.stateful if self.request.mode == "like" else {}
@@ -533,7 +522,7 @@ class _Matcher:
             self._note(path, "a leaf", False, USE_RESTORE_INTO if below else "")
 
     def _note(self, path: str, what: str, in_target: bool, advice: str = "") -> None:
-        """Note what only the target has, or only the checkpoint."""
+        """Note a path that only the target has, or only the checkpoint."""
         having, lacking = "target", "checkpoint"
         if not in_target:
             having, lacking = lacking, having
@@ -547,11 +536,7 @@ class _Matcher:
         )
 
     def _refuse_unless_any_is_taken(self) -> None:
-        """Raise an error unless a leaf goes to an object that may want it.
-
-        Raises:
-            TreeMismatchError: no leaf of the checkpoint matches the target.
-        """
+        """Refuse a target that matches no leaf, unless one goes to an object that may want it."""
         for leaf in self._leaves:
             root = self._saved_in[leaf.saved]
             if root is not None and self._stateful[root].required is None:

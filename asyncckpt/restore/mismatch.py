@@ -15,7 +15,7 @@ from asyncckpt.spec import ArraySpec
 from asyncckpt.tree import where
 
 LISTED = 20
-"""Mismatches written out in one error; the rest is counted."""
+"""Mismatches that one error lists; the rest are counted."""
 
 _ADVICE: Mapping[type[MismatchError], str] = {
     TreeMismatchError: "Pass strict=False to restore what both have, or choose with include=.",
@@ -29,7 +29,7 @@ NOT_REPLACEABLE = (
 """Advice for an immutable leaf in an immutable container."""
 
 OTHER_STATE = "Pass an object built as the saved one was, or leave the path out with include=."
-"""Advice for an object that cannot take the saved state."""
+"""Advice for an object whose state has other keys."""
 
 USE_RESTORE_INTO = (
     "restore(like=...) fills only what a state dict has now: use restore_into(), which gives "
@@ -109,13 +109,7 @@ def check_array(
 ) -> None:
     """Note it if a saved array does not fit an array of the target; one mismatch at most.
 
-    Args:
-        mismatches: where to note it.
-        path: of the leaf.
-        saved: what the checkpoint holds.
-        wanted: what the target wants.
-        facts: what is known of either beside shape and dtype.
-        cast: other dtypes are converted.
+    `facts` are further facts of the saved and the wanted array; with `cast`, dtypes may differ.
     """
     if wanted.shape != saved.shape:
         mismatches.add(

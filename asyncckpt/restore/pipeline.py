@@ -1,7 +1,7 @@
 """The restore pipeline: fetch, decode and place of one restore, overlapping."""
 
 # Rule 1: values are handed over only after every checksum has passed.
-# Rule 2: the loop only starts and counts reads; what costs time per leaf runs in worker threads.
+# Rule 2: the loop only starts and counts reads; work per leaf runs in worker threads.
 # Rule 3: a leaf is placed once all its destinations have arrived; `_waiting` counts them down.
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class RestorePipeline:
     """One restore, from matched leaves to finished ones.
 
     Attributes:
-        results: per leaf what was restored.
+        results: the restored leaves.
         nbytes: bytes of the restored arrays.
         read_nbytes: bytes read from the store.
         received_nbytes: bytes that came by exchange between processes.
         unverified: paths whose bytes had no checksum.
-        notes: what a person should know.
-        reads: what was read, and what for, if the restore is to be explained.
+        notes: for the report.
+        reads: what was read and why, if the restore is to be explained.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class RestorePipeline:
         streams: StreamFiles | None = None,
         left: list[int] | None = None,
     ) -> Fetch:
-        """Return what fetches a plan, from the store or from streams."""
+        """Return the fetch stage of a plan, from the store or from streams."""
         options, runtime = self._request.options, self._runtime
         concurrency = partial(reads_in_flight, opened.files, options.concurrency)
         return Fetch(
@@ -207,7 +207,7 @@ class RestorePipeline:
             self._request.progress(Progress("fetch", done, total_nbytes))
 
     def _explained(self, error: BaseException) -> BaseException:
-        """Return the error, which says which targets were written."""
+        """Return the error, with the targets that were written."""
         in_place = self._into and not self._atomic
         if isinstance(error, AsyncCheckpointError) and in_place and self._started:
             written = self.written()
@@ -237,7 +237,7 @@ class RestorePipeline:
             check_overlaps(self._leaves, opened.first_rows)
         plan = self._planned(buffers, None, extents, opened.files.capabilities.read_gap_nbytes)
         self._parts, self.nbytes = buffers.parts, buffers.nbytes
-        # What writes to no target and can fail is done before anything is read.
+        # Making these scalars can fail and writes to no target: it is done before any read.
         self._place_scalars(writing=False)
         return buffers, plan
 
@@ -249,11 +249,11 @@ class RestorePipeline:
         gap_nbytes: int,
         only: npt.NDArray[np.bool_] | None = None,
     ) -> RestorePlan:
-        """Plan the reads of all that is wanted, or of a part of it.
+        """Plan the reads of all chunks, or `only` of some.
 
-        `counts` is then how many chunks each destination has in all.
+        `counts` is then the number of chunks of each destination in all.
         """
-        # What a store copies anyway is copied to where it goes, also below what direct reads need.
+        # A store that copies anyway copies to the destination, also below what direct reads need.
         copies = self._opened.files.capabilities.read_copies
         plan = plan_restore(
             self._opened.stored(),
@@ -269,7 +269,7 @@ class RestorePipeline:
         return plan if counts is None else dataclasses.replace(plan, counts=counts)
 
     def _look_at_foreign(self, extents: Extents, arrays: Sequence[LeafRestore]) -> None:
-        """Bound what a foreign checkpoint implies, and note what it lacks."""
+        """Bound the memory that a foreign checkpoint implies, and note missing checksums."""
         opened, runtime = self._opened, self._runtime
         self.notes.extend(opened.notes)
         budget = runtime.budget.capacity
@@ -293,11 +293,11 @@ class RestorePipeline:
             )
 
     def _place(self, batch: Sequence[int]) -> None:
-        """Make the leaves of arrays that have arrived."""
+        """Make the leaves of arrays whose values have arrived."""
         arrays, parts = self._arrays, self._parts
         for number in batch:
             if self._atomic:
-                # What does not fit must be known before any target is touched.
+                # A value that does not fit must be found before any target is touched.
                 parts[number] = self._placement.converted(arrays[number], parts[number])
             else:
                 self._place_array(number)

@@ -1,4 +1,4 @@
-"""Place: host memory that holds checked values becomes the leaves that the caller asked for."""
+"""Place: leaves of the types asked for, made from host memory with checked values."""
 
 from __future__ import annotations
 
@@ -21,12 +21,7 @@ Memory = npt.NDArray[Any]
 
 
 class Placement:
-    """Makes the leaves of one restore. Called in worker threads, once per leaf.
-
-    Args:
-        opened: the checkpoint.
-        request: what the caller wants.
-    """
+    """Makes the leaves of one restore. Called in worker threads, once per leaf."""
 
     def __init__(self, opened: OpenCheckpoint, request: RestoreRequest) -> None:
         self._opened = opened
@@ -56,12 +51,9 @@ class Placement:
         ]
 
     def place(self, leaf: LeafRestore, parts: Sequence[Memory]) -> Any:
-        """Return the leaf, which holds the values of `parts` from here on.
+        """Return the leaf, which owns the memory of `parts` from here on.
 
-        Args:
-            leaf: what is wanted.
-            parts: one array, or one for each box of the target; the value of a scalar of the
-                record is taken from `leaf`.
+        `parts` are one array, one for each box of the target, or none for a scalar of the record.
         """
         want, target = leaf.want, leaf.target
         if want is None or target is None:
@@ -108,8 +100,9 @@ class Placement:
     def _adapter(self, leaf: LeafRestore) -> ArrayAdapter:
         """Return the adapter that makes a leaf below an object with a state dict.
 
-        What a state dict does not have yet comes as its object takes it, or else as it was saved: a
-        PyTorch optimizer wants tensors, a data loader the NumPy array that it gave.
+        Entries that the present state dict lacks are made by the adapter that the object's class
+        expects, or else by the one that saved them: a PyTorch optimizer takes tensors, a data
+        loader the NumPy arrays that it gave.
         """
         request = self._request
         root = enclosing(leaf.path, request.stateful)
@@ -136,7 +129,7 @@ def cast_values(
     with np.errstate(over="ignore", invalid="ignore"):
         numbers = values
         if numeric_class(values.dtype.name) == "complex" and numeric_class(dtype) in _REAL:
-            numbers = values.real  # whose imaginary part must be zero: looked at below
+            numbers = values.real  # `_out_of_range` checks that imaginary parts are zero
         np.copyto(out, numbers.astype(wanted, copy=False), casting="no")
         fault = _out_of_range(values, out, dtype)
     if fault is not None:
@@ -185,9 +178,9 @@ def _out_of_range(values: npt.NDArray[Any], cast: npt.NDArray[Any], dtype: str) 
 
 
 def python_value(values: npt.NDArray[Any], extra: Mapping[str, Any]) -> Any:
-    """Return what was saved as an array but is no array in Python, or None.
+    """Return the Python value of an array that stores one, or None.
 
-    We store long `bytes` as arrays, and other libraries store all numbers so.
+    asyncckpt stores long `bytes` as arrays; other libraries store all numbers as arrays.
     """
     kind = extra.get("python")
     if kind == "bytes":

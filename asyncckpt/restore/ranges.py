@@ -13,7 +13,7 @@ SPAN_NBYTES = 64 << 20
 """Runs are no longer than this before they are cut."""
 
 ASIDE_NBYTES = 1 << 20
-"""Small chunks between large ones are read along up to this size, in memory of their own."""
+"""Small chunks between large ones are read with them up to this size, into memory of their own."""
 
 RUN_NBYTES = 16 << 20
 """Neighbouring chunks that go straight into destinations are read by one call of about this size: a
@@ -24,8 +24,8 @@ RUN_MIN_NBYTES = 8 << 20
 thirds of what it could, but none of them is still running when all others have ended."""
 
 SLACK = 8
-"""Calls are longer than these sizes by an eighth at most: they end where a chunk ends, and no small
-remainder is left for a call of its own."""
+"""Calls exceed these sizes by an eighth at most: they end where a chunk ends, and leave no small
+remainder for a call of its own."""
 
 
 class Read(NamedTuple):
@@ -80,7 +80,7 @@ def span(batches: Sequence[ReadBatch]) -> int:
 
 
 def _runs(batches: Sequence[ReadBatch], begins: Begins, gap_nbytes: int) -> Iterator[Read]:
-    """Yield runs of neighbours that need no slot, with small ones between; others by themselves."""
+    """Yield runs of neighbours that need no slot, and small ones between; others one by one."""
     run: list[ReadBatch] = []
     aside = 0
     for batch in batches:

@@ -1,4 +1,4 @@
-"""The last step of a restore, in the caller's thread: leaves become a tree, objects their state."""
+"""The last step of a restore, in the caller's thread: make the tree, and load objects' state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def finish_tree(outcome: RestoreOutcome, flat: Flat | None, adapters: AdapterSet
 
 
 def _of_all(outcome: RestoreOutcome, path: str) -> Any:
-    """Return the values that all processes have saved at a path, by process."""
+    """Return the list of the values that all processes have saved at a path."""
     found = outcome.structure.subtrees([path]).get(path)
     if found is None:
         return PerProcess.all  # strict=False: the checkpoint has none
@@ -54,8 +54,8 @@ def _warn(report: RestoreReport) -> None:
 def _prune(node: Any) -> tuple[Any, bool]:
     """Return the tree without absent leaves, and whether a leaf remains in it.
 
-    Entries of dicts go, items of sequences become None, and so do containers in which nothing
-    remains. Those that never had a leaf (None, `{}`) stay where their parents do.
+    Absent entries of dicts are removed, absent items of sequences become None; containers that are
+    left empty are absent, too. Those that never had a leaf (None, `{}`) stay if their parents do.
     """
     if isinstance(node, dict):
         pruned = [_prune(child) for child in node.values()]
@@ -74,7 +74,7 @@ def finish_into(outcome: RestoreOutcome, flat: Flat, adapters: AdapterSet) -> Re
     """Give every object with a state dict the restored one, and replace immutable leaves.
 
     With `strict=False` a `load_state_dict` that takes `strict` is called with False, and the keys
-    that it answers with are in the report.
+    that it returns are in the report.
 
     Raises:
         RestoreError: an object refused its state dict, or a container its new leaf; `written`
@@ -113,7 +113,7 @@ def finish_into(outcome: RestoreOutcome, flat: Flat, adapters: AdapterSet) -> Re
 
 
 def _states(outcome: RestoreOutcome, flat: Flat) -> Iterator[tuple[str, Any, Any]]:
-    """Yield path, object and restored state dict of every object that is to have one."""
+    """Yield path, object and restored state dict of every object that gets one."""
     if not flat.stateful:
         return
     include = outcome.request.include
@@ -125,7 +125,7 @@ def _states(outcome: RestoreOutcome, flat: Flat) -> Iterator[tuple[str, Any, Any
         structure, ordinals = subtrees[path]
         leaves = [outcome.given.get(ordinal, ABSENT) for ordinal in ordinals]
         if include is not None:
-            # Left out as a whole, if at all: a part was refused before the read.
+            # Include selects all or nothing of it: a part was refused before the read.
             held = any([leaf is not ABSENT for leaf in leaves])
             if not (held or (not leaves and match_glob([path], include)[0])):
                 continue
@@ -135,13 +135,13 @@ def _states(outcome: RestoreOutcome, flat: Flat) -> Iterator[tuple[str, Any, Any
             state = as_it_was(state, present)
         state = in_kind(state, present)
         if outcome.form == "safetensors":
-            # Such files have no versions, and those who load them elsewhere rely on migrations.
+            # Such files have no versions, so `load_state_dict` must apply its migrations.
             getattr(state, "__dict__", {}).pop("_metadata", None)
         yield path, target, state
 
 
 def _present_states(flat: Flat) -> dict[int, Any]:
-    """Return the state dicts that objects gave when the target was taken apart, by their `id`."""
+    """Return by object `id` the state dict that was taken with the target."""
     return {
         id(owner): flat.objects[-node.children[0]] if node.children[0] < 0 else None
         for node, owner in zip(flat.structure.nodes, flat.objects, strict=True)
@@ -150,7 +150,7 @@ def _present_states(flat: Flat) -> dict[int, Any]:
 
 
 def _keys(path: str, answer: Any, name: str) -> list[str]:
-    """Return the paths of the keys that `load_state_dict` answers with, as modules do."""
+    """Return the paths of the keys that `load_state_dict` returned, as modules do."""
     keys = getattr(answer, name, ())
     if not isinstance(keys, (list, tuple, set, frozenset)):
         return []

@@ -1,4 +1,4 @@
-"""Restore requests: what a caller wants, taken apart in the caller's thread."""
+"""Restore requests, made in the caller's thread."""
 
 # Rule 1: everything that depends on the caller's thread (state dicts, thread-local state of the
 #   frameworks) is looked up here; the engine sees only values.
@@ -45,9 +45,9 @@ class Wanted(NamedTuple):
         path: its path.
         leaf: the caller's array or Python scalar.
         adapter: the adapter of an array, None for scalars.
-        target: what that adapter says of the array.
-        holder: what holds an immutable leaf that a restore in place replaces.
-        fixed: whether a restore in place can change neither the leaf nor what holds it.
+        target: the adapter's description of the array.
+        holder: the container of an immutable leaf that a restore in place replaces.
+        fixed: whether both the leaf and its container are immutable.
     """
 
     path: str
@@ -62,16 +62,15 @@ Fresh = Callable[[str, str, ArraySpec], Wanted | None]
 
 
 class StatefulTarget(NamedTuple):
-    """An object of the target whose `load_state_dict` gets what was saved at its path.
+    """An object of the target whose `load_state_dict` gets the state saved at its path.
 
     Attributes:
-        adapter: the adapter of the arrays that it takes, None where its class does not say.
+        adapter: the adapter of the arrays that it takes, None if its class does not tell.
         required: maps a path in its state dict to a key that the present and the saved state must
             both have, or to None where they may differ; None where nothing is known.
         takes_strict: whether its `load_state_dict` has a parameter `strict`.
-        fresh: returns a new leaf to restore into where the state dict has none yet, or None; gets
-            its path, the part of that in the state dict, and what was saved. None where nothing is
-            known.
+        fresh: called with a path, its part in the state dict, and the saved spec; returns a leaf to
+            restore into where the state dict has none yet, or None. None where nothing is known.
     """
 
     adapter: ArrayAdapter | None
@@ -85,14 +84,14 @@ class RestoreRequest:
     """What a caller wants restored.
 
     Attributes:
-        mode: what was saved, things like a target, or into a target.
+        mode: `saved` restores what was saved, `like` things like a target, `into` fills a target.
         wanted: the target's leaves.
         framework: adapter for leaves without a target.
         include: globs on paths, or None for all.
         strict: missing and unexpected leaves are errors.
         cast: other dtypes are converted.
         options: how to restore.
-        progress: called with every step forward.
+        progress: called as the restore proceeds.
         stateful: by path, the target's objects with a state dict.
         loaded: adapters of the frameworks that are imported.
         per_process: paths of the target at which every process has its own values.
@@ -192,7 +191,7 @@ def takes_strict(load_state_dict: Callable[..., Any]) -> bool:
 
 
 def wanted_leaves(flat: Flat, adapters: AdapterSet, *, in_place: bool) -> list[Wanted]:
-    """Open the leaves of a target, with what holds each leaf that can only be replaced.
+    """Open the leaves of a target, with the holder of each leaf that can only be replaced.
 
     Raises:
         UnsupportedLeafError: nothing can be restored to a leaf; names its path.
@@ -200,8 +199,8 @@ def wanted_leaves(flat: Flat, adapters: AdapterSet, *, in_place: bool) -> list[W
     wanted: list[Wanted] = []
     immutable: list[int] = []
     all_values = PerProcess.all
-    # The loop that decides what a small leaf costs the caller: an array like an earlier one, in
-    # memory of its own, is not looked at again.
+    # This loop decides what a small leaf costs the caller: an array with the spec of an earlier
+    # one, in memory of its own, needs no call.
     known: dict[tuple[Any, tuple[int, ...]], ArraySpec] = {}
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         target: Target | None
@@ -239,7 +238,7 @@ def wanted_leaves(flat: Flat, adapters: AdapterSet, *, in_place: bool) -> list[W
 
 
 def is_filled(target: Target | None) -> bool:
-    """Return whether a restore in place leaves the object as it is: it fills it, if anything."""
+    """Return whether a restore in place keeps the object and fills it, or has nothing to fill."""
     if target is None:
         return False
     return target.buffer is not None or target.fill or bool(target.buffers) or target.boxes == ()

@@ -31,7 +31,7 @@ class _Absent:
 
 
 ABSENT: Final = _Absent()
-"""In the place of a leaf that was not restored."""
+"""Stands for a leaf that was not restored."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,9 +44,9 @@ class RestoreOutcome:
         form: its format, as `OpenCheckpoint.format`.
         leaves: by ordinal of the target's leaf, or of the saved leaf where there is no target;
             `ABSENT` for those that were not restored.
-        given: by ordinal of the saved leaf, what objects with a state dict get, and what
-            `PerProcess.all` stands for.
-        replaced: paths and holders of immutable leaves, and what to put in their place.
+        given: by ordinal of the saved leaf, values for objects with a state dict, and for
+            `PerProcess.all`.
+        replaced: path, holder and new value of each immutable leaf.
         written: paths of the targets whose own memory was written.
         report: what happened.
     """
@@ -75,7 +75,7 @@ async def run_restore(
         files: the checkpoint.
         step: its step, for the report.
         request: what is wanted.
-        agreement: that with the other processes that restore it too.
+        agreement: with the other processes that restore the checkpoint; None if there are none.
 
     Cancellation: waits until no thread writes to the targets; their contents are undefined.
 
@@ -103,7 +103,7 @@ async def run_restore(
         metadata = SharedMetadataFiles(files, exchanger)
     opened = await open_any(metadata, compute)
     if metadata is not files:
-        opened = dataclasses.replace(opened, files=files)  # payload is exchanged in another way
+        opened = dataclasses.replace(opened, files=files)  # the payload is exchanged by streams
     if request.save_id not in ("", opened.save_id):
         raise CheckpointNotFoundError(
             f"{opened.location}: the checkpoint was replaced while being loaded; load it again",

@@ -1,9 +1,9 @@
-"""Parts of a state dict that a checkpoint does not keep, taken from the one the object has now.
+"""Parts of a state dict that a checkpoint does not keep, taken from the object's present one.
 
-A checkpoint has plain containers: it records that there was a `Counter`, but a dict comes back, and
-without attributes such as `_metadata` of torch's modules. `torch.distributed.checkpoint` also turns
-every key of a dict into text and drops containers that hold nothing. Torch loads into an existing
-state dict and so loses none of this; here the present state dict tells what there was.
+A checkpoint restores plain containers: a dict instead of a `Counter`, and without attributes such
+as `_metadata` of torch's modules. `torch.distributed.checkpoint` also turns every key of a dict
+into text and drops empty containers. Torch loads into an existing state dict and so loses none of
+this; here the present state dict supplies it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
 def as_it_was(saved: Any, present: Any) -> Any:
-    """Return the saved state dict with keys of the types that the present one has.
+    """Return the saved state dict with the key types of the present one.
 
     Keys that the present dict lacks become integers where its own are integers, or where it has no
-    keys and all saved ones read like integers. Empty containers of the present one are kept; those
-    at its top level that are not empty, but of which nothing was saved, come back empty.
+    keys and all saved ones read like integers. Empty containers of the present one are kept;
+    non-empty ones at its top level, of which nothing was saved, come back empty.
     """
     restored = _retyped(saved, present)
     if isinstance(restored, dict) and isinstance(present, dict):
@@ -31,10 +31,10 @@ def as_it_was(saved: Any, present: Any) -> Any:
 
 
 def in_kind(saved: Any, present: Any) -> Any:
-    """Return the saved state dict in dicts and lists of the classes that the present one has.
+    """Return the saved state dict in dicts and lists of the present one's classes.
 
-    With its class a container keeps its attributes: `_metadata` of a module's state dict tells
-    `load_state_dict` which version the state has, and so it is loaded as of the present version.
+    A container keeps its attributes with its class: `_metadata` of a module's state dict tells
+    `load_state_dict` the version of the state, so that it is loaded as of the present version.
     Tuples are not converted, nor is anything without a counterpart. The present one is not changed.
     """
     if isinstance(saved, dict) and isinstance(present, dict):

@@ -1,18 +1,20 @@
 """Commit: the index of everything written, and the record that makes the checkpoint exist."""
 
 # Rule 1: the record is published last; before it, the checkpoint does not exist.
-# Rule 2: whatever depends on the plan alone (keys, templates, Orbax's files) is made once per plan
-#   and written while data are still on their way; only the index waits for the last checksum.
-# Rule 3: an index that is made again has another name: the first one may still be on its way to an
-#   object store, and would otherwise replace its successor.
+# Rule 2: everything that depends on the plan alone (keys, templates, Orbax's files) is made once
+#   per plan and written while data are still on their way; only the index waits for the last
+#   checksum.
+# Rule 3: an index that is written again gets another name: the first one may still be on its way
+#   to an object store, and would otherwise replace its successor.
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 
 import numpy as np
 
@@ -30,6 +32,7 @@ from asyncckpt.format.record import (
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import KIB
 from asyncckpt.ports import Attempt
+from asyncckpt.reports import ProcessPart, Timeline
 from asyncckpt.save.index import Index, Payload, encode_index
 from asyncckpt.save.plan_cache import Layout
 from asyncckpt.save.snapshot import SaveRequest
@@ -50,7 +53,7 @@ class Committable:
     """A save whose files are all durable.
 
     Attributes:
-        record: what publishes it.
+        record: its commit record.
         stored_nbytes: bytes of all files, the record included.
         file_count: number of files, the record included.
     """
@@ -72,8 +75,10 @@ class Commit:
         compute: threads that encode.
         writers: number of processes that save together.
         epoch: the claim under which they do.
-        after_data: `put_index` is for when the data are durable, where files keep their names:
+        after_data: where files keep their names, `put_index` is called once the data are durable:
             consent is asked for when this process has written its part.
+        parts: what each process did, for the report; none where one saves alone.
+        timelines: when each other process did what.
     """
 
     attempt: Attempt
@@ -86,6 +91,8 @@ class Commit:
     epoch: int = 0
 
     def __post_init__(self) -> None:
+        self.parts: tuple[ProcessPart, ...] = ()
+        self.timelines: Sequence[Timeline] = ()
         self._metadata = self.request.metadata
         self.after_data = self.request.consent is not None
         self._numbers = itertools.count()
@@ -94,16 +101,16 @@ class Commit:
             self._orbax.append((f"{DATABASE}/{name}", data))
 
     async def put_orbax(self) -> None:
-        """Write Orbax's files, all at the same time; on return they are durable."""
+        """Write Orbax's files concurrently; on return they are durable."""
         async with asyncio.TaskGroup() as group:
             for path, data in self._orbax:
                 group.create_task(self.attempt.put(path, data))
 
     async def put_index(self, payload: Payload) -> Committable:
-        """Write index file and manifest; on return they are durable. Encode the record meanwhile.
+        """Write index file and manifest, and encode the record; on return the files are durable.
 
-        Where the request asks for consent, nothing is written before that is given. May be called
-        again with other places of the data files; the last result counts.
+        If the request has a `consent`, nothing is written before that is given. May be called
+        again with other paths of the data files; the last result counts.
 
         Cancellation: waits for writes that are running.
         """
@@ -130,45 +137,45 @@ class Commit:
         index_file = len(payload.files)
         manifest = f"{DATABASE}/{MANIFEST}"
         small = [(manifest, index.manifest), *self._orbax]
-        # Names that the store writes after the record have a source; others are there before it.
-        sources = list(map(self.attempt.source, map(itemgetter(0), small)))
-
-        def record_of() -> bytes:
-            fixed: list[FixedName] = []
-            for (name, data), source in zip(small, sources, strict=True):
-                files.append(FileEntry(name, len(data), crc32c(data)))
-                if source is not None:
-                    # The manifest is in the record itself.
-                    fixed.append(FixedName.of(name, data, None if name == manifest else source))
-            return self._record(index, files, index_file, fixed, now_ns)
-
+        sources = [self.attempt.source(name) for name, _ in small]
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._put_blocks(files[index_file].path, index))
+            group.create_task(self._put_blocks(files[index_file].path, index.blocks))
             group.create_task(self.attempt.put(manifest, index.manifest, in_record=True))
-            record = await run(record_of)
+            record = await run(self._record, index, files, index_file, small, sources, now_ns)
         stored_nbytes = sum(map(attrgetter("nbytes"), files))
         return Committable(record, stored_nbytes + len(record), len(files) + 1)
 
-    async def _put_blocks(self, path: str, index: Index) -> None:
-        file = await self.attempt.create(path, nbytes=index.nbytes)
-        offset = 0
-        for block in index.blocks:
+    async def _put_blocks(self, path: str, blocks: Sequence[bytes | bytearray]) -> None:
+        """Write a file that consists of these blocks; on return it is durable."""
+        nbytes, offset = sum(map(len, blocks)), 0
+        file = await self.attempt.create(path, nbytes=nbytes)
+        for block in blocks:
             await file.write(offset, np.frombuffer(block, np.uint8))
             offset += len(block)
-        await file.seal(index.nbytes)
+        await file.seal(nbytes)
 
     def _record(
         self,
         index: Index,
         files: list[FileEntry],
         index_file: int,
-        fixed: list[FixedName],
+        small: Sequence[tuple[str, bytes]],
+        sources: Sequence[str | None],
         now_ns: int,
     ) -> bytes:
+        """Encode the record, and add small files to `files`. Blocking."""
+        fixed: list[FixedName] = []
+        for (name, data), source in zip(small, sources, strict=True):
+            files.append(FileEntry(name, len(data), crc32c(data)))
+            # Files that the store names after the record have a source; others have their names
+            # before. The manifest is in the record itself.
+            if source is not None:
+                source = None if data is index.manifest else source
+                fixed.append(FixedName.of(name, data, source))
         request, layout = self.request, self.layout
         snapshot, arrays = request.snapshot, layout.plan.arrays
-        # The chunk index's own CRC ends it. Over a sum and what it sums, every CRC is one
-        # constant, which would bind nothing.
+        # The chunk index ends with its own CRC, which is left out: the CRC of data followed by
+        # their CRC is a constant, and would bind nothing.
         chunks = index.chunk_index
         return encode_record(
             CommitRecord(

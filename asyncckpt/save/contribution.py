@@ -1,14 +1,14 @@
 """Contribution of one process to a save of several: its entries, in place of index and record."""
 
-# Rule 1: entries are passed on while the last files are written, and count once this process is
-#   ready: then all of its files are durable. What follows is for the process that commits.
-# Rule 2: entries that are made again have another name, as an index has (`save/commit.py`).
+# Rule 1: entries count only once this process has posted that it is ready: by then all of its files
+#   are durable.
+# Rule 2: entries that are written again get another name, like an index (`save/commit.py`).
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.entries import Entries, Parts, WrittenFile, encode_entries
 from asyncckpt.ports import AttemptFiles
-from asyncckpt.reports import ProcessPart
+from asyncckpt.reports import ProcessPart, Timeline
 from asyncckpt.save.commit import Committable
 from asyncckpt.save.index import Payload
 from asyncckpt.save.plan_cache import Layout
@@ -28,7 +28,7 @@ from asyncckpt.save.snapshot import Snapshot
 
 @dataclass(eq=False, repr=False)
 class Contribution:
-    """Passes the entries of one process on.
+    """Commit stage of every process but process 0: passes its entries on.
 
     Attributes:
         attempt: where the files go.
@@ -40,8 +40,9 @@ class Contribution:
         compute: threads that encode.
         times: returns the seconds until all was staged, and until now.
         path: where the latest entries are.
-        after_data: as `Commit`: entries are (Rule 1), and say when the files were durable.
+        after_data: as in `Commit`; always, because entries say when the files were durable.
         parts: what this process did, for the report.
+        timelines: as in `Commit`; none, because only process 0 knows those of others.
     """
 
     attempt: AttemptFiles
@@ -59,12 +60,13 @@ class Contribution:
         self.path = ""
         self.after_data = True
         self.parts: tuple[ProcessPart, ...] = ()
+        self.timelines: Sequence[Timeline] = ()
 
     async def put_orbax(self) -> None:
         """Do nothing: process 0 writes Orbax's files."""
 
     async def put_index(self, payload: Payload) -> Committable:
-        """Pass on what this process has written. May be called again; the last result counts."""
+        """Pass this process' entries on. May be called again; the last result counts."""
         self.path = f"{self.save_id}-entries-{self.process}-{next(self._numbers)}"
         entries = entries_of(
             payload, self.layout, self.snapshot, save_id=self.save_id, process=self.process
@@ -79,7 +81,7 @@ class Contribution:
 def entries_of(
     payload: Payload, layout: Layout, snapshot: Snapshot, *, save_id: str, process: int
 ) -> Entries:
-    """Return what a process has written."""
+    """Return the entries of a process."""
     plan, extents = layout.plan, payload.chunks
     written = np.flatnonzero((extents.file >= 0) & (plan.row_writer == process))
     chunks = plan.arrays.first_chunk[list(plan.inline)].tolist()
@@ -110,7 +112,7 @@ def entries_of(
 
 
 def part_of(entries: Entries, host: str) -> ProcessPart:
-    """Return what a process did, as its entries tell."""
+    """Return a process' line of the report."""
     nbytes = sum(file.nbytes for file in entries.files)
     return ProcessPart(entries.process, host, nbytes, len(entries.files), *entries.facts["times"])
 

@@ -27,7 +27,7 @@ NO_ROWS = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Catalog:
-    """The sorted keys of a database and what each leads to; depends on the arrays alone.
+    """The sorted keys of a database and their values; depends on the arrays alone.
 
     Attributes:
         columns: the sorted keys, prepared for encoding.
@@ -35,8 +35,8 @@ class Catalog:
         inline: index into the inline values per key (templates first, then those of
             `inline_chunk`), or -1.
         templates: distinct `zarr.json` documents.
-        inline_chunk: chunks of the arrays whose only chunk stands in the B+tree.
-        inline_key: per such array, the key at whose value its chunk points.
+        inline_chunk: chunks of the arrays whose only chunk is in the B+tree.
+        inline_key: per such array, the key whose value is its chunk.
     """
 
     columns: KeyColumns
@@ -62,7 +62,7 @@ def make_catalog(arrays: Arrays) -> Catalog:
         suffixes_of.append(list(map(suffixes.__getitem__, places)))
         places_of.append(np.array(places, np.int64))
     nbytes_of = [np.fromiter(map(len, suffixes), np.int64) for suffixes in suffixes_of]
-    # Names have no slash: keys of different arrays do not mix.
+    # Names have no slash, so keys of different arrays do not interleave.
     stems = list(map(str.encode, arrays.names))
     order = sorted(range(len(stems)), key=lambda array: stems[array] + b"/")
     kinds = arrays.part[order].tolist()
@@ -102,9 +102,9 @@ class Index:
     """The encoded index of one save.
 
     Attributes:
-        blocks: contents of the index file, B+tree nodes of about 1 MiB, the timeline and the chunk
-            index; a small one is one block.
-        chunk_index: the end of it.
+        blocks: contents of the index file: B+tree nodes of about 1 MiB, the timeline, and the chunk
+            index; a small file is one block.
+        chunk_index: the end of the file.
         manifest: contents of the manifest.
         nbytes: length of the file.
         crc: its CRC-32C.
@@ -119,11 +119,11 @@ class Index:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Payload:
-    """What the data stages of a save hand to the commit.
+    """Output of the data stages of a save, input of the commit.
 
     Attributes:
-        chunks: place and checksum of every row of the plan, which are the chunks where one process
-            saves alone; or of every chunk of all processes. Inline ones have file -1.
+        chunks: place and checksum of every row of the plan (one process alone: of every chunk), or,
+            merged, of every chunk of all processes. Inline ones have file -1.
         inline: stored bytes of every inline array that this process writes, in their order.
         files: (path relative to the database, bytes, CRC-32C) of every data file.
         parts: boxes of small leaves that several processes hold in parts, and their values.
@@ -136,7 +136,7 @@ class Payload:
     inline: Iterable[bytes | memoryview]
     files: list[tuple[str, int, int]]
     parts: Sequence[tuple[HeldBox, bytes]] = ()
-    checked: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    checked: npt.NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
     checked_crc: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
     timeline: Timeline = field(default_factory=Timeline)
 
@@ -146,12 +146,8 @@ def encode_index(
 ) -> Index:
     """Encode B+tree, chunk index and manifest of a save. Blocking.
 
-    Args:
-        catalog: keys of the arrays.
-        payload: places and checksums of all chunks.
-        path: path of the index file relative to the database.
-        save_id: 16 bytes, identity of the database.
-        now_ns: commit time, nanoseconds since 1970.
+    `path` of the index file is relative to the database, `save_id` has 16 bytes, and `now_ns` is
+    the commit time in nanoseconds since 1970.
     """
     chunks = payload.chunks
     values: list[bytes | memoryview] = [*catalog.templates, *payload.inline, b""]

@@ -1,8 +1,8 @@
-"""Merge: process 0 makes one index of the entries of all processes."""
+"""Merge: process 0 makes one index from the entries of all processes."""
 
 # Rule 1: every chunk of the plan is in exactly one place, or nothing is committed.
-# Rule 2: replicas are compared before anything is committed. A replica that differs would make
-#   parts of different values one array, unnoticed.
+# Rule 2: replicas are compared before anything is committed. If they differed, one array would
+#   silently be assembled from parts of different values.
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from asyncckpt.format.crc import crc32c
 from asyncckpt.format.entries import MAX_ENTRIES_NBYTES, Entries, Parts, decode_entries
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import INLINE_NBYTES
-from asyncckpt.reports import ProcessPart, Timeline
+from asyncckpt.reports import Timeline
 from asyncckpt.save.commit import DATABASE, Commit, Committable
 from asyncckpt.save.contribution import entries_of, part_of
 from asyncckpt.save.index import Payload
 from asyncckpt.save.plan_cache import Layout
-from asyncckpt.save.serialize import Extents, trailed
+from asyncckpt.save.serialize import Extents
 from asyncckpt.save.shared_plan import out_of_step, taken
 from asyncckpt.save.snapshot import Snapshot
 from asyncckpt.spec import DTYPES
@@ -42,10 +42,8 @@ class MergingCommit(Commit):
     """Commits what all processes have written.
 
     Attributes:
-        round_: what the processes say to each other about this save.
+        round_: messages of the processes about this save.
         times: returns the seconds until all was staged, and until now.
-        parts: what each process did, for the report.
-        timelines: when each other process did what.
         Others: as `Commit`.
     """
 
@@ -55,8 +53,6 @@ class MergingCommit(Commit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.parts: tuple[ProcessPart, ...] = ()
-        self.timelines: list[Timeline] = []
         self._others: list[Entries] | None = None
 
     async def put_index(self, payload: Payload) -> Committable:
@@ -113,12 +109,10 @@ class MergingCommit(Commit):
         return entries
 
     async def _put_late(self, merged: Payload, late: Mapping[int, bytes]) -> None:
-        """Write the chunks that were put together here, and add their places."""
+        """Write the chunks that were assembled here, and add their places."""
         path = f"d/{self.save_id}-parts{next(self._numbers)}"
         data = b"".join(late.values())
-        file = await self.attempt.create(f"{DATABASE}/{path}", nbytes=len(data))
-        await file.write(0, np.frombuffer(data, np.uint8))
-        await file.seal(len(data))
+        await self._put_blocks(f"{DATABASE}/{path}", [data])
         chunks, offset = merged.chunks, 0
         for chunk, stored in late.items():
             chunks.file[chunk], chunks.offset[chunk] = len(merged.files), offset
@@ -133,7 +127,7 @@ class BoxesOfParts:
 
     Attributes:
         parts: array by array, the boxes of each in C order, equal boxes of several holders by
-            process; their values are where the processes have put them.
+            process; their values stay in the order in which they were sent.
         process: the holder of each.
         start: where its values begin.
         first: row of the first part of the same box.
@@ -161,16 +155,16 @@ class BoxesOfParts:
         np.maximum.accumulate(self.first, out=self.first)
 
     def by_array(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-        """Yield each array, and the rows that have values: of its holders, one sends a box."""
+        """Yield each array, and its rows with values: one of the holders of a box sends it."""
         sent = np.flatnonzero(self.parts.nbytes)
         arrays, starts = np.unique(self.parts.array[sent], return_index=True)
         yield from zip(arrays.tolist(), np.split(sent, starts[1:]), strict=False)
 
     def chunk(self, layout: Layout, array: int, rows: npt.NDArray[np.int64]) -> bytes:
-        """Return the only chunk of a small array, out of its parts.
+        """Return the only chunk of a small array, assembled from its parts.
 
         Raises:
-            UsageError: these are not all of the array.
+            UsageError: parts are missing.
         """
         part = layout.plan.arrays.of(array)
         dtype, rank = DTYPES[part.spec.dtype], len(part.spec.shape)
@@ -196,7 +190,7 @@ def merge(
 ) -> tuple[Payload, dict[int, bytes]]:
     """Return places and checksums of all chunks, and the stored bytes of those without a place.
 
-    Chunks without a place are those of small leaves whose parts several processes hold.
+    Without a place are the chunks of small leaves whose parts several processes hold.
 
     Raises:
         UsageError: a chunk has no place, or two; names the processes.
@@ -225,7 +219,8 @@ def merge(
         if seen[chunk]:
             continue  # a process holds all of it
         seen[chunk] = 1
-        stored, _ = trailed(boxes.chunk(layout, array, rows))
+        payload = boxes.chunk(layout, array, rows)
+        stored = payload + crc32c(payload).to_bytes(CRC_NBYTES, "little")
         (small if len(stored) <= INLINE_NBYTES else late)[chunk] = stored
     if (seen != 1).any():
         chunk = int(np.flatnonzero(seen != 1)[0])
@@ -279,13 +274,9 @@ def compare(
 def _first_difference(
     entries: Sequence[Entries], what: str, count: int, named: Any
 ) -> tuple[int, int, int] | None:
-    """Return what differs first, by number, and two processes that have different checksums.
+    """Return the lowest number with different checksums, and two processes that have them.
 
-    Args:
-        entries: those of all processes.
-        what: ``scalar`` or ``checked``.
-        count: how many there are of these.
-        named: names a process.
+    `what` is ``scalar`` or ``checked``, and `count` the number of those.
     """
     crcs, owners = np.zeros(count, np.uint32), np.full(count, -1, np.int64)
     found: tuple[int, int, int] | None = None

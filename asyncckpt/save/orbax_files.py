@@ -1,4 +1,4 @@
-"""Orbax's metadata files: what Orbax needs to restore a checkpoint of ours, where it can."""
+"""Orbax's metadata files, with which Orbax restores an asyncckpt checkpoint where it can."""
 
 from __future__ import annotations
 
@@ -30,12 +30,9 @@ _EMPTY: Mapping[str, Kind] = {
 def orbax_files(
     snapshot: Snapshot, plan: SavePlan, mirrors: Sequence[int]
 ) -> tuple[Mapping[str, bytes] | None, tuple[str, ...]]:
-    """Return Orbax's files by their path in the database, or None and a note that says why not.
+    """Return Orbax's files by their path in the database, or None and a note with the reason.
 
-    Args:
-        snapshot: the tree.
-        plan: the arrays that store it.
-        mirrors: leaves whose scalars are stored as arrays too, after those of `snapshot`.
+    `mirrors` are leaves whose scalars are stored as arrays too, after those of `snapshot`.
     """
     if plan.arrays.pieces:
         first, *others = plan.arrays.pieces
@@ -72,7 +69,7 @@ def orbax_files(
 
 
 def key_devices(snapshot: Snapshot) -> dict[int, str]:
-    """Return by leaf a device that holds typed PRNG keys: Orbax restores such keys to it."""
+    """Return by leaf a device that holds its typed PRNG keys, to which Orbax restores them."""
     devices: dict[int, str] = {}
     for leaf, facts in snapshot.extra.items():
         if "prng_impl" in facts:
@@ -82,7 +79,7 @@ def key_devices(snapshot: Snapshot) -> dict[int, str]:
 
 
 class _Walk:
-    """Orbax's view of a tree whose arrays have these names, by leaf."""
+    """Orbax's view of a tree; `name_of` has the name of each leaf's array."""
 
     def __init__(self, snapshot: Snapshot, plan: SavePlan, name_of: Sequence[str | None]) -> None:
         self._snapshot = snapshot
@@ -91,7 +88,7 @@ class _Walk:
         self._devices = key_devices(snapshot)
 
     def leaves(self, *, grouped: bool) -> list[OrbaxLeaf | OrbaxArrays]:
-        """Return leaves and empty containers; `grouped`, most leaves without an object each."""
+        """Return leaves and empty containers; if `grouped`, most leaves by container."""
         nodes = self._snapshot.structure.nodes
         if not nodes:
             return [self._leaf((), 0)]
@@ -126,7 +123,7 @@ class _Walk:
     def _group(
         self, base: OrbaxPath, sequence: bool, keys: Sequence[str], leaves: Sequence[int]
     ) -> OrbaxArrays | None:
-        """Return leaves of a container, if all are arrays and have the names Orbax computes."""
+        """Return the leaves of a container if all are arrays under the names Orbax computes."""
         kinds = list(map(self._snapshot.kinds.__getitem__, leaves))
         group = OrbaxArrays(base, sequence, keys, list(map(_kind, kinds)))
         if "str" in kinds or not self._devices.keys().isdisjoint(leaves):

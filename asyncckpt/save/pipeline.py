@@ -13,7 +13,7 @@ their way; an object store may give a file another name meanwhile, and then it i
 
 # Rule 1: the stages share nothing but queues of slots; a slow stage makes the one before it wait.
 # Rule 2: queues are unbounded; what bounds them is the budget, whose slots their items hold.
-# Rule 3: every slot is given back after the last thread has let go of it, whatever happens.
+# Rule 3: every slot is released after the last thread is done with it, whatever happens.
 
 from __future__ import annotations
 
@@ -27,11 +27,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncckpt.flow.buffers import SlotPool
-from asyncckpt.flow.recorder import Recorder
-from asyncckpt.flow.threads import Workers
 from asyncckpt.format.zarr3 import CRC_NBYTES
-from asyncckpt.planning.save import HeldBox, SavePlan
+from asyncckpt.planning.save import HeldBox
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import AttemptFiles, Sizes
 from asyncckpt.save.commit import DATABASE, Commit, Committable
@@ -51,8 +48,6 @@ from asyncckpt.save.upload import (
     DataFiles,
     FileWindow,
     Placed,
-    PositionalFiles,
-    SealedFiles,
 )
 
 
@@ -61,41 +56,31 @@ class Pipeline(ABC):
     """Stage, serialize and upload of one save, and the index of what they have written.
 
     Attributes:
-        plan: places of all chunks.
-        staging: copies leaves into slots.
-        commit: writes the index, or passes on what it is made of.
+        staging: copies leaves into slots, for as long as all stages run.
+        commit: writes the index, or passes this process' entries on.
         checked: rows whose checksums are compared with those of other processes.
         attempt: where the files go.
-        stem: what the names of its files begin with; the save id is a part of it.
+        stem: prefix of the names of its files, which contains the save id.
         sizes: sizes of files and windows, and writes in flight.
-        window_pool: slots of windows.
-        compute: threads that checksum and compress.
-        stall_first: copying has priority, because the caller waits for it.
         reference: hold immutable leaves instead of copying them.
-        process: number of this process.
         staged: called when every leaf may be mutated.
         written: called with bytes of progress.
-        recorder: notes when each stage is busy.
     """
 
-    plan: SavePlan
     staging: Staging
     commit: Commit | Contribution
     checked: Column
     attempt: AttemptFiles
     stem: str
     sizes: Sizes
-    window_pool: SlotPool
-    compute: Workers
-    stall_first: bool
     reference: bool
     staged: Callable[[], None]
     written: Callable[[int], None]
-    recorder: Recorder
-    process: int = 0
 
     def __post_init__(self) -> None:
-        plan = self.plan
+        self._plan = plan = self.staging.plan
+        self._compute = self.staging.compute
+        self._recorder = self.staging.recorder
         self._files: DataFiles
         self._sink: ChunkAppender | ChunkPacker | None  # of compressed chunks
         self._streams: int  # writes in flight
@@ -154,13 +139,8 @@ class Pipeline(ABC):
             self.staging.release()
 
     async def _indexed(self) -> Committable:
-        payload = self._payload()
-        with self.recorder.span("index"):
-            return await self.commit.put_index(payload)
-
-    def _payload(self) -> Payload:
-        """Return places and checksums as they are now."""
-        files = [*zip(self.plan.file_nbytes, self._checksums.file_crcs, strict=True)]
+        """Write the index of places and checksums as they are now."""
+        files = [*zip(self._plan.file_nbytes, self._checksums.file_crcs, strict=True)]
         if self._sink is not None:
             files += zip(self._sink.file_nbytes, self._sink.file_crcs, strict=True)
         rows: list[tuple[str, int, int]] = []
@@ -170,21 +150,16 @@ class Pipeline(ABC):
         crcs = self._extents.crc[checked]
         for number, row in enumerate(checked.tolist()):
             crcs[number] = self._checked_crc.get(row, crcs[number])
-        return Payload(
-            self._extents,
-            self._inline,
-            rows,
-            self._parts,
-            checked,
-            crcs,
-            self.recorder.timeline(),
-        )
+        timeline = self._recorder.timeline()
+        payload = Payload(self._extents, self._inline, rows, self._parts, checked, crcs, timeline)
+        with self._recorder.span("index"):
+            return await self.commit.put_index(payload)
 
     # -- stage
 
     async def _stage(self) -> None:
         staging = self.staging
-        inline = await staging.inline() if self.plan.inline else None
+        inline = await staging.inline() if self._plan.inline else None
         self._parts = await staging.parts()
         await self._check_replicas()
         held = self.reference and await staging.hold_immutable()
@@ -199,10 +174,10 @@ class Pipeline(ABC):
                 self._final.put_nowait(item)
             early.clear()
 
-        if self.stall_first and not held:
+        if staging.grow:
             # While the caller waits and memory lasts, copying has the processors and the memory
             # bandwidth to itself; checksums and writes follow as soon as either ends. When memory
-            # ends, `flush` starts the writes that free it: without it, nobody would.
+            # runs out, `flush` starts the writes that free it; nothing else would.
             await staging.windows(early.append, flush)
             flush()
         else:
@@ -218,10 +193,11 @@ class Pipeline(ABC):
 
     async def _check_replicas(self) -> None:
         """Compute the checksums of replicas that this process does not write, or compresses."""
-        plan, checked = self.plan, self.checked
+        plan, checked = self._plan, self.checked
         if not checked.size:
             return
-        elsewhere = (plan.row_writer[checked] != self.process) | np.isin(checked, plan.compressed)
+        process = self._recorder.process
+        elsewhere = (plan.row_writer[checked] != process) | np.isin(checked, plan.compressed)
         rows = checked[elsewhere].tolist()
         self._checked_crc = dict(zip(rows, await self.staging.checksums(rows), strict=True))
 
@@ -231,13 +207,13 @@ class Pipeline(ABC):
     # -- serialize
 
     async def _trail(self, data: bytearray) -> None:
-        """Compute the checksums of inline values, for which no caller waits any more."""
+        """Compute the checksums of inline values, now that the caller no longer waits."""
         start = time.perf_counter()
-        rows = self.plan.first_row[list(self.plan.inline)]
+        rows = self._plan.first_row[list(self._plan.inline)]
         ends = np.cumsum(self._extents.nbytes[rows])
         self._inline = chunks = SmallChunks(data, [0, *ends.tolist()])
-        self._extents.crc[rows] = await self.compute.run(chunks.seal)
-        self.recorder.add("serialize", start, len(data))
+        self._extents.crc[rows] = await self._compute.run(chunks.seal)
+        self._recorder.add("serialize", start, len(data))
 
     async def _seal(self, item: StagedWindow) -> FileWindow:
         """Compute the checksums of a window that was only copied, and fold it in its turn.
@@ -249,7 +225,7 @@ class Pipeline(ABC):
         start = time.perf_counter()
         slot = item.slot
         sums = await self.staging.use([slot], self._checksums.seal, item.window, slot.buffer)
-        self.recorder.add("serialize", start, item.window.nbytes)
+        self._recorder.add("serialize", start, item.window.nbytes)
         if before is not None:
             await before.wait()
         turn.set()
@@ -271,7 +247,7 @@ class Pipeline(ABC):
             window.file,
             window.offset,
             window.nbytes,
-            self.plan.file_nbytes[window.file],
+            self._plan.file_nbytes[window.file],
             slot,
             window.nbytes,
             self.staging.written,
@@ -280,16 +256,16 @@ class Pipeline(ABC):
     async def _compress(self, sink: ChunkAppender | ChunkPacker) -> None:
         """Compress staged chunks, several at a time, and hand them to the sink in plan order."""
         compressor = Compressor()
-        plan, arrays = self.plan, self.plan.arrays
+        plan, arrays = self._plan, self._plan.arrays
         running: deque[tuple[StagedChunks, asyncio.Task[list[Compressed]]]] = deque()
         async with asyncio.TaskGroup() as group:
             while (item := await self._chunks.get()) is not None:
                 zstd = [arrays.of(plan.row_array[row]).zstd_level or 0 for row in item.rows]
                 call = self._compressed(compressor, item, zstd)
                 running.append((item, group.create_task(call)))
-                # The queue may be empty because the budget is taken: then nothing more comes
-                # before the oldest has been written and has given its memory back.
-                while running and (len(running) > self.compute.count or self._chunks.empty()):
+                # The queue may be empty because the budget is used up: then nothing more comes
+                # before the oldest has been written and its memory released.
+                while running and (len(running) > self._compute.count or self._chunks.empty()):
                     await self._place(sink, *running.popleft())
             while running:
                 await self._place(sink, *running.popleft())
@@ -298,7 +274,7 @@ class Pipeline(ABC):
     async def _compressed(
         self, compressor: Compressor, item: StagedChunks, zstd: Sequence[int]
     ) -> list[Compressed]:
-        with self.recorder.span("serialize", sum(item.nbytes)):
+        with self._recorder.span("serialize", sum(item.nbytes)):
             return await self.staging.use(
                 item.slots, compressor.compress, item.slots, item.starts, item.nbytes, zstd
             )
@@ -319,9 +295,10 @@ class Pipeline(ABC):
             extents.nbytes[row], extents.crc[row] = stored.nbytes, stored.crc
             placed.append(Placed(file, offset, stored, raw_nbytes))
         stage = "upload" if isinstance(sink, ChunkAppender) else "serialize"
-        with self.recorder.span(stage, sum(stored.nbytes for stored in made)):
+        with self._recorder.span(stage, sum(stored.nbytes for stored in made)):
             await sink.write(placed)
-        # Only now is the compressor's output gone, for which these bytes stand.
+        self.written(sum(chunks.nbytes) + len(placed) * CRC_NBYTES)
+        # These bytes stand for the compressor's output, which is gone only now.
         self.staging.give((), chunks.extra_nbytes)
 
     # -- upload
@@ -329,10 +306,10 @@ class Pipeline(ABC):
     async def _upload(self) -> None:
         """Write windows one after the other, until the queue ends."""
         while (item := await self._final.get()) is not None:
-            # As many windows as there are uploads are sealed ahead of the writes, and no more:
-            # after `start_save`, checksums take what the device leaves of the processors.
+            # Each upload seals at most one window ahead of its write: after `start_save`,
+            # checksums take only the processor time that the device leaves.
             window = item if isinstance(item, FileWindow) else await self._seal(item)
-            with self.recorder.span("upload", window.nbytes):
+            with self._recorder.span("upload", window.nbytes):
                 await self._files.write(window)
             # A view in this frame would keep a client from sending the buffer as it is.
             del item, window
@@ -343,13 +320,13 @@ class LocalPipeline(Pipeline):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        plan, sizes = self.plan, self.sizes
-        self._files = PositionalFiles(self.attempt, self.stem, sizes.window_nbytes, self.written)
+        plan, sizes = self._plan, self.sizes
+        self._files = DataFiles(
+            self.attempt, self.stem, sizes.window_nbytes, self.written, positional=True
+        )
         self._sink = None
         if plan.compressed:
-            self._sink = ChunkAppender(
-                self._files, len(plan.file_nbytes), sizes.data_file_nbytes, written=self.written
-            )
+            self._sink = ChunkAppender(self._files, len(plan.file_nbytes), sizes.data_file_nbytes)
         self._streams = min(sizes.concurrency, len(plan.windows))
 
     async def run(self) -> Committable:
@@ -361,9 +338,9 @@ class LocalPipeline(Pipeline):
 
     async def _stage(self) -> None:
         async with asyncio.TaskGroup() as group:
-            if self.plan.windows:
+            if self._plan.windows:
                 # Creating a file and allocating its blocks takes about as long as copying a window.
-                group.create_task(self._files.open(0, self.plan.file_nbytes[0]))
+                group.create_task(self._files.open(0, self._plan.file_nbytes[0]))
             await super()._stage()
 
 
@@ -372,8 +349,10 @@ class ObjectPipeline(Pipeline):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        plan, sizes, pool = self.plan, self.sizes, self.window_pool
-        self._files = SealedFiles(self.attempt, self.stem, sizes.window_nbytes, self.written)
+        plan, sizes, pool = self._plan, self.sizes, self.staging.window_pool
+        self._files = DataFiles(
+            self.attempt, self.stem, sizes.window_nbytes, self.written, positional=False
+        )
         self._packer: ChunkPacker | None = None
         self._packing = 0  # windows that compressed chunks make, at most
         if plan.compressed:
@@ -383,9 +362,8 @@ class ObjectPipeline(Pipeline):
                 len(plan.file_nbytes),
                 sizes.data_file_nbytes,
                 pool,
-                self.compute,
+                self._compute,
                 emit=self._final.put_nowait,
-                written=self.written,
             )
         self._sink = self._packer
         self._streams = min(sizes.concurrency, len(plan.windows) + self._packing)
@@ -406,10 +384,10 @@ class ObjectPipeline(Pipeline):
             await self._packer.reserve(streams + 1, beside=self.staging.most_nbytes)
 
     async def _put_index(self, uploads: Sequence[asyncio.Task[None]]) -> Committable:
-        """Write the index; again whenever a file had to be sent under another name since.
+        """Write the index, and write it again if a file was sent under another name since.
 
-        Such a file may be sealed while the index is on its way, or after it: the index of the
-        last call, made of the final names, is the one that the record refers to.
+        Such a file may be sealed during or after the write of the index. The record refers to the
+        index of the last call, which has the final names.
         """
         files = self._files
         changed = asyncio.Event()
@@ -422,5 +400,5 @@ class ObjectPipeline(Pipeline):
             while files.renames == renames:
                 if all([task.done() for task in uploads]):
                     return made
-                changed.clear()  # nothing is awaited between the look and this
+                changed.clear()  # no await between the check and this
                 await changed.wait()

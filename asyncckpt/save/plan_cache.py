@@ -1,7 +1,7 @@
 """Cached layouts: everything about a save that depends on the tree's schema alone.
 
-The next save of the same paths, shapes, dtypes and options finds its plan, sorted keys, templates
-and Orbax's files ready.
+The next save of the same paths, shapes, dtypes and options reuses the plan, sorted keys, templates
+and Orbax's files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asyncckpt.adapters.numpy import NumpyAdapter
-from asyncckpt.adapters.python import scalar_as_array
 from asyncckpt.errors import UsageError
 from asyncckpt.format.record import (
     ArrayTable,
@@ -39,7 +38,7 @@ from asyncckpt.runtime import Runtime
 from asyncckpt.save.index import Catalog, make_catalog
 from asyncckpt.save.orbax_files import key_devices, orbax_files
 from asyncckpt.save.snapshot import Snapshot
-from asyncckpt.spec import ArraySpec, Partition, Shard, array_spec
+from asyncckpt.spec import DTYPES, ArraySpec, Partition, Shard, array_spec
 from asyncckpt.tree import array_names, where
 
 CACHED_LAYOUTS = 2
@@ -51,7 +50,7 @@ UNEVEN = (
 )
 
 Division = tuple[tuple[Shard, ...] | None, Partition | None]
-"""How an array is divided: the shards that this process can read, and how all processes do it."""
+"""Shards of an array that this process can read, and how all processes divide it."""
 
 PLANNING_LEAVES = 200
 """Trees with more leaves than this are planned in a worker thread, not on the engine's loop."""
@@ -69,10 +68,10 @@ class Layout:
         pieces: offsets and arrays of the leaves that are stored as several, by leaf index.
         mirrors: leaf index of every scalar that is stored as an array too.
         orbax: Orbax's files, by path in the database's directory; None if it cannot read this.
-        notes: what a person should know about it.
+        notes: for the report.
         tables: the tables of the record; None where another process commits, or knows a part.
-        schema_digest: of what several processes that save together have in common.
-        fresh: those processes have agreed on it for this save.
+        schema_digest: digest of the schema on which the processes that save together agreed.
+        fresh: they agreed on it for this save.
     """
 
     plan: SavePlan
@@ -126,12 +125,12 @@ class LayoutCache:
         return self._agreements[0][0] if self._agreements else None
 
     def agree(self, key: Sequence[object], agreed: Any) -> None:
-        """Keep what processes agreed on, until other schemas have pushed it out."""
+        """Keep what processes agreed on, until other schemas replace it."""
         others = [known for known in self._agreements if known[0] != key]
         self._agreements = [(key, agreed), *others[: CACHED_LAYOUTS - 1]]
 
     def keep(self, key: Sequence[object], layout: Layout) -> None:
-        """Keep the layout until others have pushed it out."""
+        """Keep the layout until others replace it."""
         self._entries.insert(0, (key, layout))
         del self._entries[CACHED_LAYOUTS:]
 
@@ -140,7 +139,7 @@ class Terms(NamedTuple):
     """What a layout depends on besides the tree.
 
     Attributes:
-        options: how the caller wants it saved.
+        options: the caller's.
         budget_nbytes: memory for chunks that are held whole.
         sizes: lengths of files and windows.
         process: number of this process.
@@ -166,7 +165,7 @@ async def layout_of(
     process: int = 0,
     process_count: int = 1,
 ) -> Layout:
-    """Return the layout of a snapshot, as made for an earlier one of the same schema.
+    """Return the layout of a snapshot, cached if an earlier one had the same schema.
 
     Raises:
         UsageError: as `make_layout`.
@@ -178,7 +177,7 @@ async def layout_of(
     key = layout_key(snapshot, terms)
     layout = cache.find(key)
     if layout is None:
-        # A user's function may take its time, too.
+        # A user's function may be slow, too.
         if len(snapshot.paths) > PLANNING_LEAVES or options.leaf_options is not None:
             layout = await runtime.engine.compute.run(make_layout, snapshot, terms)
         else:
@@ -188,7 +187,7 @@ async def layout_of(
 
 
 def sizes_for(runtime: Runtime, store: Store, nbytes: int, options: SaveOptions) -> Sizes:
-    """Return how a save of so many bytes goes to this store."""
+    """Return the sizes for a save of `nbytes` to this store."""
     size, streams = options.target_data_file_nbytes, options.concurrency
     return store.sizes(
         nbytes,
@@ -202,7 +201,7 @@ def sizes_for(runtime: Runtime, store: Store, nbytes: int, options: SaveOptions)
 def layout_key(snapshot: Snapshot, terms: Terms) -> list[object]:
     """Return everything a layout depends on; equal keys give equal layouts."""
     options, budget_nbytes, sizes, process, process_count = terms
-    # Of scalars: the text that Orbax's files hold, or whether a dtype holds the number.
+    # The layout depends on a scalar's text, which Orbax's files hold, or whether a dtype holds it.
     scalars = [
         value if isinstance(value, str) else scalar_as_array_fits(value)
         for value in snapshot.scalars.values()
@@ -235,7 +234,7 @@ def layout_key(snapshot: Snapshot, terms: Terms) -> list[object]:
 
 
 def arrays_key(snapshot: Snapshot) -> tuple[list[ArraySpec], dict[int, Division]]:
-    """Return what plans and schemas depend on of every array: specs, and divisions by number."""
+    """Return the parts of a key that describe arrays: specs, and divisions by number."""
     # Boxes and the processes that hold them are part of the shards.
     divisions: dict[int, Division] = {}
     for number, source in snapshot.sources.opened.items():
@@ -247,9 +246,9 @@ def arrays_key(snapshot: Snapshot) -> tuple[list[ArraySpec], dict[int, Division]
 def add_mirrors(snapshot: Snapshot, mirrors: Sequence[int]) -> None:
     """Add scalars to the snapshot's sources, for staging with the arrays."""
     for leaf in mirrors:
-        values = scalar_as_array(snapshot.scalars[leaf])
-        assert values is not None
-        snapshot.sources.append_plain(_MIRROR_SPECS[snapshot.kinds[leaf]], values)
+        spec = _MIRROR_SPECS[snapshot.kinds[leaf]]
+        values = np.asarray(snapshot.scalars[leaf], DTYPES[spec.dtype])
+        snapshot.sources.append_plain(spec, values)
         snapshot.adapters.append(_NUMPY)
 
 
@@ -264,12 +263,12 @@ _MIRROR_SPECS = {
 
 
 def make_layout(snapshot: Snapshot, terms: Terms) -> Layout:
-    """Plan the saves of one schema, as far as this process takes part in them. Blocking.
+    """Plan this process' part in the saves of one schema. Blocking.
 
     Raises:
         UsageError: `leaf_options` returned something that does not fit its leaf, or the shards of
             a leaf do not fit `layout`; names the path.
-        …: `leaf_options` raised it; a note names the path.
+        …: from `leaf_options`; a note names the path.
     """
     options, budget_nbytes, sizes, process, process_count = terms
     names = array_names(snapshot.structure.parts())
@@ -372,7 +371,7 @@ def _leaf_layouts(snapshot: Snapshot, names: Sequence[str], terms: Terms) -> lis
         name = names[leaf]
         first = snapshot.tied.get(number)
         if first is not None:
-            # Whatever is asked for this path, the bytes are stored once.
+            # Options for this path are ignored: the bytes are stored once.
             leaves.append(leaves[first]._replace(name=name, tied_to=first))
             continue
         own = None
@@ -398,8 +397,8 @@ def options_of_leaf(options: SaveOptions, path: str, spec: ArraySpec) -> LeafOpt
     """Ask `leaf_options` about a leaf.
 
     Raises:
-        UsageError: it returned something else; names the path.
-        …: it raised; a note names the path.
+        UsageError: it returned neither `LeafOptions` nor None; names the path.
+        …: what it raised; a note names the path.
     """
     if options.leaf_options is None:
         return None
@@ -419,7 +418,7 @@ def stored_spec(path: str, source: Source, own: LeafOptions) -> ArraySpec:
     """Return the array's spec in the dtype that its options ask for.
 
     Raises:
-        UsageError: it is cast, but its bytes are no numbers; names the path.
+        UsageError: a cast is asked for, but its bytes are not numbers; names the path.
     """
     spec = source.spec
     if own.dtype is None or own.dtype == spec.dtype:
@@ -518,7 +517,7 @@ def _with_options(
 
 
 def _first_only(leaf: LeafLayout, process: int) -> LeafLayout:
-    """Let the lowest holder of every part be the only one: what the others hold may differ."""
+    """Make the lowest holder of every part its only one: replicas may differ."""
     if leaf.shards is None:
         return leaf._replace(holders=(min(leaf.holders or (0,)),))
     shards = [Shard(shard.box, (min(shard.holders),)) for shard in leaf.shards]

@@ -1,8 +1,8 @@
 """One save: plan, data stages, commit, publication."""
 
 # Rule 1: an existing checkpoint is reported before the caller goes on: on local disk before
-#   anything is staged; on object stores, where looking takes a round trip, during staging. What an
-#   attempt writes before its record, nobody else can see.
+#   anything is staged; on object stores, where the check takes a round trip, during staging. What
+#   an attempt writes is invisible before its record.
 # Rule 2: the attempt ends in exactly one of publish and abort, also across repeated cancellation.
 # Rule 3: once `publish` has been called, its outcome is awaited and is the save's outcome.
 
@@ -15,8 +15,6 @@ import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from asyncckpt.arguments import progress_notes
 from asyncckpt.checkpoint.metadata import RECORD
@@ -34,27 +32,26 @@ from asyncckpt.format.record import is_record
 from asyncckpt.options import MAX_RECORD_NBYTES
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import AttemptFiles, CheckpointFiles, Sizes, Store
-from asyncckpt.reports import ProcessPart, Progress, SaveReport, Timeline
+from asyncckpt.reports import Progress, SaveReport, Timeline
 from asyncckpt.runtime import Runtime
 from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.contribution import Contribution
+from asyncckpt.save.index import NO_ROWS
 from asyncckpt.save.pipeline import LocalPipeline, ObjectPipeline
 from asyncckpt.save.plan_cache import Layout, LayoutCache, add_mirrors, layout_of, sizes_for
 from asyncckpt.save.snapshot import SaveRequest
 from asyncckpt.save.stage import Staging
 
 ABORT_S = 30.0
-"""How long an aborted save waits for its clean-up. A store that has stopped answering would delay
-the error of a passed deadline by minutes; what is left is removed by `asyncckpt gc`."""
-
-NO_ROWS = np.zeros(0, np.int64)
+"""Limit for the clean-up of an aborted save: a store that does not answer would delay the error of
+a passed deadline by minutes. `asyncckpt gc` removes the rest."""
 
 logger = logging.getLogger("asyncckpt")
 
 
 @dataclass(slots=True, eq=False)
 class SaveState:
-    """What can be seen of a save from outside while it runs."""
+    """Visible state of a running save."""
 
     stage: str = "plan"
     done_nbytes: int = 0
@@ -63,7 +60,7 @@ class SaveState:
 
     @property
     def progress(self) -> Progress:
-        """How far it has come."""
+        """Stage and bytes done."""
         return Progress(self.stage, self.done_nbytes, self.total_nbytes)
 
 
@@ -86,7 +83,7 @@ async def exists(store: Store, name: str) -> bool:
 
 
 async def no_claim() -> int:
-    """Return the epoch of those who save without a claim."""
+    """Return epoch 0, that of saves without a claim."""
     return 0
 
 
@@ -99,9 +96,9 @@ class Save:
         store: where the checkpoint goes.
         layouts: layouts of earlier saves.
         request: what is saved.
-        state: where the save shows how far it has come.
+        state: updated as the save proceeds.
         staged: called when every leaf may be mutated.
-        claim: returns the epoch under which process 0 saves.
+        claim: returns the epoch of the session's claim, which the first save makes.
     """
 
     runtime: Runtime
@@ -115,9 +112,9 @@ class Save:
     def __post_init__(self) -> None:
         self._epoch = 0
         self._clean_up_notes: list[str] = []
-        self._process = 0
         self._recorder = Recorder(self.request.begun)
         self._attempt: AttemptFiles | None = None
+        self._commit: Commit | Contribution
         self._timeout: asyncio.Timeout | None = None
         self._save_id = self._stem = uuid.uuid4().hex
         self._location = f"{self.store.url.rstrip('/')}/{self.request.name}"
@@ -187,7 +184,7 @@ class Save:
     async def _run(self) -> SaveReport:
         request, store, state = self.request, self.store, self.state
         positional = store.capabilities.positional_writes
-        await self._make_claim()
+        self._epoch = await self.claim()
         if positional and not request.overwrite:
             await self._refuse_existing()
         sizes = sizes_for(self.runtime, store, request.snapshot.nbytes, request.options)
@@ -229,18 +226,14 @@ class Save:
             peak_staged_nbytes=budget.peak,
             orbax=layout.orbax is not None,
             notes=(*layout.notes, *sizes.notes, *progress_notes(request.progress)),
-            processes=self._parts(),
+            processes=self._commit.parts,
             timeline=self._timeline(),
         )
 
-    # -- what a save of several processes does otherwise
-
-    async def _make_claim(self) -> None:
-        """Make the claim of the session, if this is its first save and it needs one."""
-        self._epoch = await self.claim()
+    # -- overridden by `SharedSave`
 
     async def _plan(self, sizes: Sizes) -> Layout:
-        """Return the layout of the tree."""
+        """Return the layout of the tree, cached or new."""
         return await layout_of(
             self.request.snapshot,
             self.request.options,
@@ -251,7 +244,7 @@ class Save:
         )
 
     async def _begin(self) -> Any:
-        """Return the files of the attempt that this save writes to."""
+        """Begin the attempt that this save writes to."""
         return await self.store.begin(
             self.request.name,
             self._save_id,
@@ -261,42 +254,37 @@ class Save:
         )
 
     def _committing(self, attempt: Any, layout: Layout) -> Commit | Contribution:
-        """Return what writes the index, or what it is made of."""
-        compute = self.runtime.engine.compute
+        """Return the commit stage."""
         return Commit(
             attempt,
             layout,
             self.request,
             save_id=self._save_id,
-            compute=compute,
+            compute=self.runtime.engine.compute,
             epoch=self._epoch,
         )
 
-    def _parts(self) -> tuple[ProcessPart, ...]:
-        """Return what is known of the part of each process."""
-        return ()
-
     def _timeline(self) -> Timeline:
-        """Return what is known of when each process did what."""
-        return self._recorder.timeline()
+        """Return the timeline, with those of other processes where they are known."""
+        return self._recorder.timeline().joined(self._commit.timelines)
 
     def _checked(self, layout: Layout) -> Column:
-        """Return the rows that are compared with the replicas of other processes."""
+        """Return the rows to compare with replicas in other processes."""
         return NO_ROWS
 
     async def _conclude(self, attempt: Any, made: Committable) -> Committable:
-        """Publish; return what the checkpoint is made of."""
+        """Publish the checkpoint; return its final sizes."""
         await attempt.publish(made.record)
         return made
 
     async def _give_up(self, error: BaseException) -> None:
-        """Leave nothing of the save, which ends with this error."""
+        """Abort the attempt of a save that ends with this error."""
         if self._attempt is not None:
             await self._abort(self._attempt)
 
     async def _refuse_existing(self) -> None:
         if await exists(self.store, self.request.name):
-            # It may be of a process that has taken over.
+            # It may belong to a process that has taken over.
             await self.store.check_claim(self._epoch)
             raise CheckpointExistsError(
                 f"{self._location}: a checkpoint already exists here; pass overwrite=True to "
@@ -324,25 +312,19 @@ class Save:
             grow=request.stall_first,
             recorder=self._recorder,
         )
-        commit = self._committing(attempt, layout)
+        commit = self._commit = self._committing(attempt, layout)
         copied = asyncio.Event()
         kind = LocalPipeline if store.capabilities.positional_writes else ObjectPipeline
         pipeline = kind(
-            plan=layout.plan,
             staging=staging,
             commit=commit,
             checked=self._checked(layout),
             attempt=attempt,
             stem=self._stem,
             sizes=sizes,
-            window_pool=window_pool,
-            compute=compute,
-            stall_first=request.stall_first,
             reference=request.options.snapshot == "reference",
             staged=copied.set,
             written=self._written,
-            recorder=self._recorder,
-            process=self._process,
         )
         self.state.stage = "stage"
         async with asyncio.TaskGroup() as group:
@@ -352,7 +334,7 @@ class Save:
         return staging, made
 
     async def _let_go(self, copied: asyncio.Event) -> None:
-        """Tell the caller that the state may be mutated, and that nothing is in the way."""
+        """Tell the caller that the state may be mutated, unless a checkpoint is in the way."""
         if not self.request.overwrite and not self.store.capabilities.positional_writes:
             await self._refuse_existing()
         await copied.wait()

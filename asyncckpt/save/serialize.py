@@ -6,11 +6,11 @@ A stored chunk is its encoded payload followed by the payload's CRC-32C, little 
 
 # Rule 1: checksums are computed on the staged copy, never on the caller's memory.
 # Rule 2: the CRC of a file is combined from those of its pieces. Only short pieces, whose bytes are
-#   still in the cache, are gone through twice, which costs less than combining.
+#   still in the cache, are checksummed twice, which costs less than combining.
 # Rule 3: windows are sealed in any order, by several threads at a time, and folded in plan order,
 #   because the trailer of a chunk that spans windows follows from all of them.
-# Rule 4: bytes of a window that belong to no chunk are zeroed: slots are used again, and what
-#   another checkpoint held must not travel into this one.
+# Rule 4: bytes of a window that belong to no chunk are zeroed: slots are reused, and bytes of
+#   another checkpoint must not leak into this one.
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from asyncckpt.ports import Bytes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extents:
-    """Place and checksum of every chunk row, filled in as the save goes.
+    """Place and checksum of every chunk row, filled in during the save.
 
     `nbytes` counts payload and trailer, `crc` covers the payload.
     """
@@ -46,12 +46,12 @@ class Extents:
 
 
 class WindowSums(NamedTuple):
-    """CRC-32C of the parts of one window, computed without knowing the windows before it.
+    """CRC-32C of the parts of one window, independent of the windows before it.
 
     Attributes:
         head: of the payload that continues a chunk of an earlier window, if there is one.
-        rest: of everything behind that payload and its trailer.
-        tail: of the payload that later windows continue, if it begins in this one.
+        rest: of everything after that payload and its trailer.
+        tail: of the payload that begins in this window and continues in later ones, if any.
     """
 
     head: int
@@ -63,7 +63,7 @@ CopyPart = Callable[[Piece, int, Bytes], int]
 """Copies a part of a piece, from a byte of it on, into a buffer; returns the bytes copied."""
 
 SHORT_NBYTES = 32 * KIB
-"""Payloads below this size are gone through twice; combining costs as much as 64 KiB."""
+"""Payloads below this size are checksummed twice; combining costs as much as 64 KiB."""
 
 
 class WindowChecksums:
@@ -75,10 +75,11 @@ class WindowChecksums:
         self.file_crcs = [0] * file_count
 
     def seal(self, window: Window, buffer: Bytes, copy: CopyPart | None = None) -> WindowSums:
-        """Fill what is not payload, but for the trailer of the first chunk. Blocking.
+        """Checksum the payloads of a window, and write padding and trailers. Blocking.
 
-        Computes the checksums of the window's payloads, which are in `buffer` already, or are
-        copied into it by `copy`. Windows come in any order, from any thread.
+        The payloads are in `buffer` already, or are copied into it by `copy`. The trailer of a
+        chunk that began in an earlier window is left to `fold`. Windows come in any order, from any
+        thread.
         """
         data = memoryview(buffer)
         head = rest = tail = 0
@@ -112,9 +113,9 @@ class WindowChecksums:
         return WindowSums(head, crc32c(data[done : window.nbytes], rest), tail)
 
     def fold(self, window: Window, buffer: Bytes, sums: WindowSums) -> None:
-        """Add a sealed window, in plan order; afterwards all of its bytes are final.
+        """Add a sealed window, in plan order; on return all of its bytes are final.
 
-        Takes some 10 µs, however many chunks the window holds.
+        Takes about 10 µs, however many chunks the window holds.
         """
         file_crc, end = self.file_crcs[window.file], 0
         if window.pieces:
@@ -132,12 +133,6 @@ class WindowChecksums:
             if not last.start and not last.last:
                 self._chunk = sums.tail
         self.file_crcs[window.file] = combine(file_crc, sums.rest, window.nbytes - end)
-
-
-def trailed(payload: bytes) -> tuple[bytes, int]:
-    """Return the stored form of a small payload, and its checksum."""
-    crc = crc32c(payload)
-    return payload + crc.to_bytes(CRC_NBYTES, "little"), crc
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,7 +162,7 @@ class SmallChunks:
 
 
 class _Contexts(threading.local):
-    """Compression contexts of one thread; they are costly to make and cannot be shared."""
+    """Compression contexts of one thread: costly to make, and not thread-safe."""
 
     def __init__(self) -> None:
         self.by_level: dict[int, zstandard.ZstdCompressor] = {}
@@ -204,8 +199,7 @@ class Compressor:
         places = zip(starts, nbytes, levels, strict=True)
         if len(starts) == 1 or len(set(levels)) > 1:
             return [self._compress(spans(slots, at, n), n, level) for at, n, level in places]
-        # Small chunks in one slot, in one call: each release of the interpreter lock may have to
-        # wait for it afterwards.
+        # Small chunks in one slot, in one call: taking the interpreter lock again may wait.
         buffer = memoryview(slots[0].buffer)
         frames = self._context(levels[0]).multi_compress_to_buffer(
             [buffer[at : at + n] for at, n, _ in places]

@@ -1,4 +1,4 @@
-"""One process' part in a save by several processes.
+"""One process' part in a save by several.
 
 ::
 
@@ -16,7 +16,7 @@ Whatever fails on one process ends the round, and with it the save on all.
 #   attempt.
 # Rule 2: an error of this process is posted before anything is cleaned up, so that the others stop
 #   at once; an error of another process is not posted again.
-# Rule 3: kept plans are dropped after every failure: processes may disagree about them.
+# Rule 3: cached plans are dropped after every failure: processes may disagree about them.
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ from asyncckpt.format.record import save_id_of
 from asyncckpt.planning.replicas import checked_rows
 from asyncckpt.planning.table import Column
 from asyncckpt.ports import AttemptFiles, DataFile, JoinedAttempt, NotingStore, Sizes
-from asyncckpt.reports import ProcessPart, SaveReport, Timeline
+from asyncckpt.reports import SaveReport
 from asyncckpt.save.commit import Commit, Committable
 from asyncckpt.save.contribution import Contribution
 from asyncckpt.save.merge import MergingCommit
 from asyncckpt.save.plan_cache import Layout
-from asyncckpt.save.save import Save, record_of
+from asyncckpt.save.save import Save, no_claim, record_of
 from asyncckpt.save.shared_plan import KNOWN, SharedPlan
 
 T = TypeVar("T")
 
 JOIN_S = 2.0
-"""How long to look for an attempt before asking whether process 0 has begun it."""
+"""How long to look for the attempt before asking whether process 0 has begun it."""
 
 UNSHARED_S = 15.0
 """How long an attempt that process 0 has begun may stay invisible: network file systems cache
@@ -70,7 +70,7 @@ LOOK_S = 1.0
 
 
 class Joining:
-    """The files of an attempt that this process is joining; every call waits until it has."""
+    """The files of an attempt that this process is joining; every call waits until it is joined."""
 
     def __init__(self, location: str, joining: asyncio.Task[JoinedAttempt]) -> None:
         self.location = location
@@ -90,7 +90,7 @@ class Joining:
         await (await self.attempt()).put(path, data, in_record=in_record)
 
     async def taken(self, path: str, *, max_nbytes: int) -> bytes | None:
-        """Return what a process has passed on, as `AttemptFiles.taken`."""
+        """Return a file that a process has passed on, as `AttemptFiles.taken`."""
         return await (await self.attempt()).taken(path, max_nbytes=max_nbytes)
 
     async def pass_on(self, path: str, data: bytes | memoryview) -> None:
@@ -118,10 +118,10 @@ class Joining:
 
 @dataclass(eq=False, repr=False)
 class SharedSave(Save):
-    """The part of this process in a save of several.
+    """The part of this process in a save by several.
 
     Attributes:
-        round_: what the processes say to each other about this save.
+        round_: messages of the processes about this save.
         Others: as `Save`.
     """
 
@@ -139,8 +139,8 @@ class SharedSave(Save):
         self._posted = False
         self._known = False  # the plan is that of an earlier save
         self._kept = False  # what was written may be part of a checkpoint
-        self._contribution: Contribution | None = None
-        self._commit: MergingCommit | Contribution | None = None
+        if not self.round_.leads:
+            self.claim = no_claim  # process 0 saves under its own
 
     async def run(
         self,
@@ -164,10 +164,10 @@ class SharedSave(Save):
             return report
 
     async def _note(self, error: BaseException | None) -> None:
-        """Leave the error with which this process ended the save to the job that comes next.
+        """Keep the error that ended the save for the next job; remove the last one after a success.
 
-        Errors of other processes are theirs to note. After a success, the last note is removed. A
-        one-shot save is a run of its own, which no job continues.
+        Each process notes its own errors only. No job continues a one-shot save, which leaves no
+        note.
         """
         if self.request.step is None or not isinstance(self.store, NotingStore):
             return
@@ -179,7 +179,7 @@ class SharedSave(Save):
                 return
             host, stage = self._group.host, self.state.stage
             note = encode_error(error, process=self._process, host=host, stage=stage)
-        with contextlib.suppress(Exception):  # of a store that is not ours
+        with contextlib.suppress(Exception):  # of a user's store
             await to_completion(briefly(self.store.keep_note(self._process, note), limit_s=NOTE_S))
 
     async def _run(self) -> SaveReport:
@@ -235,10 +235,6 @@ class SharedSave(Save):
 
     # -- stages
 
-    async def _make_claim(self) -> None:
-        if self.round_.leads:
-            await super()._make_claim()
-
     async def _refuse_existing(self) -> None:
         if self.round_.leads:
             await super()._refuse_existing()
@@ -280,11 +276,7 @@ class SharedSave(Save):
             raise
 
     async def _join(self) -> JoinedAttempt:
-        """Join the attempt of process 0, once it is there.
-
-        Raises:
-            UsageError: process 0 has begun it, and it cannot be seen from here.
-        """
+        """Join the attempt of process 0 once it appears; refuse a place that is not shared."""
         begun_at: float | None = None
         while True:
             try:
@@ -314,7 +306,7 @@ class SharedSave(Save):
     def _committing(self, attempt: Any, layout: Layout) -> Commit | Contribution:
         compute = self.runtime.engine.compute
         if self.round_.leads:
-            self._commit = MergingCommit(
+            return MergingCommit(
                 attempt,
                 layout,
                 self.request,
@@ -325,8 +317,7 @@ class SharedSave(Save):
                 round_=self.round_,
                 times=self._times,
             )
-            return self._commit
-        self._commit = self._contribution = Contribution(
+        return Contribution(
             attempt,
             layout,
             self.request.snapshot,
@@ -336,18 +327,10 @@ class SharedSave(Save):
             compute=compute,
             times=self._times,
         )
-        return self._contribution
 
     def _times(self) -> tuple[float, float]:
         """Return the seconds until all was staged, and until now."""
         return self.state.blocked_s, time.perf_counter() - self.request.begun
-
-    def _parts(self) -> tuple[ProcessPart, ...]:
-        return self._commit.parts if self._commit is not None else ()
-
-    def _timeline(self) -> Timeline:
-        others = self._commit.timelines if isinstance(self._commit, MergingCommit) else ()
-        return super()._timeline().joined(others)
 
     def _checked(self, layout: Layout) -> Column:
         return checked_rows(layout.plan, self.round_.number, whole=layout.fresh)
@@ -359,12 +342,12 @@ class SharedSave(Save):
             totals = {"stored_nbytes": made.stored_nbytes, "file_count": made.file_count}
             await to_completion(briefly(self.round_.finish(json.dumps(totals).encode())))
             return made
-        assert self._contribution is not None
+        assert isinstance(self._commit, Contribution)
         joined = await attempt.attempt()
         await joined.settle()
         self._kept = True
         try:
-            await self.round_.post("ready", self._contribution.path.encode())
+            await self.round_.post("ready", self._commit.path.encode())
         except StoreError as error:
             # The message may have arrived, and process 0 have committed.
             if not await self._is_committed():
@@ -404,12 +387,12 @@ class SharedSave(Save):
                 await to_completion(self._attempt.leave())
 
     async def _post(self, error: BaseException) -> None:
-        """Tell all processes why this one has failed, unless one of them was the reason."""
+        """Tell all processes why this one failed, unless another's failure was the reason."""
         if not self._ended_by_others and not self._posted:
             await to_completion(self._withdraw(error))
 
     async def _withdraw(self, error: BaseException) -> bool:
-        """Abort the save on all processes; return whether it is, False where it was decided."""
+        """Abort the save on all processes; return False if it was decided before."""
         self._posted = True
         aborted = await briefly(self.round_.abort(self._reason(error), self.state.stage))
         if aborted or self.round_.failed:

@@ -1,11 +1,11 @@
 """The plan of a save by several processes: agreed on once per schema, then kept by each."""
 
 # Rule 1: nothing is exchanged where this process knows the schema from an earlier save of its
-#   group. Processes that do not agree on that find out before anything is committed. What an
-#   earlier group has agreed on holds once all processes of this one have said that they know it.
-# Rule 2: what a chunk grid depends on is equal in all processes: the limits that memory and store
-#   put on chunks are those of the process with the lowest, settled with the first plan.
-# Rule 3: schemas that differ are merged by every process, from the same schemas to the same result.
+#   group. Processes that do not agree on that find out before anything is committed. An agreement
+#   of an earlier group holds once all processes of this one have said that they know it.
+# Rule 2: all processes have equal chunk grids: the limits that memory and store put on chunks are
+#   the lowest of all processes, settled with the first plan.
+# Rule 3: if schemas differ, every process merges the same schemas to the same result.
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from asyncckpt.save.snapshot import SaveRequest, Snapshot, completed
 NO_LIMIT = 1 << 62
 
 KNOWN = "known"
-"""What a process posts that has a plan already, and waits for an attempt that does not come."""
+"""Posted by a process that has a plan already, and waits for an attempt that does not appear."""
 
 VISIBLE_S = 15.0
-"""How long what was passed on may stay invisible on a network file system."""
+"""How long a passed-on file may stay invisible on a network file system."""
 
 
 class Limits(NamedTuple):
-    """What memory and store of a process allow for chunks, in bytes.
+    """Limits of a process' memory and store for chunks, in bytes.
 
     Attributes:
         budget_nbytes: memory for chunks that are held whole.
@@ -64,14 +64,14 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Agreement:
-    """What all processes agreed on for one schema.
+    """Agreement of all processes on one schema.
 
     Attributes:
         run_id: of the group whose processes agreed.
         own: digest of this process' schema.
         partial: this process holds only a part of some leaf.
         limits: the lowest of all processes.
-        merged: what all save together; None where their schemas are equal.
+        merged: the tree of all processes; None where their schemas are equal.
     """
 
     run_id: str
@@ -88,12 +88,12 @@ class Agreement:
 
 @dataclass(eq=False, repr=False)
 class SharedPlan:
-    """How this process plans its part in a save.
+    """Planning of this process' part in a save.
 
     Attributes:
-        round_: what the processes say to each other about this save.
+        round_: messages of the processes about this save.
         request: what is saved.
-        attempt: returns the files of the attempt, once there are any.
+        attempt: returns the files of the attempt, once it is begun.
     """
 
     round_: Round
@@ -103,10 +103,10 @@ class SharedPlan:
     async def agree(
         self, sizes: Sizes, *, runtime: Runtime, store: Store, cache: LayoutCache
     ) -> tuple[Snapshot, Layout]:
-        """Return the tree, with what other processes have of it, and this process' layout.
+        """Return the tree, completed by what other processes have, and this process' layout.
 
         Raises:
-            MismatchError: the trees do not go together; names path and processes.
+            MismatchError: the trees cannot be merged; names path and processes.
             UsageError: as `make_layout`.
         """
         request, group = self.request, self.round_.group
@@ -143,7 +143,7 @@ class SharedPlan:
     async def _agreement(
         self, runtime: Runtime, sizes: Sizes, change: str, kept: Agreement | None
     ) -> Agreement:
-        """Agree with the others; `kept` is what an earlier group did for an equal schema."""
+        """Agree with the others; `kept` is an earlier group's agreement on an equal schema."""
         limits = Limits(
             runtime.budget.capacity,
             sizes.chunk_nbytes or NO_LIMIT,
@@ -171,7 +171,7 @@ class SharedPlan:
         return replace(agreed, merged=await run(merge_schemas, schemas, self._tree()))
 
     async def _settle(self, own: list[Any]) -> dict[str, Any]:
-        """Look whether all save the same, as process 0."""
+        """Find out whether all processes save the same, as process 0."""
         found = await self.round_.gathered(
             "plan",
             instead=KNOWN,
@@ -187,13 +187,13 @@ class SharedPlan:
         return answer
 
     async def _propose(self, own: list[Any]) -> dict[str, Any]:
-        """Tell process 0 what this process saves, and return what it answers."""
+        """Tell process 0 what this process saves, and return its answer."""
         await self.round_.post("plan", json.dumps(own).encode())
         answer: dict[str, Any] = json.loads(await self.round_.answered("planned"))
         return answer
 
     async def _exchange(self, own: Schema) -> dict[int, Schema]:
-        """Return the schemas of all processes, which go through the store."""
+        """Return the schemas of all processes, exchanged through the store."""
         attempt = await self.attempt()
         if self.round_.leads:
             bundle = await self._bundle(attempt, own)
@@ -232,7 +232,7 @@ class SharedPlan:
 
 
 def out_of_step(round_: Round, process: int, message: bytes) -> UsageError:
-    """Return the error for a process that plans anew while process 0 uses an earlier plan."""
+    """Return the error for a process that plans anew while process 0 reuses its plan."""
     return _out_of_step(round_, process, 0, json.loads(message)[0])
 
 
@@ -264,10 +264,10 @@ def _by_path(key: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
 
 
 async def taken(attempt: AttemptFiles, path: str, round_: Round, *, max_nbytes: int) -> bytes:
-    """Return what another process has passed on and said so.
+    """Return a file that another process has passed on, waiting until it is visible.
 
     Raises:
-        UsageError: it cannot be seen here.
+        UsageError: it stays invisible here.
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + VISIBLE_S
@@ -290,7 +290,7 @@ def _limit(nbytes: int) -> int | None:
 
 
 def schema_key(request: SaveRequest) -> Sequence[Any]:
-    """Return what this process' part of the schema is made of; compared part by part."""
+    """Return the key of this process' part of the schema; compared part by part."""
     snapshot = request.snapshot
     # `_by_path` reads the first four.
     return [
@@ -307,10 +307,10 @@ def schema_key(request: SaveRequest) -> Sequence[Any]:
 
 
 def schema_of(request: SaveRequest) -> Schema:
-    """Return what the other processes need to know of this one's tree.
+    """Return the schema of this process' tree, for the other processes.
 
     Raises:
-        …: as `leaf_options` raises; a note names the path.
+        …: from `leaf_options`; a note names the path.
     """
     snapshot, options = request.snapshot, request.options
     number_of = {leaf: number for number, leaf in enumerate(snapshot.array_leaf)}
@@ -341,7 +341,7 @@ def schema_of(request: SaveRequest) -> Schema:
 
 
 def _shared_options(request: SaveRequest) -> dict[str, Any]:
-    """Return the arguments that all processes must give alike."""
+    """Return the arguments that must be equal on all processes."""
     options = request.options
     return {
         "chunk_nbytes": options.chunk_nbytes,

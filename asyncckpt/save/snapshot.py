@@ -1,7 +1,7 @@
 """Snapshot of a tree: structure and scalars as they are at the call, and its arrays opened.
 
-Taken in the caller's thread, before the first await of a save: nothing in it changes when the
-caller rebinds dict entries or counts on.
+Taken in the caller's thread, before the first await of a save: later changes of the tree's
+containers and scalars do not reach it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ from asyncckpt.reports import Progress
 from asyncckpt.spec import ArraySpec, Box
 from asyncckpt.tree import Structure, flatten, where
 
-SCALAR_TYPES = (int, float, bool, complex, str, bytes)
-
-_SCALARS = frozenset(SCALAR_TYPES)
+_SCALARS = frozenset((int, float, bool, complex, str, bytes))
 
 NAMED_LEAVES = 20
-"""Unsupported leaves that one error describes; of further ones it gives the number."""
+"""Unsupported leaves that one error describes; the rest are counted."""
 
 NAMED_PROCESSES = 8
 """Processes that an error lists."""
@@ -41,7 +39,7 @@ NAMED_PROCESSES = 8
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
-    """A tree snapshot apart.
+    """A tree taken apart.
 
     Attributes:
         structure: its containers.
@@ -54,12 +52,12 @@ class Snapshot:
         adapters: the adapter of each array.
         array_leaf: leaf index of each array.
         tied: arrays that share all bytes with an earlier one, by array index.
-        extra: facts kept beside the bytes, by leaf index.
+        extra: facts saved with the bytes, by leaf index.
         nbytes: bytes of all arrays; tied ones count once.
-        shared: arrays that this process may hold only in part, by array index.
+        shared: arrays of which this process may hold only a part, by array index.
         held: what this process holds of each array, where others have another tree; by array index.
         lacking: leaves that process 0 lacks, and the processes that have them; by leaf index.
-        uneven: some leaves are on a part of the processes.
+        uneven: some leaves are on some of the processes only.
     """
 
     structure: Structure
@@ -81,12 +79,13 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Consent:
-    """Word from outside that a save waits for before its record is made.
+    """Permission that a save waits for before its record is made.
 
     Attributes:
-        asked: called on the engine, also more than once, when this process has written its part.
-        given: awaited by the process that commits, also more than once; returns what is added to
-            the metadata. Its errors end the save.
+        asked: called on the engine, possibly more than once, when this process has written its
+            part.
+        given: awaited by the process that commits, possibly more than once; returns what is added
+            to the metadata. Its errors end the save.
     """
 
     asked: Callable[[], None]
@@ -95,7 +94,7 @@ class Consent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SaveRequest:
-    """What a caller wants saved, as taken in the caller's thread.
+    """What a caller wants saved, as of the call.
 
     Attributes:
         name: name of the checkpoint in its store.
@@ -105,8 +104,8 @@ class SaveRequest:
         metrics: the user's numbers.
         overwrite: replace a checkpoint of this name.
         options: how to save.
-        progress: called as the save goes.
-        stall_first: copying has priority, because the caller goes on when it is done.
+        progress: called as the save proceeds.
+        stall_first: copying has priority, because the caller waits for it.
         consent: what the commit waits for, if anything.
         begun: `perf_counter` at the call.
         taken: the same when the tree had been taken.
@@ -129,9 +128,7 @@ class SaveRequest:
 def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
     """Copy the tree's structure and scalars, and open its arrays for staging.
 
-    Args:
-        tree: nested containers of leaves.
-        adapters: one per framework, NumPy's first; None: those of the frameworks in use.
+    Without `adapters`, those of the imported frameworks are used.
 
     Raises:
         UnsupportedLeafError: names the path of every leaf that cannot be saved, and what can.
@@ -143,8 +140,8 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
     snapshot = Snapshot(flat.structure, flat.paths, ["numpy"] * count, [None] * count)
     seen: dict[Any, int] = {}
     refused: list[UnsupportedLeafError] = []
-    # The loop that decides what a small leaf costs the caller: an array like an earlier one, in
-    # memory of its own, needs no call and leaves no object.
+    # This loop decides what a small leaf costs the caller: an array with the spec of an earlier
+    # one, in memory of its own, needs no call and no object.
     known: dict[tuple[Any, tuple[int, ...]], ArraySpec] = {}
     sources = snapshot.sources
     for leaf, value in enumerate(flat.leaves):
@@ -200,9 +197,9 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
 
 
 def completed(snapshot: Snapshot, merged: Merged, process: int, process_count: int) -> Snapshot:
-    """Return the tree of all processes, with what this one has of it.
+    """Return the tree of all processes, with this process' values.
 
-    Arrays of other processes have sources without shards, and scalars of theirs no value.
+    Arrays of other processes have sources without shards, and their scalars no value.
     """
     own = {ordinal: leaf for leaf, ordinal in enumerate(merged.ordinals[process])}
     number_of = {leaf: number for number, leaf in enumerate(snapshot.array_leaf)}
@@ -317,7 +314,7 @@ def _open(path: str, value: Any, adapters: AdapterSet) -> tuple[Source, ArrayAda
 
 
 def _of_all(refused: list[UnsupportedLeafError]) -> UnsupportedLeafError:
-    """Return one error that names every leaf; a user mends them all at once."""
+    """Return one error that names every leaf, so that a user can fix all of them at once."""
     first = refused[0]
     if len(refused) == 1:
         return first

@@ -7,9 +7,9 @@ donate or free every leaf.
 # Rule 1: windows leave in plan order: checksums of files and of chunks that span windows are
 #   folded from left to right. (They are copied, and each sealed by itself, in any order.)
 # Rule 2: a window's slot is taken before its copy is scheduled, so that the budget bounds work as
-#   well as memory; a cancelled task that never ran has nothing to give back.
-# Rule 3: a slot is in `held` from before its copy until it goes back. Whatever fails in between,
-#   in this stage or a later one, `release` returns exactly those that nobody else has returned.
+#   well as memory; a cancelled task that never ran has nothing to release.
+# Rule 3: a slot is in `held` from before its copy until its release. Whatever fails in between, in
+#   this stage or a later one, `release` releases exactly those that are still held.
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ Seal = Callable[[Window, Bytes, CopyPart], WindowSums]
 """Fills a buffer with a window's payloads, which it has copied part by part, and their trailers."""
 
 GROUP_NBYTES = 64 * MIB
-"""Windows copied by one call of a worker where a caller waits for the copies: a hop between threads
-costs about 0.1 ms, the copy of 8 MiB 0.4 ms."""
+"""Bytes copied by one call of a worker while the caller waits: a hop between threads costs about
+0.1 ms, the copy of 8 MiB 0.4 ms."""
 
 CALLS_PER_THREAD = 4
-"""The calls of each thread at least, if there are as many windows."""
+"""Each thread makes at least as many calls, if there are enough windows."""
 
 IMMUTABLE_FRAMEWORKS = frozenset(("jax",))
 """Frameworks whose arrays never change: a reference is as good as a copy until one is donated."""
 
 GROUPED_NBYTES = 1 * MIB
-"""Small chunks are compressed together up to this size: a chunk by itself hops between threads four
-times, for half a millisecond, and keeps two slots."""
+"""Small chunks are compressed together up to this size: alone, each would hop between threads four
+times, for half a millisecond, and hold two slots."""
 
 GROUPED_ALIGNMENT = 64
-"""Where they begin, in bytes: copies of elements are fastest at multiples of their size."""
+"""Alignment of grouped chunks in bytes: elements are copied fastest at multiples of their size."""
 
 INLINE_ARRAYS = 1024
 """Small arrays copied by one call that holds the interpreter lock, for about 0.3 ms."""
@@ -74,7 +74,7 @@ class StagedWindow:
     Attributes:
         window: what goes in.
         slot: where it is.
-        sums: its checksums; None if they are still to be computed.
+        sums: its checksums; None until they are computed.
     """
 
     window: Window
@@ -91,7 +91,7 @@ class StagedChunks:
         starts: where each begins, in bytes from the start of the first slot.
         nbytes: length of each.
         slots: where they are.
-        extra_nbytes: of the budget, held along with the slots for what the compressor makes.
+        extra_nbytes: bytes of the budget held for the compressor's output, besides the slots.
     """
 
     rows: Sequence[int]
@@ -133,14 +133,14 @@ class Staging:
         self._leaf_of: list[int] = self.plan.arrays.leaf.tolist()
         self._readers: dict[int, ArrayReader] = {}
         self.held: set[Slot] = set()
-        self.extra_nbytes = 0  # of the budget, held beside slots
+        self.extra_nbytes = 0  # of the budget, besides slots
         self.referenced_nbytes = 0
         self._copies_nbytes = 0
 
     async def inline(self) -> bytearray:
         """Copy every array that goes into the B+tree, in the order of `plan.inline`.
 
-        Behind each is room for its trailer.
+        Each is followed by room for its trailer.
 
         Cancellation: waits for the copy.
 
@@ -162,8 +162,7 @@ class Staging:
 
         Calls `flush` before it waits for a slot that only the consumer can free.
 
-        Cancellation: waits for copies that are running; slots not yet given back go back through
-        `release`.
+        Cancellation: waits for copies that are running; `release` releases the slots still held.
 
         Raises:
             StagingError: names the leaf.
@@ -247,7 +246,7 @@ class Staging:
 
         Cancellation, errors: as `windows`.
         """
-        # More slots than the budget has would be waited for without end.
+        # A wait for more slots than the budget has would never end.
         count = min(self.compute.count, len(rows), max(1, self.pool.capacity // 4))
         slots = await self.pool.take(count, grow=self.grow) if count else []
         self.held.update(slots)
@@ -336,7 +335,7 @@ class Staging:
             raise
 
     def release(self) -> None:
-        """Give back all that is still held; for the end of a failed save."""
+        """Release everything that is still held."""
         for slot in self.held:
             slot.pool.release([slot])
         self.held.clear()
@@ -350,7 +349,7 @@ class Staging:
     def give(
         self, slots: Sequence[Slot], extra_nbytes: int = 0, *, error: BaseException | None = None
     ) -> None:
-        """Give back slots and bytes beside them; `error` is how their last use ended."""
+        """Release slots and extra bytes; `error` is how their last use ended."""
         self.held.difference_update(slots)
         for slot in slots:
             slot.pool.release([slot], error)
@@ -359,7 +358,7 @@ class Staging:
             self.pool.budget.release(extra_nbytes)
 
     def written(self, slot: Slot, error: BaseException | None, reusable: bool) -> None:
-        """Give back a slot that was written; discard it where a client may still be sending it."""
+        """Release a slot that was written; discard it where a client may still be sending it."""
         self.held.discard(slot)
         if reusable:
             slot.pool.release([slot], error)
@@ -412,7 +411,7 @@ class Staging:
 
     def _copy_part(self, piece: Piece, start: int, out: Bytes) -> int:
         """Copy as much of a piece, from byte `start` on, as is best checksummed at once."""
-        # What is not one run of bytes is gathered, or fetched from its device, as a whole.
+        # Anything but one run of bytes is gathered, or fetched from its device, as a whole.
         run = self.plan.row_source[piece.row] >= 0
         nbytes = min(out.size, CACHED_NBYTES) if run else out.size
         start += piece.start
@@ -473,7 +472,7 @@ class Staging:
         """Copy the arrays of `plan.inline`, one after the other, each with a gap behind it."""
         arrays, inline = self.plan.arrays, self.plan.inline
         plain, specs, opened = self.sources.plain, self.sources.specs, self.sources.opened
-        # What one small chunk stores unchanged; a leaf without shards may be padded in it, or cast.
+        # Specs that one chunk stores unchanged; other leaves are padded in it, or cast.
         stored = [p.spec if p.grid.chunk_shape == p.spec.shape else None for p in arrays.parts]
         part_of = arrays.part.tolist()
         leaf_of, gap = self._leaf_of, bytes(TRAILER_NBYTES)

@@ -1,22 +1,21 @@
 """Upload: stored bytes to durable data files.
 
-Local disk takes windows at their places (`PositionalFiles`) and appended chunks
-(`ChunkAppender`). An object store takes one request per window (`SealedFiles`), so that compressed
-chunks, whose size is not planned, are packed into windows first (`ChunkPacker`).
+`DataFiles` writes windows: on local disk at their places, to an object store by one request each.
+Compressed chunks, whose size is not planned, are appended to files on local disk (`ChunkAppender`),
+and packed into windows for an object store (`ChunkPacker`).
 """
 
 # Rule 1: a slot is free when the write of it has returned; the flush of its file needs no memory.
 # Rule 2: a file is sealed once, after its last write; a failed seal ends the attempt.
-# Rule 3: what an object store was given to send, and may still be sending, is not used again.
+# Rule 3: a buffer that an object store's client may still be sending is not reused.
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,7 +29,7 @@ from asyncckpt.save.commit import DATABASE
 from asyncckpt.save.serialize import Compressed
 
 Done = Callable[[Slot, BaseException | None, bool], None]
-"""Takes a slot whose write has ended, its error, and whether the slot may be used again."""
+"""Called with a slot whose write has ended, its error, and whether the slot may be reused."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,15 +64,17 @@ class _Open:
 
 
 @dataclass(eq=False, repr=False)
-class DataFiles(ABC):
+class DataFiles:
     """Data files of one attempt, written window by window and sealed after the last window.
 
     Attributes:
         attempt: where the files go.
-        stem: what the names of the files begin with; the attempt's save id is a part of it.
+        stem: prefix of the names of the files, which contains the attempt's save id.
         window_nbytes: size of all windows of a file but the last.
         written: called with the bytes of progress of every window that is written.
-        renames: files that a store has sent again under another name.
+        positional: the store has `StoreCapabilities.positional_writes`; otherwise each window of a
+            file is one request, whose body is the slot itself.
+        renames: number of files that a store has sent again under another name.
         renamed: called after each.
     """
 
@@ -81,6 +82,8 @@ class DataFiles(ABC):
     stem: str
     window_nbytes: int
     written: Callable[[int], None]
+    _: KW_ONLY
+    positional: bool
 
     def __post_init__(self) -> None:
         self._files: dict[int, _Open] = {}
@@ -88,13 +91,13 @@ class DataFiles(ABC):
         self.renamed: Callable[[], None] | None = None
 
     def path(self, file: int) -> str:
-        """Return where the file is, which is final once it is sealed."""
+        """Return the file's path, which is final once it is sealed."""
         opened = self._files.get(file)
-        # No other attempt can make the same.
+        # Unique to this attempt.
         return f"{DATABASE}/d/{self.stem}-{file}" if opened is None else opened.path
 
     async def open(self, file: int, nbytes: int) -> _Open:
-        """Create a file of this length; the first of several callers does, others wait for it."""
+        """Create a file of this length, once: further callers wait for the first."""
         opened = self._files.get(file)
         if opened is None:
             opened = self._files[file] = _Open(-(-nbytes // self.window_nbytes), self.path(file))
@@ -103,23 +106,29 @@ class DataFiles(ABC):
                 opened.file = await self.attempt.create(
                     opened.path,
                     nbytes=nbytes,
-                    window_nbytes=self.window_nbytes if self._requests_windows else None,
+                    window_nbytes=None if self.positional else self.window_nbytes,
                 )
         return opened
 
     async def write(self, window: FileWindow) -> None:
         """Write a window; with the last one of its file, seal the file.
 
-        Windows come in any order and several at a time. `window.done` was called on return.
+        Windows come in any order and several at a time. On return `window.done` was called.
 
         Cancellation: waits for the write, as `DataFile.write` does.
         """
         try:
             opened = await self.open(window.file, window.file_nbytes)
             assert opened.file is not None
-            reusable = await self._put(opened.file, window)
+            nbytes = window.nbytes
+            if self.positional:
+                # Whole pages, which keeps the writes direct; `seal` cuts the file to its length.
+                nbytes = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+            # No view of the slot stays in this frame: its memory is freed with the client's.
+            reusable = await opened.file.write(window.offset, window.slot.body(nbytes))
         except BaseException as error:
-            window.done(window.slot, error, self._reusable_after_error)
+            # The client of an object store may still be sending it.
+            window.done(window.slot, error, self.positional)
             raise
         window.done(window.slot, None, reusable)
         self.written(window.counted_nbytes)
@@ -132,34 +141,6 @@ class DataFiles(ABC):
                 if self.renamed is not None:
                     self.renamed()
 
-    _reusable_after_error: ClassVar[bool]
-    _requests_windows: ClassVar[bool]  # each window of a file is one request
-
-    @abstractmethod
-    async def _put(self, file: DataFile, window: FileWindow) -> bool: ...
-
-
-class PositionalFiles(DataFiles):
-    """Files of a store that writes at any place: whole pages, which keeps the writes direct."""
-
-    _reusable_after_error = True
-    _requests_windows = False
-
-    async def _put(self, file: DataFile, window: FileWindow) -> bool:
-        # `seal` cuts the file to its length.
-        padded = -(-window.nbytes // PAGE_NBYTES) * PAGE_NBYTES
-        return await file.write(window.offset, window.slot.buffer[:padded])
-
-
-class SealedFiles(DataFiles):
-    """Files of an object store: every window is one request, whose body is the slot itself."""
-
-    _reusable_after_error = False  # the client may still be sending it
-    _requests_windows = True
-
-    async def _put(self, file: DataFile, window: FileWindow) -> bool:
-        return await file.write(window.offset, window.slot.body(window.nbytes))
-
 
 class Placed(NamedTuple):
     """A compressed chunk, and where it goes.
@@ -168,7 +149,7 @@ class Placed(NamedTuple):
         file: number of the file.
         offset: where it begins in it.
         stored: its bytes.
-        raw_nbytes: length of what was compressed.
+        raw_nbytes: its length before compression.
     """
 
     file: int
@@ -184,8 +165,6 @@ class ChunkAppender:
     files: DataFiles
     first_file: int
     target_nbytes: int
-    _: KW_ONLY
-    written: Callable[[int], None]
 
     def __post_init__(self) -> None:
         self._file: DataFile | None = None
@@ -202,15 +181,13 @@ class ChunkAppender:
         return self.first_file + len(self.file_nbytes) - 1, offset
 
     async def write(self, placed: Sequence[Placed]) -> None:
-        """Write chunks that follow each other, one write per file where they are several."""
+        """Write consecutive chunks; several in one file by one write."""
         for file, run in _by_file(placed):
             offset = run[0].offset
-            raw_nbytes = sum(chunk.raw_nbytes for chunk in run)
             if offset == 0:
                 await self.finish(file - 1)
-                self._file = await self.files.attempt.create(
-                    self.files.path(file), nbytes=min(self.target_nbytes, raw_nbytes)
-                )
+                nbytes = min(self.target_nbytes, sum(chunk.raw_nbytes for chunk in run))
+                self._file = await self.files.attempt.create(self.files.path(file), nbytes=nbytes)
             assert self._file is not None
             blocks = _blocks(run)
             if len(run) > 1:
@@ -220,7 +197,6 @@ class ChunkAppender:
                 offset += len(block)
             index = file - self.first_file
             self.file_crcs[index] = _with_chunks(self.file_crcs[index], run)
-            self.written(raw_nbytes + len(run) * CRC_NBYTES)
 
     async def finish(self, file: int | None = None) -> None:
         """Seal the open file, if any."""
@@ -234,8 +210,8 @@ class ChunkAppender:
 class ChunkPacker:
     """Packs compressed chunks, in plan order, into slots that each become a file of one request.
 
-    For stores that take no writes at places of a file. A chunk that is larger than a slot gets a
-    file of its own, in several windows.
+    For stores without positional writes. A chunk that is larger than a slot gets a file of its
+    own, in several windows.
 
     Attributes:
         first_file: number of the first file.
@@ -243,12 +219,11 @@ class ChunkPacker:
         pool: where slots come from.
         compute: threads that copy.
         emit: takes a window that is full.
-        written: called with the uncompressed bytes of every chunk.
     """
 
     # Invariant: the slots are taken before the first chunk is staged and kept until the last one
-    # is written. Taken later, a slot would wait for budget that is held by staged chunks, which
-    # wait for that very slot.
+    # is written. Taken later, a slot would wait for budget held by staged chunks, which wait for
+    # that very slot.
 
     first_file: int
     target_nbytes: int
@@ -256,7 +231,6 @@ class ChunkPacker:
     compute: Workers
     _: KW_ONLY
     emit: Callable[[FileWindow], None]
-    written: Callable[[int], None]
 
     def __post_init__(self) -> None:
         self._target = min(self.target_nbytes, self.pool.slot_nbytes)
@@ -268,11 +242,10 @@ class ChunkPacker:
         self.file_nbytes: list[int] = []
         self.file_crcs: list[int] = []
 
-    async def reserve(self, count: int, *, beside: int = 0) -> int:
-        """Take `count` slots, or as many as half of the budget that is not kept makes.
+    async def reserve(self, count: int, *, beside: int = 0) -> None:
+        """Take `count` slots, or fewer that fit half of the budget that is not kept.
 
-        Leaves `beside` bytes of the budget free, unless a single slot needs them. Returns the
-        bytes taken.
+        Leaves `beside` bytes of the budget free, unless a single slot needs them.
         """
         budget = self.pool.budget
         free = budget.capacity - budget.kept
@@ -281,7 +254,6 @@ class ChunkPacker:
         self._keep(count)
         for slot in self._reserved:
             self._ready.put_nowait(slot)
-        return count * self.pool.held_nbytes
 
     def release(self) -> None:
         """Return all slots, and the budget of discarded ones that were not replaced."""
@@ -297,7 +269,7 @@ class ChunkPacker:
         self.pool.keep(count)
 
     def done(self, slot: Slot, error: BaseException | None, reusable: bool) -> None:
-        """Take back a slot that was emitted; discard it where it may not be used again."""
+        """Take back a slot that was emitted; discard it where it may not be reused."""
         if error is None and reusable:
             self._ready.put_nowait(slot)
             return
@@ -319,7 +291,7 @@ class ChunkPacker:
         return self.first_file + len(files) - 1, offset
 
     async def write(self, placed: Sequence[Placed]) -> None:
-        """Copy chunks that follow each other into slots, and emit those that are full."""
+        """Copy consecutive chunks into slots, and emit those that are full."""
         for file, run in _by_file(placed):
             index = file - self.first_file
             offset = run[0].offset
@@ -339,7 +311,6 @@ class ChunkPacker:
                     self._emit_slot(file, offset - end, end, self._slot)
                     self._slot = None
             self.file_crcs[index] = _with_chunks(self.file_crcs[index], run)
-            self.written(sum(chunk.raw_nbytes + CRC_NBYTES for chunk in run))
 
     async def _next(self) -> Slot:
         slot = await self._ready.get()

@@ -261,7 +261,7 @@ def test_memory_that_cannot_be_viewed_is_read_by_slices(name: str) -> None:
     leaves = [put(expected, sharding(x)) for x in ("bricks, two replicas", "replicated")]
     with pytest.MonkeyPatch.context() as patch:  # as on an accelerator
         patch.setattr(jax_memory, "on_cpu", lambda device: False)
-        jax_memory._memory.cache_clear()
+        jax_memory.in_host_memory.cache_clear()
         jax_shards._divide.cache_clear()
         try:
             for leaf in leaves:
@@ -272,7 +272,7 @@ def test_memory_that_cannot_be_viewed_is_read_by_slices(name: str) -> None:
                     np.testing.assert_array_equal(read(source, box), expected[box.slices()])
                 check_nothing_cached(leaf)
         finally:
-            jax_memory._memory.cache_clear()
+            jax_memory.in_host_memory.cache_clear()
             jax_shards._divide.cache_clear()
 
 

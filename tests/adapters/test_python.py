@@ -10,7 +10,6 @@ from asyncckpt import errors
 from asyncckpt.adapters.python import (
     array_from_scalar,
     bytes_as_array,
-    scalar_as_array,
     scalar_from_array,
     scalar_kind,
     unsupported,
@@ -53,15 +52,6 @@ def test_long_bytes_are_an_array_that_shares_their_memory() -> None:
     assert array is not None
     assert array.dtype == np.uint8
     assert array.tobytes() == value
-
-
-def test_scalars_that_a_dtype_holds_are_rank_0_arrays() -> None:
-    for value, dtype in ((True, "bool"), (3, "int64"), (0.5, "float64"), (1j, "complex128")):
-        array = scalar_as_array(value)
-        assert array is not None
-        assert (array.shape, array.dtype.name, array.item()) == ((), dtype, value)
-    for other in (2**63, -(2**63) - 1, "a", b"a"):
-        assert scalar_as_array(other) is None
 
 
 @pytest.mark.parametrize("name", [n for n in DTYPES if n.endswith(("int4", "int8", "int64"))])

@@ -9,7 +9,14 @@ import pytest
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.planning.restore import Request, plan_restore
-from asyncckpt.restore.decode import Decode, Destination, Destinations, flat_target, is_direct
+from asyncckpt.restore.decode import (
+    Check,
+    Decode,
+    Destination,
+    Destinations,
+    flat_target,
+    is_direct,
+)
 from asyncckpt.spec import DTYPES, Box
 from tests.restore.opened import LOCATION, opened, packed
 
@@ -78,7 +85,7 @@ def test_a_flipped_bit_names_leaf_file_and_offset(way: str, place: str) -> None:
             assert is_direct(batch)
             start, payload = batch.offset, batch.parts[0].nbytes
             raw = np.frombuffer(bytes(damaged), np.uint8)[start : start + batch.nbytes]
-            decode.checking([batch], [raw[:payload], raw[payload:]])(batch.nbytes)
+            Check(decode.checks([batch], [raw[:payload], raw[payload:]]))(batch.nbytes)
     assert (e.value.path, e.value.file, e.value.offset) == ("b", "d/0", 52)
     assert (e.value.stage, e.value.location) == ("decode", LOCATION)
 
@@ -103,7 +110,7 @@ def run_of_chunks() -> tuple[Any, Any, list[Any], list[Any], bytes]:
 @pytest.mark.parametrize("step", [1, 7, 50, 1000])
 def test_what_arrives_bit_by_bit_is_checked_bit_by_bit(step: int) -> None:
     plan, decode, found, buffers, data = run_of_chunks()
-    check = decode.checking(plan.batches, buffers)
+    check = Check(decode.checks(plan.batches, buffers))
     places = [(buffer, i) for buffer in buffers for i in range(buffer.nbytes)]
     assert len(places) == len(data)
     for there, ((buffer, i), byte) in enumerate(zip(places, data, strict=True), 1):
@@ -121,7 +128,7 @@ def test_damage_is_told_as_soon_as_its_chunk_has_arrived(chunk: int) -> None:
     begin = batch.offset - plan.batches[0].offset
     raw = bytearray(data)
     raw[begin] ^= 0x80
-    check, at = decode.checking(plan.batches, buffers), 0
+    check, at = Check(decode.checks(plan.batches, buffers)), 0
     for buffer in buffers:
         buffer[:] = np.frombuffer(raw, np.uint8)[at : at + buffer.nbytes]
         at += buffer.nbytes

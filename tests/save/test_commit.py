@@ -15,7 +15,7 @@ from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.options import SaveOptions
 from asyncckpt.save.commit import Commit
 from asyncckpt.save.index import Payload
-from asyncckpt.save.serialize import Extents, trailed
+from asyncckpt.save.serialize import Extents
 from asyncckpt.save.snapshot import SaveRequest
 from tests.save.staging import Staged, noise
 
@@ -77,9 +77,8 @@ def payload_of(staged: Staged, names: tuple[str, ...]) -> Payload:
         crc=np.arange(len(plan.row_payload), dtype=np.uint32),
     )
     files = list(zip(names, plan.file_nbytes, range(len(names)), strict=True))
-    inline = [
-        trailed(bytes(int(plan.row_payload[plan.first_row[array]])))[0] for array in plan.inline
-    ]
+    payloads = [bytes(int(plan.row_payload[plan.first_row[array]])) for array in plan.inline]
+    inline = [payload + crc32c(payload).to_bytes(CRC_NBYTES, "little") for payload in payloads]
     return Payload(extents, inline, files)
 
 

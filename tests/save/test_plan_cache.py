@@ -18,7 +18,7 @@ from asyncckpt import LeafOptions, SaveOptions, ShardedArray
 from asyncckpt.options import GIB, SLOT_NBYTES
 from asyncckpt.planning.merge import OwnPart
 from asyncckpt.ports import Sizes
-from asyncckpt.save.plan_cache import LayoutCache, Terms, layout_key, make_layout
+from asyncckpt.save.plan_cache import LayoutCache, Terms, add_mirrors, layout_key, make_layout
 from asyncckpt.save.snapshot import Snapshot, take_snapshot
 from asyncckpt.spec import Shard
 from tests.eight_devices import eight_devices as eight_devices
@@ -252,6 +252,20 @@ def test_every_part_of_the_key_is_changed_by_something() -> None:
     assert flat(base)[devices] == {}
     assert flat(key_with({"k": jax.random.key(1)}))[devices] == {0: str(jax.devices()[0])}
     assert flat(key_with(tree())) == flat(base)
+
+
+def test_scalars_that_a_dtype_holds_are_staged_as_rank_0_arrays_too() -> None:
+    held = {"flag": True, "int": 3, "float": 0.5, "complex": 1j}
+    others = {"large": 2**63, "low": -(2**63) - 1, "text": "a", "bytes": b"a"}
+    snapshot = take_snapshot({**held, **others})
+    layout = make_layout(snapshot, Terms(SaveOptions(), GIB, SIZES))
+    add_mirrors(snapshot, layout.mirrors)
+    arrays = [source.view for source in snapshot.sources]
+    found = dict(zip([snapshot.paths[leaf] for leaf in layout.mirrors], arrays, strict=True))
+    assert {path: array.item() for path, array in found.items()} == held
+    assert {array.shape for array in arrays} == {()}
+    dtypes = [array.dtype.name for array in arrays]
+    assert dtypes == ["bool", "int64", "float64", "complex128"]
 
 
 def test_equal_keys_give_equal_layouts() -> None:

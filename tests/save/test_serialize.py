@@ -14,7 +14,7 @@ from asyncckpt.format.codecs import ZSTD, ChunkError
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.save import serialize, stage
-from asyncckpt.save.serialize import Compressor, SmallChunks, WindowChecksums, trailed
+from asyncckpt.save.serialize import Compressor, SmallChunks, WindowChecksums
 from asyncckpt.save.stage import StagedWindow
 from tests.save.staging import SLOT, Staged, noise
 
@@ -70,11 +70,6 @@ async def test_checksums_of_chunks_and_files_are_those_of_their_bytes(
     assert not any(map(any, files))
 
 
-def test_the_stored_form_of_a_small_value_ends_with_its_checksum() -> None:
-    stored, crc = trailed(b"value")
-    assert stored == b"value" + crc.to_bytes(CRC_NBYTES, "little") and crc == crc32c(b"value")
-
-
 async def test_compressed_chunks_state_their_size_and_carry_their_checksum(
     workers: Workers,
 ) -> None:
@@ -99,7 +94,9 @@ def test_small_chunks_end_with_the_checksum_of_their_payload() -> None:
     ends = [0, *itertools.accumulate(len(payload) + CRC_NBYTES for payload in payloads)]
     chunks = SmallChunks(bytearray(b"".join(payload + gap for payload in payloads)), ends)
     assert chunks.seal().tolist() == [crc32c(payload) for payload in payloads]
-    assert [bytes(chunk) for chunk in chunks] == [trailed(payload)[0] for payload in payloads]
+    assert [bytes(chunk) for chunk in chunks] == [
+        payload + crc32c(payload).to_bytes(CRC_NBYTES, "little") for payload in payloads
+    ]
 
 
 @pytest.mark.parametrize("levels", [[3, 3, 3], [1, 3, 1]])

@@ -12,7 +12,7 @@ from asyncckpt.flow.budget import ByteBudget
 from asyncckpt.flow.buffers import AnonymousMemory, SlotPool
 from asyncckpt.flow.threads import Workers
 from asyncckpt.save.serialize import Compressed
-from asyncckpt.save.upload import ChunkPacker, FileWindow, Placed, PositionalFiles, SealedFiles
+from asyncckpt.save.upload import ChunkPacker, DataFiles, FileWindow, Placed
 
 SLOT = 64 << 10
 
@@ -23,9 +23,7 @@ class Packed:
     def __init__(self, workers: Workers) -> None:
         self.pool = SlotPool(ByteBudget(16 * SLOT), workers, AnonymousMemory(), slot_nbytes=SLOT)
         self.sent: list[FileWindow] = []
-        self.packer = ChunkPacker(
-            3, SLOT, self.pool, workers, emit=self.sent.append, written=lambda _: None
-        )
+        self.packer = ChunkPacker(3, SLOT, self.pool, workers, emit=self.sent.append)
 
     async def add(self, nbytes: int) -> None:
         blocks = [b"x" * (nbytes - 4), b"crc!"]
@@ -50,7 +48,8 @@ class Packed:
 
 async def test_chunks_share_a_file_and_a_large_one_has_its_own(workers: Workers) -> None:
     packed = Packed(workers)
-    assert await packed.packer.reserve(9) == 8 * SLOT  # half of the budget
+    await packed.packer.reserve(9)
+    assert packed.pool.budget.in_use == 8 * SLOT  # half of the budget
     for nbytes in (SLOT // 2, SLOT // 2, SLOT // 4, 2 * SLOT + 10, 100):
         await packed.add(nbytes)
     await packed.packer.finish()
@@ -106,7 +105,7 @@ async def test_what_is_reserved_leaves_room_for_what_is_kept_and_for_the_next_ch
     budget = packed.pool.budget
     await packed.pool.acquire(kept * SLOT)
     budget.keep(kept * SLOT)
-    assert await packed.packer.reserve(9, beside=beside * SLOT) == count * SLOT
+    await packed.packer.reserve(9, beside=beside * SLOT)
     assert budget.in_use == budget.kept == (kept + count) * SLOT
     packed.packer.release()
     assert budget.in_use == budget.kept == kept * SLOT
@@ -191,6 +190,9 @@ class Windows:
         self.done: list[tuple[BaseException | None, bool]] = []
         self.progress: list[int] = []
 
+    def files(self, stem: str, *, positional: bool) -> DataFiles:
+        return DataFiles(self.attempt, stem, SLOT, self.progress.append, positional=positional)
+
     async def of(self, file: int, numbers: Sequence[int]) -> list[FileWindow]:
         slots = await self.pool.take(len(numbers))
         return [
@@ -209,7 +211,7 @@ class Windows:
 
 async def test_a_file_is_created_once_and_sealed_after_its_last_window(workers: Workers) -> None:
     made = Windows(workers)
-    files = PositionalFiles(made.attempt, "x", SLOT, made.progress.append)
+    files = made.files("x", positional=True)
     async with asyncio.TaskGroup() as group:
         for window in await made.of(7, (2, 0, 1)):
             group.create_task(files.write(window))
@@ -225,8 +227,8 @@ async def test_positional_writes_are_whole_pages_and_requests_are_exact(workers:
     made = Windows(workers)
     (slot,) = await made.pool.take(1)
     window = FileWindow(0, 0, 5000, 5000, slot, 0, lambda *_: None)
-    await PositionalFiles(made.attempt, "x", SLOT, made.progress.append).write(window)
-    await SealedFiles(made.attempt, "y", SLOT, made.progress.append).write(window)
+    await made.files("x", positional=True).write(window)
+    await made.files("y", positional=False).write(window)
     assert made.attempt.log[1] == ("write", "default/d/x-0", 0, 8192)
     assert made.attempt.log[3:5] == [
         ("create", "default/d/y-0", 5000, SLOT),
@@ -234,23 +236,23 @@ async def test_positional_writes_are_whole_pages_and_requests_are_exact(workers:
     ]
 
 
-@pytest.mark.parametrize(("kind", "reusable"), [(PositionalFiles, True), (SealedFiles, False)])
+@pytest.mark.parametrize("positional", [True, False])
 async def test_a_slot_of_a_failed_write_is_used_again_only_where_nobody_sends_it(
-    workers: Workers, kind: Any, reusable: bool
+    workers: Workers, positional: bool
 ) -> None:
     made = Windows(workers)
     made.attempt.error = OSError("lost")
     (window,) = await made.of(0, (0,))
     with pytest.raises(OSError, match="lost"):
-        await kind(made.attempt, "x", SLOT, made.progress.append).write(window)
-    assert made.done == [(made.attempt.error, reusable)] and made.progress == []
+        await made.files("x", positional=positional).write(window)
+    assert made.done == [(made.attempt.error, positional)] and made.progress == []
 
 
 async def test_a_file_that_was_sent_under_another_name_is_told_with_its_path(
     workers: Workers,
 ) -> None:
     made = Windows(workers)
-    files = SealedFiles(made.attempt, "x", 5 * SLOT // 2, made.progress.append)
+    files = DataFiles(made.attempt, "x", 5 * SLOT // 2, made.progress.append, positional=False)
     told: list[str] = []
     files.renamed = lambda: told.append(files.path(0))
     made.attempt.renamed = ".r1"

@@ -1,5 +1,5 @@
-"""Parts of a restore that several processes make together: each reads a piece, and all get it.
+"""Exchange in a restore by several processes: each reads a piece, and all of them get it.
 
-Collectives belong in `coordinators/collectives/`; which bytes are exchanged is planned in
-`planning/streams.py`.
+Collectives belong in `coordinators/collectives/`; `planning/streams.py` plans which bytes are
+exchanged.
 """

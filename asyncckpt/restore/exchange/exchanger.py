@@ -1,8 +1,8 @@
-"""The exchange of a restore: what several processes want is read once, a piece by each of them."""
+"""The exchange of a restore: chunks that several processes want are read once, in pieces."""
 
-# Rule 1: no process enters a collective before all processes have said that they are ready for that
-#   batch: that they have read their piece of it, and have nothing left to fail on of the batch
-#   before. What fails on one of them ends the restore of all instead.
+# Rule 1: no process enters a collective before all have said that they are ready for that batch:
+#   that they have read their piece of it and finished the batch before. A failure of one of them
+#   ends the restore of all instead.
 # Rule 2: two batches are held at most: one that has been exchanged, and pieces read ahead.
 
 from __future__ import annotations
@@ -17,25 +17,22 @@ import numpy as np
 from asyncckpt.errors import StoreError
 from asyncckpt.flow.shield import uninterrupted
 from asyncckpt.flow.threads import Workers
-from asyncckpt.planning.streams import Sharing, Stream, piece_nbytes
-from asyncckpt.planning.table import Column
+from asyncckpt.planning.streams import Stream, piece_nbytes
 from asyncckpt.ports import DIRECT, Bytes, CheckpointFiles, Exchange
 from asyncckpt.restore.agreement import RestoreAgreement
 from asyncckpt.restore.exchange.streams import Incoming
 
 WORTH_NBYTES = 64 << 20
-"""``broadcast="auto"`` exchanges if several processes want so much: below, reading costs less than
-the agreement."""
+"""``broadcast="auto"`` exchanges from this size on: reading less costs less than the agreement."""
 
 BATCH_NBYTES = 64 << 20
-"""Bytes that the members of a stream exchange at a time, about. Two batches are held: one that has
-been exchanged, and pieces that are read ahead."""
+"""Bytes that the members of a stream exchange at a time, about."""
 
 READ_NBYTES = 8 << 20
 """Pieces are read by requests of this size, several at a time."""
 
 PADDING_NBYTES = 4096
-"""Chunks begin at pages: the padding before them is read along."""
+"""Chunks begin at pages: the padding before them is read with them."""
 
 MARGIN_S = 5.0
 """How much longer than `silence_s` a failed collective waits for the reason to be found."""
@@ -43,10 +40,10 @@ MARGIN_S = 5.0
 
 @dataclass(eq=False, repr=False)
 class Exchanger:
-    """What one process does in the exchange of a restore.
+    """The part of one process in the exchange of a restore.
 
     Attributes:
-        agreement: that of all processes on this restore.
+        agreement: with the other processes on this restore.
         exchange: their collectives.
         files: the checkpoint.
         compute: worker threads.
@@ -56,7 +53,7 @@ class Exchanger:
         batch_nbytes: bytes of a batch, the same on all processes.
         next_batch: number of the next batch, the same on all processes.
         read_nbytes: bytes that this process has read for all.
-        received_nbytes: bytes that it has got by exchange, its own among them.
+        received_nbytes: bytes that it has received by exchange, including its own.
     """
 
     batch_nbytes = BATCH_NBYTES
@@ -72,22 +69,10 @@ class Exchanger:
     def __post_init__(self) -> None:
         self._limit = asyncio.Semaphore(self.reads)
         self.process = self.agreement.round.group.process_index
-        self._process_count = self.agreement.round.group.process_count
         self._idle: list[Bytes] = []  # memory of pieces that have been exchanged
         self.next_batch = 0
         self.read_nbytes = 0
         self.received_nbytes = 0
-
-    async def sharing(self, rows: Column, nbytes: Column) -> Sharing:
-        """Return which chunks are exchanged.
-
-        Args:
-            rows: the chunks that this process wants.
-            nbytes: length of each chunk of the checkpoint.
-        """
-        return await self.agreement.shared(
-            rows, nbytes, least_nbytes=self.least_nbytes, compute=self.compute
-        )
 
     async def run(
         self, streams: Sequence[Stream], paths: Sequence[str], incoming: Mapping[int, Incoming]
@@ -96,11 +81,11 @@ class Exchanger:
 
         Args:
             streams: what is exchanged.
-            paths: by number in the streams the paths of the data files.
-            incoming: by number of the stream, of those that this process is a member of.
+            paths: paths of the data files, by their number in the streams.
+            incoming: by number of the stream, for those that this process is a member of.
 
         Raises:
-            …: what has failed on any process, with its name.
+            …: the error of any process, with its name.
         """
         batches = sorted(
             (batch, number)
@@ -130,19 +115,19 @@ class Exchanger:
         streams: Sequence[Stream],
         incoming: Mapping[int, Incoming],
     ) -> int:
-        """Exchange the next batch of which a piece is being read; return the size of a piece."""
+        """Exchange the next batch, once its piece is read; return the size of a piece."""
         batch, number, reading = ahead.popleft()
         stream = streams[number]
         piece = await reading
         taking_part = self._gather(stream.members, piece, batch)
-        # Where the others cannot be woken, a process that has said that it is ready takes part.
+        # If others would wait for ever, a process that has said that it is ready takes part.
         gathered = await (uninterrupted(taking_part) if self.exchange.binding else taking_part)
         if gathered is None:
             await self.agreement.round.outcome()  # which is the error of another process
             raise AssertionError("the restore has failed")
         if isinstance(gathered, StoreError):
-            # A member that dies breaks the collective of all others. That it has fallen silent is
-            # found soon, says which one it was, and ends this wait.
+            # A member that dies breaks the collective of all others. Its silence is soon detected,
+            # which names it and ends this wait.
             await asyncio.sleep(self.agreement.round.silence_s + MARGIN_S)
             raise gathered
         self._idle.append(piece)
@@ -156,8 +141,8 @@ class Exchanger:
     ) -> Bytes | StoreError | None:
         """Return the pieces of all members, once all processes are ready; None if one failed.
 
-        The error of the collective is returned: a process that waits for its reason can be
-        cancelled, one that takes part cannot.
+        An error of the collective is returned, not raised: taking part may not be cancellable, and
+        waiting for the reason is.
         """
         if not await self.agreement.ready(batch):
             return None
@@ -167,7 +152,7 @@ class Exchanger:
             return error
 
     async def _read_piece(self, stream: Stream, batch: int, paths: Sequence[str]) -> Bytes:
-        """Read what this process reads of a batch."""
+        """Read this process' piece of a batch."""
         begin, end = stream.piece(self.process, batch)
         piece = self._idle.pop() if self._idle else np.empty(0, np.uint8)
         if piece.nbytes != stream.piece_nbytes:
@@ -192,7 +177,7 @@ class Exchanger:
 
     async def read(self, path: str, offset: int, nbytes: int) -> Bytes:
         """Return one range of a file, which all processes want and ask for at the same time."""
-        members = tuple(range(self._process_count))
+        members = tuple(range(self.agreement.round.group.process_count))
         stream = Stream(
             members=members,
             rows=np.zeros(1, np.int64),
@@ -208,7 +193,3 @@ class Exchanger:
             tasks.create_task(self.run([stream], [path], {0: incoming}))
             tasks.create_task(incoming.read_into(0, [data], self.compute))
         return data
-
-    async def close(self) -> None:
-        """End the collectives."""
-        await self.exchange.close()

@@ -1,4 +1,4 @@
-"""The files of a checkpoint whose large record and chunk index are read once for all processes."""
+"""Files of a checkpoint whose large record and chunk index are read once for all processes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from asyncckpt.ports import ORDINARY, Bytes, CheckpointFiles, Entry, Reading
 from asyncckpt.restore.exchange.exchanger import Exchanger
 
 SHARED_NBYTES = 1 << 20
-"""From this size on, metadata are read once: smaller ones cost less than the agreement."""
+"""Metadata from this size on are read once: smaller ones cost less than the agreement."""
 
 
 class SharedMetadataFiles:
     """Read access to the metadata of a checkpoint, which all processes read alike.
 
-    Only the record and what is read after it are shared: other formats have metadata of which each
-    process reads what it wants.
+    Only the record and reads after it are shared: of the metadata of other formats, each process
+    reads what it wants.
 
     Attributes:
         location: path or URL of the checkpoint.
@@ -40,7 +40,7 @@ class SharedMetadataFiles:
     async def read(self, path: str, *, max_nbytes: int) -> bytes:
         """Return the content of a file; that of a large record comes from all processes."""
         if path == RECORD:
-            nbytes = await self._exchanger.agreement.size_of("record", self._record_nbytes)
+            nbytes = await self._exchanger.agreement.record_nbytes(self._record_nbytes)
             self._shares = nbytes > 0
             if SHARED_NBYTES <= nbytes <= max_nbytes:
                 return (await self._exchanged(path, 0, nbytes)).tobytes()

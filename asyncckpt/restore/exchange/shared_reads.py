@@ -1,4 +1,4 @@
-"""Reads of a restore in two parts: what comes by exchange, and what this process reads."""
+"""Reads of a restore in two parts: by exchange, and by this process for itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from asyncckpt.checkpoint.metadata import Extents, OpenCheckpoint, StoredFile
 from asyncckpt.planning.restore import RestorePlan
-from asyncckpt.planning.streams import Stream, streams
+from asyncckpt.planning.streams import Sharing, Stream, streams
 from asyncckpt.planning.table import Column
 from asyncckpt.restore.exchange.exchanger import Exchanger
 from asyncckpt.restore.exchange.streams import Incoming, StreamFiles
@@ -25,14 +25,14 @@ class SharedReads:
     """The reads of a restore in two parts.
 
     Attributes:
-        exchanger: what exchanges them.
+        exchanger: that of this restore.
         own_plan: chunks that no other process wants.
         plan: chunks that come by exchange, read from streams.
         opened: the checkpoint with the streams among its files.
         extents: where chunks are, in the streams.
         files: the streams.
         streams: those of all processes.
-        incoming: by number of the stream, of those that come to this process.
+        incoming: by number of the stream, for those that come to this process.
     """
 
     exchanger: Exchanger
@@ -53,41 +53,37 @@ class SharedReads:
 async def share_reads(
     exchanger: Exchanger, opened: OpenCheckpoint, extents: Extents, rows: Column, plan: Plan
 ) -> SharedReads | None:
-    """Agree with all processes on what is exchanged; None where that is nothing.
+    """Agree with all processes on what is exchanged; return None if that is nothing.
 
-    Args:
-        exchanger: that of this restore.
-        opened: the checkpoint.
-        extents: where its chunks are.
-        rows: the chunks that this process wants.
-        plan: plans the reads of some of them.
+    `rows` are the chunks that this process wants.
     """
-    sharing = await exchanger.sharing(rows, extents.nbytes)
+    sharing = await exchanger.agreement.shared(
+        rows,
+        extents.nbytes,
+        least_nbytes=exchanger.least_nbytes,
+        compute=exchanger.compute,
+    )
     if not sharing.members:
         return None
-
-    def split() -> SharedReads:
-        found = streams(
-            sharing,
-            file=extents.file,
-            offset=extents.offset,
-            nbytes=extents.nbytes,
-            first_batch=exchanger.next_batch,
-            batch_nbytes=exchanger.batch_nbytes,
-        )
-        return _split(found, exchanger, opened, extents, plan)
-
-    return await exchanger.compute.run(split)
+    return await exchanger.compute.run(_split, sharing, exchanger, opened, extents, plan)
 
 
 def _split(
-    found: Sequence[Stream],
+    sharing: Sharing,
     exchanger: Exchanger,
     opened: OpenCheckpoint,
     extents: Extents,
     plan: Plan,
 ) -> SharedReads:
     """Plan what comes in streams, and what does not."""
+    found = streams(
+        sharing,
+        file=extents.file,
+        offset=extents.offset,
+        nbytes=extents.nbytes,
+        first_batch=exchanger.next_batch,
+        batch_nbytes=exchanger.batch_nbytes,
+    )
     mine = [n for n, stream in enumerate(found) if exchanger.process in stream.members]
     mine.sort(key=lambda number: found[number].first_batch)
     file, offset = extents.file.copy(), extents.offset.copy()

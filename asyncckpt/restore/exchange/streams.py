@@ -1,8 +1,8 @@
-"""Streams of exchanged bytes as files, so that a restore reads them like any others."""
+"""Streams of exchanged bytes, which a restore reads like files."""
 
 # Rule 1: a batch stays until every one of its bytes has been read; each is read exactly once.
-# Rule 2: reads come in the order of the stream, or the batch at its head could never go: the fetch
-#   stage starts them in that order.
+# Rule 2: the fetch stage starts reads in the order of the stream; otherwise the batch at its head
+#   could never be released.
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncckpt.flow.threads import Workers
 from asyncckpt.ports import ORDINARY, Bytes, Reading, StoreCapabilities
 
 READS = 4
-"""Reads in flight. They only copy: each of them a few megabytes, or what is left of a batch."""
+"""Reads in flight. Each only copies a few megabytes, or the rest of a batch."""
 
 INLINE_NBYTES = 64 << 10
 """Copies up to this size are made on the loop."""
@@ -31,7 +31,7 @@ class Incoming:
         self._changed = asyncio.Event()
 
     async def deliver(self, data: Bytes) -> None:
-        """Let the next bytes of the stream be read; return once they all have been."""
+        """Offer the next bytes of the stream to readers; return once all have been read."""
         self._begin += len(self._data)
         self._data, self._left = data, len(data)
         self._change()
@@ -61,7 +61,7 @@ class Incoming:
 
 
 def _copy(data: Bytes, buffers: Sequence[Bytes]) -> list[Bytes]:
-    """Copy what there is to the buffers; return what remains to be filled."""
+    """Copy the data to the buffers; return the buffers that remain to be filled."""
     for number, buffer in enumerate(buffers):
         taken = min(len(buffer), len(data))
         np.copyto(buffer[:taken], data[:taken])
