@@ -59,7 +59,7 @@ class ChunkIndex:
             np.array_equal(getattr(self, name), getattr(other, name)) for name in self.__slots__
         )
 
-    def validate(self, file_nbytes: Sequence[int], *, file: str = "chunk index") -> None:
+    def validate(self, file_nbytes: Sequence[int], *, file: str) -> None:
         """Check that every row is a range inside its file, long enough for a trailer.
 
         Args:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 from operator import itemgetter
@@ -166,11 +166,7 @@ def _unescape(part: str) -> str:
     return part.replace("~1", "/").replace("~0", "~")
 
 
-def encode_files(
-    leaves: Sequence[OrbaxLeaf | OrbaxArrays],
-    *,
-    custom_metadata: JsonValue | Mapping[str, JsonValue] = None,
-) -> dict[str, bytes]:
+def encode_files(leaves: Sequence[OrbaxLeaf | OrbaxArrays]) -> dict[str, bytes]:
     """Encode all files that Orbax needs beside the database, by path in its directory."""
     entries: list[str] = []
     sharding: dict[str, str] = {}
@@ -204,7 +200,7 @@ def encode_files(
         "use_ocdbt": True,
         "use_zarr3": True,
         "store_array_data_equal_to_fill_value": True,
-        "custom_metadata": custom_metadata,
+        "custom_metadata": None,
     }
     tree = ",".join(entries)
     files = {METADATA_FILE: f'{{"tree_metadata":{{{tree}}},{json.dumps(rest)[1:]}'.encode()}

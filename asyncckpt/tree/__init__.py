@@ -22,7 +22,7 @@ share a path. The path of a tree that is one leaf is empty.
 from __future__ import annotations
 
 from asyncckpt.tree.flatten import Flat, flatten
-from asyncckpt.tree.names import Key, array_names, escape, match_glob, unescape, where
+from asyncckpt.tree.names import Key, array_names, escape, match_glob, where
 from asyncckpt.tree.per_process import PerProcess, PerProcessNodes, per_process_paths
 from asyncckpt.tree.structure import MAX_DEPTH, Kind, Node, Structure
 from asyncckpt.tree.types import NodeRegistry
@@ -46,7 +46,6 @@ __all__ = [
     "match_glob",
     "merge_trees",
     "per_process_paths",
-    "unescape",
     "unflatten",
     "unflatten_like",
     "where",

@@ -35,11 +35,6 @@ class Flat:
     objects: list[Any]
     stateful: list[tuple[str, Any]]
 
-    @property
-    def parts(self) -> list[tuple[Key, ...]]:
-        """Keys and indices from the root to every leaf."""
-        return self.structure.parts()
-
 
 def flatten(tree: Any, nodes: Sequence[NodeRegistry] = ()) -> Flat:
     """Take the tree apart; `nodes` know the containers that frameworks have registered.

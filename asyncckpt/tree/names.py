@@ -16,7 +16,6 @@ MAX_ARRAY_NAME_NBYTES = 1024
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f/%\ud800-\udfff]")
 _DOTS = frozenset(("", ".", ".."))
 _INT = re.compile(r"-?(?:0|[1-9][0-9]*)", re.ASCII)
-_ESCAPES = re.compile(r"(?:%[0-9A-F]{2})+")
 
 
 def where(path: str) -> str:
@@ -33,23 +32,6 @@ def escape(part: Key) -> str:
     if _UNSAFE.search(part) is None:
         return part
     return _UNSAFE.sub(lambda match: _percent(match[0]), part)
-
-
-def unescape(part: str) -> str:
-    """Return the key whose escaped form this is; an int is returned as its decimal.
-
-    Raises:
-        ValueError: a ``%`` is not followed by two upper-case hexadecimal digits of valid UTF-8.
-    """
-    if part == "%":
-        return ""
-    rest = _ESCAPES.sub("", part)
-    if "%" in rest:
-        raise ValueError(f"{part!r} is not an escaped path part")
-    return _ESCAPES.sub(
-        lambda match: bytes.fromhex(match[0].replace("%", "")).decode("utf-8", "surrogatepass"),
-        part,
-    )
 
 
 def match_glob(paths: Sequence[str], patterns: str | Iterable[str]) -> tuple[set[int], list[str]]:

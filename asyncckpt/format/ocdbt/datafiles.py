@@ -50,9 +50,6 @@ class Location:
     nbytes: int
     base_path: str = ""
 
-    def __str__(self) -> str:
-        return f"{self.file}:{self.offset}+{self.nbytes}"
-
 
 def encode_data_files(paths: Sequence[str]) -> bytes:
     """Encode the table of these paths, in this order, without base paths."""
@@ -117,6 +114,6 @@ def used_file(reader: Reader, files: Sequence[DataFile], index: int) -> DataFile
     """Return the row that an entry points to; it must exist and have a path."""
     if index >= len(files):
         raise reader.fault(f"data file {index} is not in a table of {len(files)}")
-    if not files[index].relative_path and not files[index].base_path:
+    if not files[index].path:
         raise reader.fault(f"data file {index} has an empty path")
     return files[index]

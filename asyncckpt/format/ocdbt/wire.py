@@ -135,10 +135,6 @@ class Reader:
         self.pos += 1
         return self._data[self.pos - 1]
 
-    def uint64(self) -> int:
-        """Read a `uint64`."""
-        return int.from_bytes(self.take(8), "little")
-
     def varint(self, *, below: int = 1 << 64) -> int:
         """Read one varint below `below`."""
         value = 0
