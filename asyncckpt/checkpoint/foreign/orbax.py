@@ -29,7 +29,6 @@ from asyncckpt.format.foreign.foreign_tree import Branch, ForeignLeaf, tree_of_j
 from asyncckpt.format.foreign.orbax_read import (
     CHECKPOINT_METADATA_FILE,
     MAX_DOCUMENT_NBYTES,
-    METADATA_FILE,
     PROCESS_DIRECTORY,
     UNFINISHED,
     StepMetadata,
@@ -39,6 +38,7 @@ from asyncckpt.format.foreign.orbax_read import (
 )
 from asyncckpt.format.foreign.zarr2 import METADATA_NAME as ZARR2_NAME
 from asyncckpt.format.ocdbt import MANIFEST_NAME
+from asyncckpt.format.orbax import METADATA_FILE
 from asyncckpt.format.zarr3 import METADATA_NAME as ZARR3_NAME
 from asyncckpt.ports import CheckpointFiles, Entry
 

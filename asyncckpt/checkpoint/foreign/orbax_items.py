@@ -18,12 +18,8 @@ from asyncckpt.format import zarr3
 from asyncckpt.format.foreign import zarr2
 from asyncckpt.format.foreign.foreign_tree import Branch, ForeignLeaf, add
 from asyncckpt.format.foreign.orbax_read import (
-    ARRAY_METADATAS,
-    EMPTY,
     MAX_DOCUMENT_NBYTES,
-    METADATA_FILE,
     PROCESS_DIRECTORY,
-    STRINGS_FILE,
     TreeEntry,
     TreeMetadata,
     decode_array_metadatas,
@@ -32,6 +28,13 @@ from asyncckpt.format.foreign.orbax_read import (
     parse_document,
 )
 from asyncckpt.format.ocdbt import MANIFEST_NAME
+from asyncckpt.format.orbax import (
+    ARRAY_METADATA_FILE,
+    ARRAY_METADATAS,
+    EMPTY,
+    METADATA_FILE,
+    STRINGS_FILE,
+)
 from asyncckpt.format.scalars import JsonValue, encode_scalar
 from asyncckpt.tree import Kind
 
@@ -248,8 +251,8 @@ async def _implementations(listing: Listing, metadata: TreeMetadata) -> dict[str
         return {}
     found: dict[str, str] = {}
     directory = listing.path(ARRAY_METADATAS)
-    if not listing.has(f"{ARRAY_METADATAS}/process_0"):
-        await refuse_link(listing.files, f"{directory}/process_0")
+    if not listing.has(ARRAY_METADATA_FILE):
+        await refuse_link(listing.files, listing.path(ARRAY_METADATA_FILE))
     for path in sorted(p for p in listing.nbytes_of if posixpath.dirname(p) == directory):
         data = await listing.files.read(path, max_nbytes=MAX_DOCUMENT_NBYTES)
         with located(listing.files):
