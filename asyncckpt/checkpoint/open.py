@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable, Sequence
 import numpy as np
 
 from asyncckpt.checkpoint.foreign.ours import is_our_leftover, without_record
-from asyncckpt.checkpoint.foreign.retree import with_saved_tree
 from asyncckpt.checkpoint.metadata import OpenCheckpoint, open_checkpoint
 from asyncckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
 from asyncckpt.flow.threads import Workers
@@ -80,7 +79,7 @@ async def open_any(files: CheckpointFiles, compute: Workers) -> OpenCheckpoint:
             raise _nothing(files.location, entries) from None
     module = importlib.import_module(f"asyncckpt.checkpoint.foreign.{name}")
     opener: Open = getattr(module, f"open_{name}")
-    opened = with_saved_tree(await opener(files))
+    opened = await opener(files)
     for note in opened.notes:
         logger.warning("%s: %s", files.location, note)
     return opened

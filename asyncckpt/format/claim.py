@@ -30,23 +30,22 @@ _INHERITED = "asyncckpt-inherited"
 _VERSION = 1
 
 _MAX = (1 << 63) - 1
-_ANY = re.compile(r"[\s\S]*")
 _CLAIM_FORM: dict[str, Any] = {
-    "format": _ANY,
+    "format": str,
     "version": _MAX,
     "epoch": _MAX,
     "token": re.compile(r"[0-9a-f]{32}"),
     "host": re.compile(r"[^\x00-\x1f\x7f]{0,255}"),
     "pid": _MAX,
     "created_ns": _MAX,
-    "crc32c": _ANY,
+    "crc32c": str,
 }
 _INHERITED_FORM: dict[str, Any] = {
-    "format": _ANY,
+    "format": str,
     "version": _MAX,
     "epoch": _MAX,
     "save_ids": [str],
-    "crc32c": _ANY,
+    "crc32c": str,
 }
 
 

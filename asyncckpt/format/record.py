@@ -109,14 +109,13 @@ _EPOCH = re.compile(rb'"step":(?:null|[0-9]{1,19}),"epoch":([0-9]{1,19}),"writer
 escaped."""
 
 _MAX = (1 << 63) - 1
-_ANY = re.compile(r"[\s\S]*")
 _CRC = re.compile(r"[0-9a-f]{8}")
-_FILE = {"path": _ANY, "nbytes": _MAX, "crc32c": _CRC}
-_FIXED = [{**_FILE, "md5": re.compile(r"[0-9a-f]{32}"), "object": (_ANY,)}]
+_FILE = {"path": str, "nbytes": _MAX, "crc32c": _CRC}
+_FIXED = [{**_FILE, "md5": re.compile(r"[0-9a-f]{32}"), "object": (str,)}]
 _INDEX = {"file": _MAX, "offset": _MAX, "nbytes": _MAX, "crc32c": _CRC}
 
 _MEMBERS: dict[str, Any] = {
-    "format": _ANY,
+    "format": str,
     "version": _MAX,
     "save_id": re.compile(r"[0-9a-f]{8,64}"),
     "fixed": _FIXED,
@@ -129,15 +128,15 @@ _MEMBERS: dict[str, Any] = {
     "library": re.compile(r"[\x20-\x7e]{1,200}"),
     "metadata": dict,
     "metrics": dict,
-    "database": _ANY,
+    "database": str,
     "tree": object,
     "leaves": {"kinds": [str], "kind": [int], "values": list, "extra": dict, "pieces": dict},
-    "specs": [{"shape": [int], "dtype": _ANY, "chunk_shape": [int], "zstd": object}],
+    "specs": [{"shape": [int], "dtype": str, "chunk_shape": [int], "zstd": object}],
     "arrays": {"name": [str], "spec": [int], "tied": dict},
     "files": [_FILE],
-    "chunk_index": {**_INDEX, "data": (_ANY,)},
-    "manifest": _ANY,
-    "crc32c": _ANY,
+    "chunk_index": {**_INDEX, "data": (str,)},
+    "manifest": str,
+    "crc32c": str,
 }
 """Members of version 2 and their forms."""
 

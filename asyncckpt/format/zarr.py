@@ -24,27 +24,17 @@ from asyncckpt.spec import DTYPES, ArraySpec, ChunkGrid
 CRC_NBYTES = 4
 """Bytes that the `crc32c` codec appends to a chunk."""
 
+# What a stored document may claim.
+MAX_RANK = 32
+MAX_ARRAY_NBYTES = 1 << 48
+MAX_CHUNK_NBYTES = 1 << 40
+MAX_CHUNKS = 1 << 32
+
+MAX_DOCUMENT_NBYTES = 1 << 20
+"""A longer metadata document is not read."""
+
 MAX_CODECS = 16
-"""Codecs of one array, those inside of shards included."""
-
-
-@dataclass(frozen=True, slots=True)
-class ZarrLimits:
-    """Bounds for the claims of a stored document.
-
-    Attributes:
-        max_rank: dimensions.
-        max_array_nbytes: all elements.
-        max_chunk_nbytes: one chunk, decoded.
-        max_chunks: chunks of one array.
-        max_document_nbytes: the document itself.
-    """
-
-    max_rank: int = 32
-    max_array_nbytes: int = 1 << 48
-    max_chunk_nbytes: int = 1 << 40
-    max_chunks: int = 1 << 32
-    max_document_nbytes: int = 1 << 20
+"""Codecs of one array, including those inside shards."""
 
 
 # ----------------------------------------------------------------------------------------- values
@@ -158,12 +148,12 @@ class Document:
     """Checks of a metadata document; every mismatch is an error that names `file`."""
 
     file: str
-    limits: ZarrLimits
 
     def members(self, data: bytes) -> dict[str, Any]:
         """Return the members of the JSON object."""
-        most_nbytes = self.limits.max_document_nbytes
-        document = parse_json(data, "the zarr metadata", file=self.file, most_nbytes=most_nbytes)
+        document = parse_json(
+            data, "the zarr metadata", file=self.file, most_nbytes=MAX_DOCUMENT_NBYTES
+        )
         if not isinstance(document, dict):
             raise self.fault("it is not a JSON object")
         return document
@@ -184,9 +174,9 @@ class Document:
         )
 
     def integers(self, value: object, what: str, *, least: int) -> tuple[int, ...]:
-        """Return a list of at most `max_rank` integers."""
-        if not isinstance(value, list) or len(value) > self.limits.max_rank:
-            raise self.fault(f"its {what} is not a list of at most {self.limits.max_rank} numbers")
+        """Return a list of at most `MAX_RANK` integers."""
+        if not isinstance(value, list) or len(value) > MAX_RANK:
+            raise self.fault(f"its {what} is not a list of at most {MAX_RANK} numbers")
         for n in value:
             if type(n) is not int or not least <= n < 1 << 63:
                 raise self.fault(f"its {what} has the entry {repr(n)[:40]}")
@@ -199,9 +189,9 @@ class Document:
                 f"its chunks have rank {len(array.chunk_shape)}, the array {len(array.spec.shape)}"
             )
         for what, found, limit in (
-            ("bytes in all", array.spec.nbytes, self.limits.max_array_nbytes),
-            ("bytes per chunk", array.chunk_nbytes, self.limits.max_chunk_nbytes),
-            ("chunks", array.grid.chunk_count, self.limits.max_chunks),
+            ("bytes in all", array.spec.nbytes, MAX_ARRAY_NBYTES),
+            ("bytes per chunk", array.chunk_nbytes, MAX_CHUNK_NBYTES),
+            ("chunks", array.grid.chunk_count, MAX_CHUNKS),
         ):
             if found > limit:
                 raise self.fault(f"it claims {found} {what}, the limit is {limit}")

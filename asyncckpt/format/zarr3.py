@@ -22,7 +22,6 @@ from asyncckpt.format.zarr import (
     Document,
     Shards,
     ZarrArray,
-    ZarrLimits,
 )
 from asyncckpt.spec import DTYPES, ITEMSIZES, ArraySpec
 
@@ -87,7 +86,7 @@ def chunk_keys(name: str, counts: Sequence[int]) -> list[bytes]:
 # -------------------------------------------------------------------------------------- decoding
 
 
-def decode_metadata(data: bytes, *, file: str, limits: ZarrLimits | None = None) -> ZarrArray:
+def decode_metadata(data: bytes, *, file: str) -> ZarrArray:
     """Decode a metadata document within limits; `file` is named in errors.
 
     Raises:
@@ -95,7 +94,7 @@ def decode_metadata(data: bytes, *, file: str, limits: ZarrLimits | None = None)
         UnsupportedFormatError: it is intact, but has a dtype, grid, key encoding or codec that is
             not read here.
     """
-    return _Zarr3(file, limits or ZarrLimits()).decode(data)
+    return _Zarr3(file).decode(data)
 
 
 def is_group(data: bytes) -> bool:

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncckpt.errors import AsyncCheckpointError, CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.format import zarr
 from asyncckpt.format.zarr import Chain, Shards
 from asyncckpt.format.zarr3 import (
     ZarrArray,
-    ZarrLimits,
     chunk_keys,
     decode_metadata,
     encode_metadata,
@@ -232,15 +232,14 @@ def test_what_is_not_a_json_object_is_refused(data: bytes) -> None:
 
 
 def test_a_large_document_is_refused_before_it_is_parsed() -> None:
-    with pytest.raises(CorruptCheckpointError, match="it has 101 bytes"):
-        decode_metadata(b"[" * 101, file="x", limits=ZarrLimits(max_document_nbytes=100))
+    with pytest.raises(CorruptCheckpointError, match="it has 1048577 bytes"):
+        decode_metadata(b"[" * (zarr.MAX_DOCUMENT_NBYTES + 1), file="x")
 
 
-def test_more_chunks_than_the_limit_are_refused() -> None:
+def test_more_chunks_than_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zarr, "MAX_CHUNKS", 1)
     with pytest.raises(CorruptCheckpointError, match="claims 2 chunks, the limit is 1"):
-        decode_metadata(
-            json.dumps(GOOD).encode(), file="a/zarr.json", limits=ZarrLimits(max_chunks=1)
-        )
+        decode_metadata(json.dumps(GOOD).encode(), file="a/zarr.json")
 
 
 @given(st.integers(0, len(json.dumps(GOOD)) - 1), st.integers(0, 255))

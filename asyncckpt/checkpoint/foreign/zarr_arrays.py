@@ -19,11 +19,8 @@ from asyncckpt.format.foreign.foreign_tree import structure_of
 from asyncckpt.format.foreign.zarr_codecs import make_codec
 from asyncckpt.format.record import ArrayTable, LeafTable
 from asyncckpt.format.scalars import JsonValue
-from asyncckpt.format.zarr import ZarrArray, ZarrLimits
+from asyncckpt.format.zarr import MAX_DOCUMENT_NBYTES, ZarrArray
 from asyncckpt.ports import CheckpointFiles
-
-MAX_DOCUMENT_NBYTES = ZarrLimits().max_document_nbytes
-"""A longer metadata document is not read."""
 
 UNSTORED_CHUNKS = 1 << 19
 """Chunks that need not be stored: each takes 24 bytes in the table of extents."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncckpt.format.zarr import Chain, ChunkKeys, Document, ZarrArray, ZarrLimits
+from asyncckpt.format.zarr import Chain, ChunkKeys, Document, ZarrArray
 from asyncckpt.spec import DTYPE_NAMES, DTYPES, ITEMSIZES, ArraySpec
 
 METADATA_NAME = ".zarray"
@@ -26,9 +26,9 @@ _TYPESTRS = {
 }
 
 
-def decode_metadata(data: bytes, *, file: str, limits: ZarrLimits | None = None) -> ZarrArray:
+def decode_metadata(data: bytes, *, file: str) -> ZarrArray:
     """Decode a metadata document within limits; `file` is named in errors."""
-    return _Zarr2(file, limits or ZarrLimits()).decode(data)
+    return _Zarr2(file).decode(data)
 
 
 @dataclass(frozen=True, slots=True)
