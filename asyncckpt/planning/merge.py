@@ -229,7 +229,7 @@ class _Leaves:
         if any(one.leaf.partition is not None for one in seen):
             partition, copies = _partition(path, seen, having)
         elif any(one.leaf.boxes is not None for one in seen):
-            shards = _shards(path, seen, having)
+            shards = self._shards(path, seen, having)
         leaf = first.leaf
         return MergedLeaf(
             path,
@@ -253,6 +253,37 @@ class _Leaves:
         if found is None:
             found = self._sets[key] = tuple(sorted(p for one in seen for p in one.processes))
         return found
+
+    def _shards(self, path: str, seen: Sequence[_Seen], having: Processes) -> tuple[Shard, ...]:
+        """Put the shards of all processes together; equal boxes are replicas."""
+        spec = seen[0].leaf.spec
+        assert spec is not None
+        if not any(one.leaf.partial for one in seen):
+            for other in seen[1:]:
+                if other.leaf.boxes != seen[0].leaf.boxes:
+                    texts = [f"in {len(one.leaf.boxes or (1,))} parts" for one in (seen[0], other)]
+                    raise _differ(
+                        MismatchError, path, seen[0], texts[0], other, f"{texts[1]} (others)"
+                    )
+        whole = Box.whole(spec.shape)
+        holders: dict[Box, list[_Seen]] = {}
+        for one in seen:
+            for box in dict.fromkeys((whole,) if one.leaf.boxes is None else one.leaf.boxes):
+                if box.size:
+                    holders.setdefault(box, []).append(one)
+        boxes = sorted(holders, key=lambda box: (box.offset, box.shape))
+        fault = tiling_fault(whole, boxes)
+        if fault is not None:
+            shown = ", ".join(map(str, having[:8]))
+            raise MismatchError(
+                f"{where(path)}: the parts of {spec} on processes {shown} do not make up the "
+                f"array: {fault}",
+                path=path,
+                stage="plan",
+                expected=spec.shape,
+                found=fault,
+            )
+        return tuple([Shard(box, self._processes(holders[box])) for box in boxes])
 
 
 def _compare(path: str, one: _Seen, other: _Seen) -> None:
@@ -347,44 +378,6 @@ def _together(copies: tuple[Partition, ...]) -> tuple[Partition, tuple[Processes
     every = tuple(sorted(process for copy in copies for process in copy.processes))
     texts = " and ".join(copy.holders for copy in copies)
     return Partition(copies[0].cuts, texts, every), tuple(copy.processes for copy in copies)
-
-
-def _shards(path: str, seen: Sequence[_Seen], having: Processes) -> tuple[Shard, ...]:
-    """Put the shards of all processes together; equal boxes are replicas."""
-    spec = seen[0].leaf.spec
-    assert spec is not None
-    if not any(one.leaf.partial for one in seen):
-        for other in seen[1:]:
-            if other.leaf.boxes != seen[0].leaf.boxes:
-                texts = [f"in {len(one.leaf.boxes or (1,))} parts" for one in (seen[0], other)]
-                raise _differ(MismatchError, path, seen[0], texts[0], other, f"{texts[1]} (others)")
-    whole = Box.whole(spec.shape)
-    holders: dict[Box, list[_Seen]] = {}
-    for one in seen:
-        for box in dict.fromkeys((whole,) if one.leaf.boxes is None else one.leaf.boxes):
-            if box.size:
-                holders.setdefault(box, []).append(one)
-    boxes = sorted(holders, key=lambda box: (box.offset, box.shape))
-    fault = tiling_fault(whole, boxes)
-    if fault is not None:
-        shown = ", ".join(map(str, having[:8]))
-        raise MismatchError(
-            f"{where(path)}: the parts of {spec} on processes {shown} do not make up the array: "
-            f"{fault}",
-            path=path,
-            stage="plan",
-            expected=spec.shape,
-            found=fault,
-        )
-    sets: dict[tuple[int, ...], Processes] = {}
-    shards: list[Shard] = []
-    for box in boxes:
-        key = tuple([one.processes[0] for one in holders[box]])
-        found = sets.get(key)
-        if found is None:
-            found = sets[key] = tuple(sorted(p for one in holders[box] for p in one.processes))
-        shards.append(Shard(box, found))
-    return tuple(shards)
 
 
 def _tie(ordinal: int, seen: Sequence[_Seen]) -> int | None:

@@ -37,7 +37,7 @@ from asyncckpt.format.foreign.orbax_read import (
     parse_document,
 )
 from asyncckpt.format.foreign.zarr2 import METADATA_NAME as ZARR2_NAME
-from asyncckpt.format.ocdbt import MANIFEST_NAME
+from asyncckpt.format.ocdbt.manifest import MANIFEST_NAME
 from asyncckpt.format.orbax import METADATA_FILE
 from asyncckpt.format.zarr3 import METADATA_NAME as ZARR3_NAME
 from asyncckpt.ports import CheckpointFiles, Entry

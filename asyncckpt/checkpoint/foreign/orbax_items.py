@@ -27,7 +27,7 @@ from asyncckpt.format.foreign.orbax_read import (
     find_string,
     parse_document,
 )
-from asyncckpt.format.ocdbt import MANIFEST_NAME
+from asyncckpt.format.ocdbt.manifest import MANIFEST_NAME
 from asyncckpt.format.orbax import (
     ARRAY_METADATA_FILE,
     ARRAY_METADATAS,

@@ -8,17 +8,16 @@ from dataclasses import dataclass
 
 from asyncckpt.checkpoint.foreign.listing import Listing, Range, damaged, located
 from asyncckpt.checkpoint.foreign.ours import is_our_data, without_record
-from asyncckpt.format.ocdbt import (
+from asyncckpt.format.ocdbt.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_NBYTES,
     Manifest,
-    TreeDecoder,
-    TreeLimits,
     Version,
     decode_manifest,
     generation_of,
     numbered_name,
 )
+from asyncckpt.format.ocdbt.walk import TreeDecoder, TreeLimits
 from asyncckpt.ports import CheckpointFiles
 
 
