@@ -1,8 +1,7 @@
 """Merging of the schemas of all processes into one that all of them plan by."""
 
-# Rule 1: every process merges the same schemas to the same result, errors included.
-# Rule 2: processes that have a leaf are compared by tree, not one by one: most of them have the
-#   same schema, and sets of them are made once.
+# Rule 1: every process merges the same schemas to the same result or error.
+# Rule 2: leaves are compared per distinct schema, not per process: most processes have the same.
 
 from __future__ import annotations
 
@@ -34,15 +33,14 @@ class MergedLeaf:
         path: its path in the merged tree.
         kind: kind of a scalar, or the framework of the lowest process that has it.
         spec: shape and dtype of an array; None for a scalar.
-        options: the answer of `leaf_options`.
-        extra: facts that are kept beside the bytes, JSON; empty for none.
-        processes: those that have it; one object for equal sets.
+        options: what `leaf_options` returned.
+        extra: facts that are stored beside the bytes, as JSON; empty for none.
+        processes: those that have it; equal sets are one object.
         tied_to: ordinal of the earlier leaf whose bytes it shares in every process that has it.
-        partition: how these processes divide the array; None where each has all of it.
-        shards: all shards of an array whose partition is not known without asking, and of one that
-            each process holds in several boxes.
-        copies: where several meshes divide one array alike, the processes of each; those at equal
-            positions hold the same.
+        partition: how these processes divide the array; None if each has all of it.
+        shards: all shards of an array if a partition does not describe them.
+        copies: the processes of each mesh, if several meshes divide the array in the same way;
+            processes at equal positions hold the same parts.
     """
 
     path: str
@@ -79,7 +77,7 @@ def own_part(
         leaf: the leaf.
         process: the process.
         process_count: number of processes.
-        shards: those that its adapter found; None for all in one.
+        shards: the shards that its adapter found; None for the whole array.
         partition: the partition that its adapter found.
     """
     if leaf.partition is not None:
@@ -91,7 +89,7 @@ def own_part(
                     [Shard(s.box, _in_copies(leaf.copies, s.holders)) for s in shards or ()]
                 )
             return OwnPart(shards or (), leaf.partition, None)
-        # All of it is on devices of this process.
+        # This process holds all of it.
         assert leaf.spec is not None
         boxes = (Box.whole(leaf.spec.shape),) if shards is None else [s.box for s in shards]
         return OwnPart(tuple([Shard(box, (process,)) for box in boxes]), leaf.partition, None)
@@ -102,7 +100,7 @@ def own_part(
 
 @lru_cache(maxsize=4096)
 def _in_copies(copies: tuple[Processes, ...], holders: Processes) -> Processes:
-    """Return the processes of all copies at the positions of these, which are in one of them."""
+    """Return the processes of all copies that hold the same as `holders`, which are in one copy."""
     own = next(copy for copy in copies if holders[0] in copy)
     places = [own.index(holder) for holder in holders]
     return tuple(sorted(copy[place] for copy in copies for place in places))
@@ -115,8 +113,8 @@ class Merged:
     Attributes:
         structure: the containers of the merged tree.
         leaves: its leaves, in the order of the structure.
-        ordinals: per process, the ordinals here of its own leaves; one object for equal ones.
-        chunk_nbytes: the smallest target size of chunks that any process can hold.
+        ordinals: per process, the ordinals here of its own leaves; equal ones are one object.
+        chunk_nbytes: the smallest target chunk size of all processes.
         digest: SHA-256 (hex) of all schemas.
     """
 
@@ -138,7 +136,7 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A leaf as some processes have it."""
+    """A leaf in the schema of some processes."""
 
     leaf: SchemaLeaf
     processes: Processes
@@ -159,7 +157,7 @@ def merge_schemas(schemas: Mapping[int, Schema], tree: Literal["union", "same"])
     digests: dict[int, str] = {}
     for process in sorted(schemas):
         schema = schemas[process]
-        # Equal schemas are often one object, as decoded or as this process's own.
+        # Equal schemas are often one object.
         digest = digests.get(id(schema))
         if digest is None:
             digest = digests[id(schema)] = schema_digest(schema)
@@ -255,7 +253,7 @@ class _Leaves:
         return found
 
     def _shards(self, path: str, seen: Sequence[_Seen], having: Processes) -> tuple[Shard, ...]:
-        """Put the shards of all processes together; equal boxes are replicas."""
+        """Return the shards of all processes; equal boxes are replicas."""
         spec = seen[0].leaf.spec
         assert spec is not None
         if not any(one.leaf.partial for one in seen):
@@ -287,7 +285,7 @@ class _Leaves:
 
 
 def _compare(path: str, one: _Seen, other: _Seen) -> None:
-    """Refuse two leaves of one path that are not the same leaf."""
+    """Raise if two leaves with one path differ."""
     a, b = one.leaf, other.leaf
     if a.spec is None or b.spec is None:
         if a.kind != b.kind:
@@ -324,10 +322,10 @@ def _differ(
 def _partition(
     path: str, seen: Sequence[_Seen], having: Processes
 ) -> tuple[Partition, tuple[Processes, ...]]:
-    """Return the partition that all processes have but those that hold the whole array alone.
+    """Return the partition of all processes that do not hold the whole array alone.
 
-    With the processes of each mesh, where there are several that divide the array alike, as data
-    parallelism divides what tensor parallelism leaves whole.
+    If several meshes divide the array in the same way, as replicas in data parallelism do, also
+    return the processes of each mesh.
     """
     divided = [one for one in seen if one.leaf.partition is not None]
     first = divided[0]
@@ -359,7 +357,7 @@ def _partition(
             found=having,
         )
     for one in seen:
-        # An array on the devices of one process only looks whole to that process.
+        # A process whose devices hold all of the array sees no partition.
         alone = one.leaf.partition is None and one.processes != partition.processes
         if alone and partition.processes:
             text = f"divided over processes {list(partition.processes)[:8]}"
@@ -368,13 +366,13 @@ def _partition(
 
 
 def _is_copy(one: Partition, other: Partition) -> bool:
-    """Return whether two meshes divide an array alike."""
+    """Return whether two meshes divide an array in the same way."""
     return one.pattern != "" and (one.cuts, one.pattern) == (other.cuts, other.pattern)
 
 
 @lru_cache(maxsize=1024)
 def _together(copies: tuple[Partition, ...]) -> tuple[Partition, tuple[Processes, ...]]:
-    """Return how all meshes together divide an array, and the processes of each."""
+    """Return how all meshes together divide an array, and the processes of each mesh."""
     every = tuple(sorted(process for copy in copies for process in copy.processes))
     texts = " and ".join(copy.holders for copy in copies)
     return Partition(copies[0].cuts, texts, every), tuple(copy.processes for copy in copies)
