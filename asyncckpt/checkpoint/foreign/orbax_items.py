@@ -53,11 +53,11 @@ class Item:
     """Content of a directory.
 
     Attributes:
-        tree: its tree, a `Branch` or the leaf that is the tree; or None.
+        tree: its tree, a `Branch` or a single leaf; or None.
         directory: directory of the tree's database, if its arrays are in a single one.
-        document: its JSON; items inside of it by name.
+        document: its JSON; that of nested items by name.
         has_document: whether it has JSON.
-        custom: JSON that the user saved with its tree.
+        custom: JSON that the user saved with the tree.
     """
 
     tree: Any = None
@@ -74,7 +74,7 @@ async def read_tree(listing: Listing) -> Item:
 
     Raises:
         CheckpointNotFoundError: there are no arrays, or it is the database of an asyncckpt
-            checkpoint that lacks its record.
+            checkpoint without its record.
     """
     listing.refuse_ours()
     metadata = None
@@ -197,7 +197,7 @@ async def _arrays(
 async def _refuse(
     listing: Listing, table: KeyTable, metadata: TreeMetadata, entry: TreeEntry
 ) -> None:
-    """Raise the reason for which there is no array of this name."""
+    """Raise the reason why there is no array of this name."""
     location = listing.files.location
     document = zarr3.METADATA_NAME if metadata.use_zarr3 else zarr2.METADATA_NAME
     if entry.kind is None:

@@ -35,7 +35,7 @@ from asyncckpt.ports import CheckpointFiles
 from asyncckpt.tree import Node, Structure
 
 HEAD_NBYTES = 128 * KIB
-"""First read of a file: it holds most headers, and on object stores takes as long as 8 bytes."""
+"""First read of a file: enough for most headers, and on object stores as fast as 8 bytes."""
 
 logger = logging.getLogger("asyncckpt")
 
@@ -110,7 +110,7 @@ def _opened(
     stored: Sequence[StoredFile],
     metadata: Mapping[str, JsonValue],
 ) -> OpenCheckpoint:
-    """Return the checkpoint of these tensors: name, number of the file, its header, row in it."""
+    """Return the checkpoint of tensors, given by name, number of the file, its header, and row."""
     tables = RunTables()
     for _, file, header, row in places:
         spec = header.specs[row]
@@ -182,7 +182,7 @@ def _with_saved_tree(opened: OpenCheckpoint, leaf_of: Mapping[str, int]) -> Open
 
 
 def _merged(headers: Mapping[str, Header]) -> dict[str, JsonValue]:
-    """Merge the metadata of a set; where files differ, the text of each by its file."""
+    """Merge the metadata of a set; if files differ in a key, it has the text of each by file."""
     said: dict[str, dict[str, str]] = {}
     for path, header in headers.items():
         for key, text in header.metadata.items():

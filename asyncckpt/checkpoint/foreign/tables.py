@@ -1,4 +1,4 @@
-"""Key tables: the keys of an OCDBT database or directory, and the places of their values."""
+"""Key tables: the keys of an OCDBT database or directory, and the locations of their values."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from asyncckpt.ports import CheckpointFiles
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyTable:
-    """Keys in order, and their values or the places of these.
+    """Keys in order, and their values or the locations of these.
 
     Attributes:
         listing: the files that hold them.
-        places: per key its value, or the range of a file that holds it.
-        is_directory: every value is a file of its own, whose path is the key.
+        places: by key, its value, or the range of a file that holds it.
+        is_directory: whether every value is a file whose path is the key.
     """
 
     listing: Listing
@@ -80,8 +80,8 @@ async def read_database(listing: Listing, name: str = "") -> KeyTable:
     """Read the newest version of the OCDBT database in a directory.
 
     Args:
-        listing: files of the checkpoint's item, those of the database among them.
-        name: directory of the database in that of the listing.
+        listing: files of the checkpoint's item, which include the database.
+        name: directory of the database, relative to that of the listing.
 
     Raises:
         CheckpointNotFoundError: it is the database of an asyncckpt checkpoint.
@@ -147,10 +147,10 @@ async def _manifest(files: CheckpointFiles, directory: str, name: str) -> Manife
 
 
 def merge(tables: Sequence[KeyTable]) -> KeyTable:
-    """Merge the tables of several databases, as Orbax leaves them unmerged.
+    """Merge the tables of several databases, which Orbax leaves unmerged.
 
-    If several have a key, the first one counts: every process writes the metadata of an array that
-    it holds parts of.
+    If several have a key, the first one wins: every process writes the metadata of arrays that it
+    holds parts of.
     """
     places: dict[bytes, bytes | Range] = {}
     for table in reversed(tables):

@@ -26,7 +26,7 @@ UNSTORED_CHUNKS = 1 << 19
 """Chunks that need not be stored: each takes 24 bytes in the table of extents."""
 
 UNSTORED_FILES = 1 << 12
-"""The same if every chunk is a file: for each missing file, a link must be ruled out."""
+"""The same if every chunk is a file: each missing file could be a link, which takes a request."""
 
 _DECODERS = {
     zarr3.METADATA_NAME: zarr3.decode_metadata,
@@ -103,7 +103,7 @@ async def read_arrays(
 
 
 def _check_documents(table: KeyTable, keys: Sequence[ArrayKey]) -> None:
-    """Raise if the documents take many times the bytes of the files, as overlapping ones may."""
+    """Check that the documents do not take many times the bytes of the files: they may overlap."""
     claimed = sum(min(table.nbytes(key.key), MAX_DOCUMENT_NBYTES) for key in keys)
     stored = table.listing.nbytes
     if claimed > 4 * stored + BATCH_NBYTES:
@@ -133,7 +133,7 @@ def make_checkpoint(
     created_ns: int = 0,
     database: str = "",
 ) -> OpenCheckpoint:
-    """Return the checkpoint whose tree is `root`, with leaves that are `ForeignLeaf`."""
+    """Return the checkpoint whose tree is `root`, a `Branch` or `ForeignLeaf`."""
     try:
         structure, leaves = structure_of(root)
     except ValueError as error:
@@ -174,8 +174,8 @@ def make_checkpoint(
 
 def _storage(array: FoundArray) -> Storage:
     zarr = array.zarr
-    # Of shards that reach past the array, only the part inside all of them must be stored: a codec
-    # does not know which shard it decodes.
+    # A codec does not know which shard it decodes: it requires only the chunks that are inside the
+    # array in all shards, also in those that reach past it.
     inside = tuple(n % c or c for n, c in zip(zarr.spec.shape, zarr.chunk_shape, strict=True))
     codec = make_codec(
         zarr.chain,
@@ -204,7 +204,7 @@ def _check_chunk_count(
     storages: Sequence[Storage],
     table: ArrayTable,
 ) -> None:
-    """Raise if there are many more chunks than keys: the extents of all are one table in memory."""
+    """Check that there are not many more chunks than keys: the table of extents is in memory."""
     counts = [storage.grid.chunk_count for storage in storages]
     claimed = sum(counts[spec] for spec in table.spec)
     keys = sum({id(array.table): len(array.table.places) for array in arrays}.values())
