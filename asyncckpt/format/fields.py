@@ -3,8 +3,8 @@
 Every mismatch is a `CorruptCheckpointError`.
 """
 
-# Rule 1: a document's size and the number of values in it are bounded before it is parsed, since
-#   three bytes of ``[],`` become seventy: parsing takes at most about 20 times the document.
+# Rule 1: a document's size and number of values are bounded before it is parsed, since three bytes
+#   of ``[],`` become seventy: parsing takes at most about 20 times the document.
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Files from which Orbax restores an OCDBT database that it did not write.
+"""Files that Orbax needs to restore an OCDBT database that it did not write.
 
 Source: orbax-checkpoint 0.12.8, `metadata/tree.py`, `serialization/type_handlers.py` and
 `serialization/jax_array_handlers.py`. All are in the directory of the database:
 
-- ``_METADATA`` names every leaf, its path and the handler that restores it. Always needed.
+- ``_METADATA`` lists every leaf, its path and the handler that restores it. Always needed.
 - ``_strings.json`` holds the string leaves, if there are any.
 - ``_sharding`` gives the device of `jax.Array` leaves that are restored without a target.
-- ``array_metadatas/process_0`` names the arrays that are the data of typed PRNG keys.
+- ``array_metadatas/process_0`` lists the arrays that are the data of typed PRNG keys.
 
 Orbax names an array after its path, parts joined by ``.`` without escapes, and does not find an
 array under another name (`OrbaxLeaf.array_name`). `conflicts` lists the leaves that this affects.
@@ -70,7 +70,7 @@ class OrbaxLeaf:
     Attributes:
         path: keys from the root, and whether each is an index of a list or tuple. Fields of
             namedtuples and dataclasses are dictionary keys.
-        kind: ``array`` restores as `numpy.ndarray` (or as the target asks), ``jax`` as `jax.Array`,
+        kind: ``array`` restores as `numpy.ndarray` (or what the target is), ``jax`` as `jax.Array`,
             which without a target needs `device`; ``scalar`` is a rank-0 array that restores as a
             Python number; ``string`` is in `_strings.json`; the others are empty containers.
         array_name: name of the array in the database; None for strings and empty containers.
@@ -103,7 +103,7 @@ class OrbaxArrays(NamedTuple):
 
     Attributes:
         base: path of the container.
-        in_sequence: it is a list or tuple.
+        in_sequence: whether it is a list or tuple.
         keys: key of every leaf in it.
         kinds: ``array`` or ``scalar``, per leaf.
     """
@@ -121,10 +121,10 @@ class OrbaxArrays(NamedTuple):
 
 
 def conflicts(leaves: Sequence[OrbaxLeaf | OrbaxArrays]) -> list[int]:
-    """Return the indices of leaves that Orbax would not find, or would mistake for others.
+    """Return the indices of leaves that Orbax would not find, or would confuse with others.
 
-    These are arrays stored under another name than Orbax computes, leaves with one name in Orbax,
-    strings with one place in `_strings.json`, and a lone leaf, which has no name in Orbax.
+    These are arrays stored under another name than Orbax computes, leaves with equal names in
+    Orbax, strings with the same place in `_strings.json`, and a lone leaf, which has no name there.
     """
     _, strings = _place_strings(leaves)
     bad = set(strings)

@@ -1,16 +1,16 @@
 """zarr arrays of version 2 and 3: the array as a value, chunk keys, fill values, checks.
 
-`zarr2.decode_metadata` and `zarr3.decode_metadata` make a `ZarrArray` of a stored document.
+`zarr2.decode_metadata` and `zarr3.decode_metadata` return a `ZarrArray` for a stored document.
 """
 
-# Rule 1: a stored document is never passed on: it is checked, and TensorStore gets a specification
-#   that is built anew. A shape of 2^40 terminates a process that trusts it.
+# Rule 1: a stored document is never passed on: it is checked, and TensorStore gets a newly built
+#   specification. A shape of 2^40 terminates a process that trusts it.
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +42,10 @@ MAX_CODECS = 16
 
 @dataclass(frozen=True, slots=True)
 class ChunkKeys:
-    """Encoding of the cell of a chunk as its key, behind the name of the array.
+    """Encoding of the cell of a chunk as its key, which follows the name of the array.
 
     Attributes:
-        prefix: whether keys begin with ``c``, as the default encoding of version 3 has it.
+        prefix: whether keys begin with ``c``, as in the default encoding of version 3.
         separator: separator of the numbers, ``/`` or ``.``.
     """
 
@@ -53,7 +53,7 @@ class ChunkKeys:
     separator: str = "/"
 
     def all(self, base: bytes, counts: Sequence[int]) -> list[bytes]:
-        """Return the keys of all chunks of a grid of this many cells per dimension, in C order.
+        """Return the keys of all chunks, in C order, of a grid with `counts` cells per dimension.
 
         `base` is their prefix: the name of the array and a ``/``, or nothing.
         """
@@ -75,9 +75,9 @@ class Chain:
     Attributes:
         order: the dimensions in the order in which their elements are stored, slowest first; empty
             for C order.
-        big_endian: the elements are stored most significant byte first.
-        shards: the chunk is stored as many chunks with an index; None for one run of elements.
-        packing: names of the codecs that follow, of bytes: `zstd`, `gzip`, `zlib`, `bz2`, `blosc`
+        big_endian: whether elements are stored most significant byte first.
+        shards: the chunks inside the chunk; None for one run of elements.
+        packing: names of the codecs for bytes that follow: `zstd`, `gzip`, `zlib`, `bz2`, `blosc`
             and `crc32c`.
     """
 
@@ -94,14 +94,14 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Codec `sharding_indexed`: the chunks inside of one stored chunk.
+    """Codec `sharding_indexed`: the chunks inside one stored chunk.
 
     Attributes:
         chunk_shape: elements of a chunk per dimension; divides the shape of the shard.
         chain: how these chunks are stored.
-        index_crc32c: a CRC-32C trails the index.
-        index_big_endian: its numbers are stored most significant byte first.
-        index_at_start: it precedes the chunks.
+        index_crc32c: whether a CRC-32C follows the index.
+        index_big_endian: whether its numbers are stored most significant byte first.
+        index_at_start: whether it precedes the chunks.
     """
 
     chunk_shape: tuple[int, ...]
@@ -119,25 +119,20 @@ class ZarrArray:
         spec: shape and dtype.
         chunk_shape: elements per dimension under one key.
         chain: the codecs of a chunk.
-        fill_value: bytes of the element that fills missing chunks.
+        fill_value: bytes of an element of chunks that are not stored.
         keys: encoding of the keys of chunks.
     """
 
     spec: ArraySpec
     chunk_shape: tuple[int, ...]
-    chain: Chain = Chain(packing=("crc32c",))
-    fill_value: bytes = b""
-    keys: ChunkKeys = ChunkKeys()
+    chain: Chain
+    fill_value: bytes
+    keys: ChunkKeys
 
     @property
     def grid(self) -> ChunkGrid:
         """Grid of the stored chunks."""
         return ChunkGrid(self.spec.shape, self.chunk_shape)
-
-    @property
-    def chunk_nbytes(self) -> int:
-        """Bytes of the elements of a chunk."""
-        return math.prod(self.chunk_shape) * self.spec.itemsize
 
 
 # -------------------------------------------------------------------------------------- documents
@@ -182,16 +177,17 @@ class Document:
                 raise self.fault(f"its {what} has the entry {repr(n)[:40]}")
         return tuple(value)
 
-    def check_limits(self, array: ZarrArray) -> None:
+    def check_limits(self, spec: ArraySpec, chunk_shape: tuple[int, ...]) -> None:
         """Raise if the array claims more than the limits."""
-        if len(array.chunk_shape) != len(array.spec.shape):
+        if len(chunk_shape) != len(spec.shape):
             raise self.fault(
-                f"its chunks have rank {len(array.chunk_shape)}, the array {len(array.spec.shape)}"
+                f"its chunks have rank {len(chunk_shape)}, the array {len(spec.shape)}"
             )
+        grid = ChunkGrid(spec.shape, chunk_shape)
         for what, found, limit in (
-            ("bytes in all", array.spec.nbytes, MAX_ARRAY_NBYTES),
-            ("bytes per chunk", array.chunk_nbytes, MAX_CHUNK_NBYTES),
-            ("chunks", array.grid.chunk_count, MAX_CHUNKS),
+            ("bytes in all", spec.nbytes, MAX_ARRAY_NBYTES),
+            ("bytes per chunk", grid.chunk_size * spec.itemsize, MAX_CHUNK_NBYTES),
+            ("chunks", grid.chunk_count, MAX_CHUNKS),
         ):
             if found > limit:
                 raise self.fault(f"it claims {found} {what}, the limit is {limit}")
@@ -202,9 +198,9 @@ class Document:
         parts = value if complex_ and isinstance(value, list) else [value]
         if len(parts) != (2 if complex_ else 1):
             raise self.fault("its fill value has the wrong number of parts")
-        parser = _fill_parser(dtype)
+        part_dtype = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
         try:
-            return b"".join(parser(part) for part in parts)
+            return b"".join(_fill_bytes(part, part_dtype) for part in parts)
         except (ValueError, TypeError, OverflowError):
             raise self.fault(f"its fill value {repr(value)[:40]} is no {dtype}") from None
 
@@ -216,31 +212,26 @@ _HEX = re.compile(r"0x[0-9a-fA-F]+")
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def _fill_parser(dtype: str) -> Callable[[object], bytes]:
-    """Return the function from one JSON number of a fill value to its bytes, or a ValueError."""
-    part = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
-    kind = DTYPES[part]
-
-    def parse(value: object) -> bytes:
-        if part == "bool":
-            if type(value) is not bool:
-                raise ValueError
-            return bytes([value])
-        if part.startswith(("int", "uint")):
-            if type(value) is not int:
-                raise ValueError
-            if part == "int4" and not -8 <= value <= 7:
-                raise OverflowError
-            return np.array(value, kind).tobytes()
-        if isinstance(value, str):
-            if _HEX.fullmatch(value):
-                return int(value, 16).to_bytes(kind.itemsize, "little")
-            if value not in _SPECIAL:
-                raise ValueError
-            value = _SPECIAL[value]
-        if type(value) not in (int, float):
+def _fill_bytes(value: object, dtype: str) -> bytes:
+    """Return the bytes of one JSON number of a fill value; raise ValueError or OverflowError."""
+    kind = DTYPES[dtype]
+    if dtype == "bool":
+        if type(value) is not bool:
             raise ValueError
-        with np.errstate(over="ignore"):
-            return np.array(value, kind).tobytes()
-
-    return parse
+        return bytes([value])
+    if dtype.startswith(("int", "uint")):
+        if type(value) is not int:
+            raise ValueError
+        if dtype == "int4" and not -8 <= value <= 7:
+            raise OverflowError
+        return np.array(value, kind).tobytes()
+    if isinstance(value, str):
+        if _HEX.fullmatch(value):
+            return int(value, 16).to_bytes(kind.itemsize, "little")
+        if value not in _SPECIAL:
+            raise ValueError
+        value = _SPECIAL[value]
+    if type(value) not in (int, float):
+        raise ValueError
+    with np.errstate(over="ignore"):
+        return np.array(value, kind).tobytes()

@@ -1,9 +1,9 @@
 """zarr v3 arrays: the metadata document and the keys of chunks.
 
 Source: zarr-specs v3 (core, and the codecs `bytes`, `transpose`, `gzip`, `zstd`, `blosc`, `crc32c`
-and `sharding_indexed`), as the `zarr3` driver of TensorStore reads it. Written are a regular grid,
-the default key encoding with ``/``, and the codecs `bytes` little endian, optionally `zstd`, and
-`crc32c`, in this order.
+and `sharding_indexed`), as the `zarr3` driver of TensorStore reads it. asyncckpt writes a regular
+grid, the default key encoding with ``/``, and the codecs `bytes` little endian, optionally `zstd`,
+and `crc32c`, in this order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncckpt.format.zarr import (
     Shards,
     ZarrArray,
 )
-from asyncckpt.spec import DTYPES, ITEMSIZES, ArraySpec
+from asyncckpt.spec import DTYPES, ArraySpec
 
 __all__ = [
     "CRC_NBYTES",
@@ -45,7 +45,7 @@ _CACHED_DOCUMENTS = 8192
 def encode_metadata(
     spec: ArraySpec, chunk_shape: tuple[int, ...], zstd_level: int | None = None
 ) -> bytes:
-    """Encode `zarr.json`, which arrays of one shape, dtype, chunk shape and level share."""
+    """Encode `zarr.json`, which arrays of equal shape, dtype, chunk shape and level share."""
     configuration = {"configuration": {"endian": "little"}} if spec.itemsize > 1 else {}
     codecs: list[dict[str, object]] = [{"name": "bytes", **configuration}]
     if zstd_level is not None:
@@ -79,7 +79,7 @@ def metadata_key(name: str) -> bytes:
 
 
 def chunk_keys(name: str, counts: Sequence[int]) -> list[bytes]:
-    """Return the keys of all chunks of a grid of this many cells per dimension, in C order."""
+    """Return the keys of all chunks, in C order, of a grid with `counts` cells per dimension."""
     return ChunkKeys().all(f"{name}/".encode(), counts)
 
 
@@ -149,16 +149,12 @@ class _Zarr3(Document):
         if grid[0] != "regular":
             raise self.unsupported("chunk_grid", grid[0], "regular")
         chunk_shape = self.integers(grid[1].get("chunk_shape"), "chunk_shape", least=1)
-        array = ZarrArray(
-            ArraySpec(shape, dtype),
-            chunk_shape,
-            Chain(),
-            self.fill_value(document.get("fill_value"), dtype),
-            self.chunk_keys(document.get("chunk_key_encoding")),
-        )
-        self.check_limits(array)
-        chain = self.chain(document.get("codecs"), chunk_shape, ITEMSIZES[dtype], MAX_CODECS)
-        return ZarrArray(array.spec, chunk_shape, chain, array.fill_value, array.keys)
+        fill = self.fill_value(document.get("fill_value"), dtype)
+        keys = self.chunk_keys(document.get("chunk_key_encoding"))
+        spec = ArraySpec(shape, dtype)
+        self.check_limits(spec, chunk_shape)
+        chain = self.chain(document.get("codecs"), chunk_shape, spec.itemsize, MAX_CODECS)
+        return ZarrArray(spec, chunk_shape, chain, fill, keys)
 
     def named(self, value: object, what: str) -> tuple[str, dict[str, Any]]:
         if isinstance(value, str):

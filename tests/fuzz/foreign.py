@@ -70,7 +70,7 @@ def _zarr(name: str, decode_metadata: Any, documents: list[dict[str, Any]]) -> T
             more=_UNPACKED_ELSEWHERE,
             file="zarr.json",
         )
-        return array.grid.counts, array.chunk_nbytes, array.keys.all(b"w/", (2, 1))
+        return array.grid.counts, array.grid.chunk_size, array.keys.all(b"w/", (2, 1))
 
     seeds = tuple(json.dumps(document).encode() for document in documents)
     return Target(name, seeds, decode, mutate_json, hostile=lambda: hostile.json_members(seeds[0]))

@@ -54,19 +54,20 @@ class _Zarr2(Document):
         if separator not in (".", "/"):
             raise self.unsupported("dimension_separator", separator, "/ or .")
         fill = document["fill_value"]
-        array = ZarrArray(
-            ArraySpec(shape, dtype),
+        fill_value = bytes(ITEMSIZES[dtype]) if fill is None else self.fill_value(fill, dtype)
+        spec = ArraySpec(shape, dtype)
+        self.check_limits(spec, chunk_shape)
+        return ZarrArray(
+            spec,
             chunk_shape,
             Chain(
                 order=dimensions[::-1] if order == "F" and len(dimensions) > 1 else (),
                 big_endian=big_endian,
                 packing=self.compressor(document["compressor"]),
             ),
-            bytes(ITEMSIZES[dtype]) if fill is None else self.fill_value(fill, dtype),
+            fill_value,
             ChunkKeys(prefix=False, separator=separator),
         )
-        self.check_limits(array)
-        return array
 
     def dtype(self, value: object) -> tuple[str, bool]:
         if isinstance(value, str):
