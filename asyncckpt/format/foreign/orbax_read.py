@@ -1,4 +1,4 @@
-"""Documents that Orbax writes beside its arrays.
+"""Documents that Orbax writes in addition to arrays.
 
 Source: orbax-checkpoint 0.12.8, `metadata/tree.py`, `metadata/step_metadata_serialization.py`,
 `metadata/array_metadata_store.py` and `serialization/type_handlers.py`:
@@ -6,10 +6,10 @@ Source: orbax-checkpoint 0.12.8, `metadata/tree.py`, `metadata/step_metadata_ser
 - ``_METADATA``: every leaf and empty container of an item, with its path and handler;
 - ``_strings.json``: the string leaves;
 - ``array_metadatas/process_<i>``: which arrays are the data of typed PRNG keys;
-- ``_CHECKPOINT_METADATA``: of a step, its items with their handlers, metrics and times.
+- ``_CHECKPOINT_METADATA``: the items of a step with their handlers, metrics and times.
 
-``_sharding`` is not read: it gives the device of arrays without a target, while here the default
-device is used. `orbax.checkpoint` only marks a directory, and is empty.
+``_sharding`` is not read: it gives the device of arrays without a target, for which asyncckpt uses
+the default device. `orbax.checkpoint` is an empty file that only marks a directory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TreeEntry:
         path: keys from the root, and whether each is an index of a list or tuple.
         kind: its kind; None for an unknown handler, named by `handler`.
         handler: its name in the document.
-        elsewhere: its value is not among the arrays, but in a file of older releases.
+        elsewhere: whether its value is not an array, but in a file of older releases.
     """
 
     path: tuple[tuple[str, bool], ...]
@@ -65,7 +65,7 @@ class TreeMetadata:
 
     Attributes:
         use_ocdbt: whether arrays are in an OCDBT database; None if not stated.
-        complete: every chunk is stored, even if it consists of the fill value.
+        complete: whether every chunk is stored, even if it consists of the fill value.
         custom: the user's JSON.
     """
 

@@ -1,7 +1,7 @@
 """zarr v2 arrays: the metadata document `.zarray`.
 
 Source: zarr-specs v2, as the `zarr` driver of TensorStore reads and writes it: dtypes of
-`ml_dtypes` have their names, and a fill value of null means zero.
+`ml_dtypes` are given by name, and a fill value of null means zero.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from asyncckpt.format.ocdbt.keys import MAX_KEY_NBYTES
 from asyncckpt.format.ocdbt.wire import I64, MAX_BODY_NBYTES, NODE_MAGIC, Reader, unframe
 
 MAX_KEYS_NBYTES = 1 << 30
-"""Bytes of all keys of a tree together; they share prefixes, so a small node can stand for many."""
+"""Bytes of all keys of a tree; keys share prefixes, so a small node can expand to many bytes."""
 
 _INT64_MAX = (1 << 63) - 1
 
@@ -68,7 +68,7 @@ class InteriorNode:
 
     @property
     def num_keys(self) -> int:
-        """Number of keys in all children, as stated by the node."""
+        """Number of keys in all children, as the node declares it."""
         return int(self.child_num_keys.sum())
 
     def child(self, row: int) -> Location:

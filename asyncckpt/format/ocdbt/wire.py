@@ -5,8 +5,8 @@ version varint 0; compression varint (0 none, 1 zstd); body; CRC-32C `uint32` li
 bytes before it.
 """
 
-# Rule 1: a count read from a file is compared with the remaining bytes before anything is allocated
-#   for it.
+# Rule 1: a count from a file is compared with the remaining bytes before anything is allocated for
+#   it.
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ MAX_BODY_NBYTES = 1 << 28
 
 # A zstd window beyond this is refused (the largest that level 22 uses).
 _MAX_WINDOW_NBYTES = 1 << 27
-# Fed at a time when the frame does not declare its size: four bytes can stand for 128 KiB, so what
-# one step adds stays below 32 MiB.
+# Step if a frame does not declare its size: four bytes can decompress to 128 KiB, so that one step
+# adds less than 32 MiB.
 _ZSTD_STEP_NBYTES = 1 << 10
 
 _VARINT_NBYTES = 10  # 64 bits in groups of 7
@@ -91,8 +91,8 @@ def encode_varints(values: I64) -> bytes:
 class Reader:
     """Cursor over the body of a frame; every failure is a `CorruptCheckpointError`.
 
-    `offset` is the start of the body in `file`, or, for a decompressed body (`moves` False), the
-    start of its frame.
+    `offset` is the start of the body in `file`. With `moves` False, the body was decompressed, and
+    `offset` is the start of its frame.
     """
 
     __slots__ = ("_data", "_file", "_moves", "_offset", "_what", "pos")
@@ -107,7 +107,7 @@ class Reader:
 
     @property
     def remaining(self) -> int:
-        """Bytes that were not read yet."""
+        """Bytes that are still to be read."""
         return len(self._data) - self.pos
 
     def fault(self, reason: str) -> CorruptCheckpointError:
@@ -209,7 +209,7 @@ def frame(magic: int, body: bytes) -> bytes:
 
 
 def frame_of(magic: int, body: Iterable[Buffer]) -> bytearray:
-    """Return the uncompressed frame around a body in parts, each of which is copied once."""
+    """Return the uncompressed frame around the parts of a body, copying each part once."""
     data = bytearray().join((bytes(FRAME_HEADER), *body, bytes(4)))
     data[:12] = magic.to_bytes(4, "big") + len(data).to_bytes(8, "little")
     data[-4:] = crc32c(memoryview(data)[:-4]).to_bytes(4, "little")
@@ -275,7 +275,7 @@ def decompress(data: bytes, *, max_nbytes: int) -> bytes:
     """Decompress one zstd frame of at most `max_nbytes`; memory stays bounded by that.
 
     Raises:
-        ValueError: the frame is damaged, larger, not alone, or asks for a huge window.
+        ValueError: the frame is damaged, larger, followed by bytes, or needs a huge window.
     """
     try:
         parameters = zstandard.get_frame_parameters(data)

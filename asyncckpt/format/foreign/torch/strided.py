@@ -1,7 +1,7 @@
 """Layouts of dense arrays that are not in C order, or are conjugated or negated views.
 
-torch keeps the strides of a tensor when it saves it (transposed weights, `channels_last`), and the
-two bits that make a tensor the conjugate or negative of its storage.
+torch saves the strides of a tensor (transposed weights, `channels_last`), and two bits that make it
+the conjugate or negative of its storage.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Layout:
 
     Attributes:
         axes: its axes, slowest-varying first.
-        conj: the values are the complex conjugates of the stored ones.
-        neg: the values are the negatives of the stored ones.
+        conj: whether the values are the complex conjugates of the stored ones.
+        neg: whether the values are the negatives of the stored ones.
     """
 
     axes: tuple[int, ...]
