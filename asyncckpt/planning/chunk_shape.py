@@ -31,9 +31,11 @@ class Limits:
     strict: bool
 
     def few(self, chunk: tuple[int, ...]) -> bool:
-        count = math.prod(-(-n // c) for n, c in zip(self.shape, chunk, strict=True))
+        return self.allow(math.prod(-(-n // c) for n, c in zip(self.shape, chunk, strict=True)))
+
+    def allow(self, chunks: int) -> bool:
         nbytes = self.itemsize * math.prod(self.shape)
-        return count * self.target <= CHUNKS_PER_TARGET * (nbytes + self.shards * self.target)
+        return chunks * self.target <= CHUNKS_PER_TARGET * (nbytes + self.shards * self.target)
 
     def tight(self, chunk: tuple[int, ...]) -> bool:
         if not self.strict:

@@ -96,11 +96,9 @@ def choose_grid(
         )
     filled = tuple([n or 1 for n in spec.shape]) if 0 in spec.shape else spec.shape
     strict = spec.nbytes > PADDED_NBYTES
-    if cuts.count > 1 and spec.nbytes <= WHOLE_NBYTES:
+    if math.prod(filled) * spec.itemsize <= (chunk_nbytes if cuts.count <= 1 else WHOLE_NBYTES):
         return ((origin, ChunkGrid(spec.shape, filled)),)
     if cuts.count <= 1:
-        if math.prod(filled) * spec.itemsize <= chunk_nbytes:
-            return ((origin, ChunkGrid(spec.shape, filled)),)
         limits = Limits(filled, spec.itemsize, chunk_nbytes, 1, strict)
         return ((origin, ChunkGrid(spec.shape, cut_freely(limits))),)
     return _follow_cuts(spec, cuts, chunk_nbytes, strict, regular=regular)
@@ -263,10 +261,7 @@ def _cut_cells(
         grid = ChunkGrid(shape, chunk)
         pieces.append((offset, grid))
         count += grid.chunk_count
-    nbytes = total.itemsize * math.prod(total.shape)
-    if count * total.target > CHUNKS_PER_TARGET * (nbytes + total.shards * total.target):
-        return None
-    return tuple(pieces)
+    return tuple(pieces) if total.allow(count) else None
 
 
 def _segments(starts: Sequence[int], n: int, *, short: bool) -> list[tuple[int, int, int]]:

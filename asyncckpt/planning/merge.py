@@ -17,12 +17,11 @@ from asyncckpt.errors import (
     ShapeMismatchError,
 )
 from asyncckpt.options import LeafOptions
+from asyncckpt.planning.balance import Processes
 from asyncckpt.planning.schema import Schema, SchemaLeaf, schema_digest
 from asyncckpt.planning.tiling import tiling_fault
 from asyncckpt.spec import ArraySpec, Box, Partition, Shard
 from asyncckpt.tree import Structure, merge_trees, where
-
-Processes = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

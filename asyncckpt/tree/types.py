@@ -99,14 +99,14 @@ class Types:
         """Return the names of the fields that hold state."""
         names = self._fields.get(type(value))
         if names is None:
-            every = [field.name for field in dataclasses.fields(value)]
+            fields = dataclasses.fields(value)
             names = tuple(
                 field.name
-                for field in dataclasses.fields(value)
+                for field in fields
                 if field.metadata.get("pytree_node", True) and not field.metadata.get("static")
             )
             registered = self.registered(value)
-            if registered is not None and set(registered[1]) <= set(every):
+            if registered is not None and set(registered[1]) <= {field.name for field in fields}:
                 names = tuple(name for name in names if name in registered[1])
             self._fields[type(value)] = names
         return names

@@ -51,15 +51,8 @@ def unflatten_like(flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeAdapte
         UsageError: a container cannot be made with its new children; names its path.
     """
     _check_count(flat.structure, leaves)
-    return _rebuild(flat, leaves, nodes)[0] if flat.objects else leaves[0]
-
-
-def _check_count(structure: Structure, leaves: Sequence[Any]) -> None:
-    if len(leaves) != structure.leaf_count:
-        raise ValueError(f"{len(leaves)} leaves for a tree of {structure.leaf_count}")
-
-
-def _rebuild(flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeAdapter]) -> list[Any]:
+    if not flat.objects:
+        return leaves[0]
     types = Types(nodes)
     built: list[Any] = [None] * len(flat.objects)
     for index in range(len(built) - 1, -1, -1):
@@ -75,7 +68,12 @@ def _rebuild(flat: Flat, leaves: Sequence[Any], nodes: Sequence[NodeAdapter]) ->
                 "fields",
                 path=path,
             ) from error
-    return built
+    return built[0]
+
+
+def _check_count(structure: Structure, leaves: Sequence[Any]) -> None:
+    if len(leaves) != structure.leaf_count:
+        raise ValueError(f"{len(leaves)} leaves for a tree of {structure.leaf_count}")
 
 
 def _like(node: Node, old: Any, children: list[Any], types: Types) -> Any:

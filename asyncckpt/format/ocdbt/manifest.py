@@ -164,7 +164,7 @@ def decode_manifest(data: bytes, *, file: str) -> Manifest:
         CorruptCheckpointError: the bytes are damaged.
         UnsupportedFormatError: they are intact, but of an unsupported kind or version.
     """
-    reader, _ = unframe(
+    reader = unframe(
         data,
         MANIFEST_MAGIC,
         what="the OCDBT manifest",

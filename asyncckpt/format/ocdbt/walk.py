@@ -72,8 +72,7 @@ class TreeColumns:
         keys: strictly increasing.
         files: paths relative to the database.
         file: index into `files`, -1 for inline values.
-        offset: start of the value in its file; of inline values, start in the node's file, or -1
-            if the node is compressed.
+        offset: start of the value in its file; -1 for inline values.
         nbytes: length of the value.
         inline: the value, or None if it is in a data file.
     """

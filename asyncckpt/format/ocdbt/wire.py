@@ -218,8 +218,8 @@ def frame_of(magic: int, body: Iterable[Buffer]) -> bytearray:
 
 def unframe(
     data: bytes, magic: int, *, what: str, file: str, offset: int, max_nbytes: int
-) -> tuple[Reader, bool]:
-    """Check a frame; return a reader of its body, and whether that was compressed.
+) -> Reader:
+    """Check a frame; return a reader of its body.
 
     `data` is the whole frame, found at `offset` in `file`; `max_nbytes` bounds the body.
 
@@ -261,14 +261,14 @@ def unframe(
         if head.remaining > max_nbytes:
             raise fault(f"its body of {head.remaining} bytes passes the limit {max_nbytes}", start)
         body = head.take(head.remaining)
-        return Reader(body, what=what, file=file, offset=offset + start, moves=True), False
+        return Reader(body, what=what, file=file, offset=offset + start, moves=True)
     if compression != 1:
         raise fault(f"compression method {compression} is unknown", start - 1)
     try:
         body = decompress(data[start:-4], max_nbytes=max_nbytes)
     except ValueError as error:
         raise fault(str(error), start) from None
-    return Reader(body, what=what, file=file, offset=offset, moves=False), True
+    return Reader(body, what=what, file=file, offset=offset, moves=False)
 
 
 def decompress(data: bytes, *, max_nbytes: int) -> bytes:
