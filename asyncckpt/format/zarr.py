@@ -21,9 +21,6 @@ from asyncckpt.format.damage import corrupt
 from asyncckpt.format.fields import parse_json
 from asyncckpt.spec import DTYPES, ArraySpec, ChunkGrid
 
-CRC_NBYTES = 4
-"""Bytes that the `crc32c` codec appends to a chunk."""
-
 # What a stored document may claim.
 MAX_RANK = 32
 MAX_ARRAY_NBYTES = 1 << 48

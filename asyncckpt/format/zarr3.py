@@ -15,7 +15,6 @@ from functools import lru_cache
 from typing import Any
 
 from asyncckpt.format.zarr import (
-    CRC_NBYTES,
     MAX_CODECS,
     Chain,
     ChunkKeys,
@@ -25,14 +24,8 @@ from asyncckpt.format.zarr import (
 )
 from asyncckpt.spec import DTYPES, ArraySpec
 
-__all__ = [
-    "CRC_NBYTES",
-    "METADATA_NAME",
-    "chunk_keys",
-    "decode_metadata",
-    "encode_metadata",
-    "metadata_key",
-]
+CRC_NBYTES = 4
+"""Bytes that the `crc32c` codec appends to a chunk."""
 
 METADATA_NAME = "zarr.json"
 """Last part of the key of a metadata document."""

@@ -126,7 +126,8 @@ def test_small_nodes_make_high_trees() -> None:
 
 def test_nodes_are_filled() -> None:
     tree = encode({b"key%05d" % i: (0, i, 10) for i in range(20_000)}, 10_000)
-    leaves = [b for b in map(bytes, tree.blocks) if decode_node(b, file="", offset=0).height == 0]
+    nodes = [(b, decode_node(b, file="", offset=0)) for b in map(bytes, tree.blocks)]
+    leaves = [b for b, node in nodes if isinstance(node, LeafNode)]
     assert sum(map(len, leaves)) > 0.9 * len(leaves) * 10_000
 
 

@@ -31,11 +31,11 @@ from asyncckpt.format.ocdbt.manifest import MANIFEST_NAME
 from asyncckpt.format.orbax import (
     ARRAY_METADATA_FILE,
     ARRAY_METADATAS,
-    EMPTY,
     METADATA_FILE,
     STRINGS_FILE,
 )
 from asyncckpt.format.scalars import JsonValue, encode_scalar
+from asyncckpt.spec import numeric_class
 from asyncckpt.tree import Kind
 
 _EMPTY_BRANCHES: dict[str, Kind] = {
@@ -45,7 +45,6 @@ _EMPTY_BRANCHES: dict[str, Kind] = {
     "Tuple": "tuple",
     "NamedTuple": "namedtuple",
 }
-_PYTHON = {"bool": "bool", "uint": "int", "int": "int", "complex": "complex"}
 
 
 @dataclass(slots=True, eq=False)
@@ -140,8 +139,7 @@ def _array_leaf(
     entry: TreeEntry, array: FoundArray, implementations: Mapping[str, str]
 ) -> ForeignLeaf:
     if entry.kind == "scalar" and not array.zarr.spec.shape:
-        dtype = array.zarr.spec.dtype
-        python = next((kind for name, kind in _PYTHON.items() if dtype.startswith(name)), "float")
+        python = numeric_class(array.zarr.spec.dtype)
         return ForeignLeaf("numpy", extra={"python": python}, array=array)
     if entry.kind == "jax":
         implementation = implementations.get(entry.name)
@@ -158,7 +156,7 @@ async def _arrays(
     keys: dict[str, ArrayKey] = {}
     names = (zarr3.METADATA_NAME, zarr2.METADATA_NAME)
     for entry in metadata.entries:
-        if entry.kind in EMPTY or entry.kind == "string":
+        if entry.kind in _EMPTY_BRANCHES or entry.kind == "string":
             continue
         if entry.elsewhere:
             raise UnsupportedFormatError(

@@ -16,7 +16,8 @@ import numpy as np
 
 from asyncckpt.format.codecs import Bytes, ChunkError
 from asyncckpt.format.crc import crc32c
-from asyncckpt.format.zarr import CRC_NBYTES, Shards
+from asyncckpt.format.zarr import Shards
+from asyncckpt.format.zarr3 import CRC_NBYTES
 
 ENTRY_NBYTES = 16
 """Bytes of the index per chunk."""

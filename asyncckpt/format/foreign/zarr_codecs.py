@@ -17,7 +17,8 @@ from asyncckpt.errors import UnsupportedFormatError
 from asyncckpt.format.codecs import Bytes, ChunkError, Codec, decompress_zstd
 from asyncckpt.format.crc import crc32c
 from asyncckpt.format.foreign.sharding import unshard
-from asyncckpt.format.zarr import CRC_NBYTES, Chain
+from asyncckpt.format.zarr import Chain
+from asyncckpt.format.zarr3 import CRC_NBYTES
 from asyncckpt.spec import ITEMSIZES
 
 Unpack = Callable[[Bytes, int], Bytes]

@@ -37,11 +37,6 @@ class LeafNode:
     inline: list[bytes | None]
 
     @property
-    def height(self) -> int:
-        """Height in the tree; 0 for leaves."""
-        return 0
-
-    @property
     def num_keys(self) -> int:
         """Number of keys."""
         return len(self.keys)
