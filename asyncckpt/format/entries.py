@@ -278,7 +278,7 @@ def _entries(header: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any]])
     if not all(type(text) is str for text in texts) or type(header["process"]) is not int:
         raise ValueError("the save id, the digest or the process is missing")
     if not isinstance(header["facts"], dict):
-        raise ValueError("the facts are no object")
+        raise ValueError("the facts are not an object")
     return Entries(
         save_id=header["save_id"],
         process=header["process"],

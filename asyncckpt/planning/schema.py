@@ -261,7 +261,7 @@ def _integer(value: Any) -> int:
 
 def _at(items: Sequence[Any], number: Any) -> Any:
     if _integer(number) < 0:
-        raise ValueError(f"{number} counts nothing")
+        raise ValueError(f"{number} is not an index")
     return items[number]
 
 

@@ -251,7 +251,7 @@ def _check_cover(
         short = "is truncated" if due[-1] > nbytes else "goes on behind them"
         raise corrupt(
             "the safetensors file",
-            f"its tensors take {due[-1]} bytes and it has {nbytes} behind the header: it {short}",
+            f"its tensors take {due[-1]} bytes and it has {nbytes} after the header: it {short}",
             file=file,
             offset=start + min(int(due[-1]), nbytes),
             expected=int(due[-1]),

@@ -184,7 +184,9 @@ def _leaf(
     kind, tensor = members.get("kind", DEFAULT_KIND), members.get("tensor")
     extra = members.get("extra", {})
     if not isinstance(kind, str) or not isinstance(extra, dict):
-        raise ValueError(f"leaf {row} has a kind that is not a string, or extra that is no object")
+        raise ValueError(
+            f"leaf {row} has a kind that is not a string, or extra that is not an object"
+        )
     if "tensor" not in members:
         decode_scalar(kind, members.get("value"))
         return kind, members["value"], None, None

@@ -114,7 +114,9 @@ class TensorProperties(Stub):
     def set_state(self, state: object) -> dict[str, object]:
         """Set dtype and layout; return the numbers of items that torch 2.14 did not have."""
         if type(state) is not tuple or len(state) < _PROPERTIES:
-            raise ValueError(f"the state of TensorProperties is no tuple of {_PROPERTIES} or more")
+            raise ValueError(
+                f"the state of TensorProperties is not a tuple of {_PROPERTIES} or more"
+            )
         self.dtype, self.layout = state[:2]
         # Sizes and layout are stored elsewhere too, so any further items are only hints.
         return dict.fromkeys(map(str, range(_PROPERTIES, len(state))))

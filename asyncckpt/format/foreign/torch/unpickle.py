@@ -353,7 +353,9 @@ class Unpickler:
     def _new(self, _: int) -> None:
         cls, arguments = self._pop(2)
         if not isinstance(cls, type) or not issubclass(cls, Stub) or arguments != ():
-            raise ValueError("it makes an instance of something that is no class, or has arguments")
+            raise ValueError(
+                "it makes an instance of something other than a class, or with arguments"
+            )
         self._allowance.take(cls.__basicsize__)
         self._stack.append(cls())
 
