@@ -31,13 +31,16 @@ class Limits:
     strict: bool
 
     def few(self, chunk: tuple[int, ...]) -> bool:
+        """Return whether chunks of this shape are few enough."""
         return self.allow(math.prod(-(-n // c) for n, c in zip(self.shape, chunk, strict=True)))
 
     def allow(self, chunks: int) -> bool:
+        """Return whether the array may have this many chunks."""
         nbytes = self.itemsize * math.prod(self.shape)
         return chunks * self.target <= CHUNKS_PER_TARGET * (nbytes + self.shards * self.target)
 
     def tight(self, chunk: tuple[int, ...]) -> bool:
+        """Return whether chunks of this shape need little enough padding."""
         if not self.strict:
             return True
         padded = math.prod(-(-n // c) * c for n, c in zip(self.shape, chunk, strict=True))

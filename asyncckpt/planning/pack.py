@@ -107,6 +107,7 @@ def cut_windows(
     file_nbytes: Sequence[int],
     slot_nbytes: int,
 ) -> tuple[Window, ...]:
+    """Return the windows of the planned data files, by file and offset."""
     lengths = np.array(file_nbytes, np.int64)
     window_counts = -(-lengths // slot_nbytes)
     first_window = np.cumsum(window_counts) - window_counts

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.format.ocdbt import walk
 from asyncckpt.format.ocdbt.btree import EncodedTree, ValueColumns, encode_tree
 from asyncckpt.format.ocdbt.datafiles import Location
 from asyncckpt.format.ocdbt.keys import prepare_keys
@@ -322,12 +323,17 @@ def test_a_root_with_another_number_of_keys_is_refused() -> None:
         (TreeLimits(max_keys=50), "more than 50 keys"),
         (TreeLimits(max_keys_nbytes=500), "keys pass the limit"),
         (TreeLimits(max_nodes_nbytes=300), "over 300 bytes"),
-        (TreeLimits(max_node_nbytes=20), "passes the limit 20"),
     ],
 )
 def test_limits_of_a_tree_hold(limits: TreeLimits, reason: str) -> None:
     with pytest.raises(CorruptCheckpointError, match=reason):
         decode_tree(version_of(TREE), fetcher(TREE), limits=limits)
+
+
+def test_the_limit_of_a_node_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walk, "MAX_BODY_NBYTES", 20)
+    with pytest.raises(CorruptCheckpointError, match="passes the limit 20"):
+        decode_tree(version_of(TREE), fetcher(TREE))
 
 
 def test_exchanged_leaves_are_found() -> None:

@@ -34,7 +34,6 @@ class TreeLimits:
         max_nodes: nodes in all.
         max_keys: keys in all.
         max_keys_nbytes: bytes of all keys, including shared prefixes.
-        max_node_nbytes: decompressed body of one node.
         max_nodes_nbytes: stored bytes of all nodes.
         max_files: data files that one node names.
     """
@@ -42,7 +41,6 @@ class TreeLimits:
     max_nodes: int = 1 << 20
     max_keys: int = 1 << 24
     max_keys_nbytes: int = MAX_KEYS_NBYTES
-    max_node_nbytes: int = MAX_BODY_NBYTES
     max_nodes_nbytes: int = 1 << 32
     max_files: int = MAX_DATA_FILES
 
@@ -171,7 +169,7 @@ class TreeDecoder:
             expected_height=self._height,
             base_path=where.base_path,
             key_prefix=want.prefix,
-            max_nbytes=min(limits.max_node_nbytes, _FREE_NBYTES + _MAX_RATIO * len(data)),
+            max_nbytes=min(MAX_BODY_NBYTES, _FREE_NBYTES + _MAX_RATIO * len(data)),
             max_keys_nbytes=limits.max_keys_nbytes - self._keys_nbytes,
             max_entries=limits.max_nodes if self._height else limits.max_keys,
             max_files=limits.max_files,

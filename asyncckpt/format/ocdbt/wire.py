@@ -115,9 +115,9 @@ class Reader:
         offset = self._offset + self.pos if self._moves else self._offset
         return corrupt(self._what, reason, file=self._file, offset=offset)
 
-    def need(self, count: int, what: str) -> None:
-        """Raise unless at least `count` bytes remain."""
-        if count > self.remaining:
+    def need(self, count: int, what: str, *, nbytes_each: int = 1) -> None:
+        """Raise unless the bytes that remain suffice for this many items."""
+        if count * nbytes_each > self.remaining:
             raise self.fault(
                 f"{count} {what} need more than the {self.remaining} bytes that remain"
             )
@@ -150,10 +150,7 @@ class Reader:
     def count(self, what: str, *, nbytes_each: int) -> int:
         """Read a count of items, each of which takes at least `nbytes_each` remaining bytes."""
         count = self.varint()
-        if count * nbytes_each > self.remaining:
-            raise self.fault(
-                f"{count} {what} need more than the {self.remaining} bytes that remain"
-            )
+        self.need(count, what, nbytes_each=nbytes_each)
         return count
 
     def varints(self, count: int, *, below: int = _INT64_MAX) -> I64:
