@@ -34,12 +34,7 @@ Fault: TypeAlias = Callable[[str, str], CorruptCheckpointError]
 def parse_json(data: bytes, what: str, *, file: str, most_nbytes: int, base: int = 0) -> Any:
     """Return the value of a whole JSON document of bounded size, density and depth.
 
-    Args:
-        data: the document.
-        what: name of the document in errors.
-        file: name of its file in errors.
-        most_nbytes: longest document that is parsed.
-        base: offset of the document in its file.
+    In errors the document is called `what`, at byte `base` of `file`.
 
     Raises:
         CorruptCheckpointError: it is too large or too deep, is not JSON in UTF-8, or has a key

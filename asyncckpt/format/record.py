@@ -193,9 +193,7 @@ def encode_tables(
 def encode_record(record: CommitRecord, tables: EncodedTables | None = None) -> bytes:
     """Return the bytes of the record; equal records have equal bytes.
 
-    Args:
-        record: the record.
-        tables: its encoded tables, possibly from an earlier record; None to encode them.
+    `tables` are its encoded tables, possibly from an earlier record; None encodes them.
 
     Raises:
         UsageError: `metadata` or `metrics` cannot be written as JSON and read back.
@@ -358,13 +356,9 @@ def epoch_of(data: bytes) -> int | None:
 def outline_of(data: bytes, *, head: bool = False) -> Outline | None:
     """Return the outline of a commit record, or None for anything else.
 
-    That of a newer version has only the save id.
-
-    Args:
-        data: the record.
-        head: whether `data` is only its beginning. No checksum covers it, so nothing may be changed
-            because of it. The outline has only the save id and `fixed`; it is None if `data` ends
-            before these do.
+    That of a newer version has only the save id. With `head`, `data` is only the beginning of the
+    record, which no checksum covers, so that nothing may be changed because of it. Then the outline
+    has only the save id and `fixed`; it is None if `data` ends before these do.
     """
     if head:
         found = _HEAD.match(data)

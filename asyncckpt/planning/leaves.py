@@ -123,13 +123,7 @@ class Arrays:
 def plan_arrays(
     leaves: Sequence[LeafLayout], *, regular: bool, inline_nbytes: int, holders: Holders
 ) -> Arrays:
-    """Return the arrays that store these leaves.
-
-    Args:
-        leaves: the array leaves in tree order.
-        regular: every leaf is one array.
-        inline_nbytes: largest payload with trailer that is inline in the B+tree.
-        holders: numbers the sets of processes.
+    """Return the arrays that store these leaves; arguments as for `plan_save`.
 
     Raises:
         UsageError: as `plan_save`.

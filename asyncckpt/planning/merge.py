@@ -72,12 +72,7 @@ def own_part(
 ) -> OwnPart:
     """Return what a process holds of an array leaf.
 
-    Args:
-        leaf: the leaf.
-        process: the process.
-        process_count: number of processes.
-        shards: the shards that its adapter found; None for the whole array.
-        partition: the partition that its adapter found.
+    `shards` (None for the whole array) and `partition` are what the process's adapter found.
     """
     if leaf.partition is not None:
         if process not in leaf.processes:
@@ -143,11 +138,9 @@ class _Seen:
 
 
 def merge_schemas(schemas: Mapping[int, Schema], tree: Literal["union", "same"]) -> Merged:
-    """Return what all processes save together.
+    """Return what all processes save together, given the schema of every process.
 
-    Args:
-        schemas: the schema of every process.
-        tree: whether dicts may differ in their keys by process.
+    With `tree="same"`, dicts must have the same keys in all processes.
 
     Raises:
         MismatchError: a leaf, the tree or an option differs; names path and processes.

@@ -96,13 +96,8 @@ def contiguous_runs(
 
     The position is a byte offset if the chunk lies whole in the box, as one run of bytes that is
     also the beginning of the chunk's payload (so that padding trails), else -1. The size is that of
-    the chunk clipped to the array.
-
-    Args:
-        grid: grid of the array.
-        itemsize: bytes per element.
-        rows: chunk numbers in the array, in C order.
-        box: a box in coordinates of the array, which may reach past it.
+    the chunk clipped to the array. `rows` are numbers of chunks in the array; the box has its
+    coordinates, and may reach past it.
     """
     if len(rows) == 1 and grid.chunk_shape == grid.shape == box.shape and not any(box.offset):
         return np.zeros(1, np.int64), np.array([math.prod(grid.shape) * itemsize], np.int64)

@@ -171,12 +171,8 @@ def even_order(
 ) -> tuple[npt.NDArray[np.int64], list[int]] | None:
     """Return the chunks in an order that keeps all streams busy, and the first of each file in it.
 
-    None if filling files one after the other does so too: for a single file, or very many.
-
-    Args:
-        payloads: bytes of every chunk, in order.
-        data_file_nbytes: approximate maximum length of a file.
-        streams: uploads in flight.
+    None if filling files one after the other does so too: for a single file, or very many. A file
+    has at most about `data_file_nbytes`; `streams` are the uploads in flight.
     """
     nbytes = int(payloads.sum())
     files = even_count(nbytes, data_file_nbytes, streams)

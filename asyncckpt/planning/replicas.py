@@ -19,12 +19,9 @@ SHARE_NBYTES = 64 * MIB
 
 
 def checked_rows(plan: SavePlan, number: int, *, whole: bool) -> Column:
-    """Return the rows whose checksums all holders compare.
+    """Return the rows whose checksums all holders compare in save `number` of a run.
 
-    Args:
-        plan: the plan of one process.
-        number: number of the save in its run.
-        whole: whether to compare all, as in the first save of a schema.
+    With `whole` these are all shared rows, as in the first save of a schema.
     """
     arrays = plan.arrays
     if whole or not plan.row_shared.any():

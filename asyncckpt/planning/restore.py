@@ -302,12 +302,8 @@ def coalesce(
     most `limit_nbytes`; a longer extent is a group of its own. It is greedy from the left, which
     gives the least number of groups.
 
-    Args:
-        offsets: offsets of extents, sorted (within one file).
-        nbytes: their lengths.
-        gap_nbytes: longest run of unwanted bytes inside a range.
-        limit_nbytes: longest range.
-        starts: extents that always begin a group, such as the first of another file.
+    `offsets` are sorted within one file. Extents in `starts` always begin a group, such as the
+    first of another file.
     """
     if not len(offsets):
         return np.zeros(0, np.int64)

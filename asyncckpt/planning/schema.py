@@ -89,11 +89,7 @@ def encode_schema(schema: Schema) -> bytes:
 
 
 def decode_schema(data: bytes, *, file: str) -> Schema:
-    """Return the schema that `encode_schema` wrote.
-
-    Args:
-        data: its bytes.
-        file: where they come from, for errors.
+    """Return the schema that `encode_schema` wrote; `file` is named in errors.
 
     Raises:
         CorruptCheckpointError: they are not a schema of this version.

@@ -82,12 +82,8 @@ def _unpacked(message: bytes) -> Column:
 def share(wanted: Mapping[int, bytes], row_count: int) -> Sharing:
     """Return the chunks that several processes want.
 
-    The cost depends on the distinct sets of chunks, not on the number of processes: replicas want
-    the same.
-
-    Args:
-        wanted: the chunks of each process, from `encoded_rows`.
-        row_count: number of chunks.
+    `wanted` has the message of each process, from `encoded_rows`. The cost depends on the distinct
+    messages, not on the number of processes: replicas want the same.
     """
     alike: dict[bytes, list[int]] = {}
     for process in sorted(wanted):
@@ -179,12 +175,9 @@ class Stream:
         ]
 
     def ranges(self, begin: int, end: int, gap_nbytes: int) -> list[Range]:
-        """Return the ranges of files that hold the bytes from `begin` to `end`, in order.
+        """Return the ranges of files that hold the bytes `begin` to `end` of the stream, in order.
 
-        Args:
-            begin: first byte in the stream.
-            end: one past the last byte.
-            gap_nbytes: longest run of other bytes in a file that a range may include.
+        A range may include runs of up to `gap_nbytes` other bytes.
         """
         found: list[Range] = []
         if begin >= end:

@@ -37,10 +37,8 @@ def merge_trees(
 ) -> MergedTree:
     """Return the tree with the leaves of all these trees.
 
-    Args:
-        trees: the distinct trees, that of the lowest process first.
-        processes: the processes that have each; for errors.
-        same: whether dicts, too, must have equal keys.
+    The trees differ, that of the lowest process comes first; `processes` are those that have each,
+    for errors. With `same`, dicts, too, must have equal keys.
 
     Raises:
         TreeMismatchError: containers differ; names the path and two processes.

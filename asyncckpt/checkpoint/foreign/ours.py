@@ -36,12 +36,7 @@ def is_our_data(path: str) -> bool:
 
 
 def without_record(location: str, *, is_database: bool) -> CheckpointNotFoundError:
-    """Return the error for an asyncckpt checkpoint without its record.
-
-    Args:
-        location: the location as the caller named it.
-        is_database: it is the directory of a database, not of a checkpoint.
-    """
+    """Return the error for the directory of a checkpoint, or of its database, without a record."""
     here = location.rstrip("/")
     what, next_step = "an asyncckpt checkpoint", "restore another step"
     if is_database:

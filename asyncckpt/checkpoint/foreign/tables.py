@@ -77,11 +77,7 @@ def directory_table(listing: Listing) -> KeyTable:
 
 
 async def read_database(listing: Listing, name: str = "") -> KeyTable:
-    """Read the newest version of the OCDBT database in a directory.
-
-    Args:
-        listing: files of the checkpoint's item, which include the database.
-        name: directory of the database, relative to that of the listing.
+    """Read the newest version of the OCDBT database in `name` below the listing's directory.
 
     Raises:
         CheckpointNotFoundError: it is the database of an asyncckpt checkpoint.

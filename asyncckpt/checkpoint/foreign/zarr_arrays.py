@@ -76,10 +76,7 @@ async def read_arrays(
 ) -> list[FoundArray | None]:
     """Return the arrays with these metadata documents; None for groups.
 
-    Args:
-        table: the table of their keys.
-        keys: their documents.
-        complete: whether the writer stored every chunk.
+    `complete` means that the writer stored every chunk.
     """
     listing = table.listing
     _check_documents(table, keys)

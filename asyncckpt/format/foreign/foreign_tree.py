@@ -39,12 +39,9 @@ class ForeignLeaf:
 
 
 def add(root: Branch, path: Sequence[tuple[Key, Kind]], value: Any) -> None:
-    """Add `value` at `path`, and the containers that the path passes through.
+    """Add `value`, a leaf or empty branch, at `path`, and the containers on the way.
 
-    Args:
-        root: container in which the path begins.
-        path: keys, and the kind of the container that has each.
-        value: a leaf, or an empty branch.
+    The path has keys, and the kind of the container that has each; `root` has the first.
 
     Raises:
         ValueError: something else is at the path, or a container has another kind.

@@ -270,12 +270,9 @@ def _shown(value: object) -> str:
 
 
 def layout_of(saved: SavedTensor, shape: tuple[int, ...], dtype: str) -> Layout:
-    """Return the layout of a shard's elements in its archive.
+    """Return the layout of a shard's elements in its archive, which describes the tensor `saved`.
 
-    Args:
-        saved: the tensor that the archive describes.
-        shape: shape of the shard.
-        dtype: torch dtype of the whole tensor; one that can be restored.
+    The metadata says that the shard has this shape and torch dtype.
 
     Raises:
         ValueError: the archive holds another tensor, or less than it claims.
