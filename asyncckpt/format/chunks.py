@@ -61,9 +61,7 @@ class ChunkIndex:
     def validate(self, file_nbytes: Sequence[int], *, file: str) -> None:
         """Check that every row is a range inside its file, long enough for a trailer.
 
-        Args:
-            file_nbytes: sizes of the files of the commit record.
-            file: path of the index for errors.
+        `file_nbytes` are the sizes of the files of the commit record; `file` is named in errors.
 
         Raises:
             CorruptCheckpointError: names the first row that is not.

@@ -18,14 +18,10 @@ Processes = tuple[int, ...]
 
 
 class Holders:
-    """The sets of processes that hold the leaves and shards of one plan.
+    """The sets of processes that hold the leaves and shards of the plan of one process.
 
     A set may have thousands of members. One that is passed again as the same object is not hashed
     or compared again, so that a leaf costs the same in small and large jobs.
-
-    Args:
-        process: this process.
-        process_count: number of processes.
 
     Attributes:
         sets: the distinct sets, sorted, by number.

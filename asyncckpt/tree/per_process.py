@@ -55,9 +55,6 @@ class PerProcessNodes:
     """`NodeAdapter` that makes a `PerProcess` a node with one key, the number of the process.
 
     The nodes of all processes are merged into one, which has the value of every process.
-
-    Args:
-        process: number of this process.
     """
 
     def __init__(self, process: int) -> None:

@@ -37,7 +37,7 @@ def make_codec(
     more: Mapping[str, Unpack] | None = None,
     file: str = "",
 ) -> Codec:
-    """Return the codec that turns stored chunks into their elements.
+    """Return the codec that decodes stored chunks of this shape and dtype.
 
     Args:
         chain: how the chunks are stored.
