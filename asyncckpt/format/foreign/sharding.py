@@ -82,9 +82,9 @@ def unshard(
 ) -> Bytes:
     """Return the elements of a whole shard.
 
-    `decode` returns the elements of one stored chunk, given its decoded size in bytes. `fill` is one
-    element of the chunks that are not stored, empty for zero. `stored` is the shape of the corner
-    of the shard whose chunks must all be stored; None if any may be missing.
+    `decode` returns the elements of one stored chunk, given its decoded size in bytes. `fill` is
+    one element of the chunks that are not stored, empty for zero. `stored` is the shape of the
+    corner of the shard whose chunks must all be stored; None if any may be missing.
 
     Raises:
         ChunkError: the index or a chunk is damaged, or a chunk that must be stored is missing.
